@@ -1,0 +1,31 @@
+"""Attention over a cache: the plain torch reference, which is the specification.
+
+Every query of a sequence looks at all keys up to its own position:
+
+    attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
+
+for n queries and m ≥ n keys. The n queries are the *last* n of the m tokens, so the causal mask is aligned bottom-right: the
+last query sees everything. (A mask aligned top-left, which is what "causal" means to most library calls, is right only for
+n = m: with one query and a full cache it would show that query nothing but the first token.)
+
+Grouped-query attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G of them each. G = H is
+multi-head attention, G = 1 multi-query attention; the cache shrinks by R.
+
+Memory is O(n) beside the mask: torch's scaled_dot_product_attention computes the softmax in tiles (FlashAttention, Dao et
+al. 2022) and accumulates in float32.
+
+    n queries · m keys · H query heads · G key/value heads · D head size
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence's newest tokens. q: [n, H, D]; k, v: [G, m, D], m ≥ n -> [n, H, D]."""
+    (n, H, D), (G, m, _) = q.shape, k.shape
+    if n == 1:  # One query sees every key: the R query heads of a group are R rows of one unmasked product.
+        return F.scaled_dot_product_attention(q.view(1, G, H // G, D), k[None], v[None]).view(1, H, D)
+    mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=n == m, enable_gqa=True)
+    return out[0].transpose(0, 1)

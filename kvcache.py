@@ -1,0 +1,142 @@
+"""The contiguous KV cache: keys and values of past tokens are kept, so that no token is read twice.
+
+Without it, token t costs a forward pass over all t tokens before it; with it, a pass over one. What it costs is memory,
+reserved in advance for the longest text that may come:
+
+    bytes = 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens
+
+Llama 3.1 8B in bf16: 2 · 32 · 8 · 128 · 2 = 131,072 bytes a token, 1.07 GB for 8,192 tokens. Llama 2 70B, with 80 layers and
+the same 8 heads, at 4,096 tokens: 1.34 GB (not the "80 GB" or "4 GB" that one reads; with all its 64 heads it would be 10.7).
+
+One cache holds several sequences, each in a row of its own. Its verbs are those of every cache here (paged.py has the same):
+
+    seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are there already (none, in this layout)
+    cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
+    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed
+    cache.truncate(seq, length)          forgets what comes after: a rejected draft, the next turn of a chat
+    cache.fork(seq) · cache.free(seq) · cache.length(seq)
+
+A `Step` is what the forward pass sees: positions to rotate by, and `attend`, which stores the new keys and values and then
+attends to what was *stored*, so that a result does not depend on how a prompt was cut.
+
+Invariant: row `seq` holds exactly the tokens [0, length(seq)); what lies beyond is never read.
+
+    L layers · S sequences · N longest text · G key/value heads · H query heads · D head size · T tokens of a step
+"""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import attention
+
+CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CacheFull(RuntimeError):
+    """There is no room, and nothing has changed."""
+
+
+def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that the keys and values of `tokens` tokens take."""
+    return 2 * layers * kv_heads * head_dim * tokens * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of up to `sequences` texts of up to `max_len` tokens each, all reserved at once."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32):
+        for name, value in dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_len=max_len, sequences=sequences).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: a cache needs at least 1")
+        if dtype not in CACHE_DTYPES:
+            raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
+        shape = (layers, sequences, kv_heads, max_len, head_dim)
+        self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")      # [L, S, G, N, D]
+        self.max_len, self.device = max_len, torch.device(device)
+        self._lengths: dict[int, int] = {}                               # of the open sequences
+        self._rows = list(reversed(range(sequences)))                    # rows that nobody has
+
+    @property
+    def bytes(self) -> int:
+        """What is allocated."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """A new, empty sequence for the text `tokens` -> (seq, 0): this layout shares nothing between sequences."""
+        if not self._rows:
+            raise CacheFull(f"all {len(self._lengths)} rows of the cache are taken: free a sequence, or make a cache of more")
+        seq = self._rows.pop()
+        self._lengths[seq] = 0
+        return seq, 0
+
+    def length(self, seq: int) -> int:
+        """How many tokens of this sequence are stored."""
+        if seq not in self._lengths:
+            raise KeyError(f"sequence {seq} is not open; open ones: {sorted(self._lengths)}")
+        return self._lengths[seq]
+
+    def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
+        """Is there room for n more tokens of each (seq, n)? Changes nothing."""
+        return all(self.length(seq) + n <= self.max_len for seq, n in requests)
+
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]]) -> "Step":
+        """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer.
+
+        Raises CacheFull, ValueError or KeyError before anything has changed.
+        """
+        if not requests or any(len(tokens) == 0 for _, tokens in requests):
+            raise ValueError("a step needs at least one new token of every sequence in it")
+        if len({seq for seq, _ in requests}) < len(requests):
+            raise ValueError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
+        for seq, tokens in requests:
+            if not self.fits([(seq, len(tokens))]):
+                raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {len(tokens)} more: "
+                                f"a row holds {self.max_len}; ask for fewer, or make a cache of a larger max_len")
+        spans, at = [], 0
+        for seq, tokens in requests:
+            start, n = self._lengths[seq], len(tokens)
+            spans.append((seq, start, at, n))
+            self._lengths[seq], at = start + n, at + n
+        return Step(self, spans)
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens."""
+        if not 0 <= length <= self.length(seq):
+            raise ValueError(f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}")
+        self._lengths[seq] = length
+
+    def fork(self, seq: int) -> int:
+        """A second sequence with the same past. In this layout that is a copy."""
+        length = self.length(seq)
+        new, _ = self.open(())
+        for store in (self.keys, self.values):
+            store[:, new, :, :length] = store[:, seq, :, :length]
+        self._lengths[new] = length
+        return new
+
+    def free(self, seq: int) -> None:
+        """Give the row back."""
+        self.length(seq)
+        del self._lengths[seq]
+        self._rows.append(seq)
+
+
+class Step:
+    """The new tokens of one forward pass, packed end to end: where they belong, and attention for them."""
+
+    def __init__(self, cache: KVCache, spans: list[tuple[int, int, int, int]]):
+        self.cache, self.spans = cache, spans                            # (row, its length before, first token in the step, how many)
+        self.positions = torch.cat([torch.arange(start, start + n) for _, start, _, n in spans]).to(cache.device)    # [T]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]  # [S, G, N, D]
+        out = []
+        for seq, start, at, n in self.spans:
+            row_k, row_v, stop = keys[seq], values[seq], start + n
+            row_k[:, start:stop] = k[at:at + n].transpose(0, 1)
+            row_v[:, start:stop] = v[at:at + n].transpose(0, 1)
+            out.append(attention(q[at:at + n], row_k[:, :stop], row_v[:, :stop]))
+        return out[0] if len(out) == 1 else torch.cat(out)

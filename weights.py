@@ -1,0 +1,171 @@
+"""Weights: from a name to a folder, from a folder to tensors in their places. Only safetensors; no pickle is ever opened.
+
+A safetensors file is a JSON header (name → dtype, shape, byte range) and then the bytes. So everything can be checked before
+a byte of weight is read: every tensor that the model has must be there, nothing else may be, each with its shape and a
+floating-point dtype. Then each tensor goes once from the memory-mapped file to its place in the model. A file is mapped anew
+for each tensor and let go right after, so that the pages read do not pile up: the peak is the model and one tensor.
+
+Invariant: `fill` either fills every place, or raises and names the tensor and the file.
+
+Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
+"""
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+ALIASES = {
+    "1B": "meta-llama/Llama-3.2-1B-Instruct",
+    "3B": "meta-llama/Llama-3.2-3B-Instruct",
+    "8B": "meta-llama/Llama-3.1-8B-Instruct",
+    "70B": "meta-llama/Llama-3.3-70B-Instruct",
+}
+EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # beside this file
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model"]
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny, tiny-draft), a folder, or a Hub id, which is fetched if need be.
+
+    Raises FileNotFoundError, with the way out, if there is no such thing or it cannot be had.
+    """
+    text = str(name)
+    if text in EMBEDDED:
+        folder = Path(__file__).parent / EMBEDDED[text]
+        if not folder.is_dir():
+            raise FileNotFoundError(f"the embedded model {text!r} should be in {folder}: fetch the repository again")
+        return folder
+    if Path(text).expanduser().is_dir():
+        return Path(text).expanduser()
+    repo = ALIASES.get(text, text)
+    if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
+        raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of {', '.join([*ALIASES, *EMBEDDED])}")
+    return _fetch(repo)
+
+
+def _fetch(repo: str) -> Path:
+    """Bring what is needed of a Hub repository here, or find it in the cache (also offline)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors
+    try:
+        try:
+            return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=["original/*.json", "*/*.safetensors"]))
+        except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+            cached = Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
+            if not any(cached.glob("*.safetensors")):
+                raise error
+            return cached
+    except errors.GatedRepoError:
+        raise FileNotFoundError(f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then `hf auth login`, "
+                                "or give a folder that holds it") from None
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(f"the Hub has no repository {repo} that you may see: check the name, `hf auth login` if it is "
+                                "private, or give a folder") from None
+    except errors.HFValidationError:
+        raise FileNotFoundError(f"{repo!r} is not a possible Hub id (owner/name, of letters, digits, '-', '_', '.'), nor a folder") from None
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError):
+        raise FileNotFoundError(f"{repo} is not in the local cache and the Hub cannot be reached: go online once, "
+                                "or give a folder that holds the model") from None
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file: ValueError names the file and what is wrong."""
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: a model folder needs config.json, *.safetensors and a tokenizer") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a JSON {type(data).__name__}, not an object")
+    return data
+
+
+class Checkpoint:
+    """The tensors of a folder: names, shapes and dtypes at once, the numbers when they are asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files = self._files()                                       # tensor name -> the file that holds it
+        self.headers = {name: (shape, dtype) for file in sorted(set(self.files.values())) for name, shape, dtype in _header(file)}
+
+    def _files(self) -> dict[str, Path]:
+        single, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
+        if single.is_file():
+            return {name: single for name, _, _ in _header(single)}
+        if index.is_file():
+            return self._shards(index)
+        raise FileNotFoundError(f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json: weights are read "
+                                "from safetensors only (a pytorch_model.bin is a pickle; convert it with its own library first)")
+
+    def _shards(self, index: Path) -> dict[str, Path]:
+        """What the index says, if it agrees with what the files hold."""
+        says = read_json(index).get("weight_map")
+        if not isinstance(says, dict) or not says or not all(isinstance(file, str) for file in says.values()):
+            raise ValueError(f"{index}: weight_map must give a file name for each tensor")
+        holds: dict[str, str] = {}
+        for file in sorted(set(says.values())):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"{index} names {file!r}: a shard is a .safetensors file in the same folder")
+            if not (self.folder / file).is_file():
+                raise FileNotFoundError(f"{self.folder / file} is missing, though {index.name} lists it: fetch the model again")
+            for name, _, _ in _header(self.folder / file):
+                if holds.setdefault(name, file) != file:
+                    raise ValueError(f"tensor {name} is in both {holds[name]} and {file} of {self.folder}")
+        for name in says.keys() | holds.keys():
+            if says.get(name) != holds.get(name):
+                raise ValueError(f"{index} puts tensor {name} in {says.get(name)}, but it is in {holds.get(name)}")
+        return {name: self.folder / file for name, file in says.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most numbers are stored in."""
+        count: dict[str, int] = {}
+        for shape, dtype in self.headers.values():
+            count[dtype] = count.get(dtype, 0) + torch.Size(shape).numel()
+        return DTYPES.get(max(count, key=count.__getitem__, default="F32"), torch.float32)
+
+    def audit(self, places: Mapping[str, Tensor]) -> None:
+        """Every place has its tensor, every tensor its place, the shapes agree, the numbers are floating point. Else ValueError."""
+        for name, place in places.items():
+            if name not in self.headers:
+                raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: the checkpoint is incomplete, or "
+                                 "config.json describes another model")
+            (shape, dtype), file = self.headers[name], self.files[name]
+            if dtype not in DTYPES:
+                raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be one of {', '.join(DTYPES)}")
+            if list(shape) != list(place.shape):
+                raise ValueError(f"tensor {name} in {file} is {list(shape)}; config.json asks for {list(place.shape)}")
+        for name in self.headers.keys() - places.keys():
+            raise ValueError(f"tensor {name} in {self.files[name]} has no place in the model that config.json describes")
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, memory-mapped: it is read as it is used, and let go with the last reference."""
+        try:
+            with safe_open(self.files[name], framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"tensor {name} cannot be read from {self.files[name]}: {error}") from None
+
+    @torch.no_grad()
+    def fill(self, places: Mapping[str, Tensor]) -> None:
+        """Put every tensor in its place, on its device and in its dtype."""
+        self.audit(places)
+        for name, place in places.items():
+            place.copy_(self.read(name))
+
+
+def _header(file: Path) -> list[tuple[str, list[int], str]]:
+    """(name, shape, dtype) of each tensor in a file, without reading the numbers."""
+    try:
+        with safe_open(file, framework="pt") as f:
+            slices = ((name, f.get_slice(name)) for name in f.keys())
+            return [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
