@@ -21,43 +21,21 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from kvcache import CacheFull, KVCache, kv_bytes
+from kvcache import CacheFull, KVCache
 from model import Llama
-from sampling import Keyed, check_settings, probabilities
+from request import MAX_TOKENS, Message, Result, Settings, StopStrings
+from sampling import Keyed, probabilities
 from tokenizer import Tokenizer
-from weights import find, read_json
+from weights import EMBEDDED, find, read_json
 
 CHUNK = 512                                             # tokens of a prompt read in one step
-MAX_TOKENS = 512                                        # unless --max-tokens says otherwise
-Message = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one text is to be made. Whatever is None is the model's own choice (`Model.complete`)."""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int = MAX_TOKENS
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}: it must be at least 1")
-        if any(not isinstance(stop, str) or stop == "" for stop in self.stop):
-            raise ValueError("a stop string is empty: it must have at least one character")
-        if self.seed is not None and not -2**63 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: it must fit 64 bits")
 
 
 class Model:
@@ -133,66 +111,12 @@ class Session:
         return self.llama(torch.tensor(tokens, device=self.llama.device), step, rows=slice(-1, None))
 
 
-class StopStrings:
-    """Cuts a stream of text exactly before the first stop string, which may come in pieces.
-
-    `feed` holds back what may be the beginning of one; `found` says that one came.
-    """
-
-    def __init__(self, stops: Sequence[str]):
-        self.stops, self.held, self.found = tuple(stops), "", False
-
-    def feed(self, piece: str) -> str:
-        if self.found:
-            return ""
-        self.held += piece
-        cut = min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=-1)
-        if cut >= 0:
-            self.found, out, self.held = True, self.held[:cut], ""
-            return out
-        longest = max((n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
-        out, self.held = self.held[:len(self.held) - longest], self.held[len(self.held) - longest:]
-        return out
-
-    def finish(self) -> str:
-        out, self.held = self.held, ""
-        return out
-
-
-@dataclass
-class Result:
-    """A finished text, and what it took."""
-    prompt: str | list[Message]
-    prompt_tokens: list[int]
-    seed: int
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str = ""                             # stop: an end-of-text token or a stop string; length: a limit; interrupted
-    first: float = 0.0                                  # seconds
-    total: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens, text=self.text,
-                    seed=self.seed, finish_reason=self.finish_reason, stats=dict(
-                        prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
-                        tokens_per_second=self.rate, acceptance=None, tokens_per_round=None, seconds_queued=0.0))
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second after the first."""
-        return (len(self.tokens) - 1) / (self.total - self.first) if len(self.tokens) > 1 else None
-
-    def summary(self) -> str:
-        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; seed {self.seed}"
-
-
-def new_tokens(session: Session, prompt: Sequence[int], settings: Settings) -> Iterator[int]:
+def new_tokens(model: Model, session: Session, prompt: Sequence[int], settings: Settings) -> Iterator[int]:
     """The loop: one token after the other, each drawn at its own position of the text."""
-    text, seeds = list(prompt), torch.tensor([settings.seed], device=session.llama.device)
+    text, seeds = list(prompt), torch.tensor([settings.seed], device=model.llama.device)
     for _ in range(settings.max_tokens):
-        probs = probabilities(session.logits(text), settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+        logits = session.logits(text)[:, :model.tokenizer.vocab_size]            # beyond it is padding, which stands for no text
+        probs = probabilities(logits, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
         coin = Keyed(seeds, torch.tensor([len(text)], device=seeds.device))
         text.append(int(coin.pick(probs)))
         yield text[-1]
@@ -211,7 +135,7 @@ def run(model: Model, session: Session, prompt: str | list[Message], tokens: lis
 
     result.finish_reason = "length"
     try:
-        for token in new_tokens(session, tokens, settings):
+        for token in new_tokens(model, session, tokens, settings):
             result.tokens.append(token)
             result.total = time.perf_counter() - start
             result.first = result.first or result.total
@@ -339,15 +263,15 @@ def check_device(name: str | None) -> str | None:
 
 
 def load(args: argparse.Namespace) -> Model:
-    """The model, with a word about what it asks for and does not get."""
-    model = Model.load(args.target, check_device(args.device), getattr(torch, args.dtype) if args.dtype else None)
+    return Model.load(args.target, check_device(args.device), getattr(torch, args.dtype) if args.dtype else None)
+
+
+def tell(model: Model, args: argparse.Namespace) -> None:
+    """A word about what somebody may expect and does not get."""
     for setting in model.unhonoured():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
-    if args.chat or args.raw or model.tokenizer.chat_template is not None:
-        return model
-    if args.target not in ("tiny", "tiny-draft"):
+    if not args.raw and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
         say("note: this model has no chat template: it continues your text")
-    return model
 
 
 def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
@@ -356,6 +280,7 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     model = load(args)
     tokens = encode(model, prompt, args.system, mode(args))
     length = room(model.llama, len(tokens), settings.max_tokens, args.max_len)
+    tell(model, args)
     settings = replace(model.complete(settings), max_tokens=length - len(tokens))
     session = Session(model.llama, None if args.no_cache else length)
     for i in range(args.n):
@@ -380,6 +305,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
     talk = model.tokenizer.chat_template is not None and not args.raw
     limit = room(model.llama, 1, model.llama.config.max_position_embeddings, args.max_len)
     session = Session(model.llama, None if args.no_cache else limit)
+    tell(model, args)
     messages: list[Message] = []
     say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
     while True:

@@ -1,20 +1,14 @@
 """x Wᵀ: the product in which a decoding step spends its time.
 
 A step of one token multiplies one row by every weight of the model, so it costs what it costs to *read* the weights once:
-a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second, and a step of five rows
-should cost hardly more than a step of one. That second half is what speculative decoding and batching live on. On a GPU the
-library sees to both. On a CPU it does not: its matrix-vector product may run on one core only, and its product of two to
-eight rows takes several times as long, because it first copies the weight into the order its inner loop wants, every time.
+a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second. And a step of five rows should
+cost hardly more than a step of one, since it reads the same bytes: speculative decoding and batching live on that.
 
-What `Linear` does about it on a CPU:
+On a GPU the library sees to both. On a CPU it does not: a product of one to eight rows uses a fraction of the machine, because
+the weight lies in another order than the inner loop wants, and putting it in order costs more than multiplying. `Linear.pack()`
+does that once, when a model is loaded: oneDNN's blocked order replaces the plain one. `python matmul.py` shows the difference.
 
-  - `pack()` makes that copy once, when a model is loaded: oneDNN's blocked order replaces the plain one. For bfloat16 always;
-    for float32 where a row of W is longer than a page of memory (4 KB), which is where the plain product of few rows is worst.
-  - What stays plain is multiplied as W xᵀ for two to eight rows, and for one row as two halves of W, one for each core.
-
-`python matmul.py` measures it, from 1 to 64 rows, against the speed at which this machine reads memory.
-
-Not covered: training and float64 (which is for proofs) use the plain order.
+Not covered: training, float64 (which is for proofs) and float16 use the plain order.
 
     T rows (tokens of a step) · K in_features · N out_features
 """
@@ -25,26 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PAGE_BYTES = 4096
 
-
-def worth_packing(weight: Tensor) -> bool:
-    """Whether oneDNN's packed product serves this weight better than the plain one, and this build of PyTorch has it."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    return weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and weight.shape[1] * 4 >= PAGE_BYTES)
-
-
-def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, K], weight: [N, K] -> [T, N], by the library call that is quickest for so many rows."""
-    (T, K), N = x.shape, len(weight)
-    if T > 8 or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if T == 1 and N % 2 == 0:
-        y = torch.bmm(weight.view(2, N // 2, K), x.T.expand(2, K, 1)).view(1, N)
-    else:
-        y = (weight @ x.T).T
-    return y if bias is None else y + bias
+def can_pack(weight: Tensor) -> bool:
+    """Whether this build of PyTorch has oneDNN's packed product for such a weight."""
+    return (weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+            and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
 
 
 class Linear(nn.Module):
@@ -63,16 +42,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
         if self.packed is None:
-            return plain_product(x, self.weight, self.bias)
-        T = len(x)
-        if T < 3 and x.dtype == torch.float32:                       # this product is quicker with four rows than with one or two
-            x = x.repeat(4 // T, 1)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[:T]
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     @torch.no_grad()
     def pack(self, keep: bool = False) -> None:
-        """Reorder the weight for the CPU's product, if that is worth it, and let the plain one go (`keep`: an embedding uses it)."""
-        if self.packed is None and worth_packing(self.weight):
+        """Put the weight in the order of the CPU's product and let the plain one go (`keep`: not, an embedding uses it too)."""
+        if self.packed is None and can_pack(self.weight):
             # The order depends on the number of rows that is announced; the one for 4 serves 1 to 512 rows well.
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 4)
             if not keep:

@@ -183,7 +183,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(size, **where), requires_grad=False), eps
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, C] -> [T, C]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float() if x.dtype.itemsize == 2 else x
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
 class Layer(nn.Module):
@@ -273,11 +274,8 @@ class Llama(nn.Module):
         config, checkpoint = Config.load(folder), Checkpoint(folder)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device), seed=None)
-        places = model.places()
-        if config.tie_word_embeddings and "lm_head.weight" in checkpoint.headers:
-            places["lm_head.weight"] = model.embed                          # some checkpoints hold the shared tensor twice
-        places |= {name: torch.empty(shape) for name, (shape, _) in checkpoint.headers.items() if name.endswith("rotary_emb.inv_freq")}
-        checkpoint.fill(places)
+        checkpoint.fill(model.places(), ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+                        twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
         return model.requires_grad_() if trainable else model.pack()
 
     def places(self) -> dict[str, Tensor]:
@@ -327,3 +325,27 @@ def default_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
         return stored
     warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
     return torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what is in a Llama, and that it does not matter how a text is cut.
+
+@torch.inference_mode()
+def main(name: str = "tiny") -> None:
+    llama = Llama.load(name, dtype=torch.float32)
+    config, places = llama.config, Llama(Config.load(find(name)), seed=None, device="meta").places()
+    print(f"{name}: {sum(place.numel() for place in places.values()):,} parameters in {len(places)} tensors; {config.num_hidden_layers} layers, "
+          f"{config.num_attention_heads} query heads on {config.num_key_value_heads} key/value heads of {config.head_dim}")
+    text = torch.arange(1, 101, device=llama.device)
+    whole, cache = llama(text), llama.cache(len(text))
+    print("100 tokens at once, and in chunks through a cache: the largest difference of their logits, over the largest logit")
+    for sizes in ([100], [99, 1], [50, 50], [1] * 100, [7, 13, 80]):
+        seq, _ = cache.open(())
+        parts = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in text.split(sizes)]
+        cache.free(seq)
+        error = ((torch.cat(parts) - whole).abs().max() / whole.abs().max()).item()
+        print(f"  {len(sizes):3} chunks of {', '.join(map(str, sizes[:3]))}{', …' if len(sizes) > 3 else '':3} {error:.1e}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -10,8 +10,10 @@ Invariant: `fill` either fills every place, or raises and names the tensor and t
 Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
 """
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -154,9 +156,18 @@ class Checkpoint:
             raise ValueError(f"tensor {name} cannot be read from {self.files[name]}: {error}") from None
 
     @torch.no_grad()
-    def fill(self, places: Mapping[str, Tensor]) -> None:
-        """Put every tensor in its place, on its device and in its dtype."""
-        self.audit(places)
+    def fill(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Put every tensor in its place, on its device and in its dtype.
+
+        ignore: a pattern of names that old checkpoints hold and nobody needs. twice: tensors that may be there although they must
+        equal another one, {name: the other}; ValueError where they do not.
+        """
+        self.headers = {name: header for name, header in self.headers.items() if not re.fullmatch(ignore, name)}
+        copies = [name for name in twice if name in self.headers]
+        self.audit({**places, **{name: places[twice[name]] for name in copies}})
+        for name in copies:
+            if not torch.equal(self.read(name), self.read(twice[name])):
+                raise ValueError(f"tensor {name} in {self.files[name]} differs from {twice[name]}, though config.json ties them")
         for name, place in places.items():
             place.copy_(self.read(name))
 

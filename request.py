@@ -1,0 +1,94 @@
+"""A request: what is asked of a text, and what comes back.
+
+`Settings` say how a text is to be made, `StopStrings` where it must end, `Result` what it became and what it took.
+
+Stop strings are found in the *text*, not among the tokens: a stop string may begin in the middle of one token and end in the
+middle of another. So the end of what was made is held back for as long as it could be the beginning of one.
+
+    held back: the longest suffix of the text that is a proper prefix of a stop string
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sampling import check_settings
+
+MAX_TOKENS = 512                                        # unless asked otherwise
+Message = dict[str, str]                                # {"role": …, "content": …}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one text is to be made. Whatever is None is the model's own choice (`Model.complete`)."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int = MAX_TOKENS
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens!r}: it must be a whole number of at least 1")
+        for stop in self.stop:
+            if not isinstance(stop, str) or not stop:
+                raise ValueError(f"a stop string is {repr(stop) if stop != '' else 'empty'}: it must be text of at least one character")
+        if self.seed is not None and (not isinstance(self.seed, int) or not -2**63 <= self.seed < 2**63):
+            raise ValueError(f"seed is {self.seed!r}: it must be a whole number of at most 64 bits")
+
+
+class StopStrings:
+    """Cuts a stream of text exactly before the first stop string, which may come in pieces.
+
+    `feed` holds back what may be the beginning of one; `found` says that one came.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops, self.held, self.found = tuple(stops), "", False
+
+    def feed(self, piece: str) -> str:
+        if self.found:
+            return ""
+        self.held += piece
+        cut = min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=-1)
+        if cut >= 0:
+            self.found, out, self.held = True, self.held[:cut], ""
+            return out
+        longest = max((n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
+        out, self.held = self.held[:len(self.held) - longest], self.held[len(self.held) - longest:]
+        return out
+
+    def finish(self) -> str:
+        out, self.held = self.held, ""
+        return out
+
+
+@dataclass
+class Result:
+    """A finished text, and what it took. `tokens` are all that were made; `text` ends before a stop string."""
+    prompt: str | list[Message]
+    prompt_tokens: list[int]
+    seed: int
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""                             # stop: an end-of-text token or a stop string; length: a limit; interrupted
+    first: float = 0.0                                  # seconds
+    total: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens, text=self.text,
+                    seed=self.seed, finish_reason=self.finish_reason, stats=dict(
+                        prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
+                        tokens_per_second=self.rate, acceptance=None, tokens_per_round=None, seconds_queued=0.0))
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second after the first."""
+        return (len(self.tokens) - 1) / (self.total - self.first) if len(self.tokens) > 1 else None
+
+    def summary(self) -> str:
+        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
+        return f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; seed {self.seed}"
