@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kvcache import CacheFull, KVCache
-from model import Llama
+from model import Llama, end_tokens
 from request import MAX_TOKENS, Message, Result, Settings, StopStrings
 from sampling import Keyed, probabilities
 from tokenizer import Tokenizer
@@ -46,8 +46,7 @@ class Model:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {llama.config.vocab_size}: "
                              "config.json and the tokenizer belong to different models")
         self.llama, self.tokenizer, self.recommended = llama, tokenizer, recommended
-        ends = recommended.get("eos_token_id")
-        self.ends = set(llama.config.eos_token_ids) | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.ends = {*llama.config.eos_token_ids, *end_tokens(recommended)}
 
     @classmethod
     def load(cls, name: str | Path, device: str | None = None, dtype: torch.dtype | None = None) -> "Model":

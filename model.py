@@ -95,13 +95,12 @@ class Config:
         if data.get("head_dim") is None and sizes["hidden_size"] % heads:
             raise ValueError(f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads {heads}, and there is no head_dim")
         theta, scaling = _rope(data)
-        eos = data.get("eos_token_id")
         return cls(**sizes, rope_theta=theta, rope_scaling=scaling,
                    num_key_value_heads=_positive(data, "num_key_value_heads", heads),
                    head_dim=_positive(data, "head_dim", sizes["hidden_size"] // heads),
                    rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
                    tie_word_embeddings=_flag(data, "tie_word_embeddings"), attention_bias=_flag(data, "attention_bias"),
-                   mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+                   mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=end_tokens(data))
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json of this model, as transformers reads it too."""
@@ -110,13 +109,22 @@ class Config:
                     eos_token_id=list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None))
 
 
+def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
+    """eos_token_id of a config.json or generation_config.json: absent, one, or several."""
+    eos = data.get("eos_token_id")
+    ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if any(not isinstance(end, int) or isinstance(end, bool) or end < 0 for end in ends):
+        raise ValueError(f"eos_token_id is {eos!r}; it must be a token, or a list of tokens")
+    return ends
+
+
 def _refuse_unknown(data: dict[str, Any]) -> None:
     """Only what this code computes exactly may pass."""
     asks = [("model_type", data.get("model_type"), ("llama",)),
             ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
             ("partial_rotary_factor", data.get("partial_rotary_factor"), (None, 1, 1.0)),
             ("quantization_config", data.get("quantization_config"), (None,)),
-            *(("architectures", name, ("LlamaForCausalLM",)) for name in data.get("architectures") or ())]
+            ("architectures", data.get("architectures"), (None, [], ["LlamaForCausalLM"]))]
     for key, value, known in asks:
         if value not in known:
             raise ValueError(f"{key} is {value!r}, which is not supported; only {' or '.join(map(repr, known))}")
@@ -146,6 +154,9 @@ def _flag(data: dict[str, Any], name: str) -> bool:
 
 def _rope(data: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """The rotary base and its scaling: at the top, in rope_scaling or in rope_parameters, depending on the config's age."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(data.get(name) or {}, dict):
+            raise ValueError(f"{name} is {data[name]!r}; it must be an object")
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
     theta = _number({"rope_theta": rope.pop("rope_theta", None) or data.get("rope_theta")}, "rope_theta", 10000.0)
     kind = rope.pop("type", None)

@@ -26,7 +26,8 @@ ALIASES = {
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
 EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # beside this file
-WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "original/tokenizer.model"]
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+UNWANTED = ["original/*.json", "*/*.safetensors"]        # Meta's own layout, adapters
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -41,7 +42,7 @@ def find(name: str | Path) -> Path:
         if not folder.is_dir():
             raise FileNotFoundError(f"the embedded model {text!r} should be in {folder}: fetch the repository again")
         return folder
-    if Path(text).expanduser().is_dir():
+    if text and Path(text).expanduser().is_dir():
         return Path(text).expanduser()
     repo = ALIASES.get(text, text)
     if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
@@ -55,7 +56,7 @@ def _fetch(repo: str) -> Path:
     from huggingface_hub import errors
     try:
         try:
-            return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=["original/*.json", "*/*.safetensors"]))
+            return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
         except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
             cached = Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
             if not any(cached.glob("*.safetensors")):

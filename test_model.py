@@ -1,0 +1,175 @@
+"""Logits against those that transformers gave the same models (test_data/, made by .ci/random_models.py), and every config we refuse."""
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import model as page
+from conftest import SMALL, write_model
+from model import Config, Llama, default_dtype, inverse_frequencies, rotate
+
+DATA = Path(__file__).parent / "test_data"
+EXPECTED = load_file(DATA / "expected.safetensors")
+CASES = sorted({name.split(".")[0] for name in EXPECTED})
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_equal_those_of_transformers(case):
+    tokens, logits = EXPECTED[f"{case}.tokens"], EXPECTED[f"{case}.logits"]
+    llama = Llama.load(DATA / case, "cpu", torch.float32)
+    assert relative(llama(tokens), logits) < 1e-5                       # 1e-6 is seen; 1e-4 is promised
+    cache = llama.cache(len(tokens))
+    seq, _ = cache.open(())
+    parts = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in tokens.split([1, 30, 1, 1, 5, 22])]
+    assert relative(torch.cat(parts), logits) < 1e-5
+    assert relative(Llama.load(DATA / case, "cpu", torch.float64)(tokens), logits) < 1e-5
+    assert relative(Llama.load(DATA / case, "cpu", torch.bfloat16)(tokens), logits) < 0.1
+
+
+def test_the_cases_cover_what_they_should():
+    configs = [Config.load(DATA / case) for case in CASES]
+    assert {c.num_attention_heads // c.num_key_value_heads for c in configs} == {1, 2, 4} and 1 in {c.num_key_value_heads for c in configs}
+    assert {c.tie_word_embeddings for c in configs} == {c.attention_bias for c in configs} == {c.mlp_bias for c in configs} == {True, False}
+    assert {(c.rope_scaling or {}).get("rope_type") for c in configs} == {None, "linear", "llama3"}
+    assert any(c.head_dim * c.num_attention_heads != c.hidden_size for c in configs) and len({c.rope_theta for c in configs}) > 1
+    assert all(c.rope_scaling["original_max_position_embeddings"] < 60 for c in configs if c.rope_scaling and c.rope_scaling["rope_type"] == "llama3")
+    texts = [(DATA / case / "config.json").read_text() for case in CASES]
+    assert any('"rope_parameters"' in t for t in texts) and any('"type"' in t for t in texts)
+    assert (DATA / "sharded" / "model.safetensors.index.json").exists()
+
+
+@torch.inference_mode()
+def test_only_the_rows_asked_for():
+    llama, tokens = Llama.load(DATA / "gqa4", "cpu", torch.float64), EXPECTED["gqa4.tokens"]
+    whole = llama(tokens)
+    for rows in (slice(-1, None), slice(3, 9), torch.tensor([5, 0, 59])):
+        torch.testing.assert_close(llama(tokens, rows=rows), whole[rows])
+
+
+def test_gradients_flow_through_a_trainable_model():
+    llama, tokens = Llama.load(DATA / "biases", "cpu", torch.float32, trainable=True), EXPECTED["biases.tokens"]
+    logits = llama(tokens)
+    assert relative(logits.detach(), EXPECTED["biases.logits"]) < 1e-5
+    torch.nn.functional.cross_entropy(logits[:-1], tokens[1:]).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in llama.parameters())
+
+
+def test_random_weights_depend_on_the_seed_and_a_folder_gives_them_back(tmp_path):
+    config = Config(**SMALL)
+    a, b, c = (Llama(config, seed=seed).places() for seed in (1, 1, 2))
+    assert all(torch.equal(a[name], b[name]) for name in a) and not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+    save_file({name: place.contiguous() for name, place in a.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    loaded = Llama.load(tmp_path, "cpu", torch.float32, trainable=True)
+    assert loaded.config == config and all(torch.equal(a[name], place) for name, place in loaded.places().items())
+
+
+# ---- Rotary embeddings
+
+@pytest.mark.parametrize("case", ["mha", "linear-scaling", "llama3-scaling"])
+def test_frequencies_follow_the_published_rules(case):
+    config = Config.load(DATA / case)
+    scaling = config.rope_scaling or {}
+    for i, got in enumerate(inverse_frequencies(config).tolist()):
+        frequency = config.rope_theta ** (-2 * i / config.head_dim)
+        if scaling.get("rope_type") == "linear":
+            frequency /= scaling["factor"]
+        elif scaling:
+            wavelength, original = 2 * math.pi / frequency, scaling["original_max_position_embeddings"]
+            if wavelength > original / scaling["low_freq_factor"]:
+                frequency /= scaling["factor"]
+            elif wavelength >= original / scaling["high_freq_factor"]:
+                smooth = (original / wavelength - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+                frequency = (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+        assert got == pytest.approx(frequency, rel=1e-5)
+
+
+def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
+    torch.manual_seed(0)
+    q, k, frequencies = torch.randn(10), torch.randn(10), inverse_frequencies(Config(**{**SMALL, "head_dim": 10})).double()
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        angles = position * frequencies
+        cos, sin = angles.cos().repeat(2), torch.cat((-angles.sin(), angles.sin()))
+        return rotate(x.double()[None, None], cos[None, None], sin[None, None])[0, 0]
+    products = {d: [float(turned(q, p + d) @ turned(k, p)) for p in (0, 3, 50)] for d in (0, 1, 7)}
+    assert all(max(v) - min(v) < 1e-9 for v in products.values()) and abs(products[0][0] - float(q.double() @ k.double())) < 1e-6
+    assert abs(products[1][0] - products[7][0]) > 1e-3
+
+
+# ---- What is refused, and how
+
+GOOD = json.loads((DATA / "mha" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(model_type="qwen2"), "model_type is 'qwen2'"), (dict(model_type=None), "model_type is None"),
+    (dict(architectures=["LlamaForSequenceClassification"]), "architectures is ['LlamaForSequenceClassification']"), (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    (dict(quantization_config={"bits": 4}), "quantization_config"), (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    (dict(vocab_size=None), "vocab_size is missing"), (dict(hidden_size=0), "hidden_size is 0"), (dict(hidden_size="24"), "hidden_size is '24'"),
+    (dict(num_hidden_layers=2.0), "num_hidden_layers is 2.0"), (dict(num_attention_heads=True), "num_attention_heads is True"),
+    (dict(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key_value_heads 3"), (dict(head_dim=5), "head_dim 5 is odd"),
+    (dict(hidden_size=26, head_dim=None), "hidden_size 26 is not a multiple"), (dict(rms_norm_eps=0), "rms_norm_eps is 0"),
+    (dict(rope_theta=-1.0, rope_parameters=None), "rope_theta is -1.0"), (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'"),
+    (dict(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
+    (dict(rope_parameters={"rope_type": "linear"}), "factor is missing"), (dict(rope_parameters=[1]), "rope_parameters is [1]"),
+    (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4,
+                           "original_max_position_embeddings": 16}), "low_freq_factor 4.0 must be below"),
+    (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}),
+     "original_max_position_embeddings is missing"),
+    (dict(eos_token_id="x"), "eos_token_id is 'x'"), (dict(architectures=7), "architectures is 7")])
+def test_a_config_that_asks_for_something_else(tmp_path, change, says):
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | change))
+    with pytest.raises(ValueError) as error:
+        Config.load(tmp_path)
+    assert says in str(error.value) and "config.json" in str(error.value)
+
+
+def test_not_a_number_is_not_json(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | {"rms_norm_eps": math.nan}))
+    with pytest.raises(ValueError, match="NaN is not a JSON number"):
+        Config.load(tmp_path)
+
+
+def test_a_tied_head_that_is_there_twice_must_agree(tmp_path):
+    folder = write_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tokens = torch.tensor([1, 2, 3])
+    logits = Llama.load(folder, "cpu", torch.float32)(tokens)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    assert torch.equal(Llama.load(folder, "cpu", torch.float32)(tokens), logits)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight .* differs from model.embed_tokens.weight"):
+        Llama.load(folder)
+
+
+def test_the_default_dtype(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for native in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert default_dtype(torch.float32, cpu) == torch.float32 and default_dtype(torch.bfloat16, gpu) == torch.bfloat16
+            assert not told
+            assert default_dtype(torch.float16, cpu) == torch.float32 and len(told) == 1
+            assert default_dtype(torch.bfloat16, cpu) == (torch.bfloat16 if native else torch.float32) and len(told) == (1 if native else 2)
+            assert "float32" in str(told[0].message)
+
+
+def test_nothing_is_left_uninitialized(tmp_path, monkeypatch):
+    """Every parameter is filled: poisoned memory never shows."""
+    original = torch.empty
+    monkeypatch.setattr(page.torch, "empty", lambda *args, **where: original(*args, **where).fill_(math.nan))
+    for case in CASES:
+        llama = Llama.load(DATA / case, "cpu", torch.float32, trainable=True)
+        assert not any(p.isnan().any() for p in llama.parameters())

@@ -1,0 +1,201 @@
+"""A checkpoint loads whole or not at all; a name leads to a folder or to one line that says the way out."""
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+
+import weights
+from conftest import write_model
+from model import Llama
+from weights import ALIASES, Checkpoint, find, read_json
+
+ROOT = Path(__file__).parent
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4), "c.bias": torch.zeros(2, 2)}
+
+
+def places() -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, torch.nan) for name, tensor in TENSORS.items()}
+
+
+def write(folder: Path, tensors=None) -> Path:
+    save_file(TENSORS if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_shards(folder: Path, split=(("one.safetensors", ("a.weight",)), ("two.safetensors", ("b.weight", "c.bias"))), **index) -> Path:
+    for file, names in split:
+        save_file({name: TENSORS[name] for name in names}, folder / file)
+    whole = {"weight_map": {name: file for file, names in split for name in names}, **index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
+    return folder
+
+
+@pytest.mark.parametrize("make", [write, write_shards])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_place_is_filled_in_its_own_dtype(tmp_path, make, dtype):
+    targets = {name: place.to(dtype) for name, place in places().items()}
+    Checkpoint(make(tmp_path)).fill(targets)
+    assert all(torch.equal(targets[name], TENSORS[name].to(dtype)) for name in TENSORS)
+
+
+@pytest.mark.parametrize("tensors, says", [
+    ({k: v for k, v in TENSORS.items() if k != "b.weight"}, r"tensor b\.weight \[4\] is missing"),
+    (TENSORS | {"d.weight": torch.ones(1)}, r"tensor d\.weight in .*model\.safetensors has no place"),
+    (TENSORS | {"a.weight": torch.ones(3, 2)}, r"tensor a\.weight in .* is \[3, 2\]; config\.json asks for \[2, 3\]"),
+    (TENSORS | {"b.weight": torch.ones(4, dtype=torch.int8)}, r"tensor b\.weight in .* is I8; weights must be"),
+    (TENSORS | {"b.weight": torch.ones(4, dtype=torch.float8_e4m3fn)}, r"tensor b\.weight in .* is F8_E4M3"), ({}, "is missing")])
+def test_the_audit_names_tensor_and_file_before_anything_is_written(tmp_path, tensors, says):
+    targets = places()
+    with pytest.raises(ValueError, match=says):
+        Checkpoint(write(tmp_path, tensors)).fill(targets)
+    assert all(place.isnan().all() for place in targets.values())
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1, exclude_max=True))
+@example(0.0)
+def test_a_file_cut_anywhere_is_refused(tmp_path, share):
+    whole = (write(tmp_path) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:int(share * len(whole))])
+    with pytest.raises(ValueError, match="model.safetensors is not a whole safetensors file"):
+        Checkpoint(tmp_path).fill(places())
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 2) + b"{]", struct.pack("<Q", 40) + b"{}", b"PK\x03\x04" + b"x" * 100,
+    struct.pack("<Q", 73) + b'{"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,Infinity]}}   ' + bytes(24),
+    struct.pack("<Q", 68) + b'{"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,20]}}    ' + bytes(20),
+    struct.pack("<Q", 68) + b'{"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,NaN]}}   ' + bytes(24)])
+def test_headers_that_are_none(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors"):
+        Checkpoint(tmp_path).fill(places())
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda f: (f / "two.safetensors").unlink(), "two.safetensors is missing"),
+    (lambda f: write_shards(f, weight_map={"a.weight": "../one.safetensors"}), "a shard is a .safetensors file in the same folder"),
+    (lambda f: write_shards(f, weight_map={"a.weight": "one.bin"}), "a shard is a .safetensors file"),
+    (lambda f: write_shards(f, weight_map={}), "weight_map must give"), (lambda f: write_shards(f, weight_map=[1]), "weight_map must give"),
+    (lambda f: write_shards(f, weight_map={"a.weight": 1}), "weight_map must give"),
+    (lambda f: write_shards(f, weight_map={"a.weight": "two.safetensors", "b.weight": "two.safetensors", "c.bias": "two.safetensors"}),
+     "puts tensor a.weight in two.safetensors, but it is in None"),
+    (lambda f: save_file(TENSORS, f / "two.safetensors"), "tensor a.weight is in both"),
+    (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": NaN}'), "NaN is not a JSON number")])
+def test_shards_that_do_not_fit_together(tmp_path, change, says):
+    change(write_shards(tmp_path))
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        Checkpoint(tmp_path).fill(places())
+
+
+def test_a_pickle_is_never_opened(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(FileNotFoundError, match="from safetensors only"):
+        Checkpoint(tmp_path)
+
+
+def test_old_checkpoints_with_rotary_buffers_load(tmp_path):
+    folder = write_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3)}, folder / "model.safetensors")
+    Llama.load(folder)
+    save_file(tensors | {"model.layers.1.inv_freq": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="inv_freq .* has no place"):
+        Llama.load(folder)
+
+
+@pytest.mark.parametrize("content, says", [("{", "not valid JSON"), ("[]", "a JSON list"), ('{"a": NaN}', "NaN is not"), ('{"a": -Infinity}', "-Infinity is not"),
+                                           ("\x00", "not valid JSON"), ("", "not valid JSON")])
+def test_json_that_is_none(tmp_path, content, says):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=says):
+        read_json(tmp_path / "config.json")
+
+
+# ---- Names
+
+def test_a_folder_is_found_as_it_is(tmp_path):
+    assert find(tmp_path) == tmp_path == find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such", "./gone", "~/nowhere-at-all", ""])
+def test_a_name_that_is_nothing(name):
+    with pytest.raises(FileNotFoundError, match="neither a folder, nor a Hub id"):
+        find(name)
+
+
+def bare(kind: type[Exception]) -> Exception:
+    """Such an error without the response of a server that it usually carries."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize("error, says", [
+    (lambda: bare(errors.GatedRepoError), "accept its licence at"),
+    (lambda: bare(errors.RepositoryNotFoundError), "has no repository"),
+    (lambda: errors.HFValidationError("bad"), "not a possible Hub id"), (lambda: errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+    (lambda: OSError("no route"), "cannot be reached"), (lambda: bare(errors.HfHubHTTPError), "cannot be reached")])
+def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch, error, says):
+    def refuse(repo, **how):
+        raise error() if not how.get("local_files_only") else errors.LocalEntryNotFoundError("not cached")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match=says) as told:
+        find("owner/name")
+    assert "\n" not in str(told.value) and "owner/name" in str(told.value)
+
+
+def test_an_alias_fetches_its_repository_and_an_offline_cache_works(monkeypatch, tmp_path):
+    asked = []
+
+    def offline(repo, **how):
+        asked.append((repo, how.get("local_files_only", False)))
+        if not how.get("local_files_only"):
+            raise errors.LocalEntryNotFoundError("offline")
+        return str(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(FileNotFoundError):
+        find("8B")                                        # the cache holds no weights: a download that was begun
+    write(tmp_path)
+    assert find("8B") == tmp_path and asked[-2:] == [(ALIASES["8B"], False), (ALIASES["8B"], True)]
+
+
+def test_only_what_is_needed_is_fetched():
+    from huggingface_hub.utils import filter_repo_objects
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "original/consolidated.00.pth",
+             "original/params.json", "pytorch_model.bin", "generation_config.json", "original/tokenizer.model", "chat_template.jinja", "README.md"]
+    wanted = set(filter_repo_objects(files, allow_patterns=weights.WANTED, ignore_patterns=weights.UNWANTED))
+    assert wanted == {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "generation_config.json",
+                      "chat_template.jinja"}
+
+
+# ---- Memory
+
+PEAK = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from model import Llama
+def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+torch.nn.functional.linear(torch.ones(4, 64), torch.ones(64, 64))
+before = kilobytes("VmRSS")
+llama = Llama.load(sys.argv[2], "cpu", getattr(torch, sys.argv[3]))
+print(kilobytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("stored, computed", [(torch.float32, "float32"), (torch.bfloat16, "float32")])
+def test_loading_never_takes_more_than_the_model_and_one_tensor(tmp_path, stored, computed):
+    shape = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64, vocab_size=8192)
+    folder = write_model(tmp_path, tie_word_embeddings=False, **shape)
+    tensors = {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    model, largest = sum(t.numel() * 4 for t in tensors.values()), max(t.numel() * 4 for t in tensors.values())
+    done = subprocess.run([sys.executable, "-c", PEAK, str(ROOT), str(folder), computed], capture_output=True, text=True, check=True)
+    assert model > 150e6 and int(done.stdout) * 1024 < model + largest + 12e6, f"{int(done.stdout) / 1024:.0f} MiB for {model / 2**20:.0f}"
