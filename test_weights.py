@@ -139,7 +139,7 @@ def bare(kind: type[Exception]) -> Exception:
 
 @pytest.mark.parametrize("error, says", [
     (lambda: bare(errors.GatedRepoError), "accept its licence at"),
-    (lambda: bare(errors.RepositoryNotFoundError), "has no repository"),
+    (lambda: bare(errors.RepositoryNotFoundError), "is not a repository that you may see"),
     (lambda: errors.HFValidationError("bad"), "not a possible Hub id"), (lambda: errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
     (lambda: OSError("no route"), "cannot be reached"), (lambda: bare(errors.HfHubHTTPError), "cannot be reached")])
 def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch, error, says):

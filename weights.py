@@ -52,27 +52,22 @@ def find(name: str | Path) -> Path:
 
 def _fetch(repo: str) -> Path:
     """Bring what is needed of a Hub repository here, or find it in the cache (also offline)."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub import errors
+    from huggingface_hub import errors, snapshot_download
     try:
-        try:
-            return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-        except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-            cached = Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
-            if not any(cached.glob("*.safetensors")):
-                raise error
+        return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError) as error:
+        problem = error
+    try:
+        cached = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
+        if any(cached.glob("*.safetensors")):
             return cached
-    except errors.GatedRepoError:
-        raise FileNotFoundError(f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then `hf auth login`, "
-                                "or give a folder that holds it") from None
-    except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(f"the Hub has no repository {repo} that you may see: check the name, `hf auth login` if it is "
-                                "private, or give a folder") from None
-    except errors.HFValidationError:
-        raise FileNotFoundError(f"{repo!r} is not a possible Hub id (owner/name, of letters, digits, '-', '_', '.'), nor a folder") from None
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError):
-        raise FileNotFoundError(f"{repo} is not in the local cache and the Hub cannot be reached: go online once, "
-                                "or give a folder that holds the model") from None
+    except (errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
+        pass
+    ways_out = {errors.GatedRepoError: f"is gated: accept its licence at https://huggingface.co/{repo} and run `hf auth login`",
+                errors.RepositoryNotFoundError: "is not a repository that you may see: check the name, or run `hf auth login` if it is private",
+                errors.HFValidationError: "is not a possible Hub id: owner/name, of letters, digits, '-', '_' and '.'",
+                Exception: "is not in the local cache, and the Hub cannot be reached: go online once"}
+    raise FileNotFoundError(f"{repo} {next(way for kind, way in ways_out.items() if isinstance(problem, kind))}; or give a folder that holds the model")
 
 
 def read_json(path: Path) -> dict:
