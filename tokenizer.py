@@ -14,7 +14,8 @@ Invariants.
   piece before merging, as in `tokenizers`. A lone surrogate, which UTF-8 cannot hold, is read as U+FFFD.
 - What a stream yields is whole characters, and joined it is what `decode` says.
 
-Costs. @COSTS@
+Costs. Loading merges every token of the vocabulary alone, once, to find its rank. Encoding is linear in the text; each piece is
+merged by tiktoken, in compiled code. A stream holds at most three bytes back.
 
 Not covered, and refused by name: SentencePiece, Unigram, WordPiece; normalizers; byte fallback; added tokens that swallow
 spaces. `clean_up_tokenization_spaces` is not done: it makes decoding lossy. A template that rewrites messages (cuts out their
@@ -401,17 +402,25 @@ class Tokenizer:
         return sandbox.from_string(self.chat_template)
 
 
+# ---- The demonstration -----------------------------------------------------------------------------------------------
+
 def main(arguments: list[str]) -> int:
     """Shows the tokens of a text, and that a control token written by a user stays text."""
     folder = Path(arguments[0] if arguments else Path(__file__).parent / "models" / "tiny")
-    if not arguments and not folder.exists():
-        print("python tokenizer.py FOLDER: name a model's folder; the default, models/tiny, is not there", file=sys.stderr)
-        return 2
     try:
         tok = Tokenizer.load(folder)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    print(f"{folder.name}: ids below {tok.vocab_size}, {len(tok.specials)} of them control tokens: {', '.join(list(tok.specials)[:4])}")
+    control = next(iter(tok.specials), "<|none|>")
+    for text in ("Once upon a time, there was a dragon named Zog.", "Größe 😀 12345", f"What a user writes: {control}"):
+        ids = tok.encode(text)
+        print("\n" + "|".join(tok.token_bytes(id).decode(errors="replace") for id in ids))
+        stream = tok.stream()
+        shown = [stream.feed(id) for id in ids] + [stream.finish()]
+        print(f"  {len(ids)} tokens for {len(text.encode())} bytes; back again: {tok.decode(ids) == text}; "
+              f"streamed in whole characters: {''.join(shown) == text}; control tokens: {len(set(ids) & set(tok.specials.values()))}")
     return 0
 
 

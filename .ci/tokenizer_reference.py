@@ -1,0 +1,80 @@
+"""Our tokens against those of the `tokenizers` library, and our chat prompts against transformers' (both must be installed).
+
+    python .ci/tokenizer_reference.py DATA SMOLLM2
+
+DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw; SMOLLM2 is a model folder.
+"""
+import itertools
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tokenizers import Tokenizer as Reference
+from transformers import AutoTokenizer
+
+from tokenizer import Tokenizer
+
+CONVERSATIONS = [
+    [("user", "Hello")],
+    [("system", "You are brief."), ("user", "What is 2 + 2?"), ("assistant", "4"), ("user", "  And 3 + 3?\n\n")],
+    [("user", "Grüße, 世界 😀\n\tcode: {x: 1}"), ("assistant", "ok")],
+    [("user", "a" * 300 + " 1234567890"), ("assistant", " spaced "), ("user", "'s it's I'LL")],
+]
+
+
+def random_texts(n: int, seed: int = 0) -> list[str]:
+    """Texts of every plane of Unicode, of white space, digits and apostrophes, in all mixtures."""
+    draw = random.Random(seed)
+    kinds = [lambda: chr(draw.randrange(32, 127)), lambda: draw.choice(" \n\t\r  　"), lambda: draw.choice("0123456789'’sSdDLl"),
+             lambda: chr(draw.randrange(0x20, 0x2FFF)), lambda: chr(draw.randrange(0x10000, 0x110000)), lambda: chr(draw.randrange(0xE000, 0x10000)),
+             lambda: draw.choice(["é", "ß", "中", "한", "🙂", "👩‍🚀", "ﬁ", "٣", "Ⅷ", "½", "\x00", "\x7f"])]
+    return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 40))) for _ in range(n)]
+
+
+def compare(name: str, ours: Tokenizer, reference: Reference, texts: list[str]) -> None:
+    specials = list(ours.specials)
+    for text in texts:
+        if any(special in text for special in specials):
+            continue                                    # there the library finds control tokens, which we never do
+        expected, got = reference.encode(text, add_special_tokens=False).ids, ours.encode(text)
+        if expected != got:
+            sys.exit(f"{name}: {text[:80]!r}\n  tokenizers {expected[:40]}\n  ours       {got[:40]}")
+        if not ours.missing_bytes & set(text.encode()) and ours.decode(got) != text:
+            sys.exit(f"{name}: {text[:80]!r} does not come back")
+    print(f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; bytes that the vocabulary lacks: {len(ours.missing_bytes)}")
+
+
+def compare_chats(folder: Path, ours: Tokenizer) -> None:
+    reference = AutoTokenizer.from_pretrained(folder)
+    for turns, more in itertools.product(CONVERSATIONS, (True, False)):
+        messages = [{"role": role, "content": content} for role, content in turns]
+        text = reference.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
+        expected, got = reference(text, add_special_tokens=False).input_ids, ours.chat(messages, add_generation_prompt=more)
+        if expected != got:
+            sys.exit(f"{folder.name}: {messages}\n  transformers {expected}\n  ours         {got}\n  {text!r}\n  {ours.decode(got, special=True)!r}")
+    print(f"{folder.name}: {2 * len(CONVERSATIONS)} chat prompts equal those of transformers")
+
+
+def main(data: Path, smollm2: Path) -> None:
+    wiki = (data / "text" / "wiki.test.raw").read_text("utf-8")
+    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(20_000)]
+    llama3 = Reference.from_file(str(data / "llama3" / "tokenizer.json"))
+    ours = Tokenizer.load(data / "llama3")
+    compare("Llama 3, tokenizer.json", ours, llama3, texts)
+    with tempfile.TemporaryDirectory() as folder:       # the other format alone, with the names of the control tokens
+        for file in ("tokenizer.model", "tokenizer_config.json"):
+            shutil.copy(data / "llama3" / file, folder)
+        ranks = Tokenizer.load(folder)
+    compare("Llama 3, tokenizer.model", ranks, llama3, texts)
+    if ranks.specials != ours.specials or ranks.prompt("x") != ours.prompt("x") or ours.prompt("x") != llama3.encode("x").ids:
+        sys.exit("Llama 3's two formats disagree on the control tokens, or on what a text begins with")
+    compare("SmolLM2", Tokenizer.load(smollm2), Reference.from_file(str(smollm2 / "tokenizer.json")), texts)
+    compare_chats(data / "llama3", ours)
+    compare_chats(smollm2, Tokenizer.load(smollm2))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,279 @@
+"""Byte-level BPE against a reference that merges the first pair of the list, again and again; and no text becomes a control token."""
+import base64
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import CHATML, byte_alphabet
+from tokenizer import GPT2_SPLIT, LLAMA3_CONTROLS, LLAMA3_SPLIT, Tokenizer
+
+CORPUS = "the cat sat on the mat; it's 2024, the 12345 cats' naïve café — 世界 the the\n\n  cats sat 😀 I'LL don't\t" * 3
+ALPHABET = byte_alphabet()
+SPECIALS = ["<|end|>", "<|start|>", "<|endless|>"]
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def spell(data: bytes) -> str:
+    return "".join(ALPHABET[byte] for byte in data)
+
+
+def learn(pattern: str, merges: int = 60) -> list[tuple[str, str]]:
+    """Merges of a small corpus: each time the most frequent pair."""
+    words = [list(spell(piece.encode())) for piece in regex.findall(pattern, CORPUS)]
+    learned = []
+    for _ in range(merges):
+        pairs = Counter(pair for word in words for pair in zip(word, word[1:]))
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        learned.append(best)
+        words = [apply(word, best) for word in words]
+    return learned
+
+
+def apply(word: list[str], pair: tuple[str, str]) -> list[str]:
+    out = []
+    for token in word:
+        if out and (out[-1], token) == pair:
+            out[-1] += token
+        else:
+            out.append(token)
+    return out
+
+
+def reference(text: str, splits: list[str], merges: list[tuple[str, str]], vocab: dict[str, int], ignore_merges: bool) -> list[int]:
+    """The definition: split, spell out, and merge the pair that stands first in the list until there is none."""
+    pieces, ids = [text], []
+    for pattern in splits:
+        pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
+    for piece in pieces:
+        word = [c for c in spell(piece.encode()) if c in vocab]
+        if ignore_merges and "".join(word) in vocab:
+            word = ["".join(word)]
+        while True:
+            ranked = [(merges.index(pair), pair) for pair in zip(word, word[1:]) if pair in merges]
+            if not ranked:
+                break
+            word = apply(word, min(ranked)[1])
+        ids += [vocab[token] for token in word]
+    return ids
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": dict(pre=BYTE_LEVEL, splits=[GPT2_SPLIT]),
+    "digits": dict(pre=dict(type="Sequence", pretokenizers=[dict(type="Digits", individual_digits=True), BYTE_LEVEL]), splits=[r"\p{N}", GPT2_SPLIT]),
+    "llama3": dict(pre=dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern={"Regex": LLAMA3_SPLIT}, behavior="Isolated", invert=False), BYTE_LEVEL | dict(use_regex=False)]),
+        splits=[LLAMA3_SPLIT], ignore_merges=True),
+    "lacking": dict(pre=BYTE_LEVEL, splits=[GPT2_SPLIT], lacks=b"\x00\x07\xc3\xf0z"),
+}
+
+
+def describe(kind: str) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str, int]]:
+    """tokenizer.json of a kind, its merges and its vocabulary. Ids are not in the order of the merges."""
+    how = KINDS[kind]
+    merges = [(a, b) for a, b in learn(how["splits"][-1]) if not set(a + b) & set(spell(how.get("lacks", b"")))]
+    texts = [c for c in ALPHABET if c not in spell(how.get("lacks", b""))] + ["".join(pair) for pair in merges]
+    if kind == "llama3":
+        texts.append(spell(b" cat sat on"))                 # reachable by no merge: a whole piece never contains two words
+        texts.append(spell("wörtlich".encode()))            # reachable by no merge, but as a whole piece
+    vocab = {text: id for id, text in enumerate(reversed(texts))}
+    added = [dict(id=len(vocab) + i, content=text, special=True, lstrip=False, rstrip=False, single_word=False, normalized=False)
+             for i, text in enumerate(SPECIALS)]
+    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
+                 byte_fallback=False, ignore_merges=how.get("ignore_merges", False), vocab=vocab, merges=[" ".join(pair) for pair in merges])
+    return dict(version="1.0", added_tokens=added, normalizer=None, pre_tokenizer=how["pre"], post_processor=None, decoder=BYTE_LEVEL,
+                model=model), merges, vocab
+
+
+def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: Tokenizer.load(write(root / kind, describe(kind)[0], chat_template=CHATML.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>")))
+            for kind in KINDS}
+
+
+REFERENCES = {kind: (KINDS[kind]["splits"], *describe(kind)[1:], KINDS[kind].get("ignore_merges", False)) for kind in KINDS}
+WORDS = st.sampled_from(["the", " cat", "cats", "'s", "'LL", " 12345", "\n", "  ", "\t", "é", "世", "😀", "\x00", "z", "wörtlich", " sat on", "0", "—", ".", *SPECIALS])
+TEXTS = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), st.lists(WORDS, max_size=12).map("".join))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS)
+def test_tokens_are_those_of_the_definition(loaded, kind, text):
+    tok, (splits, merges, vocab, ignore) = loaded[kind], REFERENCES[kind]
+    ids = tok.encode(text)
+    assert ids == reference(text, splits, merges, vocab, ignore)
+    assert not set(ids) & set(tok.specials.values())                              # whatever the text: TEXTS holds control tokens
+    if kind != "lacking":
+        assert tok.decode(ids) == text
+    stream = tok.stream()
+    pieces = [stream.feed(id) for id in ids]
+    assert all("\ufffd" not in piece or "\ufffd" in text or kind == "lacking" for piece in pieces)
+    assert "".join(pieces) + stream.finish() == tok.decode(ids)
+
+
+def test_missing_bytes_are_known(loaded):
+    assert loaded["lacking"].missing_bytes == set(b"\x00\x07\xc3\xf0z") and not loaded["gpt2"].missing_bytes
+    assert loaded["lacking"].encode("z\x00\x07") == [] and loaded["lacking"].decode(loaded["lacking"].encode("cazt")) == "cat"
+
+
+def test_whole_pieces_only_where_merges_are_ignored(loaded):
+    tok = loaded["llama3"]
+    assert len(tok.encode("wörtlich")) == 1 and len(tok.encode(" cat sat on")) > 1
+
+
+def test_a_lone_surrogate_is_a_replacement_character(loaded):
+    assert loaded["gpt2"].encode("a\udc80b") == loaded["gpt2"].encode("a\ufffdb")
+
+
+def test_a_stream_yields_whole_characters_and_loses_nothing(loaded):
+    tok = loaded["gpt2"]
+    ids = [tok._ids[0]] and [next(id for id, word in tok._vocabulary.tokens.items() if word == bytes([b])) for b in "é世😀".encode() + b"\xf0\x9f"]
+    stream = tok.stream()
+    pieces = [stream.feed(id) for id in ids]
+    assert pieces == ["", "é", "", "", "世", "", "", "", "😀", "", ""] and stream.finish() == "\ufffd"
+    assert "".join(pieces) + "\ufffd" == tok.decode(ids)
+
+
+def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
+    tok = loaded["gpt2"]
+    ids = tok.encode("a") + [tok.specials["<|end|>"]] + tok.encode("b")
+    assert tok.decode(ids) == "ab" and tok.decode(ids, special=True) == "a<|end|>b"
+    with pytest.raises(ValueError, match="there is no token 9999"):
+        tok.decode([9999])
+
+
+# ---- Chats
+
+PIECES = st.lists(st.sampled_from(["<|end|>", "<|start|>", "<|endless|>", "<|", "end|>", "<|end", "|>", " ", "\n", "less|>", "user", "<", "hi"]), max_size=8)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(PIECES.map("".join), PIECES.map("".join)), min_size=1, max_size=3))
+def test_no_message_ever_holds_a_control_token(loaded, turns):
+    tok = loaded["gpt2"]
+    ids = tok.chat([{"role": role, "content": content} for role, content in turns])
+    controls = [id for id in ids if id in tok.specials.values()]
+    start, end = tok.specials["<|start|>"], tok.specials["<|end|>"]
+    assert controls == [start, end] * len(turns) + [start]
+    assert tok.decode(ids) == "".join(f"{role}\n{content}\n" for role, content in turns) + "assistant\n"
+
+
+def test_a_template_may_trim_and_compare(tmp_path):
+    template = "{% for m in messages %}{% if m.role == 'user' %}<|start|>{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], chat_template=template))
+    ids = tok.chat([{"role": "user", "content": "  <|end|> x \n"}, {"role": "other", "content": "y"}])
+    assert tok.decode(ids, special=True) == "<|start|><|end|> x<|end|>" and sum(id in tok.specials.values() for id in ids) == 2
+
+
+@pytest.mark.parametrize("config, file, expected", [
+    ({"chat_template": "A"}, None, "A"), ({"chat_template": "A"}, "B", "B"), ({}, None, None),
+    ({"chat_template": [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "D"}]}, None, "C")])
+def test_where_templates_come_from(tmp_path, config, file, expected):
+    write(tmp_path, describe("gpt2")[0], **config)
+    if file:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    assert Tokenizer.load(tmp_path).chat_template == expected
+
+
+@pytest.mark.parametrize("template, says", [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if %}", "chat template fails"), ("{{ nobody.x.y }}", "chat template fails"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template fails"), (None, "there is no chat template")])
+def test_templates_that_fail(tmp_path, template, says):
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], **({"chat_template": template} if template else {})))
+    with pytest.raises(ValueError, match=says):
+        tok.chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": 3}, "x", {"role": "user", "content": "a", "name": "b"}])
+def test_messages_that_are_none(loaded, message):
+    with pytest.raises(ValueError, match="message 0 is"):
+        loaded["gpt2"].chat([message])
+
+
+# ---- Llama 3's ranks
+
+def write_ranks(folder: Path, words: list[bytes], **config: Any) -> Path:
+    (folder / "tokenizer.model").write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_ranks_are_merged_in_their_order(tmp_path):
+    words = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the", b" c", b"at"]
+    added = {str(261 + i): {"content": text, "special": True} for i, text in enumerate(LLAMA3_CONTROLS.values())}
+    tok = Tokenizer.load(write_ranks(tmp_path, words, added_tokens_decoder=added))
+    assert tok.encode("the cat") == [257, 259, 260] and tok.prompt("the")[0] == 261 and tok.specials["<|eot_id|>"] == 265
+    assert tok.decode(tok.encode("größe 😀")) == "größe 😀" and tok.vocab_size == 266
+
+
+# ---- What is refused
+
+def changed(**changes: Any):
+    """A change of the tokenizer.json: top__key or model__key."""
+    def change(data: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            where, key = name.split("__")
+            (data if where == "top" else data["model"])[key] = value
+    return change
+
+
+@pytest.mark.parametrize("change, says", [
+    (changed(model__type="Unigram"), "Unigram"), (changed(model__type="WordPiece"), "WordPiece"), (changed(model__byte_fallback=True), "byte_fallback"),
+    (changed(model__unk_token="<unk>"), "unk_token"), (changed(model__dropout=0.1), "dropout"), (changed(top__normalizer={"type": "NFC"}), "normalizer"),
+    (changed(model__continuing_subword_prefix="##"), "continuing_subword_prefix"), (changed(top__decoder={"type": "Metaspace"}), "Metaspace"),
+    (changed(top__pre_tokenizer={"type": "Whitespace"}), "Whitespace"), (changed(top__pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True}), "prefix"),
+    (changed(top__pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}]}), "does not end in ByteLevel"),
+    (changed(top__pre_tokenizer={"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}, BYTE_LEVEL]}), "split pattern"),
+    (changed(top__post_processor={"type": "BertProcessing"}), "BertProcessing"), (changed(model__merges=["a b c"]), "merge 0 is 'a b c'"),
+    (changed(model__merges=["q q"]), "merge 0 is 'q q'"), (changed(model__vocab={"a": 0, "b": 0}), "has id 0"), (changed(model__vocab={"a": -1}), "has id -1"),
+    (changed(model__vocab={"a": "x"}), "has id 'x'"), (changed(model__vocab={"世": 0}), "stands for no byte"), (changed(model__vocab=[]), "not laid out"),
+    (changed(top__added_tokens=[{"id": 0, "content": "<|x|>", "special": True}]), "'<|x|>'"),
+    (changed(top__added_tokens=[{"id": 999, "content": "<|x|>", "special": True, "lstrip": True}]), "lstrip")])
+def test_what_a_file_asks_for_and_we_lack_is_named(tmp_path, change, says):
+    data = describe("gpt2")[0]
+    change(data)
+    with pytest.raises(ValueError) as error:
+        Tokenizer.load(write(tmp_path, data))
+    assert says in str(error.value) and "tokenizer.json" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": NaN}', '{"a": 1, "a": 2}', "\x00"])
+def test_json_that_is_none(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="tokenizer.json: "):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content, says", [(b"not base64 at all\n", "line 1"), (b"YQ== 1\n", "line 1"), (b"YQ== 0\nYQ== 1\n", "line 2"),
+                                           (b"YQ== 0\nYg==", "line 2"), (b"\x80\x03}q\x00", "line 1"), (b"YQ== 0\n", "holds 1 tokens")])
+def test_rank_files_that_are_none(tmp_path, content, says):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json or tokenizer.model"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_end_of_text_that_is_no_control_token(tmp_path):
+    with pytest.raises(ValueError, match="eos_token is 'the'"):
+        Tokenizer.load(write(tmp_path, describe("gpt2")[0], eos_token="the"))
