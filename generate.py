@@ -28,12 +28,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from config import end_tokens
 from kvcache import CacheFull, KVCache
-from model import Llama, end_tokens
+from model import Llama
 from request import MAX_TOKENS, Message, Result, Settings, StopStrings
 from sampling import Keyed, probabilities
 from tokenizer import Tokenizer
-from weights import EMBEDDED, find, read_json
+from vocabulary import read_json
+from weights import EMBEDDED, find
 
 CHUNK = 512                                             # tokens of a prompt read in one step
 

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kernels import attention
 from kvcache import CacheFull, KVCache, kv_bytes
-from model import Config, Llama
+from config import Config
+from model import Llama
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
 

@@ -1,6 +1,7 @@
 """Logits against those that transformers gave the same models (test_data/, made by .ci/random_models.py), and every config we refuse."""
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import model as page
 from conftest import SMALL, write_model
-from model import Config, Llama, default_dtype, inverse_frequencies, rotate
+from model import Config, Llama, RMSNorm, default_dtype, inverse_frequencies, rotate
 
 DATA = Path(__file__).parent / "test_data"
 EXPECTED = load_file(DATA / "expected.safetensors")
@@ -47,6 +48,24 @@ def test_the_cases_cover_what_they_should():
     assert (DATA / "sharded" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.parametrize("case", ["gqa4-mqa", "llama3-scaling"])
+@pytest.mark.parametrize("place", ["top", "rope_scaling", "rope_parameters"])
+@torch.inference_mode()
+def test_the_rotary_base_is_found_wherever_a_config_keeps_it(tmp_path, case, place):
+    shutil.copytree(DATA / case, tmp_path, dirs_exist_ok=True)
+    config, ours = json.loads((tmp_path / "config.json").read_text()), Config.load(tmp_path)
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        config.pop(name, None)
+    scaling = ours.rope_scaling or {"rope_type": "default"}
+    if place == "top":
+        config |= {"rope_theta": ours.rope_theta, "rope_scaling": scaling}
+    else:
+        config[place] = {**scaling, "rope_theta": ours.rope_theta}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Config.load(tmp_path) == ours
+    assert relative(Llama.load(tmp_path, "cpu", torch.float32)(EXPECTED[f"{case}.tokens"]), EXPECTED[f"{case}.logits"]) < 1e-5
+
+
 @torch.inference_mode()
 def test_only_the_rows_asked_for():
     llama, tokens = Llama.load(DATA / "gqa4", "cpu", torch.float64), EXPECTED["gqa4.tokens"]
@@ -71,6 +90,14 @@ def test_random_weights_depend_on_the_seed_and_a_folder_gives_them_back(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     loaded = Llama.load(tmp_path, "cpu", torch.float32, trainable=True)
     assert loaded.config == config and all(torch.equal(a[name], place) for name, place in loaded.places().items())
+
+
+def test_a_norm_is_computed_in_float32_at_least():
+    norm = RMSNorm(64, 1e-5, dtype=torch.float16)
+    torch.nn.init.constant_(norm.weight, 1.5)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half() * 500                     # its square is no float16
+    wide = x.double()
+    torch.testing.assert_close(norm(x).double(), wide / wide.square().mean(-1, keepdim=True).sqrt() * 1.5, rtol=2e-3, atol=1e-3)
 
 
 # ---- Rotary embeddings

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import CHATML, byte_alphabet
-from tokenizer import GPT2_SPLIT, LLAMA3_CONTROLS, LLAMA3_SPLIT, Tokenizer
+from tokenizer import Tokenizer
+from vocabulary import GPT2_SPLIT, LLAMA3_CONTROLS, LLAMA3_SPLIT
 
 CORPUS = "the cat sat on the mat; it's 2024, the 12345 cats' naïve café — 世界 the the\n\n  cats sat 😀 I'LL don't\t" * 3
 ALPHABET = byte_alphabet()
@@ -257,7 +258,7 @@ def test_what_a_file_asks_for_and_we_lack_is_named(tmp_path, change, says):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": NaN}', '{"a": 1, "a": 2}', "\x00"])
 def test_json_that_is_none(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="tokenizer.json: "):
+    with pytest.raises(ValueError, match="tokenizer.json is not valid JSON"):
         Tokenizer.load(tmp_path)
 
 

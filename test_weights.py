@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import weights
 from conftest import write_model
 from model import Llama
-from weights import ALIASES, Checkpoint, find, read_json
+from vocabulary import read_json
+from weights import ALIASES, Checkpoint, find
 
 ROOT = Path(__file__).parent
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4), "c.bias": torch.zeros(2, 2)}
@@ -69,6 +70,29 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, share):
         Checkpoint(tmp_path).fill(places())
 
 
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0), st.integers(1, 255))
+def test_a_damaged_header_is_refused_or_means_the_same(tmp_path, at, change):
+    whole = bytearray((write(tmp_path) / "model.safetensors").read_bytes())
+    whole[at % (8 + int.from_bytes(whole[:8], "little"))] ^= change
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    targets = places()
+    try:
+        Checkpoint(tmp_path).fill(targets)
+    except ValueError as error:
+        assert "model.safetensors" in str(error) or str(tmp_path) in str(error)
+        assert all(place.isnan().all() for place in targets.values())
+    else:
+        assert all(torch.equal(targets[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_file_that_goes_on_after_its_tensors_is_refused(tmp_path):
+    with (write(tmp_path) / "model.safetensors").open("ab") as file:
+        file.write(bytes(4))
+    with pytest.raises(ValueError, match="model.safetensors is not a whole safetensors file"):
+        Checkpoint(tmp_path).fill(places())
+
+
 @pytest.mark.parametrize("content", [
     b"", b"\x00" * 8, struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 2) + b"{]", struct.pack("<Q", 40) + b"{}", b"PK\x03\x04" + b"x" * 100,
     struct.pack("<Q", 73) + b'{"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,Infinity]}}   ' + bytes(24),
@@ -88,6 +112,10 @@ def test_headers_that_are_none(tmp_path, content):
     (lambda f: write_shards(f, weight_map={"a.weight": 1}), "weight_map must give"),
     (lambda f: write_shards(f, weight_map={"a.weight": "two.safetensors", "b.weight": "two.safetensors", "c.bias": "two.safetensors"}),
      "puts tensor a.weight in two.safetensors, but it is in None"),
+    (lambda f: write_shards(f, weight_map={"a.weight": "two.safetensors", "b.weight": "one.safetensors", "c.bias": "two.safetensors"}),
+     "puts tensor [ab].weight in (one|two).safetensors, but it is in (one|two).safetensors"),
+    (lambda f: write_shards(f, weight_map={"a.weight": "one.safetensors", "b.weight": "two.safetensors"}),
+     "puts tensor c.bias in None, but it is in two.safetensors"),
     (lambda f: save_file(TENSORS, f / "two.safetensors"), "tensor a.weight is in both"),
     (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": NaN}'), "NaN is not a JSON number")])
 def test_shards_that_do_not_fit_together(tmp_path, change, says):
@@ -112,7 +140,7 @@ def test_old_checkpoints_with_rotary_buffers_load(tmp_path):
         Llama.load(folder)
 
 
-@pytest.mark.parametrize("content, says", [("{", "not valid JSON"), ("[]", "a JSON list"), ('{"a": NaN}', "NaN is not"), ('{"a": -Infinity}', "-Infinity is not"),
+@pytest.mark.parametrize("content, says", [("{", "not valid JSON"), ("[]", "holds a list, not an object"), ('{"a": NaN}', "NaN is not"), ('{"a": -Infinity}', "-Infinity is not"),
                                            ("\x00", "not valid JSON"), ("", "not valid JSON")])
 def test_json_that_is_none(tmp_path, content, says):
     (tmp_path / "config.json").write_text(content)

@@ -9,7 +9,6 @@ Invariant: `fill` either fills every place, or raises and names the tensor and t
 
 Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
 """
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,20 +18,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vocabulary import read_json
+
 ALIASES = {
     "1B": "meta-llama/Llama-3.2-1B-Instruct",
     "3B": "meta-llama/Llama-3.2-3B-Instruct",
     "8B": "meta-llama/Llama-3.1-8B-Instruct",
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
-EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # beside this file
+EMBEDDED = {"tiny": "models/tiny"}                      # beside this file
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]        # Meta's own layout, adapters
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny, tiny-draft), a folder, or a Hub id, which is fetched if need be.
+    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny), a folder, or a Hub id, which is fetched if need be.
 
     Raises FileNotFoundError, with the way out, if there is no such thing or it cannot be had.
     """
@@ -68,21 +69,6 @@ def _fetch(repo: str) -> Path:
                 errors.HFValidationError: "is not a possible Hub id: owner/name, of letters, digits, '-', '_' and '.'",
                 Exception: "is not in the local cache, and the Hub cannot be reached: go online once"}
     raise FileNotFoundError(f"{repo} {next(way for kind, way in ways_out.items() if isinstance(problem, kind))}; or give a folder that holds the model")
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file: ValueError names the file and what is wrong."""
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: a model folder needs config.json, *.safetensors and a tokenizer") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds a JSON {type(data).__name__}, not an object")
-    return data
 
 
 class Checkpoint:

@@ -1,0 +1,120 @@
+"""Ours against Hugging Face transformers, live: logits of random models, greedy text of a real one, and the speed of both.
+
+    python .ci/transformers_reference.py SMOLLM2           (a folder; transformers must be installed)
+
+Speeds are ratios of medians, measured in turns in one run on one machine.
+"""
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import torch
+from random_models import CASES, make, move_rope, save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from generate import Model, generate
+from matmul import Linear, read_bandwidth
+from model import Llama
+
+QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write one sentence about the sea.", "What is 7 times 8?",
+             "Translate 'good morning' into French.", "Why is the sky blue?", "Tell me a short story about a fox.", "List the planets."]
+
+
+def require(holds: bool, what: str) -> None:
+    print(("ok    " if holds else "WRONG ") + what, flush=True)
+    if not holds:
+        sys.exit(1)
+
+
+@torch.inference_mode()
+def random_models() -> None:
+    """Every kind of config, with seeds that the stored expectations do not have."""
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as root:
+        for i, (case, seed) in enumerate((case, seed) for case in CASES for seed in (100, 101)):
+            reference, folder = make(case, seed), Path(root) / f"{case}-{seed}"
+            save(case, reference, folder)
+            if seed == 100:
+                move_rope(folder, ("rope_parameters", "rope_scaling", "type")[i % 3])
+            tokens = torch.randint(0, 43, (100,), generator=torch.Generator().manual_seed(seed))
+            expected = reference(tokens[None]).logits[0]
+            worst = max(worst, float((Llama.load(folder, "cpu", torch.float32)(tokens) - expected).abs().max() / expected.abs().max()))
+    require(worst < 1e-4, f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from those of transformers, relatively")
+
+
+@torch.inference_mode()
+def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None:
+    """64 tokens on 8 questions, token for token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for question in QUESTIONS:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        theirs = reference.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, do_sample=False)[0].tolist()
+        ours = generate(question, model, temperature=0, max_tokens=64)
+        if "France?" in question:
+            require("Paris" in ours["text"], f"{question} {ours['text']}")
+        require(ours["prompt_tokens"] + ours["tokens"] == theirs, f"{len(ours['tokens'])} greedy tokens: {question}")
+
+
+def decode_theirs(reference: torch.nn.Module, prompt: torch.Tensor, n: int) -> float:
+    """Seconds a token of transformers' generate, after the first."""
+    def run(tokens: int) -> float:
+        start = time.perf_counter()
+        reference.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        return time.perf_counter() - start
+    return (run(n + 1) - run(1)) / n
+
+
+def decode_ours(model: Model, prompt: torch.Tensor, n: int) -> float:
+    """Seconds a token of our generate, after the first, as it says itself."""
+    text = model.tokenizer.decode(prompt.tolist())
+    saved, model.ends = model.ends, set()
+    stats = generate(text, model, temperature=0, max_tokens=n + 1, chat=False)["stats"]
+    model.ends = saved
+    return 1 / stats["tokens_per_second"]
+
+
+@torch.inference_mode()
+def speed(model: Model, reference: torch.nn.Module, rounds: int = 5) -> None:
+    prompt = torch.tensor(model.tokenizer.encode("The history of the sea is long. " * 8))
+    pairs = [(decode_ours(model, prompt, 32), decode_theirs(reference, prompt, 32)) for _ in range(rounds)]
+    ours, theirs = (median(pair[i] for pair in pairs) for i in (0, 1))
+    require(theirs / ours >= 1.35, f"decoding in float32 is {theirs / ours:.2f} times as fast as transformers' generate")
+    read = sum(m.in_features * m.out_features * 4 for m in model.llama.modules() if isinstance(m, Linear))
+    roof = median(read_bandwidth() for _ in range(3))
+    print(f"      which reads {read / ours / roof:.0%} of what this machine's memory can give")
+    one, five = passes(model.llama, prompt)
+    require(five / one <= 1.6, f"a pass of 5 tokens costs {five / one:.2f} times a pass of one")
+
+
+def passes(llama: Llama, prompt: torch.Tensor, rounds: int = 25) -> tuple[float, float]:
+    """Median seconds of a pass of one token, and of five, after the prompt; in turns."""
+    cache = llama.cache(len(prompt) + 8)
+    seq, _ = cache.open(())
+    llama(prompt, cache.extend([(seq, prompt)]))
+
+    def seconds(n: int) -> float:
+        start = time.perf_counter()
+        llama(prompt[:n], cache.extend([(seq, prompt[:n])]))
+        cache.truncate(seq, len(prompt))
+        return time.perf_counter() - start
+    pairs = [(seconds(1), seconds(5)) for _ in range(rounds)]
+    return median(a for a, _ in pairs), median(b for _, b in pairs)
+
+
+def main(folder: Path) -> None:
+    logging.disable(logging.WARNING)
+    random_models()
+    model = Model.load(folder, "cpu", torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    greedy_texts(folder, model, reference)
+    speed(model, reference)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

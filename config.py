@@ -1,0 +1,156 @@
+"""The shape of a Llama, and how its positions turn: config.json, read and checked.
+
+A config asks for more than sizes: another activation, another way to scale positions, biases, quantized weights. What this code
+computes exactly is accepted, everything else is refused by name, so that no model is ever loaded as something that it is not.
+
+Rotary embeddings (Su et al. 2021) turn the pair of dimensions (i, i + D/2) of a query or key at position p by the angle
+p · θ^(−2i/D). To read longer texts than it was trained on, a model turns more slowly:
+
+    linear   all pairs, by `factor`
+    llama3   pairs that turn less than low_freq_factor times over the original context by `factor`, those that turn more than
+             high_freq_factor times not at all, and between them in proportion (Llama 3.1)
+
+Invariant: `Config.from_dict(config.to_dict()) == config`.
+"""
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocabulary import read_json
+
+
+@dataclass(frozen=True)
+class Config:
+    """A Llama's shape, under the names of its config.json."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None                              # None, or rope_type "linear" or "llama3" with its numbers
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
+        inverse_frequencies(self)                                           # refuses what it lacks
+
+    @classmethod
+    def load(cls, folder: Path) -> "Config":
+        """Read config.json. What it asks for and this code lacks is refused by name: ValueError."""
+        path = folder / "config.json"
+        data = read_json(path)
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Config":
+        _refuse_unknown(data)
+        sizes = {name: _positive(data, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                                          "num_attention_heads", "max_position_embeddings")}
+        heads = sizes["num_attention_heads"]
+        if data.get("head_dim") is None and sizes["hidden_size"] % heads:
+            raise ValueError(f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads {heads}, and there is no head_dim")
+        theta, scaling = _rope(data)
+        return cls(**sizes, rope_theta=theta, rope_scaling=scaling,
+                   num_key_value_heads=_positive(data, "num_key_value_heads", heads),
+                   head_dim=_positive(data, "head_dim", sizes["hidden_size"] // heads),
+                   rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
+                   tie_word_embeddings=_flag(data, "tie_word_embeddings"), attention_bias=_flag(data, "attention_bias"),
+                   mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=end_tokens(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json of this model, as transformers reads it too."""
+        names = [f for f in self.__dataclass_fields__ if f != "eos_token_ids"]
+        return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **{f: getattr(self, f) for f in names},
+                    eos_token_id=list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None))
+
+
+def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
+    """eos_token_id of a config.json or generation_config.json: absent, one, or several."""
+    eos = data.get("eos_token_id")
+    ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if any(not isinstance(end, int) or isinstance(end, bool) or end < 0 for end in ends):
+        raise ValueError(f"eos_token_id is {eos!r}; it must be a token, or a list of tokens")
+    return ends
+
+
+def _refuse_unknown(data: dict[str, Any]) -> None:
+    """Only what this code computes exactly may pass."""
+    asks = [("model_type", data.get("model_type"), ("llama",)),
+            ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
+            ("partial_rotary_factor", data.get("partial_rotary_factor"), (None, 1, 1.0)),
+            ("quantization_config", data.get("quantization_config"), (None,)),
+            ("architectures", data.get("architectures"), (None, [], ["LlamaForCausalLM"]))]
+    for key, value, known in asks:
+        if value not in known:
+            raise ValueError(f"{key} is {value!r}, which is not supported; only {' or '.join(map(repr, known))}")
+
+
+def _positive(data: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = data.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a whole number of at least 1")
+    return value
+
+
+def _number(data: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = data.get(name)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a positive number")
+    return float(value)
+
+
+def _flag(data: dict[str, Any], name: str) -> bool:
+    if not isinstance(data.get(name, False), bool):
+        raise ValueError(f"{name} is {data[name]!r}; it must be true or false")
+    return data.get(name, False)
+
+
+def _rope(data: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """The rotary base and its scaling: at the top, in rope_scaling or in rope_parameters, depending on the config's age."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(data.get(name) or {}, dict):
+            raise ValueError(f"{name} is {data[name]!r}; it must be an object")
+    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+    theta = _number({"rope_theta": rope.pop("rope_theta", None) or data.get("rope_theta")}, "rope_theta", 10000.0)
+    kind = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or kind or "default"
+    return theta, None if rope["rope_type"] == "default" else rope
+
+
+def inverse_frequencies(config: Config) -> Tensor:
+    """How far each pair of dimensions turns per position, after scaling: float32[D/2]."""
+    D, scaling = config.head_dim, config.rope_scaling
+    plain = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    if scaling is None:
+        return plain
+    if scaling["rope_type"] not in ("linear", "llama3"):
+        raise ValueError(f"rope_type is {scaling['rope_type']!r}, which is not supported; only 'default', 'linear' or 'llama3'")
+    slow = plain / _number(scaling, "factor")
+    if scaling["rope_type"] == "linear":
+        return slow
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"rope scaling: low_freq_factor {low} must be below high_freq_factor {high}")
+    turns = _positive(scaling, "original_max_position_embeddings") * plain / (2 * math.pi)      # over the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)                       # 1: a high frequency, kept; 0: a low one, slowed down
+    return keep * plain + (1 - keep) * slow
