@@ -158,14 +158,14 @@ def run(model: Model, session: Session, prompt: str | list[Message], tokens: lis
 
 def room(llama: Llama, prompt: int, max_tokens: int, max_len: int | None) -> int:
     """How many tokens the cache must hold for this text. ValueError if the prompt leaves no room for an answer."""
-    limit = llama.config.max_position_embeddings if max_len is None else max_len
+    limit = llama.max_len() if max_len is None else max_len
     if prompt == 0:
         raise ValueError("the prompt is empty: there is nothing to continue")
     if limit > llama.config.max_position_embeddings:
         raise ValueError(f"max_len is {limit}: this model was made for at most {llama.config.max_position_embeddings} tokens")
     if prompt >= limit:
         raise ValueError(f"the prompt has {prompt} tokens and max_len is {limit}: shorten it, or raise --max-len "
-                         f"(this model's limit is {llama.config.max_position_embeddings})")
+                         f"(the model's limit is {llama.config.max_position_embeddings}, and memory must hold it)")
     return min(limit, prompt + max_tokens)
 
 
@@ -236,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=f"{text}; unset: the model's generation_config.json"
                        if name != "seed" else f"{text}; unset: a new one, which is told")
     p.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"make at most N tokens (default {MAX_TOKENS})")
-    p.add_argument("--max-len", type=int, metavar="N", help="prompt and answer together, at most (default: the model's limit)")
+    p.add_argument("--max-len", type=int, metavar="N", help="prompt and answer together, at most (default: as much as memory allows, up to the model's limit)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     p.add_argument("--system", metavar="TEXT", help="a system message, for chat templates")
     p.add_argument("--n", type=int, default=1, metavar="N", help="make N texts, with seeds SEED, SEED+1, …")
@@ -283,6 +283,7 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     length = room(model.llama, len(tokens), settings.max_tokens, args.max_len)
     tell(model, args)
     settings = replace(model.complete(settings), max_tokens=length - len(tokens))
+    replace(settings, seed=settings.seed + args.n - 1)                            # refuses now, if the last seed is none
     session = Session(model.llama, None if args.no_cache else length)
     for i in range(args.n):
         chosen = replace(settings, seed=settings.seed + i)
@@ -346,6 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.json or args.n > 1:
             raise ValueError(f"{'--json' if args.json else '--n'} needs a prompt: give one in quotes, or '-' to read standard input")
         return chat(args, settings)
+    except torch.OutOfMemoryError:
+        fail("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu")
     except (ValueError, OSError, CacheFull) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())       # whoever read the text has gone

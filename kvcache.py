@@ -23,6 +23,8 @@ Invariant: row `seq` holds exactly the tokens [0, length(seq)); what lies beyond
 
     L layers · S sequences · N longest text · G key/value heads · H query heads · D head size · T tokens of a step
 """
+import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +44,17 @@ def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torc
     return 2 * layers * kv_heads * head_dim * tokens * dtype.itemsize
 
 
+def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8) -> int:
+    """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return sys.maxsize                                                   # this system does not tell; allocation will
+    return int(share * free) // kv_bytes(layers, kv_heads, head_dim, 1, dtype)
+
+
 class KVCache:
     """Keys and values of up to `sequences` texts of up to `max_len` tokens each, all reserved at once."""
 
@@ -53,7 +66,12 @@ class KVCache:
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         shape = (layers, sequences, kv_heads, max_len, head_dim)
-        self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")      # [L, S, G, N, D]
+        try:
+            self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")  # [L, S, G, N, D]
+        except RuntimeError:                                                 # out of memory, whatever the device calls it
+            size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype)
+            raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
+                            "ask for a smaller max_len") from None
         self.max_len, self.device = max_len, torch.device(device)
         self._lengths: dict[int, int] = {}                               # of the open sequences
         self._rows = list(reversed(range(sequences)))                    # rows that nobody has

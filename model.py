@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from config import Config, inverse_frequencies
 from kernels import attention
-from kvcache import KVCache
+from kvcache import KVCache, tokens_that_fit
 from matmul import Linear
 from weights import Checkpoint, find
 
@@ -186,6 +186,11 @@ class Llama(nn.Module):
         c = self.config
         return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, max_len or c.max_position_embeddings, sequences,
                        self.device, dtype or self.dtype)
+
+    def max_len(self) -> int:
+        """The longest text: this model's limit, or what a cache can hold in the memory that is left."""
+        c = self.config
+        return min(c.max_position_embeddings, tokens_that_fit(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device))
 
     def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
