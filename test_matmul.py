@@ -4,49 +4,102 @@ import torch
 
 from matmul import Linear, can_pack, read_bandwidth, seconds
 
+PACKABLE = [torch.float32, torch.bfloat16]
+SHAPES = [(8, 1), (37, 53), (64, 128), (1023, 7), (1024, 33), (1025, 31)]
+
+
+def whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers so small that every partial sum is exact, also in 16 bits: a single wrong term shows."""
+    return torch.randint(-1, 2, shape).to(dtype)
+
 
 def make(K: int, N: int, bias: bool, dtype: torch.dtype) -> Linear:
     torch.manual_seed(K + N)
     linear = Linear(K, N, bias, dtype=dtype)
     for p in linear.parameters():
-        torch.nn.init.normal_(p)
+        p.data = whole(*p.shape, dtype=dtype)
     return linear
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.3), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("K, N", [(8, 1), (37, 53), (64, 128), (1025, 33)])
+@pytest.mark.parametrize("dtype", [*PACKABLE, torch.float64])
+@pytest.mark.parametrize("K, N", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_and_plain_are_the_same_product(K, N, bias, dtype, tolerance):
+@torch.inference_mode()
+def test_packed_and_plain_are_the_same_product(K, N, bias, dtype):
     linear = make(K, N, bias, dtype)
     W, b = linear.weight.double(), linear.bias.double() if bias else 0
-    inputs = [torch.randn(T, K).to(dtype) for T in (1, 2, 3, 5, 8, 17)]
-    with torch.no_grad():
-        for packed in (False, True):
-            if packed:
-                linear.pack()
-            for x in inputs:
-                torch.testing.assert_close(linear(x).double(), x.double() @ W.T + b, atol=tolerance * K**0.5 / 8, rtol=tolerance / 10)
+    for pack in (False, True, True):                                 # packing twice is packing once
+        if pack:
+            linear.pack()
+        for T in range(21):                                          # of no row, too: a step may ask for no logits
+            x = whole(T, K, dtype=dtype)
+            y = linear(x)
+            assert y.dtype == dtype and y.shape == (T, N) and torch.equal(y.double(), x.double() @ W.T + b)
     assert (linear.packed is not None) == (dtype != torch.float64)
 
 
-def test_packing_lets_the_plain_weight_go_unless_it_is_shared():
-    linear = make(16, 24, False, torch.float32)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("pack", [False, True])
+@torch.inference_mode()
+def test_real_numbers_within_their_rounding(dtype, tolerance, pack):
+    linear = make(1025, 33, True, dtype)
+    for p in linear.parameters():
+        p.normal_()
+    W, b = linear.weight.double(), linear.bias.double()
+    if pack:
+        linear.pack()
+    for T in (1, 5, 17):
+        x = torch.randn(T, 1025).to(dtype)
+        torch.testing.assert_close(linear(x).double(), x.double() @ W.T + b, atol=10 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+@torch.inference_mode()
+def test_rows_may_be_views(dtype):
+    """Rows taken out of a wider step, every other number of one, and a transposed one."""
+    linear = make(16, 24, True, dtype)
+    W, b = linear.weight.double(), linear.bias.double()
+    linear.pack()
+    wide = whole(5, 40, dtype=dtype)
+    for x in (wide[:, 3:19], wide[::2, :16], wide[:, 8::2], whole(16, 5, dtype=dtype).T, wide[:1, :1].expand(3, 16)):
+        assert torch.equal(linear(x).double(), x.double() @ W.T + b)
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+def test_packing_lets_the_plain_weight_go_unless_it_is_shared(dtype):
+    linear = make(16, 24, False, dtype)
     assert can_pack(linear.weight)
     linear.pack()
-    assert linear.weight is None
-    shared = make(16, 24, False, torch.float32)
+    assert linear.weight is None and not list(linear.parameters())
+    shared = make(16, 24, False, dtype)
+    weight, before = shared.weight, shared.weight.clone()
     shared.pack(keep=True)
-    assert shared.weight is not None and shared.packed is not None
+    assert shared.weight is weight and torch.equal(weight, before) and shared.packed is not None
+    x = whole(3, 16, dtype=dtype)
+    assert torch.equal(shared(x), x @ before.T)
 
 
-def test_what_cannot_be_packed_stays_as_it_is_and_has_gradients():
-    linear = make(16, 24, True, torch.float64)
-    linear.pack()
-    assert linear.packed is None
+def test_what_cannot_be_packed_stays_as_it_is():
+    for weight in (torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, dtype=torch.float64), torch.empty(2, 2, device="meta")):
+        assert not can_pack(weight)
+    for keep in (False, True):
+        linear = make(16, 24, True, torch.float64)
+        weight = linear.weight
+        linear.pack(keep)
+        assert linear.packed is None and linear.weight is weight
+
+
+@pytest.mark.parametrize("dtype", [*PACKABLE, torch.float64])
+def test_plain_weights_have_gradients_when_they_are_asked_for(dtype):
+    linear = make(16, 24, True, dtype)
+    x = whole(3, 16, dtype=dtype).requires_grad_()
+    assert not linear.weight.requires_grad and not linear(x.detach()).requires_grad      # a model that is only run keeps no graph
     linear.requires_grad_()
-    linear(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
-    torch.testing.assert_close(linear.weight.grad, torch.full((24, 16), 2.0, dtype=torch.float64))
-    assert not can_pack(torch.empty(2, 2, dtype=torch.float16))
+    up = whole(3, 24, dtype=dtype)
+    linear(x).backward(up)
+    assert torch.equal(linear.weight.grad, up.T @ x) and torch.equal(x.grad, up @ linear.weight) and torch.equal(linear.bias.grad, up.sum(0))
+    with torch.no_grad():
+        assert not linear(x).requires_grad
 
 
 def test_the_stopwatch_and_the_roof_are_plausible():

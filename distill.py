@@ -1,0 +1,372 @@
+"""Distillation: train a small Llama to imitate a larger one, so that what it drafts is accepted.
+
+Speculative decoding keeps a drafted token with probability α = Σ_x min(p(x), q(x)), p the target's distribution and q the draft's.
+So a draft is good when q is near p, and it can be trained for that: not on the one token that came next in a text, but on all of
+p, on text and on what the target itself tells:
+
+    loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),        and α ≥ 1 − √(KL / 2)  (Pinsker)
+
+The same loop does all there is to do here; it differs in where the student starts and what it learns from:
+
+    distill.py --target NAME --data FILE... --out DIR                   a new draft learns from a target
+    distill.py --target NAME --alone ...                                the control: the same draft learns from the text alone
+    distill.py --from-scratch --data FILE... --out DIR                  a model, and its vocabulary (bpe.py), from text
+    distill.py --from NAME --kv-heads N --data FILE... --out DIR        fewer K/V heads: the mean of each group, then trained on
+
+and with no flags at all a draft for the embedded model learns from 400 texts that this model tells.
+
+  - Merging heads (Ainslie et al. 2023): attention stays what it was only if the heads of a group were equal; training on repairs it.
+  - The rate (of muon.py) is constant, then falls to zero over the last `--decay` of the steps.
+  - Step i depends on the weights and i alone (stories.py), so a run that was killed goes on from its checkpoint exactly as if it
+    had not been. α is measured on what is held out: every tenth story.
+
+Not covered: several GPUs, texts that do not fit in memory.
+
+Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023, DistillSpec (2310.08461); Ainslie et al. 2023, GQA (2305.13245);
+Eldan & Li 2023, TinyStories (2305.07759).
+
+    B sequences of a step · N tokens of each · T = B · N · V vocabulary · H, G, D query heads, key/value heads, head size
+"""
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import bpe
+from config import Config
+from kvcache import kv_bytes
+from model import Llama
+from muon import Optimizer, has_bfloat16
+from stories import Text, hold_out, read_stories
+from tokenizer import Tokenizer
+from weights import find
+
+
+# ---- The step of B equally long sequences -------------------------------------------------------------------------------------
+
+class Batch:
+    """B sequences of N new tokens. With `past`, a dict that the steps of a generation share, they continue what came before."""
+
+    def __init__(self, tokens: Tensor, past: dict[int, tuple[Tensor, Tensor]] | None = None, start: int = 0):
+        (self.B, N), self.past = tokens.shape, past
+        self.positions = torch.arange(start, start + N, device=tokens.device).repeat(self.B)                     # [T]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:                # [T, H, D], [T, G, D] -> [T, H, D]
+        q, k, v = (x.to(v.dtype).unflatten(0, (self.B, -1)).transpose(1, 2) for x in (q, k, v))
+        if self.past is not None:
+            before = self.past.get(layer, (k[:, :, :0], v[:, :, :0]))
+            k, v = self.past[layer] = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))           # [B, H, m, D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2).flatten(0, 1)
+
+
+def precision(device: torch.device) -> Any:
+    """Products in bfloat16 where the machine has instructions for it, around weights in float32."""
+    return torch.autocast(device.type, torch.bfloat16) if has_bfloat16(device) else nullcontext()
+
+
+@torch.no_grad()
+def tell(llama: Llama, count: int, length: int, end: int, seed: int) -> Text:
+    """What a model tells at temperature 1: `count` texts of `length` tokens, side by side."""
+    generator, past = torch.Generator(llama.device).manual_seed(seed), {}
+    new, told = torch.full((count, 1), end, device=llama.device), []
+    with precision(llama.device):
+        for i in range(length):
+            probs = llama(new.flatten(), Batch(new, past, i)).float().softmax(-1)           # [B, V]
+            new = torch.multinomial(probs, 1, generator=generator)
+            told.append(new)
+    tokens = torch.cat((*told, torch.full_like(new, end)), 1).flatten().cpu()
+    return Text(tokens, end)
+
+
+# ---- What is measured ---------------------------------------------------------------------------------------------------------
+
+def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(p ‖ q), the mean over rows. Both [T, V]."""
+    p, q = p_logits.float().log_softmax(-1), q_logits.float().log_softmax(-1)
+    return F.kl_div(q, p, log_target=True, reduction="sum") / len(p)
+
+
+def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """α = Σ min(p, q) of each row: the probability that a token drafted from q is accepted. [T, V] -> [T]."""
+    return torch.minimum(p_logits.float().softmax(-1), q_logits.float().softmax(-1)).sum(-1)
+
+
+@torch.no_grad()
+def measure(student: Llama, text: Text, target: Llama | None = None, length: int = 512, count: int = 40) -> dict[str, float]:
+    """On held-out text, in the models' own dtype: bits per byte, and α against the target."""
+    nats, tokens, alpha = 0.0, 0, 0.0
+    for window in text.windows(length, count).to(student.device):                           # [N + 1]
+        q = student(window[:-1])
+        nats += F.cross_entropy(q.float(), window[1:], reduction="sum").item()
+        tokens += len(q)
+        if target is not None:
+            alpha += acceptance(target(window[:-1]), q).sum().item()
+    found = {"bits/token": nats / math.log(2) / tokens}
+    if text.bytes:
+        found["bits/byte"] = found["bits/token"] * len(text.tokens) / text.bytes
+    return found | ({"acceptance": alpha / tokens} if target is not None else {})
+
+
+def show(when: str, found: dict[str, float]) -> None:
+    print(f"{when}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), flush=True)
+
+
+# ---- Learning -----------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a run goes. All of it may change when a run is resumed."""
+    steps: int = 300
+    batch: int = 16
+    length: int = 256
+    warmup: int = 40
+    decay: float = 0.5                                                                      # of the steps, at the end
+    own: float = 0.5                                                                        # of the steps, on the target's own texts
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate: up to 1, constant, then down to 0."""
+        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps))
+
+
+class Training:
+    """A student, what it learns from, and how far it has come."""
+
+    def __init__(self, student: Llama, text: Text | None, target: Llama | None, told: Text | None, recipe: Recipe):
+        self.student, self.text, self.target, self.told, self.recipe = student.requires_grad_(), text, target, told, recipe
+        self.optimizer, self.steps = Optimizer(student), 0
+
+    def step(self) -> float:
+        """One step; its loss in nats a token."""
+        r, i = self.recipe, self.steps
+        own = self.told is not None and (self.text is None or int((i + 1) * r.own) > int(i * r.own))
+        crops = (self.told if own else self.text).crops(r.batch, r.length, i).to(self.student.device)       # [B, N + 1]
+        tokens, after = crops[:, :-1], crops[:, 1:].flatten()
+        with precision(self.student.device):
+            logits = self.student(tokens.flatten(), Batch(tokens))
+            if self.target is not None:
+                with torch.no_grad():
+                    goal = self.target(tokens.flatten(), Batch(tokens))
+        loss = F.cross_entropy(logits.float(), after) if self.target is None else divergence(goal, logits)
+        loss.backward()
+        self.optimizer.step(r.factor(i), i)
+        self.steps += 1
+        return loss.item()
+
+    def run(self, checkpoint: Path, every: float = 60) -> None:
+        """To the last step, with a checkpoint every so many seconds."""
+        start, first, saved, told, recent = time.time(), self.steps, time.time(), 0.0, []
+        while self.steps < self.recipe.steps:
+            recent.append(self.step())
+            now, last = time.time(), self.steps == self.recipe.steps
+            if now - told > 10 or last:
+                speed = (self.steps - first) * self.recipe.batch * self.recipe.length / (now - start)
+                print(f"step {self.steps:5} of {self.recipe.steps}  loss {sum(recent) / len(recent):.4f}  {speed:,.0f} tokens/s",
+                      file=sys.stderr, flush=True)
+                told, recent = now, []
+            if now - saved > every or last:
+                self.save(checkpoint)
+                saved = now
+
+    def save(self, file: Path) -> None:
+        """All that a run needs to go on; the file is there whole, or as it was before."""
+        weights = {f"weight.{name}": place.detach() for name, place in self.optimizer.places.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in (weights | self.optimizer.state).items()}
+        save_file(tensors, f"{file}.new", metadata={"steps": str(self.steps)})
+        Path(f"{file}.new").replace(file)
+
+    @torch.no_grad()
+    def resume(self, file: Path) -> None:
+        """Go on from a checkpoint. ValueError if it is another model's."""
+        places = {f"weight.{name}": place for name, place in self.optimizer.places.items()} | self.optimizer.state
+        try:
+            with safe_open(file, framework="pt") as stored:
+                if {name: list(place.shape) for name, place in places.items()} != {name: stored.get_slice(name).get_shape() for name in stored.keys()}:
+                    raise ValueError(f"{file} is the checkpoint of a model of another shape: delete it, or give the flags it was made with")
+                for name, place in places.items():
+                    place.copy_(stored.get_tensor(name))
+                self.steps = int(stored.metadata()["steps"])
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no whole checkpoint ({error}): delete it to begin anew") from None
+
+
+# ---- Where a student starts ---------------------------------------------------------------------------------------------------
+
+def new_model(config: Config, seed: int) -> Llama:
+    """Random weights; what is added to the residual stream starts small."""
+    llama = Llama(config, seed=seed)
+    for layer in llama.layers:
+        for linear in (layer.o_proj, layer.down_proj):
+            linear.weight.data.mul_(0.3)
+    return llama
+
+
+@torch.no_grad()
+def merge_heads(llama: Llama, kv_heads: int) -> Llama:
+    """The same model with fewer key/value heads, each the mean of the group that it stands for."""
+    config = llama.config
+    G, D = config.num_key_value_heads, config.head_dim
+    if kv_heads < 1 or G % kv_heads:
+        raise ValueError(f"--kv-heads {kv_heads}: the model's {G} key/value heads can only be merged into a divisor of {G}")
+    merged = Llama(replace(config, num_key_value_heads=kv_heads), llama.device, llama.dtype, seed=None)
+    sources = llama.places()
+    for name, place in merged.places().items():
+        source = sources[name]
+        if ".k_proj." in name or ".v_proj." in name:                                        # [G · D, C], or a bias [G · D]
+            source = source.view(kv_heads, G // kv_heads, D, *source.shape[1:]).mean(1).flatten(0, 1)
+        place.copy_(source)
+    return merged
+
+
+def save_model(llama: Llama, folder: Path, temperature: float = 0.7) -> None:
+    """A model folder, in bfloat16."""
+    tensors = {name: place.detach().to(torch.bfloat16).contiguous() for name, place in llama.places().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
+    generation = dict(do_sample=True, temperature=temperature, eos_token_id=config["eos_token_id"])
+    for name, data in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- The command line ---------------------------------------------------------------------------------------------------------
+
+def shape(args: argparse.Namespace, vocab_size: int, end: int) -> Config:
+    """The config of a new student."""
+    if args.width % args.heads and args.head_dim is None:
+        raise ValueError(f"--width {args.width} is not a multiple of --heads {args.heads}: change one, or give --head-dim")
+    return Config(vocab_size=vocab_size, hidden_size=args.width, intermediate_size=args.mlp or 2 * args.width, num_hidden_layers=args.layers,
+                  num_attention_heads=args.heads, num_key_value_heads=args.kv_heads or max(1, args.heads // 2),
+                  head_dim=args.head_dim or args.width // args.heads, max_position_embeddings=args.context, rms_norm_eps=1e-5,
+                  tie_word_embeddings=True, eos_token_ids=(end,))
+
+
+def vocabulary(args: argparse.Namespace, out: Path, stories: Sequence[str]) -> tuple[Tokenizer, int]:
+    """The tokenizer of the model that is learnt from or gone on with, or a new one; a copy of it is put in `out`. And its end-of-text."""
+    source = args.tokenizer or args.target or args.start
+    if source is not None:
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
+            if (find(source) / name).exists() and find(source).resolve() != out.resolve():
+                shutil.copy(find(source) / name, out)
+    elif not (out / "tokenizer.json").exists():
+        say(f"learning {args.vocab} tokens from {len(stories):,} stories")
+        bpe.write(out, bpe.learn(stories, args.vocab - 1), args.context)
+    tokenizer = Tokenizer.load(out)
+    if bpe.END not in tokenizer.specials and not (source and Config.load(find(source)).eos_token_ids):
+        raise ValueError(f"{source}: its tokenizer has no {bpe.END}, and its config.json names no end-of-text token")
+    return tokenizer, tokenizer.specials.get(bpe.END) or Config.load(find(source)).eos_token_ids[0]
+
+
+def beginning(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: Text) -> Llama:
+    """The student before it learns: new, or an existing model, with its heads merged if asked."""
+    if args.start is None:
+        return new_model(shape(args, args.vocab if args.target is None and args.tokenizer is None else tokenizer.vocab_size, end), args.seed)
+    student = Llama.load(args.start, args.device, torch.float32, trainable=True)
+    if args.kv_heads:
+        config, length = student.config, student.config.max_position_embeddings
+        show(f"before the merge ({config.num_key_value_heads} key/value heads)", measure(student, held))
+        student = merge_heads(student, args.kv_heads)
+        before, after = (kv_bytes(config.num_hidden_layers, heads, config.head_dim, length, torch.bfloat16)
+                         for heads in (config.num_key_value_heads, args.kv_heads))
+        print(f"cache of {length} tokens in bfloat16: {before:,} bytes with {config.num_key_value_heads} heads, {after:,} with {args.kv_heads}")
+    return student
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def distill(args: argparse.Namespace) -> None:
+    """The whole of it: text, target, student; measure, learn, measure, save."""
+    out, stories = Path(args.out), read_stories(args.data) if args.data else []
+    if not stories and args.target is None:
+        raise ValueError("there is no --data: only a --target can tell texts of its own to learn from")
+    out.mkdir(parents=True, exist_ok=True)
+    heard, unheard = hold_out(stories)
+    tokenizer, end = vocabulary(args, out, heard)
+    target = Llama.load(args.target, args.device, torch.float32, trainable=True).requires_grad_(False) if args.target else None
+    text, held, told = None, None, None
+    if stories:
+        say(f"encoding {len(stories):,} stories")
+        text, held = Text.encode(heard, tokenizer, end), Text.encode(unheard, tokenizer, end)
+        say(f"{len(text.tokens):,} tokens to learn from, {len(held.tokens):,} held out")
+    if target is not None and args.own and not args.alone:
+        say(f"the target tells {args.tales} texts")
+        told = tell(target, args.tales, args.length + 1, end, args.seed)
+    if held is None:
+        held = tell(target, 20, args.length + 1, end, args.seed + 1)
+    student = beginning(args, tokenizer, end, held).to(args.device)
+    if target is not None and target.config.vocab_size != student.config.vocab_size:
+        raise ValueError(f"{args.start} has {student.config.vocab_size} tokens and {args.target} {target.config.vocab_size}: "
+                         "a draft must share its target's vocabulary")
+    show("before", measure(student, held, target))
+    recipe = Recipe(args.steps, args.batch, args.length, args.warmup, args.decay, args.own)
+    training = Training(student, text, None if args.alone else target, told, recipe)
+    if (checkpoint := out / "training.safetensors").exists():
+        training.resume(checkpoint)
+        say(f"going on after step {training.steps} ({checkpoint})")
+    training.run(checkpoint)
+    show("after", measure(student, held, target, count=args.windows))
+    save_model(student, out)
+    say(f"{out} holds a model of {sum(p.numel() for p in student.places().values()):,} parameters; {checkpoint.name} is no longer needed, "
+        "except to go on with more --steps")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description="Train a small Llama to imitate a larger one, or from text alone.")
+    p.add_argument("--target", help="the model to imitate: an alias, a Hub id or a folder (tiny, unless --from-scratch or --from)")
+    p.add_argument("--from", dest="start", metavar="NAME", help="the student starts as this model (default: random weights)")
+    p.add_argument("--from-scratch", action="store_true", help="no target: learn from the text alone, with a vocabulary of its own")
+    p.add_argument("--alone", action="store_true", help="learn from the text alone, though α is measured against the target: the control")
+    p.add_argument("--data", nargs="+", metavar="FILE", help=f"texts whose stories end with a line {bpe.END}; every tenth story is held out")
+    p.add_argument("--out", default="draft", help="folder of the student, its tokenizer and its checkpoint (draft)")
+    p.add_argument("--tokenizer", metavar="NAME", help="with --from-scratch: the vocabulary of this model")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    whole = [("vocab", 4096, "tokens of a new vocabulary"), ("layers", 1, ""), ("width", 128, ""), ("heads", 4, ""), ("kv-heads", None, "half"),
+             ("head-dim", None, "width / heads"), ("mlp", None, "2 · width"), ("context", 1024, "longest text"), ("steps", 300, ""),
+             ("batch", 16, "crops a step"), ("length", 256, "tokens of a crop"), ("warmup", 40, "steps"), ("seed", 1, ""),
+             ("tales", 400, "texts that the target tells"), ("windows", 40, "held-out pieces of 512 tokens that are measured at the end")]
+    for name, default, about in whole:
+        p.add_argument(f"--{name}", type=int, default=default, help=f"{about} ({default})" if default is not None else about)
+    p.add_argument("--decay", type=float, default=0.5, help="share of the steps, at the end, in which the rate falls to 0 (0.5)")
+    p.add_argument("--own", type=float, default=0.5, help="share of the steps on the target's own texts (0.5)")
+    args = p.parse_args(arguments)
+    for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "context", "steps", "batch", "length", "warmup", "tales", "windows"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            p.error(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    if not (0 <= args.decay <= 1 and 0 <= args.own <= 1):
+        p.error(f"--decay {args.decay} and --own {args.own} are shares: from 0 to 1")
+    if args.from_scratch and (args.target or args.start):
+        p.error("--from-scratch takes neither --target nor --from")
+    if args.target is None and args.start is None and not args.from_scratch:
+        args.target = "tiny"
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        distill(args)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say(f"stopped; the same command goes on from the last checkpoint in {args.out}")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Merges are those of the plain algorithm, which counts everything anew each time; and the files work."""
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpe import END, Pair, learn, merge, write
+from tokenizer import Tokenizer
+from vocabulary import GPT2_SPLIT
+
+TEXTS = st.lists(st.text(alphabet="ab c'sé1", max_size=25), min_size=1, max_size=5)
+
+
+def slow(texts: list[str], size: int) -> list[Pair]:
+    words = [[bytes([b]) for b in piece.encode()] for text in texts for piece in regex.findall(GPT2_SPLIT, text)]
+    learned: list[Pair] = []
+    while 256 + len({a + b for a, b in learned}) < size:
+        count = Counter(pair for word in words for pair in zip(word, word[1:]))
+        if not count:
+            break
+        learned.append(max(count, key=lambda pair: (count[pair], pair)))
+        words = [merge(word, learned[-1]) for word in words]
+    return learned
+
+
+@settings(deadline=None, max_examples=150)
+@given(TEXTS, st.integers(256, 276))
+def test_merges_are_those_of_counting_anew_each_time(texts: list[str], size: int) -> None:
+    assert learn(texts, size) == slow(texts, size)
+
+
+def test_merge_goes_from_the_left() -> None:
+    assert merge([b"a", b"a", b"a"], (b"a", b"a")) == [b"aa", b"a"]
+    assert merge([b"a", b"b", b"a", b"b", b"b"], (b"a", b"b")) == [b"ab", b"ab", b"b"]
+
+
+def test_the_files_are_a_tokenizer_with_every_byte(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat, the cat's mat", "größe 世界"]
+    merges = learn(texts, 286)
+    size = write(tmp_path, merges, 64)
+    tok = Tokenizer.load(tmp_path)
+    assert tok.vocab_size == size == 256 + len({a + b for a, b in merges}) + 1 and not tok.missing_bytes
+    assert tok.specials == {END: size - 1}
+    for text in [*texts, "\x00 anything 😀", END]:
+        assert tok.decode(tok.encode(text)) == text
+    assert len(tok.encode(" the")) == 1
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 256"):
+        learn(["a"], 255)

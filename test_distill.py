@@ -1,0 +1,269 @@
+"""Learning: α and KL, heads merged, steps that resume exactly, the command line, and the pair in this repository."""
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import bpe
+import distill
+from config import Config
+from conftest import SMALL, write_model
+from distill import Batch, Recipe, Training, acceptance, divergence, measure, merge_heads, new_model, tell
+from model import Llama
+from stories import Text
+from tokenizer import Tokenizer
+
+END = 256
+CONFIG = Config(**SMALL)
+STORIES = [f"Once there was a {size} {animal}. It was {mood}. The end." for size in ("big", "small", "tiny") for animal in ("cat", "dog", "bee", "cow")
+           for mood in ("sad", "glad")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(two_threads: None) -> None:
+    """These models are too small for two threads to do anything but wait for each other."""
+    torch.set_num_threads(1)
+
+
+def some_text(length: int = 2000) -> Text:
+    tokens = torch.tensor([byte for story in STORIES for byte in (*story.encode(), END)]).repeat(4)[:length]
+    return Text(tokens, END, int((tokens != END).sum()))
+
+
+def training(seed: int = 1, target: Llama | None = None, **recipe: float) -> Training:
+    told = None if target is None else tell(target, 4, 40, END, 0)
+    return Training(new_model(CONFIG, seed), some_text(), target, told, Recipe(**{**dict(steps=8, batch=2, length=16, warmup=2), **recipe}))
+
+
+def weights(llama: Llama) -> dict[str, Tensor]:
+    return {name: place.detach().clone() for name, place in llama.places().items()}
+
+
+# ---- α, KL, steps --------------------------------------------------------------------------------------------------------------
+
+def test_alpha_and_kl_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
+    torch.testing.assert_close(acceptance(p.log(), q.log()), torch.tensor([0.7, 0.25]))
+    kl = [0.5 * math.log(0.5 / 0.2) + 0.2 * math.log(0.2 / 0.5), math.log(4)]
+    assert divergence(p.clamp(1e-30).log(), q.log()).item() == pytest.approx(sum(kl) / 2, rel=1e-5)
+
+
+def test_a_model_agrees_with_itself() -> None:
+    llama = new_model(CONFIG, 3)
+    logits = llama(torch.arange(50))
+    assert divergence(logits, logits).item() == pytest.approx(0, abs=1e-6)
+    assert measure(llama, some_text(), llama, length=64, count=3)["acceptance"] == pytest.approx(1, abs=1e-5)
+    assert measure(new_model(CONFIG, 4), some_text(), llama, length=64, count=3)["acceptance"] < 0.999
+
+
+def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
+    """Uniform over 261 tokens: log2(261) bits a token, over the share of tokens that are bytes."""
+    llama, text = Llama(CONFIG), some_text()
+    llama.embed.data.zero_()
+    found = measure(llama, text, length=64)
+    assert found["bits/token"] == pytest.approx(math.log2(261), rel=1e-5)
+    assert found["bits/byte"] == pytest.approx(math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5)
+
+
+def test_a_batch_is_its_sequences_one_by_one_with_and_without_a_past() -> None:
+    llama = new_model(CONFIG, 5)
+    tokens = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
+    alone = torch.stack([llama(row) for row in tokens])                                      # [B, N, V]
+    torch.testing.assert_close(llama(tokens.flatten(), Batch(tokens)).view_as(alone), alone, atol=1e-5, rtol=1e-4)
+    past: dict = {}
+    for i in range(12):
+        logits = llama(tokens[:, i], Batch(tokens[:, i:i + 1], past, i))
+        torch.testing.assert_close(logits, alone[:, i], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_tells_what_it_would() -> None:
+    """A model that all but surely repeats one token tells that token."""
+    llama = new_model(CONFIG, 6)
+    llama.embed.data[7] *= 0
+    llama.norm.weight.data.zero_()
+    assert Counter(tell(llama, 8, 40, END, 0).tokens.tolist())[END] < 20                    # uniform: the ends that were added, and few more
+    first, again, other = (tell(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other) and len(first) == 3 * 21
+
+
+# ---- Learning ------------------------------------------------------------------------------------------------------------------
+
+def test_the_rate_rises_stays_and_falls_to_zero() -> None:
+    factors = [Recipe(steps=100, warmup=10, decay=0.4).factor(i) for i in range(100)]
+    assert factors[0] == pytest.approx(0.1) and set(factors[9:61]) == {1.0}
+    assert factors[60:] == sorted(factors[60:], reverse=True) and factors[-1] == pytest.approx(1 / 40)
+
+
+@pytest.mark.parametrize("imitates", [False, True])
+def test_the_loss_falls(imitates: bool) -> None:
+    target = None
+    if imitates:
+        teacher = training(2, steps=60)
+        while teacher.steps < 60:
+            teacher.step()
+        target = teacher.student.requires_grad_(False)
+    run = training(target=target, steps=60)
+    losses = [run.step() for _ in range(60)]
+    assert sum(losses[-8:]) < 0.75 * sum(losses[:8])
+    if imitates:
+        text = some_text()
+        before = measure(new_model(CONFIG, 1), text, target, length=64, count=4)["acceptance"]
+        assert measure(run.student, text, target, length=64, count=4)["acceptance"] > before + 0.1
+
+
+@pytest.mark.parametrize("imitates", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) -> None:
+    target = new_model(CONFIG, 9) if imitates else None
+    whole = training(target=target)
+    losses = [whole.step() for _ in range(8)]
+    killed = training(target=target)
+    assert [killed.step() for _ in range(5)] == losses[:5]
+    killed.save(tmp_path / "state")
+    resumed = training(seed=77, target=target)
+    resumed.resume(tmp_path / "state")
+    assert resumed.steps == 5 and [resumed.step() for _ in range(3)] == losses[5:]
+    after = weights(resumed.student)
+    assert all(torch.equal(place, after[name]) for name, place in weights(whole.student).items())
+
+
+def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+    training().save(tmp_path / "state")
+    other = Training(new_model(replace(CONFIG, num_hidden_layers=1), 1), some_text(), None, None, Recipe())
+    before = weights(other.student)
+    with pytest.raises(ValueError, match="another shape"):
+        other.resume(tmp_path / "state")
+    (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:-100])
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        training().resume(tmp_path / "state")
+    assert all(torch.equal(place, before[name]) for name, place in weights(other.student).items())
+
+
+# ---- Heads merged --------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: int) -> None:
+    config = replace(CONFIG, num_key_value_heads=4, attention_bias=True)
+    llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
+    merged = merge_heads(llama, kv_heads)
+    source, place = (m.places()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
+    expected = torch.stack([sum(source[(g * (4 // kv_heads) + i) * D:][:D] for i in range(4 // kv_heads)) / (4 // kv_heads) for g in range(kv_heads)])
+    torch.testing.assert_close(place.view(kv_heads, D, C), expected)
+    with torch.no_grad():
+        for name, place in llama.places().items():
+            if ".k_proj." in name or ".v_proj." in name:
+                heads = place.view(kv_heads, 4 // kv_heads, D, -1)
+                heads.copy_(heads[:, :1].expand_as(heads))
+    tokens = torch.arange(30)
+    torch.testing.assert_close(merge_heads(llama, kv_heads)(tokens), llama(tokens), atol=1e-6, rtol=1e-6)
+
+
+def test_heads_merge_only_into_a_divisor() -> None:
+    with pytest.raises(ValueError, match="divisor of 2"):
+        merge_heads(new_model(CONFIG, 1), 3)
+
+
+# ---- The command line ----------------------------------------------------------------------------------------------------------
+
+SHAPE = ["--width", "24", "--heads", "4", "--mlp", "32", "--length", "16", "--batch", "2"]
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> str:
+    file = tmp_path / "stories.txt"
+    file.write_text(f"\n{bpe.END}\n".join(STORIES), encoding="utf-8")
+    return str(file)
+
+
+def test_from_text_to_a_target_to_a_draft_to_fewer_heads(tmp_path: Path, stories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft, merged = (str(tmp_path / name) for name in ("target", "draft", "merged"))
+    assert distill.main(["--from-scratch", "--data", stories, "--out", target, "--vocab", "300", "--layers", "2", "--steps", "6", *SHAPE]) == 0
+    assert Llama.load(target, dtype=torch.float32).config.vocab_size == 300
+    assert distill.main(["--target", target, "--data", stories, "--out", draft, "--steps", "4", "--tales", "4", *SHAPE]) == 0
+    assert Path(draft, "tokenizer.json").read_bytes() == Path(target, "tokenizer.json").read_bytes()
+    capsys.readouterr()
+    assert distill.main(["--from", target, "--kv-heads", "1", "--data", stories, "--out", merged, "--steps", "3", *SHAPE]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split(":")[0] for line in printed.splitlines()] == [
+        "before the merge (2 key/value heads)", "cache of 1024 tokens in bfloat16", "before", "after"]
+    assert Config.load(Path(merged)).num_key_value_heads == 1
+    assert distill.main(["--target", target, "--out", draft, "--steps", "6", "--tales", "8", *SHAPE]) == 0       # no data; goes on after step 4
+    captured = capsys.readouterr()
+    assert "going on after step 4" in captured.err and "acceptance" in captured.out and "step     6 of 6" in captured.err
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (["--from-scratch"], "no --data"),
+    (["--from-scratch", "--data", "nowhere.txt"], "no such file"),
+    (["--from-scratch", "--data", __file__], "stories; at least 10"),
+    (["--target", "nobody-has-this"], "neither a folder"),
+    (["--from-scratch", "--data", "STORIES", "--width", "30"], "not a multiple of --heads"),
+    (["--from-scratch", "--data", "STORIES", "--vocab", "200"], "at least 256"),
+    (["--from-scratch", "--data", "STORIES", "--length", "100000"], "too short"),
+    (["--from", "MODEL", "--data", "STORIES", "--kv-heads", "3"], "divisor of 2"),
+    (["--from", "MODEL", "--target", "OTHER", "--data", "STORIES"], "share its target's vocabulary")])
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "OTHER" in flags:
+        write_model(tmp_path / "other", vocab_size=270)
+    names = {"STORIES": stories, "MODEL": str(base), "OTHER": str(tmp_path / "other")}
+    assert distill.main([*(names.get(flag, flag) for flag in flags), "--out", str(tmp_path / "out"), "--tales", "2"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and says in last
+
+
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"]])
+def test_flags_that_cannot_be_meant(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        distill.parse(flags)
+    assert stop.value.code == 2
+
+
+# ---- The pair in this repository -----------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent / "models"
+
+
+def embedded(name: str) -> Path:
+    if not (HERE / name / "model.safetensors").exists():
+        pytest.skip(f"models/{name} is not there")
+    return HERE / name
+
+
+def size(llama: Llama) -> int:
+    return sum(place.numel() for place in Llama(llama.config, device="meta", seed=None).places().values())
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-draft"])
+def test_the_pieces_of_an_embedded_model_fit(name: str) -> None:
+    folder = embedded(name)
+    llama, tok = Llama.load(folder, dtype=torch.float32), Tokenizer.load(folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert llama.config.vocab_size == tok.vocab_size == 4096 and not tok.missing_bytes and llama.config.max_position_embeddings >= 1024
+    assert llama.config.eos_token_ids == (tok.specials[bpe.END],) == (generation["eos_token_id"],)
+    assert llama.config.num_key_value_heads < llama.config.num_attention_heads
+    assert 5e6 <= size(llama) <= 8e6 or name == "tiny-draft"
+
+
+def test_the_draft_is_of_its_targets_family() -> None:
+    folders = embedded("tiny"), embedded("tiny-draft")
+    target, draft = (Llama.load(folder, dtype=torch.float32) for folder in folders)
+    assert size(draft) <= size(target) / 10
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 20e6
+    assert folders[0].joinpath("tokenizer.json").read_bytes() == folders[1].joinpath("tokenizer.json").read_bytes()
+    tokens = torch.tensor(Tokenizer.load(folders[0]).encode(STORY))
+    assert acceptance(target(tokens), draft(tokens)).mean() > 0.45
+
+
+STORY = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big dog. "
+         "The dog was very friendly.")
+
+
+def test_the_embedded_model_knows_stories() -> None:
+    folder = embedded("tiny")
+    tokens = torch.tensor(Tokenizer.load(folder).encode(STORY))
+    logits = Llama.load(folder, dtype=torch.float32)(tokens)[:-1]
+    assert torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item() / math.log(2) / len(STORY) < 0.7
