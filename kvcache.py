@@ -23,9 +23,9 @@ Invariant: row `seq` holds exactly the tokens [0, length(seq)); what lies beyond
 
     L layers · S sequences · N longest text · G key/value heads · H query heads · D head size · T tokens of a step
 """
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,8 +48,8 @@ def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    elif (told := Path("/proc/meminfo")).exists():
+        free = 1024 * int(next(line.split()[1] for line in told.read_text().splitlines() if line.startswith("MemAvailable")))
     else:
         return sys.maxsize                                                   # this system does not tell; allocation will
     return int(share * free) // kv_bytes(layers, kv_heads, head_dim, 1, dtype)

@@ -47,6 +47,15 @@ def test_greedy_is_the_argmax_of_the_plain_forward_pass(base):
         text = text + [token]
 
 
+def test_every_position_has_its_own_noise(base, monkeypatch):
+    """With a flat distribution, what is drawn is the noise itself."""
+    monkeypatch.setattr(cli, "probabilities", lambda logits, *settings: torch.full_like(logits, 1 / logits.shape[-1]))
+    model = Model.load(base, "cpu", torch.float64)
+    model.ends = set()
+    texts = [generate(PROMPT, model, seed=seed, max_tokens=60)["tokens"] for seed in (1, 2)]
+    assert all(len(set(text)) > 40 for text in texts) and sum(a == b for a, b in zip(*texts)) < 6
+
+
 def test_a_long_prompt_is_read_in_chunks_with_the_same_result(base, monkeypatch):
     model = Model.load(base, "cpu", torch.float64)
     whole = generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)

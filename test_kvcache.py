@@ -193,14 +193,6 @@ def test_a_cache_larger_than_the_memory_is_refused_with_its_size():
         KVCache(1, 1, 4, 10**12, 3)
 
 
-def test_the_tokens_that_fit_into_half_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("os.sysconf_names", {"SC_AVPHYS_PAGES": 1, "SC_PAGE_SIZE": 2})
-    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1001, "SC_PAGE_SIZE": 4096}.__getitem__)
-    fit = tokens_that_fit(2, 4, 8, torch.float32, torch.device("cpu"), share=0.5)
-    assert fit == 1001 * 4096 // 2 // (2 * 2 * 4 * 8 * 4)
-    assert KVCache(2, 4, 8, fit).bytes <= 1001 * 4096 / 2 < KVCache(2, 4, 8, fit + 1).bytes
-
-
 # ---- However a text is cut, the logits are the same
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -302,3 +294,16 @@ def test_rows_are_those_asked_for():
         seq, _ = cache.open(text)
         assert_same(llama(torch.tensor(text), cache.extend([(seq, text)]), rows), whole[rows])
         cache.free(seq)
+
+
+def test_what_fits_is_a_share_of_the_memory_that_is_free(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1_000_000, 9_000_000))
+    assert tokens_that_fit(2, 3, 5, torch.bfloat16, cuda, share=0.5) == 500_000 // kv_bytes(2, 3, 5, 1, torch.bfloat16)
+    half, all_of_it = (tokens_that_fit(2, 2, 64, torch.float32, cpu, share) for share in (0.5, 1.0))
+    assert half > 10 and 1.8 < all_of_it / half < 2.2
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused():
+    with pytest.raises(CacheFull, match="a cache of 1 x 4000000000000 tokens needs"):
+        KVCache(32, 8, 128, 4 * 10**12)
