@@ -26,14 +26,14 @@ ALIASES = {
     "8B": "meta-llama/Llama-3.1-8B-Instruct",
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
-EMBEDDED = {"tiny": "models/tiny"}                      # beside this file
+EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # beside this file
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]        # Meta's own layout, adapters
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny), a folder, or a Hub id, which is fetched if need be.
+    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny, tiny-draft), a folder, or a Hub id, which is fetched if need be.
 
     Raises FileNotFoundError, with the way out, if there is no such thing or it cannot be had.
     """
