@@ -48,6 +48,18 @@ def random_models() -> None:
 
 
 @torch.inference_mode()
+def embedded_models() -> None:
+    """The models in this repository are Llamas in the world's sense too."""
+    for folder in sorted((Path(__file__).parent.parent / "models").iterdir()):
+        tokens = AutoTokenizer.from_pretrained(folder)("Once upon a time, there was a little dog. He was 3 years old!", return_tensors="pt").input_ids
+        ours = Model.load(folder, "cpu", torch.float32)
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits[0]
+        error = float((ours.llama(tokens[0]) - expected).abs().max() / expected.abs().max())
+        same = ours.tokenizer.encode("Once upon a time, there was a little dog. He was 3 years old!") == tokens[0].tolist()
+        require(error < 1e-4 and same, f"{folder.name}: the same tokens as in transformers, and logits {error:.1e} from its own, relatively")
+
+
+@torch.inference_mode()
 def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None:
     """64 tokens on 8 questions, token for token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -110,6 +122,7 @@ def passes(llama: Llama, prompt: torch.Tensor, rounds: int = 25) -> tuple[float,
 def main(folder: Path) -> None:
     logging.disable(logging.WARNING)
     random_models()
+    embedded_models()
     model = Model.load(folder, "cpu", torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy_texts(folder, model, reference)
