@@ -156,7 +156,7 @@ class Step:
             row_k, row_v, stop = keys[seq], values[seq], start + n
             row_k[:, start:stop] = k[at:at + n].transpose(0, 1)
             row_v[:, start:stop] = v[at:at + n].transpose(0, 1)
-            out.append(attention(q[at:at + n], row_k[:, :stop], row_v[:, :stop]))
+            out.append(attention(q[at:at + n], row_k[:, :stop].to(q.dtype), row_v[:, :stop].to(q.dtype)))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 

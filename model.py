@@ -184,7 +184,7 @@ class Llama(nn.Module):
     def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None) -> KVCache:
         """A contiguous cache of this model's shape, for `sequences` texts of up to `max_len` tokens (its own limit)."""
         c = self.config
-        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, max_len or c.max_position_embeddings, sequences,
+        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.max_position_embeddings if max_len is None else max_len, sequences,
                        self.device, dtype or self.dtype)
 
     def max_len(self) -> int:

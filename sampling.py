@@ -79,7 +79,7 @@ def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
     V = probs.shape[-1]
     k = torch.full_like(probs[:, :1], V) if k is None else torch.where((k < 1) | (k > V), V, k)
     k, p = k.long(), torch.ones_like(probs[:, :1]) if p is None else p
-    size = max(256, int(torch.where(k < V, k, 1).max()))                                     # nearly always enough
+    size = max([256, *torch.where(k < V, k, 1)[:, 0].tolist()])                             # nearly always enough
     while True:
         size = min(size, V)
         head = probs.topk(size).values                                                       # [B, size], descending

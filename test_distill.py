@@ -24,12 +24,6 @@ STORIES = [f"Once there was a {size} {animal}. It was {mood}. The end." for size
            for mood in ("sad", "glad")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(two_threads: None) -> None:
-    """These models are too small for two threads to do anything but wait for each other."""
-    torch.set_num_threads(1)
-
-
 def some_text(length: int = 2000) -> Text:
     tokens = torch.tensor([byte for story in STORIES for byte in (*story.encode(), END)]).repeat(4)[:length]
     return Text(tokens, END, int((tokens != END).sum()))

