@@ -106,15 +106,15 @@ def _refuse_unknown(data: dict[str, Any]) -> None:
 def _positive(data: dict[str, Any], name: str, default: int | None = None) -> int:
     value = data.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a whole number of at least 1, below 2^31")
     return value
 
 
 def _number(data: dict[str, Any], name: str, default: float | None = None) -> float:
     value = data.get(name)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e300:
         raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a positive number")
     return float(value)
 
@@ -131,9 +131,11 @@ def _rope(data: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
         if not isinstance(data.get(name) or {}, dict):
             raise ValueError(f"{name} is {data[name]!r}; it must be an object")
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    theta = _number({"rope_theta": rope.pop("rope_theta", None) or data.get("rope_theta")}, "rope_theta", 10000.0)
-    kind = rope.pop("type", None)
+    theta, kind = rope.pop("rope_theta", None), rope.pop("type", None)
+    theta = _number({"rope_theta": data.get("rope_theta") if theta is None else theta}, "rope_theta", 10000.0)
     rope["rope_type"] = rope.get("rope_type") or kind or "default"
+    if rope["rope_type"] == "default" and len(rope) > 1:
+        raise ValueError(f"rope_type is 'default', which has no use for {' and '.join(sorted(rope.keys() - {'rope_type'}))}")
     return theta, None if rope["rope_type"] == "default" else rope
 
 
@@ -143,6 +145,8 @@ def inverse_frequencies(config: Config) -> Tensor:
     plain = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     if scaling is None:
         return plain
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor is {scaling['partial_rotary_factor']!r}, which is not supported; only 1")
     if scaling["rope_type"] not in ("linear", "llama3"):
         raise ValueError(f"rope_type is {scaling['rope_type']!r}, which is not supported; only 'default', 'linear' or 'llama3'")
     slow = plain / _number(scaling, "factor")

@@ -153,10 +153,12 @@ class Llama(nn.Module):
         """
         folder = find(name)
         config, checkpoint = Config.load(folder), Checkpoint(folder)
+        rules = dict(ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+                     twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
+        checkpoint.audit(cls(config, "meta", seed=None).places(), **rules)          # before any memory is asked for
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device), seed=None)
-        checkpoint.fill(model.places(), ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-                        twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
+        checkpoint.fill(model.places(), **rules)
         return model.requires_grad_() if trainable else model.pack()
 
     def places(self) -> dict[str, Tensor]:

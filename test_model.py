@@ -154,6 +154,10 @@ GOOD = json.loads((DATA / "mha" / "config.json").read_text())
                            "original_max_position_embeddings": 16}), "low_freq_factor 4.0 must be below"),
     (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}),
      "original_max_position_embeddings is missing"),
+    (dict(rope_parameters={"factor": 8.0}), "has no use for factor"), (dict(rope_parameters={"rope_theta": 0}), "rope_theta is 0"),
+    (dict(rope_parameters={"full_attention": {"rope_type": "yarn"}}), "has no use for full_attention"),
+    (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+    (dict(rms_norm_eps=10**400), "rms_norm_eps is 1000"), (dict(hidden_size=2**70), "hidden_size is 1180591620717411303424"),
     (dict(eos_token_id="x"), "eos_token_id is 'x'"), (dict(architectures=7), "architectures is 7")])
 def test_a_config_that_asks_for_something_else(tmp_path, change, says):
     (tmp_path / "config.json").write_text(json.dumps(GOOD | change))
@@ -166,6 +170,13 @@ def test_not_a_number_is_not_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GOOD | {"rms_norm_eps": math.nan}))
     with pytest.raises(ValueError, match="NaN is not a JSON number"):
         Config.load(tmp_path)
+
+
+def test_a_config_far_larger_than_its_weights_is_refused_before_memory_is_asked_for(tmp_path):
+    shutil.copytree(DATA / "mha", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | {"hidden_size": 2_000_000_000, "head_dim": 6}))
+    with pytest.raises(ValueError, match=r"tensor model.embed_tokens.weight in .* is \[43, 24\]; config.json asks for \[43, 2000000000\]"):
+        Llama.load(tmp_path, "cpu")
 
 
 def test_a_tied_head_that_is_there_twice_must_agree(tmp_path):

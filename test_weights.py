@@ -169,7 +169,7 @@ def bare(kind: type[Exception]) -> Exception:
     (lambda: bare(errors.GatedRepoError), "accept its licence at"),
     (lambda: bare(errors.RepositoryNotFoundError), "is not a repository that you may see"),
     (lambda: errors.HFValidationError("bad"), "not a possible Hub id"), (lambda: errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
-    (lambda: OSError("no route"), "cannot be reached"), (lambda: bare(errors.HfHubHTTPError), "cannot be reached")])
+    (lambda: OSError("no route"), "cannot be reached"), (lambda: RuntimeError("connection\nbroke"), r"cannot be reached \(connection broke\)"), (lambda: bare(errors.HfHubHTTPError), "cannot be reached")])
 def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch, error, says):
     def refuse(repo, **how):
         raise error() if not how.get("local_files_only") else errors.LocalEntryNotFoundError("not cached")

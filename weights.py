@@ -56,7 +56,7 @@ def _fetch(repo: str) -> Path:
     from huggingface_hub import errors, snapshot_download
     try:
         return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:             # its own, its HTTP library's (a connection that breaks half-way), the file system's
         problem = error
     try:
         cached = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
@@ -67,7 +67,7 @@ def _fetch(repo: str) -> Path:
     ways_out = {errors.GatedRepoError: f"is gated: accept its licence at https://huggingface.co/{repo} and run `hf auth login`",
                 errors.RepositoryNotFoundError: "is not a repository that you may see: check the name, or run `hf auth login` if it is private",
                 errors.HFValidationError: "is not a possible Hub id: owner/name, of letters, digits, '-', '_' and '.'",
-                Exception: "is not in the local cache, and the Hub cannot be reached: go online once"}
+                Exception: f"is not in the local cache, and the Hub cannot be reached ({' '.join(str(problem).split())[:120]}): go online once"}
     raise FileNotFoundError(f"{repo} {next(way for kind, way in ways_out.items() if isinstance(problem, kind))}; or give a folder that holds the model")
 
 
@@ -115,8 +115,14 @@ class Checkpoint:
             count[dtype] = count.get(dtype, 0) + torch.Size(shape).numel()
         return DTYPES.get(max(count, key=count.__getitem__, default="F32"), torch.float32)
 
-    def audit(self, places: Mapping[str, Tensor]) -> None:
-        """Every place has its tensor, every tensor its place, the shapes agree, the numbers are floating point. Else ValueError."""
+    def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Every place has its tensor, every tensor its place, the shapes agree, the numbers are floating point. Else ValueError.
+
+        ignore: a pattern of names that old checkpoints hold and nobody needs. twice: tensors that may be there although they must
+        equal another one, {name: the other}. `places` may be on the meta device: only shapes are looked at.
+        """
+        self.headers = {name: header for name, header in self.headers.items() if not re.fullmatch(ignore, name)}
+        places = {**places, **{name: places[twice[name]] for name in twice if name in self.headers}}
         for name, place in places.items():
             if name not in self.headers:
                 raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: the checkpoint is incomplete, or "
@@ -139,15 +145,9 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Put every tensor in its place, on its device and in its dtype.
-
-        ignore: a pattern of names that old checkpoints hold and nobody needs. twice: tensors that may be there although they must
-        equal another one, {name: the other}; ValueError where they do not.
-        """
-        self.headers = {name: header for name, header in self.headers.items() if not re.fullmatch(ignore, name)}
-        copies = [name for name in twice if name in self.headers]
-        self.audit({**places, **{name: places[twice[name]] for name in copies}})
-        for name in copies:
+        """Put every tensor in its place, on its device and in its dtype; `ignore` and `twice` as in `audit`."""
+        self.audit(places, ignore, twice)
+        for name in twice.keys() & self.headers.keys():
             if not torch.equal(self.read(name), self.read(twice[name])):
                 raise ValueError(f"tensor {name} in {self.files[name]} differs from {twice[name]}, though config.json ties them")
         for name, place in places.items():
