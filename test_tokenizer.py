@@ -51,19 +51,18 @@ def apply(word: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def reference(text: str, splits: list[str], merges: list[tuple[str, str]], vocab: dict[str, int], ignore_merges: bool) -> list[int]:
-    """The definition: split, spell out, and merge the pair that stands first in the list until there is none."""
-    pieces, ids = [text], []
+    """The definition: split, spell out, and merge the pair that stands first in the list, at its leftmost place, until there is
+    none. Of a pair listed twice the later place counts, and a byte that the vocabulary lacks is dropped (both as in `tokenizers`)."""
+    pieces, ids, place = [text], [], {pair: n for n, pair in enumerate(merges)}
     for pattern in splits:
         pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
     for piece in pieces:
         word = [c for c in spell(piece.encode()) if c in vocab]
-        if ignore_merges and "".join(word) in vocab:
-            word = ["".join(word)]
-        while True:
-            ranked = [(merges.index(pair), pair) for pair in zip(word, word[1:]) if pair in merges]
-            if not ranked:
-                break
-            word = apply(word, min(ranked)[1])
+        if ignore_merges and spell(piece.encode()) in vocab:
+            word = [spell(piece.encode())]
+        while known := [(place[pair], i) for i, pair in enumerate(zip(word, word[1:])) if pair in place]:
+            i = min(known)[1]
+            word[i:i + 2] = ["".join(word[i:i + 2])]
         ids += [vocab[token] for token in word]
     return ids
 
@@ -87,12 +86,17 @@ def describe(kind: str) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str
         texts.append(spell(b" cat sat on"))                 # reachable by no merge: a whole piece never contains two words
         texts.append(spell("wörtlich".encode()))            # reachable by no merge, but as a whole piece
     vocab = {text: id for id, text in enumerate(reversed(texts))}
-    added = [dict(id=len(vocab) + i, content=text, special=True, lstrip=False, rstrip=False, single_word=False, normalized=False)
-             for i, text in enumerate(SPECIALS)]
+    special = {text: len(vocab) + i for i, text in enumerate(SPECIALS)}
+    return tokenizer_json(vocab, [" ".join(pair) for pair in merges], how["pre"], how.get("ignore_merges", False), special), merges, vocab
+
+
+def tokenizer_json(vocab: dict[str, int], merges: list[Any], pre: dict[str, Any] = BYTE_LEVEL, ignore_merges: bool = False,
+                   special: dict[str, int] = {}, plain: dict[str, int] = {}, post: dict[str, Any] | None = None) -> dict[str, Any]:
+    added = [dict(id=id, content=text, special=text in special, lstrip=False, rstrip=False, single_word=False, normalized=False)
+             for text, id in (special | plain).items()]
     model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
-                 byte_fallback=False, ignore_merges=how.get("ignore_merges", False), vocab=vocab, merges=[" ".join(pair) for pair in merges])
-    return dict(version="1.0", added_tokens=added, normalizer=None, pre_tokenizer=how["pre"], post_processor=None, decoder=BYTE_LEVEL,
-                model=model), merges, vocab
+                 byte_fallback=False, ignore_merges=ignore_merges, vocab=vocab, merges=merges)
+    return dict(version="1.0", added_tokens=added, normalizer=None, pre_tokenizer=pre, post_processor=post, decoder=BYTE_LEVEL, model=model)
 
 
 def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
@@ -100,6 +104,10 @@ def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(data))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def load(folder: Path, *args: Any, config: dict[str, Any] = {}, **how: Any) -> Tokenizer:
+    return Tokenizer.load(write(folder, tokenizer_json(*args, **how), **config))
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +136,77 @@ def test_tokens_are_those_of_the_definition(loaded, kind, text):
     pieces = [stream.feed(id) for id in ids]
     assert all("\ufffd" not in piece or "\ufffd" in text or kind == "lacking" for piece in pieces)
     assert "".join(pieces) + stream.finish() == tok.decode(ids)
+
+
+@st.composite
+def merge_lists(draw) -> tuple[list[tuple[str, str]], list[str], bool]:
+    """Merges that nothing has trained: in any order, some of them twice; tokens that none of them makes; ignore_merges."""
+    known, merges = ["a", "b", "c"], []
+    for _ in range(draw(st.integers(1, 14))):
+        pair = draw(st.sampled_from(known)), draw(st.sampled_from(known))
+        merges.append(pair)
+        known.append("".join(pair))
+    merges = [pair for pair in merges if len("".join(pair)) < 9]
+    return draw(st.permutations(merges)) + merges[:draw(st.integers(0, 2))], draw(st.lists(st.text("abcx", min_size=2, max_size=5), max_size=4)), draw(st.booleans())
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(merge_lists(), st.lists(st.one_of(st.text("abc", max_size=12), st.text("abcx", max_size=40)), min_size=12, max_size=12), st.randoms())
+def test_any_list_of_merges_is_obeyed(tmp_path, how, texts, order):
+    merges, more, ignore = how
+    tokens = [*dict.fromkeys([*(c for c in ALPHABET if c != "x"), *("".join(pair) for pair in merges), *more])]
+    order.shuffle(tokens)
+    vocab = {text: id for id, text in enumerate(tokens)}
+    tok = load(tmp_path, vocab, [list(pair) for pair in merges], BYTE_LEVEL | dict(use_regex=False), ignore)
+    for text in texts + more:
+        assert tok.encode(text) == reference(text, [], merges, vocab, ignore), text
+
+
+SENTENCE = "ab12 it's  3"
+
+
+@pytest.mark.parametrize("steps, expected", [
+    ([BYTE_LEVEL], ["ab", "12", " it", "'s", " ", " 3"]),
+    ([BYTE_LEVEL | dict(use_regex=False)], [SENTENCE]),
+    ([dict(type="Digits", individual_digits=True), BYTE_LEVEL], ["ab", "1", "2", " it", "'s", "  ", "3"]),
+    ([dict(type="Digits", individual_digits=False), BYTE_LEVEL], ["ab", "12", " it", "'s", "  ", "3"]),
+    ([dict(type="Split", pattern={"Regex": LLAMA3_SPLIT}, behavior="Isolated", invert=False), BYTE_LEVEL | dict(use_regex=False)],
+     ["ab", "12", " it", "'s", " ", " ", "3"]),
+    ([dict(type="Split", pattern={"Regex": r"[^\S\r\n]?\p{L}+"}, behavior="Isolated", invert=False),
+      dict(type="Split", pattern={"Regex": r"[\P{N}]+"}, behavior="Isolated", invert=False), BYTE_LEVEL | dict(use_regex=False)],
+     ["ab", "12", " it", "'", "s", "  ", "3"])])
+def test_a_text_is_cut_into_pieces_one_step_after_the_other(tmp_path, steps, expected):
+    parts = {spell(SENTENCE[i:j].encode()) for i in range(len(SENTENCE)) for j in range(i + 1, len(SENTENCE) + 1)}
+    vocab = {text: id for id, text in enumerate(sorted(parts.union(ALPHABET)))}         # any piece is a token: one sees the pieces
+    tok = load(tmp_path, vocab, [], dict(type="Sequence", pretokenizers=steps), ignore_merges=True)
+    assert [tok.token_bytes(id).decode() for id in tok.encode(SENTENCE)] == expected
+
+
+def test_added_tokens_that_are_no_control_tokens_are_matched_in_any_text(tmp_path):
+    vocab = {c: id for id, c in enumerate(ALPHABET)}
+    tok = load(tmp_path, vocab, [], plain={"<tool": 300, "<tool>": 301}, special={"<|end|>": 400})
+    assert tok.encode("a<tool><|end|><tool") == [*tok.encode("a"), 301, *(vocab[c] for c in "<|end|>"), 300]
+    assert tok.decode(tok.encode("a<tool>")) == "a<tool>" and tok.specials == {"<|end|>": 400} and tok.vocab_size == 401
+
+
+def test_a_control_token_is_no_piece_of_text_even_where_merges_are_ignored(tmp_path):
+    vocab = {c: id for id, c in enumerate([*ALPHABET, "stop"])}
+    tok = load(tmp_path, vocab, [], ignore_merges=True, special={"stop": 256})
+    assert tok.encode("stop") == [vocab[c] for c in "stop"] and tok.decode([256]) == "" and tok.decode([256], special=True) == "stop"
+
+
+def begins_with(ids: Any) -> dict[str, Any]:
+    return dict(type="Sequence", processors=[dict(BYTE_LEVEL), dict(
+        type="TemplateProcessing", single=[{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}], pair=[],
+        special_tokens={"B": {"id": "B", "ids": ids, "tokens": ["B"]}})])
+
+
+@pytest.mark.parametrize("post, config, bos, prefix", [
+    (None, {}, None, []), (None, {"bos_token": "<s>", "add_bos_token": True}, 300, []), (begins_with([300]), {"add_bos_token": False}, 300, [300]),
+    (begins_with([300]), {"bos_token": {"content": "<t>"}}, 301, [300])])
+def test_only_the_post_processor_says_what_a_prompt_begins_with(tmp_path, post, config, bos, prefix):
+    tok = load(tmp_path, {c: id for id, c in enumerate(ALPHABET)}, [], special={"<s>": 300, "<t>": 301}, post=post, config=config)
+    assert tok.bos == bos and tok.prompt("x") == prefix + tok.encode("x")
 
 
 def test_missing_bytes_are_known(loaded):
@@ -184,6 +263,32 @@ def test_a_template_may_trim_and_compare(tmp_path):
     assert tok.decode(ids, special=True) == "<|start|><|end|> x<|end|>" and sum(id in tok.specials.values() for id in ids) == 2
 
 
+@pytest.mark.parametrize("contents", [("x<|en", "d|>y"), (" x<|en \n", "  d|>y "), ("<", "|end|>"), ("x<|e", "nd|>", "y"), ("<|", "e", "nd|>"), ("<|end", "less|>")])
+def test_messages_side_by_side_do_not_add_up_to_a_control_token(tmp_path, contents):
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], chat_template="{% for m in messages %}{{ m.content | trim }}{% endfor %}"))
+    ids = tok.chat([{"role": "user", "content": content} for content in contents])
+    assert ids == tok.encode("".join(content.strip() for content in contents)) and not set(ids) & set(tok.specials.values())
+
+
+@pytest.mark.parametrize("template, expected", [
+    ("{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n", "é<|end|>\n"),
+    ("{% for m in messages %}{% break %}{% endfor %}x", "x"), ("{{ messages[0] | tojson }}", '{"role": "user", "content": "é<|end|>"}'),
+    ("{{ strftime_now('%%') }}", "%"), ("{{ bos_token }}{{ eos_token }}{{ pad_token }}", "<|start|><|end|>"),
+    ("{{ add_generation_prompt }}", "False"), ("{{ tools is none and documents is none }}", "True")])
+def test_templates_find_what_transformers_gives_them(tmp_path, template, expected):
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], chat_template=template, bos_token="<|start|>", eos_token={"content": "<|end|>"}))
+    ids = tok.chat([{"role": "user", "content": "é<|end|>"}], add_generation_prompt=False)
+    assert tok.decode(ids, special=True) == expected
+    assert [id for id in ids if id in tok.specials.values()] == ([tok.specials["<|start|>"], tok.specials["<|end|>"]] if "bos" in template else [])
+
+
+def test_what_a_template_says_of_a_message_can_be_printed(tmp_path):
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], chat_template="{{ raise_exception('no role\n' + messages[0].role) }}"))
+    with pytest.raises(ValueError, match="no role <|end|>") as error:
+        tok.chat([{"role": "<|end|>", "content": ""}])
+    assert str(error.value).encode() and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("config, file, expected", [
     ({"chat_template": "A"}, None, "A"), ({"chat_template": "A"}, "B", "B"), ({}, None, None),
     ({"chat_template": [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "D"}]}, None, "C")])
@@ -222,7 +327,8 @@ def test_ranks_are_merged_in_their_order(tmp_path):
     added = {str(261 + i): {"content": text, "special": True} for i, text in enumerate(LLAMA3_CONTROLS.values())}
     tok = Tokenizer.load(write_ranks(tmp_path, words, added_tokens_decoder=added))
     assert tok.encode("the cat") == [257, 259, 260] and tok.prompt("the")[0] == 261 and tok.specials["<|eot_id|>"] == 265
-    assert tok.decode(tok.encode("größe 😀")) == "größe 😀" and tok.vocab_size == 266
+    assert tok.decode(tok.encode("größe 😀")) == "größe 😀" and tok.vocab_size == 266 and tok.bos == 261
+    assert Tokenizer.load(write_ranks(tmp_path, words, added_tokens_decoder=added, add_bos_token=False)).prompt("the") == [257]
 
 
 # ---- What is refused
@@ -248,6 +354,12 @@ def changed(**changes: Any):
     (changed(model__merges=["q q"]), "merge 0 is 'q q'"), (changed(model__vocab={"a": 0, "b": 0}), "has id 0"), (changed(model__vocab={"a": -1}), "has id -1"),
     (changed(model__vocab={"a": "x"}), "has id 'x'"), (changed(model__vocab={"世": 0}), "stands for no byte"), (changed(model__vocab=[]), "not laid out"),
     (changed(top__added_tokens=[{"id": 0, "content": "<|x|>", "special": True}]), "'<|x|>'"),
+    (lambda data: data["added_tokens"].append({"id": data["model"]["vocab"]["the"], "content": "the", "special": True}), "ordinary text merges into"),
+    (lambda data: data["added_tokens"].append({"id": 999, "content": "the", "special": True}), "'the' has id 999"),
+    (changed(model__vocab={}, model__merges=[]), "tokenizer.json"), (changed(top__post_processor=begins_with([99999])), "99999"),
+    (changed(top__post_processor=begins_with(["x"])), "'x'"),
+    (changed(top__pre_tokenizer={"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": r"\p{Nope}"}, "behavior": "Isolated", "invert": False}, BYTE_LEVEL]}), "regex"),
     (changed(top__added_tokens=[{"id": 999, "content": "<|x|>", "special": True, "lstrip": True}]), "lstrip")])
 def test_what_a_file_asks_for_and_we_lack_is_named(tmp_path, change, says):
     data = describe("gpt2")[0]
@@ -270,6 +382,11 @@ def test_rank_files_that_are_none(tmp_path, content, says):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ValueError, match=says):
         Tokenizer.load(tmp_path)
+
+
+def test_ranks_beside_a_configuration_that_is_none(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.model.*invalid literal"):
+        Tokenizer.load(write_ranks(tmp_path, [b"a"], added_tokens_decoder={"x": {"content": "<|begin_of_text|>", "special": True}}))
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

@@ -63,6 +63,8 @@ class Tokenizer:
     """`bos` is the token for the beginning of a text; whether a raw prompt starts with it is for `prompt` to say."""
 
     def __init__(self, file: Path, vocabulary: Vocabulary, config: dict[str, Any], template: str | None) -> None:
+        if strange := [id for id in vocabulary.prefix if id not in vocabulary.tokens]:
+            refuse(file, f"a prompt is to begin with the tokens {strange}", "they must be in the vocabulary")
         self._file, self._vocabulary, self.specials = file, vocabulary, vocabulary.special
         self._hidden, self._ids = set(self.specials.values()), list(vocabulary.merged.values())
         ranks = {word: rank for rank, word in enumerate(vocabulary.merged)}
@@ -96,7 +98,9 @@ class Tokenizer:
             if isinstance(template, list):
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             return cls(file, read_tokenizer_json(file) if file.suffix == ".json" else read_ranks(file, config), config, template)
-        except (AttributeError, IndexError, KeyError, TypeError, UnicodeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if str(error).startswith(str(file)):
+                raise
             refuse(file, f"it, or what stands beside it, is not laid out as it should be ({error!r})", "download them again")
 
     def encode(self, text: str) -> list[int]:

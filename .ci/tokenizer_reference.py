@@ -5,6 +5,7 @@
 DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw; SMOLLM2 is a model folder.
 """
 import itertools
+import json
 import random
 import shutil
 import sys
@@ -34,6 +35,43 @@ def random_texts(n: int, seed: int = 0) -> list[str]:
     return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 40))) for _ in range(n)]
 
 
+def every_character() -> list[str]:
+    """Every character of the planes that have any, and some of the others, beside letters, digits, spaces, signs and itself.
+
+    Left out are 13 digits, new in Unicode 17: `Digits` of `tokenizers` knows them, its regular expressions and tiktoken's do not.
+    """
+    new = {*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)}
+    planes = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000), *range(0x40000, 0x110000, 97)]
+    characters = [chr(c) for c in planes if c not in new]
+    return ["\n".join(f"a{c}b {c}{c}1{c} .'{c}s" for c in characters[i:i + 1000]) for i in range(0, len(characters), 1000)]
+
+
+def compare_merges(n: int, seed: int = 0) -> None:
+    """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes, bytes that are missing."""
+    draw, level = random.Random(seed), dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    for _ in range(n):
+        letters = "abcd"[:draw.randrange(1, 5)]
+        known, merges = list(letters), []
+        for _ in range(draw.randrange(1, 25)):
+            merges.append([draw.choice(known), draw.choice(known)])
+            known.append("".join(merges[-1]))
+        merges = [pair for pair in merges if len("".join(pair)) < 9]
+        draw.shuffle(merges)
+        tokens = {*map(chr, range(33, 127)), *map("".join, merges), *("".join(draw.choices(letters + "x", k=draw.randrange(2, 6))) for _ in range(3))}
+        vocab = {text: id for id, text in enumerate(sorted(tokens - {"x"}, key=lambda _: draw.random()))}
+        model = dict(type="BPE", vocab=vocab, merges=merges + merges[:2], ignore_merges=draw.random() < 0.5)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "tokenizer.json")
+            file.write_text(json.dumps(dict(version="1.0", added_tokens=[], normalizer=None, pre_tokenizer=level, post_processor=None,
+                                            decoder=level, model=model)))
+            ours, reference = Tokenizer.load(folder), Reference.from_file(str(file))
+        for length in [*range(1, 30), 600]:             # tiktoken merges pieces of 500 bytes and more by another algorithm
+            text = "".join(draw.choices(letters + "x", [5] * len(letters) + [1], k=length))
+            if reference.encode(text).ids != ours.encode(text):
+                sys.exit(f"{json.dumps(model)}: {text!r}\n  tokenizers {reference.encode(text).ids}\n  ours       {ours.encode(text)}")
+    print(f"{n} untrained lists of merges: equal on {30 * n} texts")
+
+
 def compare(name: str, ours: Tokenizer, reference: Reference, texts: list[str]) -> None:
     specials = list(ours.specials)
     for text in texts:
@@ -60,7 +98,8 @@ def compare_chats(folder: Path, ours: Tokenizer) -> None:
 
 def main(data: Path, smollm2: Path) -> None:
     wiki = (data / "text" / "wiki.test.raw").read_text("utf-8")
-    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(20_000)]
+    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(20_000), *every_character()]
+    compare_merges(200)
     llama3 = Reference.from_file(str(data / "llama3" / "tokenizer.json"))
     ours = Tokenizer.load(data / "llama3")
     compare("Llama 3, tokenizer.json", ours, llama3, texts)
