@@ -115,6 +115,29 @@ class Alone:
         return attention(q, k.transpose(0, 1), v.transpose(0, 1))
 
 
+class NoCache:
+    """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def open(self, tokens: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def length(self, seq: int) -> int:
+        return 0
+
+    def extend(self, requests: Any) -> Alone:
+        (_, tokens), = requests
+        return Alone(torch.tensor(tokens, device=self.device))
+
+    def truncate(self, seq: int, length: int) -> None:
+        pass
+
+    def free(self, seq: int) -> None:
+        pass
+
+
 class Llama(nn.Module):
     """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a packed step."""
 

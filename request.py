@@ -1,15 +1,16 @@
-"""A request: what is asked of a text, and what comes back.
+"""A request: what is asked of a text, the text in the making, and what comes back.
 
-`Settings` say how a text is to be made, `StopStrings` where it must end, `Result` what it became and what it took.
+`Settings` say how a text is to be made, `Request` is how far it has come, `StopStrings` where it must end, `Result` what it became
+and what it took.
 
 Stop strings are found in the *text*, not among the tokens: a stop string may begin in the middle of one token and end in the
 middle of another. So the end of what was made is held back for as long as it could be the beginning of one.
 
     held back: the longest suffix of the text that is a proper prefix of a stop string
 """
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sampling import check_settings
 
@@ -27,16 +28,62 @@ class Settings:
     seed: int | None = None
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()
+    gamma: int | None = None                            # tokens drafted a round; None: as many as pay
 
     def __post_init__(self) -> None:
         check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens!r}: it must be a whole number of at least 1")
+        if self.gamma is not None and (not isinstance(self.gamma, int) or self.gamma < 0):
+            raise ValueError(f"gamma is {self.gamma!r}: it must be a whole number of at least 0, or None for as many drafts as pay")
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"a stop string is {repr(stop) if stop != '' else 'empty'}: it must be text of at least one character")
         if self.seed is not None and (not isinstance(self.seed, int) or not -2**63 <= self.seed < 2**63):
             raise ValueError(f"seed is {self.seed!r}: it must be a whole number of at most 64 bits")
+
+
+class Taken(NamedTuple):
+    """A round that went by (speculative.py): drafts, how many of them stood, and the seconds it took."""
+    drafted: int
+    accepted: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class Request:
+    """One text in the making: `tokens` are the prompt and then what was made; a cache holds the first so many of them, never all."""
+    tokens: list[int]
+    settings: Settings                                  # complete: a seed, a temperature
+    ends: Collection[int] = ()                          # end-of-text tokens
+    seq: int = -1                                       # its sequence in the target's cache
+    rounds: list[Taken] = field(default_factory=list)
+    whose: list[str] = field(default_factory=list)      # of each token made: plain, or accepted, corrected, bonus
+
+    def __post_init__(self) -> None:
+        self.tokens, self.prompt = list(self.tokens), len(self.tokens)
+
+    def restart(self, tokens: list[int], settings: Settings) -> None:
+        """Another text, in the same place."""
+        self.tokens, self.settings, self.prompt, self.rounds, self.whose = list(tokens), settings, len(tokens), [], []
+
+    @property
+    def left(self) -> int:
+        """How many tokens may still be made."""
+        return self.settings.max_tokens - (len(self.tokens) - self.prompt)
+
+    @property
+    def finish_reason(self) -> str:
+        """Empty while there is something left to make."""
+        if len(self.tokens) > self.prompt and self.tokens[-1] in self.ends:
+            return "stop"
+        return "length" if self.left == 0 else ""
+
+    @property
+    def acceptance(self) -> float | None:
+        """α: of the drafts that were looked at (those up to the first that was rejected), the share that stood."""
+        looked_at = sum(min(taken.accepted + 1, taken.drafted) for taken in self.rounds)
+        return sum(taken.accepted for taken in self.rounds) / looked_at if looked_at else None
 
 
 class StopStrings:
@@ -65,6 +112,20 @@ class StopStrings:
         return out
 
 
+class Speculation(NamedTuple):
+    """How speculation went: of the drafts that were looked at the share that stood; tokens a round; how many times as fast as plain
+    decoding it was, going by what a plain pass costs in this run; and what (1 − α^(γ+1)) / (1 − α) / (1 + γ c) predicts."""
+    acceptance: float | None = None
+    tokens_per_round: float | None = None
+    speed_up: float | None = None
+    predicted_speed_up: float | None = None
+
+    def summary(self) -> str:
+        accepted = "no drafts" if self.acceptance is None else f"{self.acceptance:.0%} of the drafts accepted"
+        return (f"{accepted}, {self.tokens_per_round:.2f} tokens a round: {self.speed_up:.2f} times as fast as plain decoding; "
+                f"by the formula {self.predicted_speed_up:.2f}")
+
+
 @dataclass
 class Result:
     """A finished text, and what it took. `tokens` are all that were made; `text` ends before a stop string."""
@@ -77,12 +138,14 @@ class Result:
     finish_reason: str = ""                             # stop: an end-of-text token or a stop string; length: a limit; interrupted
     first: float = 0.0                                  # seconds
     total: float = 0.0
+    speculation: Speculation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens, text=self.text,
                     seed=self.seed, finish_reason=self.finish_reason, stats=dict(
                         prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
-                        tokens_per_second=self.rate, acceptance=None, tokens_per_round=None, seconds_queued=0.0))
+                        tokens_per_second=self.rate, seconds_queued=0.0,
+                        **(self.speculation or Speculation())._asdict()))
 
     @property
     def rate(self) -> float | None:
@@ -91,4 +154,5 @@ class Result:
 
     def summary(self) -> str:
         rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; seed {self.seed}"
+        return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; seed {self.seed}"
+                + (f"\n{self.speculation.summary()}" if self.speculation else ""))

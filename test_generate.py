@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import drafters
 import generate as cli
-from conftest import CHATML, write_model
-from generate import Model, Session, generate
-from model import Llama
+from conftest import write_model
+from generate import Model, generate
 from request import Settings
+from speculative import Decoder
 
 PROMPT = "Once upon a time"
 
@@ -49,7 +50,7 @@ def test_greedy_is_the_argmax_of_the_plain_forward_pass(base):
 
 def test_every_position_has_its_own_noise(base, monkeypatch):
     """With a flat distribution, what is drawn is the noise itself."""
-    monkeypatch.setattr(cli, "probabilities", lambda logits, *settings: torch.full_like(logits, 1 / logits.shape[-1]))
+    monkeypatch.setattr(drafters, "probabilities", lambda logits, *settings: torch.full_like(logits, 1 / logits.shape[-1]))
     model = Model.load(base, "cpu", torch.float64)
     model.ends = set()
     texts = [generate(PROMPT, model, seed=seed, max_tokens=60)["tokens"] for seed in (1, 2)]
@@ -61,16 +62,6 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(base, monkeypatch)
     whole = generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)
     monkeypatch.setattr(cli, "CHUNK", 5)
     assert generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)["tokens"] == whole["tokens"]
-
-
-def test_a_session_reads_only_what_is_new(base):
-    model = Model.load(base, "cpu", torch.float64)
-    session, seen = Session(model.llama, 64), []
-    forward = session._forward
-    session._forward = lambda tokens, step: seen.append(len(tokens)) or forward(tokens, step)
-    for text, fresh in (([1, 2, 3, 4], 4), ([1, 2, 3, 4, 5], 1), ([1, 2, 9, 9], 2), ([1, 2, 9, 9], 1), ([1], 1), ([1, 2], 1)):
-        assert torch.allclose(session.logits(text), model.llama(torch.tensor(text))[-1:], atol=1e-12)
-        assert seen[-1] == fresh and session.read == text and session.cache.length(session.seq) == len(text)
 
 
 def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
@@ -122,8 +113,8 @@ def test_a_chat_goes_through_the_template_and_its_turns_stay_in_the_cache(instru
     lines, read = iter(["hello", "again"]), []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines, None) or (_ for _ in ()).throw(EOFError))
-    original = Session._forward
-    monkeypatch.setattr(Session, "_forward", lambda self, tokens, step: read.append(len(tokens)) or original(self, tokens, step))
+    original = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda self, work: read.append(work[0].read) or original(self, work))
     status, out, err = run(capsys, "--target", instruct, "--max-tokens", "6", "--dtype", "float64", "--stop", "zzz")
     assert status == 0 and out.count("\n") >= 2
     prompts = [n for n in read if n > 1]
@@ -173,14 +164,14 @@ def test_what_a_user_writes_never_becomes_a_control_token(instruct, capsys):
 
 
 def test_ctrl_c_ends_with_what_there_is(base, capsys, monkeypatch):
-    original, calls = Session.logits, []
+    original, calls = Decoder.step, []
 
-    def interrupted(self, text):
+    def interrupted(self, work):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return original(self, text)
-    monkeypatch.setattr(Session, "logits", interrupted)
+        return original(self, work)
+    monkeypatch.setattr(Decoder, "step", interrupted)
     status, out, err = run(capsys, PROMPT, "--target", base, "--temperature", "1", "--seed", "1", "--json")
     assert status == 130 and json.loads(out)["finish_reason"] == "interrupted" and len(json.loads(out)["tokens"]) == 3
 

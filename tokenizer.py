@@ -103,6 +103,12 @@ class Tokenizer:
                 raise
             refuse(file, f"it, or what stands beside it, is not laid out as it should be ({error!r})", "download them again")
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """The first token that does not mean the same in both vocabularies, in words; None if all do."""
+        mine, its = self._vocabulary.tokens, other._vocabulary.tokens
+        id = next((id for id in sorted(mine.keys() | its.keys()) if mine.get(id) != its.get(id)), None)
+        return None if id is None else f"token {id} is {mine.get(id)} in one and {its.get(id)} in the other"
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that is nothing but text: what looks like a control token is spelled out."""
         ids: list[int] = []

@@ -1,0 +1,192 @@
+"""Drafters: who proposes the tokens that the target then verifies.
+
+A drafter proposes up to γ tokens for each text of a round, and hands over, beside each token, the distribution that it was really
+drawn from. Verification is exact for *any* proposal whose distribution is known, so a drafter may be anything:
+
+    ModelDrafter    a smaller Llama with the target's vocabulary: drawn from its own distribution, with the text's own settings
+    NgramDrafter    what followed the last few tokens when they last occurred in the text: no weights, a one-hot distribution
+
+    drafter.open(request) · close(request)      a text comes, a text goes
+    drafter.lag(request)                        how many tokens of the text it has not read
+    drafter.follow(request, length)             read the text up to `length`, as the target does with a prompt
+    drafter.room(request, most)                 how many tokens it can draft for this text, at most `most`
+    drafter.propose(round) -> drafted, q        int64[B, k] and float[B, k, V]; where a text drafted fewer than k, −1 and all zero
+    drafter.keep(request)                       after verification: forget what was rejected
+
+Invariant of the model's cache, between rounds: it holds a prefix of the text, the last token never among it. After γ drafts all
+of which were accepted, it lacks two tokens, the last draft (drawn, never read) and the bonus; the next round reads both.
+
+Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
+
+Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (2304.04487).
+
+    B texts of a round · k the largest γ among them · V vocabulary
+"""
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from request import Request
+from sampling import TEXT, Keyed, draft_role, probabilities
+
+
+def pack(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens end to end: int64[T]; and where each piece's last one is: int64[len(pieces)]."""
+    ends = torch.tensor([len(piece) for piece in pieces], device=device).cumsum(0) - 1
+    return torch.tensor([token for piece in pieces for token in piece], device=device), ends
+
+
+class Round:
+    """The texts of a round, a row each: γ drafts wanted for each, their settings, and their coins.
+
+    `coin(seeds, positions, role)` makes the coin of a call; it is `Keyed`, save where every outcome is walked (proof.py).
+    """
+
+    def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype = torch.float32,
+                 coin: Callable[[Tensor, Tensor, int], Any] = Keyed, coupled: bool = False):
+        self.requests, self.gammas, self.vocab, self.device, self.dtype = requests, gammas, vocab, device, dtype
+        self.make_coin, self.coupled = coin, coupled
+        self.seeds = torch.tensor([request.settings.seed for request in requests], dtype=torch.int64, device=device)     # int64[B]
+        self.start = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64, device=device)       # int64[B], first positions
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Room for what is drafted: int64[B, k], all −1, and float[B, k, V], all zero."""
+        B, k = len(self.requests), max(self.gammas, default=0)
+        return torch.full((B, k), -1, device=self.device), torch.zeros(B, k, self.vocab, dtype=self.dtype, device=self.device)
+
+    def probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """logits[i] under the settings of text rows[i]. Columns beyond the vocabulary are padding, which stands for no text."""
+        chosen = [self.requests[row].settings for row in rows]
+        return probabilities(logits[:, :self.vocab], *(self._column([getattr(s, name) for s in chosen], neutral)
+                                                       for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))))
+
+    def _column(self, values: Sequence[float | None], neutral: float) -> float | Tensor | None:
+        """One value if all rows agree on it, which costs less; else one a row."""
+        if len(set(values)) <= 1:
+            return values[0] if values else None
+        return torch.tensor([neutral if value is None else value for value in values], dtype=torch.float64, device=self.device)
+
+    def coin(self, role: int) -> Any:
+        """A coin for all rows, at the round's first position."""
+        return self.make_coin(self.seeds, self.start, role)
+
+    def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
+        """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""
+        seeds, start = (self.seeds, self.start) if len(rows) == len(self.requests) else (self.seeds[rows], self.start[rows])
+        return self.make_coin(seeds, start + j, TEXT) if self.coupled else self.make_coin(seeds, start, draft_role(j))
+
+    def text_coin(self, count: int) -> Any:
+        """A coin for `count` places of each row, the noise of plain decoding at each: B · count rows."""
+        places = self.start[:, None] + torch.arange(count, device=self.device)
+        return self.make_coin(self.seeds.repeat_interleave(count), places.flatten(), TEXT)
+
+
+class Drafter(Protocol):
+    """What a round needs of a drafter."""
+    def open(self, request: Request) -> None: ...
+    def close(self, request: Request) -> None: ...
+    def lag(self, request: Request) -> int: ...
+    def follow(self, request: Request, length: int) -> None: ...
+    def room(self, request: Request, most: int) -> int: ...
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]: ...
+    def keep(self, request: Request) -> None: ...
+
+
+class ModelDrafter:
+    """A model with a cache of its own."""
+
+    def __init__(self, llama: Any, cache: Any):
+        self.llama, self.cache = llama, cache
+        self.seqs: dict[Request, int] = {}              # a text that outgrew the draft's context is not among them
+
+    def open(self, request: Request) -> None:
+        if request not in self.seqs:
+            self.seqs[request], _ = self.cache.open(request.tokens)
+
+    def close(self, request: Request) -> None:
+        if request in self.seqs:
+            self.cache.free(self.seqs.pop(request))
+
+    def lag(self, request: Request) -> int:
+        return len(request.tokens) - self.cache.length(self.seqs[request]) if request in self.seqs else 0
+
+    def follow(self, request: Request, length: int) -> None:
+        if request in self.seqs and length > self.cache.max_len:
+            self.close(request)
+        if request in self.seqs and (unread := request.tokens[self.cache.length(self.seqs[request]):length]):
+            self.llama(*pack([unread], self.llama.device)[:1], self.cache.extend([(self.seqs[request], unread)]), rows=slice(-1, None))
+
+    def room(self, request: Request, most: int) -> int:
+        """γ drafts put the text and γ − 1 of them into the cache. Where the text outgrows it, speculation is over."""
+        if (fits := self.cache.max_len - len(request.tokens) + 1) < 1:
+            self.close(request)
+        return min(most, fits) if request in self.seqs else 0
+
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+        drafted, q = round.nothing()                                                        # int64[B, k], float[B, k, V]
+        new = [request.tokens[self.cache.length(self.seqs[request]):] if gamma else [] for request, gamma in zip(round.requests, round.gammas)]
+        for j in range(drafted.shape[1]):
+            live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
+            step = self.cache.extend([(self.seqs[round.requests[b]], new[b]) for b in live])
+            tokens, last = pack([new[b] for b in live], round.device)
+            probs = round.probabilities(self.llama(tokens, step, rows=last), live)          # [len(live), V]
+            picked = round.draft_coin(j, live).pick(probs)
+            where = slice(None) if len(live) == len(drafted) else live
+            drafted[where, j], q[where, j] = picked, probs
+            for b, token in zip(live, picked.tolist()):
+                new[b] = [token]
+        return drafted, q
+
+    def keep(self, request: Request) -> None:
+        if request in self.seqs:
+            seq = self.seqs[request]
+            self.cache.truncate(seq, min(self.cache.length(seq), len(request.tokens) - 1))
+
+
+class NgramDrafter:
+    """Looks the last n tokens up in the text before them, the longest n first, and proposes what followed there."""
+
+    def __init__(self, longest: int = 3):
+        self.longest = longest
+        self.index: dict[Request, tuple[int, dict[tuple[int, ...], int]]] = {}   # n-grams ending before a position -> where they last ended
+
+    def open(self, request: Request) -> None:
+        self.index[request] = (0, {})
+
+    def close(self, request: Request) -> None:
+        self.index.pop(request, None)
+
+    def lag(self, request: Request) -> int:
+        return 0
+
+    def follow(self, request: Request, length: int) -> None:
+        pass
+
+    def room(self, request: Request, most: int) -> int:
+        return len(self.look_up(request, most))
+
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+        drafted, q = round.nothing()
+        for b, (request, gamma) in enumerate(zip(round.requests, round.gammas)):
+            for j, token in enumerate(self.look_up(request, gamma)):
+                drafted[b, j], q[b, j, token] = token, 1
+        return drafted, q
+
+    def keep(self, request: Request) -> None:
+        if self.index[request][0] >= len(request.tokens):
+            self.open(request)                          # another text begins
+
+    def look_up(self, request: Request, count: int) -> list[int]:
+        """Up to `count` tokens. What is copied may run into what is being proposed: a text that repeats itself goes on doing so."""
+        text, (done, ends) = request.tokens, self.index[request]
+        for end in range(done + 1, len(text)):                                              # every n-gram but those at the very end
+            for n in range(1, min(self.longest, end) + 1):
+                ends[tuple(text[end - n:end])] = end
+        self.index[request] = (max(done, len(text) - 1), ends)
+        start = next((ends[gram] for n in range(min(self.longest, len(text)), 0, -1) if (gram := tuple(text[-n:])) in ends), None)
+        if start is None:
+            return []
+        period = len(text) - start
+        return [text[start + j % period] for j in range(count)]

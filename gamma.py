@@ -1,0 +1,148 @@
+"""How many tokens to draft: γ from measured cost and measured acceptance.
+
+A round drafts γ tokens and verifies them in one pass. If each drafted token is accepted with probability α, whatever came before,
+the round yields 1 + α + α² + … + α^γ tokens: the accepted ones are a chain that breaks at the first rejection, and one more
+token, the correction or the bonus, always comes. So the round beats plain decoding, one pass a token, by
+
+    speed-up = (1 − α^(γ+1)) / (1 − α) / (w + γ c)
+
+with c the cost of drafting a token and w that of a pass over γ + 1 tokens, both over the cost of a plain pass (Leviathan et al.
+2023, section 3.3, where w = 1: on a GPU a pass costs what reading the weights costs). It is not 1 + γ α: α = 0.7 and γ = 5 give
+2.9 tokens a round, not 4.5.
+
+`Costs` measures w and c, for all texts together; `Auto` follows the α of one text and takes the γ of the best speed-up, 0 if none
+is above 1. At 0 nothing is learnt of α any more, so now and then it tries a single drafted token: as often as keeps what such
+trials cost below a sixtieth of the time. A useless draft is never noticed.
+
+γ may depend on what has happened, on α and on the clock, never on whether to keep a token that was drawn; so the text's law does
+not change. But the clock is no part of the seed: with γ chosen here, the same seed need not give the same text.
+
+Not covered: that a token's acceptance depends on its neighbours'; choosing γ jointly for the rows of a batch.
+"""
+from collections import deque
+from statistics import median
+
+WIDEST = 64                                             # passes of more tokens are prompts, not rounds
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens a round yields on average, with γ drafted and each accepted with probability α."""
+    return gamma + 1.0 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
+    """Of speculation over plain decoding: a drafted token costs c plain passes, a pass over γ + 1 tokens w of them."""
+    return expected_tokens(alpha, gamma) / (w + gamma * c)
+
+
+class Measured:
+    """The median of the last few times; the first is left out, for it warms caches and builds kernels."""
+
+    def __init__(self) -> None:
+        self.times: deque[float] = deque(maxlen=9)
+        self.warm = False
+
+    def add(self, seconds: float) -> None:
+        if self.warm:
+            self.times.append(seconds)
+        self.warm = True
+
+    @property
+    def seconds(self) -> float | None:
+        return median(self.times) if self.times else None
+
+
+class Costs:
+    """What steps take on this machine, now."""
+
+    def __init__(self) -> None:
+        self.draft, self.passes = Measured(), dict[int, Measured]()
+
+    def saw_draft(self, steps: int, seconds: float) -> None:
+        if steps:
+            self.draft.add(seconds / steps)
+
+    def saw_pass(self, tokens: int, seconds: float) -> None:
+        if tokens <= WIDEST:
+            self.passes.setdefault(tokens, Measured()).add(seconds)
+
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a pass over one token; None until it was measured."""
+        return self.passes[1].seconds if 1 in self.passes else None
+
+    def drafting(self) -> float:
+        """Seconds to draft a token; 0 until it was measured, so that it is."""
+        return self.draft.seconds or 0.0
+
+    def verifying(self, tokens: int) -> float:
+        """Seconds of a pass over so many tokens: as measured, or between two that were, or what the widest took (0 if none was)."""
+        known = sorted((n, m.seconds) for n, m in self.passes.items() if m.seconds)
+        known = [(n, min(s for _, s in known[i:])) for i, (n, _) in enumerate(known)]       # a narrower pass costs no more than a wider
+        above = next(((n, s) for n, s in known if n >= tokens), None)
+        below = next(((n, s) for n, s in reversed(known) if n <= tokens), None)
+        if not (above and below):
+            return (above or below or (0, 0.0))[1]
+        share = (tokens - below[0]) / max(1, above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
+
+
+class Auto:
+    """The γ of one text, round by round."""
+
+    def __init__(self, costs: Costs, alpha: float = 0.7, weight: float = 3.0, memory: float = 0.98, patience: float = 60.0):
+        self.costs, self.memory, self.patience = costs, memory, patience
+        self.accepted, self.examined = alpha * weight, weight            # what is believed before anything is seen
+        self.largest, self.idle, self.trial = 0, 0.0, 0.0                # γ tried so far; seconds without drafts, and what a trial costs
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.examined
+
+    def choose(self, most: int) -> int:
+        """γ for the next round, at most `most`."""
+        plain = self.costs.plain
+        if plain is None:
+            return 0                                                     # what plain decoding costs is measured first,
+        most = min(most, max(1, 2 * self.largest))                       # and then one width after the other
+        c, w = self.costs.drafting() / plain, [self.costs.verifying(1 + g) / plain for g in range(most + 1)]
+        gains = [speed_up(self.alpha, g, c, w[g]) for g in range(most + 1)]
+        best = max(range(most + 1), key=gains.__getitem__)
+        if gains[best] > 1.02:
+            return best
+        return 1 if most and self.idle >= self.patience * self.trial else 0
+
+    def saw(self, gamma: int, accepted: int, seconds: float) -> None:
+        """A round went by: how many of its γ drafts stood, and what it took, all in all."""
+        if gamma == 0:
+            self.idle += seconds
+            return
+        examined = min(accepted + 1, gamma)                              # nobody looked beyond the first that was rejected
+        self.accepted = self.memory ** examined * self.accepted + accepted
+        self.examined = self.memory ** examined * self.examined + examined
+        self.largest, self.idle = max(self.largest, gamma), 0.0
+        self.trial = max(0.0, seconds - self.costs.verifying(1))
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what the formula says, and a chooser that finds it in simulated rounds.
+
+def main() -> None:
+    import random
+    print("speed-up by γ, for c = 0.1 and passes that cost the same whatever their width")
+    print("    α" + "".join(f"{f'γ = {g}':>8}" for g in range(9)) + "     auto took, on average")
+    for alpha in (0.05, 0.3, 0.5, 0.7, 0.8, 0.9):
+        costs, taken, coin = Costs(), [], random.Random(0)
+        auto = Auto(costs)
+        for _ in range(2000):
+            gamma = auto.choose(8)
+            stood = next((j for j in range(gamma) if coin.random() >= alpha), gamma)
+            costs.saw_draft(gamma, 0.1 * gamma)
+            costs.saw_pass(1 + gamma, 1.0)
+            auto.saw(gamma, stood, 1.0 + 0.1 * gamma)
+            taken.append(gamma)
+        print(f"{alpha:5.2f}" + "".join(f"{speed_up(alpha, g, 0.1):8.2f}" for g in range(9)) + f"{sum(taken) / len(taken):10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Exact speculative sampling: a small model guesses ahead, the large one checks all guesses in one pass, and the text follows
+the large one's distribution exactly.
+
+A decoding step costs what reading the weights costs, for one token or for five. So let a draft propose γ tokens x₁ … x_γ, x_j drawn
+from its distribution q_j, and run the target once over all of them: that gives its distributions p₁ … p_γ₊₁ at every place. Then
+
+    x_j stands with probability min(1, p_j(x_j) / q_j(x_j));  at the first that does not, a token is drawn from the residual
+    r_j = max(0, p_j − q_j) / Σ max(0, p_j − q_j) instead, and the round ends;  if all stand, one more is drawn from p_γ₊₁.
+
+Proof that what comes out follows p (Leviathan et al. 2023, A.1). One place: write β = Σ_x min(p(x), q(x)).
+  1. x comes out as an accepted draft with probability q(x) · min(1, p(x)/q(x)) = min(q(x), p(x)).
+  2. So something is accepted with probability β, and rejected with 1 − β.
+  3. Σ max(0, p − q) = Σ (p − min(p, q)) = 1 − β: the residual's normalization is the probability of getting there.
+  4. x comes out as a correction with probability (1 − β) · max(0, p(x) − q(x)) / (1 − β) = max(0, p(x) − q(x)).
+  5. Together: min(p(x), q(x)) + max(0, p(x) − q(x)) = p(x), whatever q was.
+A text: place j is looked at only if all drafts before it stood, so p_j is the target's distribution after the very text that comes
+out; by induction each token follows it, given those before. What the draft wrote after the first rejection is thrown away unread.
+The bonus is the same rule with q = 0: nothing is accepted, and the residual is p. γ may depend on the past, never on what was drawn.
+
+`Decoder.step` is one pass of the target over any mix of work: rounds, and chunks of prompts. A text's pending tokens are those that
+its cache lacks; a round reads them and γ drafts after them. So a prompt, plain decoding (γ = 0) and verification are one path.
+
+Coupled mode (Daliri, Musco & Suresh 2024): the target picks with the keyed noise of each place, as in plain decoding, and a draft, picked
+with the *same* noise, stands if it is that very token. The text then depends on the target and the seed alone. The price: two
+distributions that differ by TV = 1 − β pick the same token with probability at least (1 − TV) / (1 + TV), less than β = 1 − TV.
+
+Invariant: after a step each cache holds a prefix of its text, the target's all but the last token.
+
+    B texts of a round · k the largest γ among them · V vocabulary · T tokens of a step · R rows of logits
+"""
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters import Drafter, Round, pack
+from gamma import Auto, Costs, expected_tokens
+from request import Request, Settings, Speculation, Taken
+from sampling import TEXT, Keyed
+
+
+def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Tensor]:
+    """Which drafts stand, and the token that comes after them.
+
+    p: float[B, k+1, V] target; q: float[B, k, V] draft; drafted: int64[B, k]. Where a row drafted fewer than k, q is all zero and
+    drafted is −1. -> accepted: int64[B], how many stand; token: int64[B], the correction or the bonus. Never waits for the device.
+    """
+    B, k, V = q.shape
+    if k == 0:
+        return torch.zeros(B, dtype=torch.int64, device=p.device), coin.pick(p[:, 0])
+    x = drafted.clamp(min=0)[..., None]                                                     # [B, k, 1]
+    p_x, q_x = p[:, :k].gather(-1, x)[..., 0], q.gather(-1, x)[..., 0]                      # [B, k]
+    stands = coin.accept(torch.where((drafted >= 0) & (q_x > 0), p_x / q_x, 0).clamp(max=1))
+    accepted = stands.long().cumprod(1).sum(1)                                              # [B], up to the first that does not
+    at = accepted[:, None, None].expand(B, 1, V)
+    p_there, q_there = p.gather(1, at)[:, 0], F.pad(q, (0, 0, 0, 1)).gather(1, at)[:, 0]    # [B, V]; q is 0 after the last draft
+    residual = (p_there - q_there).clamp(min=0)
+    mass = residual.sum(-1, keepdim=True)
+    return accepted, coin.pick(torch.where(mass > 0, residual / mass, p_there))             # no mass: p = q up to rounding
+
+
+def couple(p: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Tensor]:
+    """As `verify`, in coupled mode: the target picks at every place, and the drafts that agree stand. `coin` has B · (k + 1) rows."""
+    B, k = drafted.shape
+    picked = coin.pick(p.flatten(0, 1)).view(B, k + 1)
+    accepted = (drafted == picked[:, :k]).long().cumprod(1).sum(1)
+    return accepted, picked.gather(1, accepted[:, None])[:, 0]
+
+
+class Work(NamedTuple):
+    """What one text does in a step: read so many of its pending tokens, and then verify `gamma` drafts; None: it only reads."""
+    request: Request
+    read: int
+    gamma: int | None
+
+
+class Decoder:
+    """A target and its cache, a drafter or none, and what steps cost. One for all the texts that are made together.
+
+    vocab: tokens that stand for text (logits beyond are padding). budget: the most tokens of one text in one step.
+    """
+
+    def __init__(self, target: Any, cache: Any, vocab: int, drafter: Drafter | None = None, coupled: bool = False,
+                 coin: Callable[[Tensor, Tensor, int], Any] = Keyed, budget: int = 512):
+        self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter
+        self.coupled, self.coin, self.budget = coupled, coin, budget
+        self.costs, self.auto = Costs(), dict[Request, Auto]()
+
+    def open(self, request: Request) -> None:
+        request.seq, _ = self.cache.open(request.tokens)
+        self.auto[request] = Auto(self.costs)
+        if self.drafter is not None:
+            self.drafter.open(request)
+
+    def close(self, request: Request) -> None:
+        self.cache.free(request.seq)
+        del self.auto[request]
+        if self.drafter is not None:
+            self.drafter.close(request)
+
+    def rewrite(self, request: Request, tokens: list[int], settings: Settings) -> None:
+        """Another text in the same place; what both have in common is not read again."""
+        common = next((i for i, (a, b) in enumerate(zip(request.tokens, tokens[:-1])) if a != b), min(len(request.tokens), len(tokens) - 1))
+        request.restart(tokens[:common + 1], settings)
+        self._forget(request)
+        request.restart(tokens, settings)
+
+    def plan(self, request: Request) -> Work:
+        """What to do next for a text: a round, or, where its pending tokens and drafts are more than the budget, a chunk of them."""
+        pending = len(request.tokens) - self.cache.length(request.seq)
+        gamma = self._gamma(request, min(request.left, self.budget) - 1)                    # the pass itself makes one token
+        if pending + gamma <= self.budget:
+            return Work(request, pending, gamma)
+        return Work(request, min(self.budget, pending - 1), None)
+
+    def _gamma(self, request: Request, most: int) -> int:
+        """How many tokens to draft: as the settings say, or as many as pay."""
+        if self.drafter is None or most < 1:
+            return 0
+        fixed = request.settings.gamma
+        wanted = self.auto[request].choose(most) if fixed is None else min(fixed, most)
+        if wanted and fixed is None and self.drafter.lag(request) > self.budget:            # it has not drafted for long:
+            self.drafter.follow(request, len(request.tokens) - self.drafter.lag(request) + self.budget)      # it catches up in chunks
+            return 0
+        return self.drafter.room(request, wanted) if wanted else 0
+
+    @torch.inference_mode()
+    def step(self, work: Sequence[Work]) -> dict[Request, list[int]]:
+        """Do all this work, as planned, in one pass of the target -> what each text of a round has grown by."""
+        rounds = [w for w in work if w.gamma is not None]
+        round = Round([w.request for w in rounds], [w.gamma for w in rounds], self.vocab, self.target.device, self.target.dtype, self.coin, self.coupled)
+        before = [self.cache.length(w.request.seq) for w in work]
+        try:
+            start = time.perf_counter()
+            drafted, q = self.drafter.propose(round) if any(round.gammas) else round.nothing()
+            guesses, drawn = drafted.tolist(), time.perf_counter()
+            p = self._read(work, guesses, round)                                      # [B, k+1, V]
+            accepted, token = couple(p, drafted, round.text_coin(p.shape[1])) if self.coupled else verify(p, q, drafted, round.coin(TEXT))
+            stood, last, end = accepted.tolist(), token.tolist(), time.perf_counter()
+        except BaseException:                                                               # Ctrl-C too: what was promised was not stored
+            self._take_back(work, before)
+            raise
+        if all(w.gamma and w.request.rounds and w.request.rounds[-1].drafted for w in rounds):   # no draft had to catch up first
+            self.costs.saw_draft(max(round.gammas, default=0), drawn - start)
+        self.costs.saw_pass(sum(w.read + (w.gamma or 0) for w in work), end - drawn)
+        for w, length in zip(work, before):
+            if w.gamma is None and self.drafter is not None:
+                self.drafter.follow(w.request, length + w.read)
+        return {w.request: self._finish(w, *outcome, end - start) for w, *outcome in zip(rounds, guesses, stood, last)}
+
+    def _read(self, work: Sequence[Work], guesses: list[list[int]], round: Round) -> Tensor:
+        """The target's distributions after the pending tokens and after each draft: float[B, k+1, V]; zero where a text drafted fewer."""
+        drafts = iter(guesses)
+        new = [self._pending(w) + ([] if w.gamma is None else next(drafts)[:w.gamma]) for w in work]
+        tokens, _ = pack(new, round.device)
+        ends = list(accumulate(map(len, new)))
+        rows = [row for w, end in zip(work, ends) if w.gamma is not None for row in range(end - w.gamma - 1, end)]
+        owner = [b for b, gamma in enumerate(round.gammas) for _ in range(gamma + 1)]       # [R], the text of each row
+        step = self.cache.extend([(w.request.seq, piece) for w, piece in zip(work, new)])
+        probs = round.probabilities(self.target(tokens, step, rows=torch.tensor(rows, dtype=torch.int64, device=round.device)), owner)
+        B, k = len(guesses), max(round.gammas, default=0)
+        if len(rows) == B * (k + 1):
+            return probs.view(B, k + 1, probs.shape[-1])
+        p = probs.new_zeros(B, k + 1, probs.shape[-1])
+        p[owner, [j for gamma in round.gammas for j in range(gamma + 1)]] = probs
+        return p
+
+    def _pending(self, w: Work) -> list[int]:
+        have = self.cache.length(w.request.seq)
+        return w.request.tokens[have:have + w.read]
+
+    def _finish(self, w: Work, drafted: list[int], accepted: int, token: int, seconds: float) -> list[int]:
+        """The text grows, to the first end-of-text at most; both caches forget what was rejected."""
+        request, new = w.request, [*drafted[:accepted], token]
+        new = new[:next((i + 1 for i, token in enumerate(new) if token in request.ends), len(new))]
+        own = "plain" if w.gamma == 0 else "bonus" if accepted == w.gamma else "corrected"
+        request.tokens += new
+        request.whose += (["accepted"] * accepted + [own])[:len(new)]
+        request.rounds.append(Taken(w.gamma, accepted, seconds))
+        self.auto[request].saw(w.gamma, accepted, seconds)
+        self._forget(request)
+        return new
+
+    def _forget(self, request: Request) -> None:
+        """What the caches hold beyond the text, and its last token."""
+        self.cache.truncate(request.seq, min(self.cache.length(request.seq), len(request.tokens) - 1))
+        if self.drafter is not None:
+            self.drafter.keep(request)
+
+    def _take_back(self, work: Sequence[Work], before: Sequence[int]) -> None:
+        """After a pass that failed: the caches as they were; a drafter reads its texts again."""
+        for w, length in zip(work, before):
+            self.cache.truncate(w.request.seq, length)
+            if self.drafter is not None:
+                self.drafter.close(w.request)
+                self.drafter.open(w.request)
+
+    def report(self, request: Request) -> Speculation | None:
+        """How speculation went in the rounds of a text, but for the first, which reads the prompt."""
+        rounds = request.rounds[1:]
+        if self.drafter is None or not rounds:
+            return None
+        plain = self._plain_seconds(request)
+        alpha, c = request.acceptance or 0.0, self.costs.drafting() / plain
+        made, seconds = (sum(values) for values in zip(*((taken.accepted + 1, taken.seconds) for taken in rounds)))
+        predicted = sum(expected_tokens(alpha, taken.drafted) for taken in rounds) / sum(1 + taken.drafted * c for taken in rounds)
+        return Speculation(request.acceptance, made / len(rounds), made * plain / seconds, predicted)
+
+    @torch.inference_mode()
+    def _plain_seconds(self, request: Request) -> float:
+        """What a pass over one token costs: as it was on the way, or else now; what it yields is not used."""
+        while self.costs.plain is None:
+            start, w = time.perf_counter(), Work(request, 1, 0)
+            round = Round([request], [0], self.vocab, self.target.device, self.target.dtype)
+            int(round.coin(TEXT).pick(self._read([w], [[]], round)[:, 0]))
+            self.costs.saw_pass(1, time.perf_counter() - start)
+            self._forget(request)
+        return self.costs.plain
