@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from vocabulary import GPT2_SPLIT, compile_split
+from vocabulary import GPT2_SPLIT, alphabet, compile_split
 
 END = "<|endoftext|>"
 Pair = tuple[bytes, bytes]
@@ -72,16 +72,9 @@ def merge(tokens: list[bytes], pair: Pair) -> list[bytes]:
     return out
 
 
-def alphabet() -> list[str]:
-    """The printable character that stands for each byte in a tokenizer.json (GPT-2's)."""
-    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in itself]
-    return [chr(b) if b in itself else chr(0x100 + others.index(b)) for b in range(256)]
-
-
 def write(folder: Path, merges: list[Pair], max_length: int) -> int:
     """tokenizer.json and tokenizer_config.json as Hugging Face reads them; returns the number of tokens, the last of them END."""
-    letters = alphabet()
+    letters = {byte: letter for letter, byte in alphabet().items()}
 
     def spell(token: bytes) -> str:
         return "".join(letters[b] for b in token)

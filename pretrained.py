@@ -9,7 +9,6 @@ does not fit; and it turns prompts into tokens, through the model's own chat tem
 Invariant: a completed `Settings` leaves no choice open, the seed included.
 """
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

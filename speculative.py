@@ -37,10 +37,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters import Drafter, Round, pack
+from drafters import Drafter, ModelDrafter, Round, pack
 from gamma import Auto, Costs, expected_tokens
 from request import Request, Settings, Speculation, Taken
-from sampling import TEXT, Keyed
+from sampling import TEXT, Keyed, accept_role
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Tensor]:
@@ -220,3 +220,60 @@ class Decoder:
             self.costs.saw_pass(1, time.perf_counter() - start)
             self._forget(request)
         return self.costs.plain
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: one round in slow motion, and the law of a toy's texts, enumerated, beside the target's own.
+
+def slow_motion(p: Tensor, q: Tensor, drafted: Tensor, seed: int) -> None:
+    """A round of one row, said aloud. p: [1, k+1, V], q: [1, k, V], drafted: [1, k]."""
+    show = lambda probs: " ".join(f"{x:.3f}" for x in probs.tolist())
+    seeds = torch.tensor([seed])
+    u = Keyed(seeds, seeds)._uniform(2 * torch.arange(q.shape[1]) + accept_role(0), torch.zeros(q.shape[1], dtype=torch.int64))[0]
+    accepted, token = (int(x) for x in verify(p, q, drafted, Keyed(seeds, seeds)))
+    for j, x in enumerate(drafted[0].tolist()):
+        ratio = (p[0, j, x] / q[0, j, x]).item()
+        print(f"  place {j + 1}: the draft says q = {show(q[0, j])} and draws {x}\n{'':11}the target says p = {show(p[0, j])}\n"
+              f"{'':11}min(1, p/q) = {min(1, ratio):.3f}, u = {u[j]:.3f}: {'stands' if j < accepted else 'rejected'}")
+        if j == accepted:
+            left = (p[0, j] - q[0, j]).clamp(min=0)
+            print(f"{'':11}max(0, p − q) = {show(left)}; normalized, it gives {token}")
+            return
+    print(f"  bonus:   all stand; the target says {show(p[0, -1])} and draws {token}")
+
+
+def main() -> None:
+    from kvcache import KVCache
+    from proof import Toy, distance, enumerate_law, own_law
+    from sampling import draft_role
+
+    generator = torch.Generator().manual_seed(2)
+    p, q = (torch.rand(1, k, 4, generator=generator).softmax(-1) ** 3 for k in (4, 3))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    for seed in (1, 6):
+        print(f"a round of three drafts, 4 tokens, seed {seed}")
+        seeds = torch.tensor([seed])
+        slow_motion(p, q, torch.stack([Keyed(seeds, seeds, draft_role(j)).pick(q[:, j]) for j in range(3)], 1), seed)
+
+    target, draft, prompt, runs = Toy(seed=1), Toy(seed=2), (1,), []
+
+    def run(walk: Any, n: int) -> list[tuple[int, ...]]:
+        cache, draft_cache = (KVCache(1, 1, 1, 7, n, dtype=torch.float64) for _ in range(2))
+        maker = Decoder(target, cache, 3, ModelDrafter(draft, draft_cache), coin=walk)
+        requests = [Request(list(prompt), Settings(seed=row, max_tokens=3, gamma=2), ends=(0,)) for row in range(n)]
+        for request in requests:
+            maker.open(request)
+        while work := [maker.plan(request) for request in requests if not request.finish_reason]:
+            maker.step(work)
+        runs.append(n)
+        return [tuple(request.tokens[1:]) for request in requests]
+
+    law, own = enumerate_law(run), own_law(target, prompt, 3, (0,), lambda logits: logits.softmax(-1))
+    print("\nthe texts of a toy of 3 tokens (0 ends a text), by everything that can happen in the production loop, and by the target alone")
+    for text, mass in sorted(own.items(), key=lambda item: -item[1])[:8]:
+        print(f"  {' '.join(map(str, text)):8} {law[text]:.15f}  {mass:.15f}")
+    print(f"{len(own)} texts, {sum(runs):,} branches: the largest difference is {distance(law, own):.1e}")
+
+
+if __name__ == "__main__":
+    main()

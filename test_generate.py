@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import drafters
 import generate as cli
 from conftest import write_model
 from generate import Model, generate
-from request import Settings
 from speculative import Decoder
 
 PROMPT = "Once upon a time"
@@ -97,18 +95,6 @@ def test_never_more_than_max_tokens_or_max_len(base):
     assert len(full["prompt_tokens"]) + len(full["tokens"]) <= 96
 
 
-def test_the_models_own_settings_are_the_default(tmp_path):
-    choose = lambda **recommended: Model.load(write_model(tmp_path, generation=recommended), "cpu").complete
-    sampled = choose(do_sample=True, temperature=0.6, top_p=0.9)
-    assert (sampled(Settings()).temperature, sampled(Settings()).top_p, sampled(Settings()).top_k) == (0.6, 0.9, None)
-    assert sampled(Settings(temperature=0.1)).temperature == 0.1 and sampled(Settings(temperature=0.1)).top_p == 0.9
-    greedy = choose(temperature=0.6)                               # transformers reads this as greedy, too
-    assert greedy(Settings()).temperature == 0
-    assert greedy(Settings(top_p=0.5)).temperature == 1            # who asks for top-p wants to sample
-    seeds = {sampled(Settings()).seed for _ in range(4)}
-    assert len(seeds) > 1 and sampled(Settings(seed=5)).seed == 5
-
-
 def test_a_chat_goes_through_the_template_and_its_turns_stay_in_the_cache(instruct, monkeypatch, capsys):
     lines, read = iter(["hello", "again"]), []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -121,6 +107,75 @@ def test_a_chat_goes_through_the_template_and_its_turns_stay_in_the_cache(instru
     model = Model.load(instruct)
     first = len(model.tokenizer.chat([{"role": "user", "content": "hello"}]))
     assert prompts[0] == first and prompts[1] < first + 20         # the second turn is longer than the first, but mostly read already
+
+
+# ---- Drafts
+
+@pytest.fixture(scope="module")
+def helper(tmp_path_factory) -> Path:
+    """A draft for `base`: another model, of another shape, with more padding in its vocabulary."""
+    return write_model(tmp_path_factory.mktemp("helper"), seed=5, num_hidden_layers=1, hidden_size=16, vocab_size=300, max_position_embeddings=64)
+
+
+def test_coupled_drafts_leave_the_text_as_it_is_and_padding_does_not_matter(base, helper, capsys):
+    common = (PROMPT, "--target", base, "--temperature", "1", "--seed", "5", "--max-tokens", "70", "--dtype", "float64", "--json")
+    plain = json.loads(run(capsys, *common)[1])
+    for flags in (("--draft", helper, "--gamma", "3", "--verify", "coupled"), ("--draft", helper), ("--draft", "ngram"),
+                  ("--draft", base, "--gamma", "2", "--verify", "coupled")):
+        status, out, err = run(capsys, *common, *flags)
+        result = json.loads(out)
+        assert status == 0 and result["tokens"] == plain["tokens"] and result["text"] == plain["text"]
+        assert ("coupled mode" in err) == ("--gamma" not in flags) and "by the formula" in err
+    assert result["stats"]["acceptance"] == 1 and result["stats"]["tokens_per_round"] == pytest.approx(3, abs=0.2)
+    assert plain["stats"]["acceptance"] is None and plain["stats"]["tokens_per_round"] is None
+
+
+def test_a_fixed_gamma_gives_the_same_text_for_the_same_seed(base, helper, capsys):
+    flags = (PROMPT, "--target", base, "--draft", helper, "--gamma", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "30", "--json")
+    a, b = (json.loads(run(capsys, *flags)[1]) for _ in range(2))
+    assert a["tokens"] == b["tokens"] and a["stats"]["acceptance"] == b["stats"]["acceptance"]
+    assert "need not give the same text" in run(capsys, PROMPT, "--target", base, "--draft", helper, "--seed", "1", "--verify", "exact", "--gamma", "auto")[2]
+
+
+def test_stop_strings_and_ends_with_drafts(base, helper):
+    model = Model.load(base, "cpu", torch.float64)
+    whole = generate(PROMPT, model, temperature=1.0, seed=3, max_tokens=60)
+    stop, shown = whole["text"][10:13], []
+    result = generate(PROMPT, model, temperature=1.0, seed=3, max_tokens=60, stop=[stop], show=shown.append, draft=base, gamma=4, verify="coupled",
+                      dtype=torch.float64)
+    assert result["text"] == whole["text"][:whole["text"].find(stop)] == "".join(shown) and result["finish_reason"] == "stop"
+    assert result["tokens"] == whole["tokens"][:len(result["tokens"])] and len(result["tokens"]) < 20
+
+
+def test_colours_say_whose_each_token_is(base, capsys):
+    common = (PROMPT, "--target", base, "--temperature", "1", "--seed", "5", "--max-tokens", "12", "--dtype", "float64")
+    _, plain, _ = run(capsys, *common)
+    _, out, err = run(capsys, *common, "--draft", base, "--gamma", "2", "--color")          # its own draft: all is accepted
+    assert out.count("\x1b[32m") + out.count("\x1b[36m") <= 12 and "\x1b[31m" not in out and out.count("\x1b[32m") > out.count("\x1b[36m") > 0
+    assert "accepted" in err and "bonus" in err and plain
+
+
+def test_a_chat_with_a_draft(instruct, tmp_path, capsys, monkeypatch):
+    helper, turns = write_model(tmp_path, seed=5, num_hidden_layers=1), []
+    for draft in ((), ("--draft", helper, "--gamma", "2", "--verify", "coupled")):
+        lines = iter(["hello", "again"])
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda prompt="": next(lines, None) or (_ for _ in ()).throw(EOFError))
+        status, out, err = run(capsys, "--target", instruct, "--max-tokens", "9", "--dtype", "float64", "--seed", "3", "--temperature", "1", *draft)
+        turns.append(out)
+        assert status == 0
+    assert turns[0] == turns[1] and len(turns[0]) > 4
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--gamma", "2"], "--gamma is about drafted tokens: name a --draft"), (["--verify", "exact"], "--verify is about drafted"),
+    (["--color"], "--color is about drafted"), (["--draft", "ngram", "--gamma", "-1"], "'-1', and must be auto or a whole number"),
+    (["--draft", "ngram", "--gamma", "many"], "'many', and must be auto"), (["--draft", "ngram", "--verify", "maybe"], "invalid choice: 'maybe'"),
+    (["--draft", "ngram", "--no-cache"], "a draft needs the cache"), (["--draft", "ngram", "--color", "--json"], "--color is for text"),
+    (["--draft", "no-such-model"], "'no-such-model' is neither"), (["--draft", "tiny-draft"], "the draft's vocabulary is not the target's: token 256 is")])
+def test_bad_flags_of_drafts(base, capsys, arguments, says):
+    status, out, err = run(capsys, PROMPT, "--target", base, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
 
 
 # ---- The command line
@@ -222,46 +277,9 @@ def test_no_prompt_and_no_terminal(base, capsys, monkeypatch):
     assert "--json needs a prompt" in run(capsys, "--target", base, "--json")[2]
 
 
-def spoil(folder: Path, file: str, **changes) -> None:
-    data = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps({k: v for k, v in (data | changes).items() if v is not ...}))
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def drop_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("damage, says", [
-    (lambda f: spoil(f, "config.json", model_type="mistral"), "model_type is 'mistral'"),
-    (lambda f: spoil(f, "config.json", hidden_act="gelu"), "hidden_act is 'gelu'"),
-    (lambda f: spoil(f, "config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'"),
-    (lambda f: spoil(f, "config.json", hidden_size=...), "hidden_size is missing"),
-    (lambda f: spoil(f, "config.json", num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
-    (lambda f: write_model(f, vocab_size=200), "belong to different models"),
-    (lambda f: spoil(f, "config.json", hidden_size=30), "config.json asks for"),
-    (lambda f: (f / "config.json").unlink(), "config.json is missing"),
-    (lambda f: (f / "config.json").write_text("{not json"), "config.json is not valid JSON"),
-    (lambda f: (f / "config.json").write_text("[1]"), "not an object"),
-    (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json is not valid JSON"),
-    (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    (truncate, "not a whole safetensors file"), (drop_tensor, "tensor model.layers.1.mlp.up_proj.weight"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "not a whole safetensors file"),
-    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"), (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json")])
-def test_bad_folders(tmp_path, capsys, damage, says):
-    damage(write_model(tmp_path))
-    status, out, err = run(capsys, PROMPT, "--target", tmp_path)
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
-
-
 def test_python_callers_get_value_errors(base, instruct):
-    for wrong in (dict(temperature=-1), dict(chat=True), dict(system="x"), dict(max_len=2), dict(stop=[""])):
+    for wrong in (dict(temperature=-1), dict(chat=True), dict(system="x"), dict(max_len=2), dict(stop=[""]), dict(verify="loosely"), dict(gamma=-1),
+                  dict(draft="ngram", use_cache=False), dict(draft="tiny-draft")):
         with pytest.raises(ValueError):
             generate(PROMPT, base, **wrong)
     with pytest.raises(ValueError, match="messages needs a chat template"):

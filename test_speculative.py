@@ -9,14 +9,13 @@ from torch import Tensor
 
 import drafters
 import speculative
-from drafters import ModelDrafter, NgramDrafter
+from drafters import ModelDrafter
 from generate import Model, decoder
 from kvcache import KVCache
-from model import Llama
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, own_law
 from request import Request, Settings
 from sampling import Keyed, accept_role, draft_role, probabilities
-from speculative import Decoder, Work, verify
+from speculative import Decoder, verify
 
 TARGET, DRAFT = Toy(seed=1), Toy(seed=2)
 

@@ -146,15 +146,19 @@ def read_added(file: Path, entries: list[dict[str, Any]], vocab: dict[str, int])
     return special, {entry["content"]: entry["id"] for entry in entries if not entry.get("special")}
 
 
-def spell_out(file: Path, vocab: dict[str, int], added: dict[str, int]) -> dict[str, bytes]:
-    """The bytes of each entry. In JSON a byte is a character: printable Latin-1 is itself, U+0100 and up are the 68 others."""
+def alphabet() -> dict[str, int]:
+    """The character that stands for each byte in JSON: printable Latin-1 for itself, U+0100 and up for the 68 others (GPT-2's)."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
-    alphabet = {chr(byte): byte for byte in itself} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-    spelled = {}
+    return {chr(byte): byte for byte in itself} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def spell_out(file: Path, vocab: dict[str, int], added: dict[str, int]) -> dict[str, bytes]:
+    """The bytes of each entry."""
+    byte_of, spelled = alphabet(), {}
     for text in vocab:
         try:
-            spelled[text] = bytes(map(alphabet.__getitem__, text))
+            spelled[text] = bytes(map(byte_of.__getitem__, text))
         except KeyError as error:
             if text not in added:
                 refuse(file, f"the token {text!r} holds {error}, which stands for no byte", "only byte-level BPE is supported")

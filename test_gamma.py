@@ -1,0 +1,105 @@
+"""Choosing γ: the formula against simulation, and a chooser that finds what pays and never costs much."""
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gamma import Auto, Costs, Measured, expected_tokens, speed_up
+
+
+def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise: float = 0.0, most: int = 8, seed: int = 0) -> tuple[float, list[int]]:
+    """(speed-up over plain decoding, the γ of each round) where a draft costs c, each token more in a pass `wide`, and α is known to none."""
+    costs, coin, taken, made, spent = Costs(), random.Random(seed), [], 0, 0.0
+    auto = Auto(costs)
+    while made < rounds:
+        gamma = auto.choose(most)
+        stood = next((j for j in range(gamma) if coin.random() >= alpha), gamma)
+        shaky = lambda seconds: seconds * coin.uniform(1 - noise, 1 + noise)
+        drafting, verifying = shaky(c * gamma), shaky(1 + wide * gamma)
+        costs.saw_draft(gamma, drafting)
+        costs.saw_pass(1 + gamma, verifying)
+        auto.saw(gamma, stood, drafting + verifying)
+        taken.append(gamma)
+        made, spent = made + stood + 1, spent + drafting + verifying
+    return made / spent, taken
+
+
+@pytest.mark.parametrize("alpha, gamma, tokens", [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)])
+def test_expected_tokens_by_hand(alpha, gamma, tokens):
+    assert expected_tokens(alpha, gamma) == pytest.approx(tokens, abs=0.005)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0, 0.95), st.integers(0, 6))
+def test_expected_tokens_by_simulation(alpha, gamma):
+    coin = random.Random(1)
+    made = sum(1 + next((j for j in range(gamma) if coin.random() >= alpha), gamma) for _ in range(20_000)) / 20_000
+    assert made == pytest.approx(expected_tokens(alpha, gamma), rel=0.05)
+
+
+def test_speed_up_counts_drafts_and_wider_passes():
+    assert speed_up(0.7, 0, 0.5) == 1 and speed_up(0.7, 5, 0.1) == pytest.approx(2.94 / 1.5, abs=0.01)
+    assert speed_up(0.7, 3, 0.1, w=1.2) == pytest.approx(expected_tokens(0.7, 3) / 1.5)
+
+
+def test_the_first_time_of_all_is_left_out_and_outliers_do_not_matter():
+    times = Measured()
+    times.add(100.0)
+    assert times.seconds is None
+    for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
+        times.add(seconds)
+    assert times.seconds == 1.0
+
+
+def known(**passes: float) -> Costs:
+    costs = Costs()
+    for n, seconds in passes.items():
+        for _ in range(3):
+            costs.saw_pass(int(n[1:]), seconds)
+    return costs
+
+
+def test_a_pass_of_a_width_that_was_not_measured_lies_between_those_that_were():
+    costs = known(n1=1.0, n4=1.3, n8=2.1)
+    assert [costs.verifying(n) for n in (1, 4, 8)] == [1.0, 1.3, 2.1] and costs.verifying(9) == 2.1 and costs.verifying(64) == 2.1
+    assert costs.verifying(2) == pytest.approx(1.1) and costs.verifying(6) == pytest.approx(1.7)
+    assert known(n4=1.3).verifying(2) == 1.3 and Costs().verifying(3) == 0 and known(n1=1.0, n200=9.0).verifying(200) == 1.0     # prompts do not count
+    assert known(n1=5.0, n2=1.0).verifying(1) == 1.0                            # a hiccup: one token cannot cost more than two
+
+
+def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
+    _, taken = simulate(0.95, 0.05)
+    assert taken[:2] == [0, 0] and taken[2] == 1 and taken[3] in (1, 2) and max(taken[:6]) <= 8
+    assert all(b <= max(1, 2 * max(taken[:i + 1])) for i, b in enumerate(taken[1:]))
+
+
+@pytest.mark.parametrize("alpha, c, wide", [(0.9, 0.05, 0.0), (0.7, 0.1, 0.02), (0.8, 0.2, 0.05), (0.5, 0.05, 0.1)])
+def test_auto_comes_near_the_best_fixed_gamma(alpha, c, wide):
+    best = max(speed_up(alpha, g, c, 1 + wide * g) for g in range(9))
+    reached = sum(simulate(alpha, c, wide, 1500, 0.2, seed=seed)[0] for seed in range(4)) / 4
+    assert reached > 0.93 * best > 1.1
+
+
+@pytest.mark.parametrize("alpha, c, wide", [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1), (0.1, 3.0, 0.0)])
+def test_a_useless_draft_is_hardly_noticed(alpha, c, wide):
+    reached = sum(simulate(alpha, c, wide, 512, 0.2, seed=seed)[0] for seed in range(4)) / 4
+    assert reached > (0.96 if c < 1 else 0.93)
+
+
+def test_a_draft_that_becomes_useful_is_found_again():
+    costs, coin = Costs(), random.Random(0)
+    auto, taken = Auto(costs), []
+    for i in range(1500):
+        gamma, alpha = auto.choose(6), 0.0 if i < 300 else 0.9
+        stood = next((j for j in range(gamma) if coin.random() >= alpha), gamma)
+        costs.saw_draft(gamma, 0.1 * gamma)
+        costs.saw_pass(1 + gamma, 1.0)
+        auto.saw(gamma, stood, 1 + 0.1 * gamma)
+        taken.append(gamma)
+    assert sum(taken[100:300]) < 60 and sum(taken[-100:]) > 400
+
+
+def test_gamma_never_exceeds_what_is_asked():
+    for most in (0, 1, 3):
+        assert max(simulate(0.99, 0.01, most=most)[1]) == most
