@@ -145,18 +145,19 @@ class Step:
     """The new tokens of one forward pass, packed end to end: where they belong, and attention for them."""
 
     def __init__(self, cache: KVCache, spans: list[tuple[int, int, int, int]]):
-        self.cache, self.spans = cache, spans                            # (row, its length before, first token in the step, how many)
+        """spans: of each sequence its row, its length before, its first token in the step, and how many it has there."""
         self.positions = torch.cat([torch.arange(start, start + n) for _, start, _, n in spans]).to(cache.device)    # [T]
+        # For each sequence: its tokens in the step; then, layer by layer, the places of these, and of all it has by then.
+        self.spans = [(slice(at, at + n), *(store[:, seq, :, first:start + n].unbind() for first in (start, 0) for store in (cache.keys, cache.values)))
+                      for seq, start, at, n in spans]                    # [G, n, D] and [G, start + n, D] for each layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]  # [S, G, N, D]
-        out = []
-        for seq, start, at, n in self.spans:
-            row_k, row_v, stop = keys[seq], values[seq], start + n
-            row_k[:, start:stop] = k[at:at + n].transpose(0, 1)
-            row_v[:, start:stop] = v[at:at + n].transpose(0, 1)
-            out.append(attention(q[at:at + n], row_k[:, :stop].to(q.dtype), row_v[:, :stop].to(q.dtype)))
+        out, k, v = [], k.transpose(0, 1), v.transpose(0, 1)             # [G, T, D]
+        for own, new_k, new_v, all_k, all_v in self.spans:
+            new_k[layer].copy_(k[:, own])
+            new_v[layer].copy_(v[:, own])
+            out.append(attention(q[own], all_k[layer].to(q.dtype), all_v[layer].to(q.dtype)))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 

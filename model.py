@@ -58,10 +58,18 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, **where: Any):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size, **where), requires_grad=False), eps
+        self.twice: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, C] -> [T, C]
+        if self.twice is not None:
+            return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[:, :x.shape[-1]]
         wide = x.float() if x.dtype.itemsize == 2 else x
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+    def pack(self) -> None:
+        """The mean of (x, −x) is 0, so its LayerNorm begins with the RMSNorm of x: on a CPU one kernel instead of six."""
+        if self.weight.device.type == "cpu":
+            self.twice = torch.cat((self.weight.detach(), self.weight.detach()))
 
 
 class Layer(nn.Module):
@@ -192,9 +200,11 @@ class Llama(nn.Module):
         return places if self.config.tie_word_embeddings else places | {"lm_head.weight": self.head.weight}
 
     def pack(self) -> "Llama":
-        """Put the weights of all products in the order that this CPU multiplies fastest (see matmul.py); no-op on a GPU."""
+        """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, RMSNorm):
+                module.pack()
+            elif isinstance(module, Linear):
                 module.pack(keep=module.weight is self.embed)
         return self
 
