@@ -6,6 +6,7 @@ p, on text and on what the target itself tells:
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),        and α ≥ 1 − √(KL / 2)  (Pinsker)
 
+and, in the last steps, on 1 − α itself: KL pulls wherever p is, which is what learning needs; 1 − α is what counts in the end.
 The same loop does all there is to do here; it differs in where the student starts and what it learns from:
 
     distill.py --target NAME --data FILE... --out DIR                   a new draft learns from a target
@@ -136,6 +137,7 @@ class Recipe:
     warmup: int = 40
     decay: float = 0.5                                                                      # of the steps, at the end
     own: float = 0.5                                                                        # of the steps, on the target's own texts
+    overlap: float = 0.25                                                                   # of the steps, at the end, for α itself
 
     def factor(self, step: int) -> float:
         """Of the learning rate: up to 1, constant, then down to 0."""
@@ -150,7 +152,7 @@ class Training:
         self.optimizer, self.steps = Optimizer(student), 0
 
     def step(self) -> float:
-        """One step; its loss in nats a token."""
+        """One step; its loss, in nats a token, or 1 − α where that is what is trained for."""
         r, i = self.recipe, self.steps
         own = self.told is not None and (self.text is None or int((i + 1) * r.own) > int(i * r.own))
         crops = (self.told if own else self.text).crops(r.batch, r.length, i).to(self.student.device)       # [B, N + 1]
@@ -160,7 +162,10 @@ class Training:
             if self.target is not None:
                 with torch.no_grad():
                     goal = self.target(tokens.flatten(), Batch(tokens))
-        loss = F.cross_entropy(logits.float(), after) if self.target is None else divergence(goal, logits)
+        if self.target is None:
+            loss = F.cross_entropy(logits.float(), after)
+        else:
+            loss = divergence(goal, logits) if i < (1 - r.overlap) * r.steps else 1 - acceptance(goal, logits).mean()
         loss.backward()
         self.optimizer.step(r.factor(i), i)
         self.steps += 1
@@ -312,7 +317,7 @@ def distill(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.start} has {student.config.vocab_size} tokens and {args.target} {target.config.vocab_size}: "
                          "a draft must share its target's vocabulary")
     show("before", measure(student, held, target))
-    recipe = Recipe(args.steps, args.batch, args.length, args.warmup, args.decay, args.own)
+    recipe = Recipe(args.steps, args.batch, args.length, args.warmup, args.decay, args.own, args.overlap)
     training = Training(student, text, None if args.alone else target, told, recipe)
     if (checkpoint := out / "training.safetensors").exists():
         training.resume(checkpoint)
@@ -342,12 +347,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, default=default, help=f"{about} ({default})" if default is not None else about)
     p.add_argument("--decay", type=float, default=0.5, help="share of the steps, at the end, in which the rate falls to 0 (0.5)")
     p.add_argument("--own", type=float, default=0.5, help="share of the steps on the target's own texts (0.5)")
+    p.add_argument("--overlap", type=float, default=0.25, help="share of the steps, at the end, that raise α itself instead of lowering KL (0.25)")
     args = p.parse_args(arguments)
     for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "context", "steps", "batch", "length", "warmup", "tales", "windows"):
         if (value := getattr(args, name)) is not None and value < 1:
             p.error(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    if not (0 <= args.decay <= 1 and 0 <= args.own <= 1):
-        p.error(f"--decay {args.decay} and --own {args.own} are shares: from 0 to 1")
+    if not all(0 <= share <= 1 for share in (args.decay, args.own, args.overlap)):
+        p.error(f"--decay {args.decay}, --own {args.own} and --overlap {args.overlap} are shares: from 0 to 1")
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:

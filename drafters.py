@@ -11,7 +11,7 @@ drawn from. Verification is exact for *any* proposal whose distribution is known
     drafter.follow(request, length)             read the text up to `length`, as the target does with a prompt
     drafter.room(request, most)                 how many tokens it can draft for this text, at most `most`
     drafter.propose(round) -> drafted, q        int64[B, k] and float[B, k, V]; where a text drafted fewer than k, −1 and all zero
-    drafter.keep(request)                       after verification: forget what was rejected
+    drafter.keep(request, length)               forget what was read beyond `length` tokens: drafts that were rejected
 
 Invariant of the model's cache, between rounds: it holds a prefix of the text, the last token never among it. After γ drafts all
 of which were accepted, it lacks two tokens, the last draft (drawn, never read) and the bonus; the next round reads both.
@@ -91,7 +91,7 @@ class Drafter(Protocol):
     def follow(self, request: Request, length: int) -> None: ...
     def room(self, request: Request, most: int) -> int: ...
     def propose(self, round: Round) -> tuple[Tensor, Tensor]: ...
-    def keep(self, request: Request) -> None: ...
+    def keep(self, request: Request, length: int) -> None: ...
 
 
 class ModelDrafter:
@@ -112,11 +112,19 @@ class ModelDrafter:
     def lag(self, request: Request) -> int:
         return len(request.tokens) - self.cache.length(self.seqs[request]) if request in self.seqs else 0
 
+    @torch.inference_mode()
     def follow(self, request: Request, length: int) -> None:
         if request in self.seqs and length > self.cache.max_len:
             self.close(request)
-        if request in self.seqs and (unread := request.tokens[self.cache.length(self.seqs[request]):length]):
-            self.llama(*pack([unread], self.llama.device)[:1], self.cache.extend([(self.seqs[request], unread)]), rows=slice(-1, None))
+        if request not in self.seqs:
+            return
+        have = self.cache.length(seq := self.seqs[request])
+        if unread := request.tokens[have:length]:
+            try:
+                self.llama(*pack([unread], self.llama.device)[:1], self.cache.extend([(seq, unread)]), rows=slice(-1, None))
+            except BaseException:                       # Ctrl-C too
+                self.cache.truncate(seq, have)
+                raise
 
     def room(self, request: Request, most: int) -> int:
         """γ drafts put the text and γ − 1 of them into the cache. Where the text outgrows it, speculation is over."""
@@ -139,10 +147,10 @@ class ModelDrafter:
                 new[b] = [token]
         return drafted, q
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: Request, length: int) -> None:
         if request in self.seqs:
             seq = self.seqs[request]
-            self.cache.truncate(seq, min(self.cache.length(seq), len(request.tokens) - 1))
+            self.cache.truncate(seq, min(self.cache.length(seq), length))
 
 
 class NgramDrafter:
@@ -174,8 +182,8 @@ class NgramDrafter:
                 drafted[b, j], q[b, j, token] = token, 1
         return drafted, q
 
-    def keep(self, request: Request) -> None:
-        if self.index[request][0] >= len(request.tokens):
+    def keep(self, request: Request, length: int) -> None:
+        if self.index[request][0] > length:
             self.open(request)                          # another text begins
 
     def look_up(self, request: Request, count: int) -> list[int]:

@@ -105,8 +105,7 @@ class Decoder:
     def rewrite(self, request: Request, tokens: list[int], settings: Settings) -> None:
         """Another text in the same place; what both have in common is not read again."""
         common = next((i for i, (a, b) in enumerate(zip(request.tokens, tokens[:-1])) if a != b), min(len(request.tokens), len(tokens) - 1))
-        request.restart(tokens[:common + 1], settings)
-        self._forget(request)
+        self._keep(request, common)
         request.restart(tokens, settings)
 
     def plan(self, request: Request) -> Work:
@@ -138,7 +137,7 @@ class Decoder:
             start = time.perf_counter()
             drafted, q = self.drafter.propose(round) if any(round.gammas) else round.nothing()
             guesses, drawn = drafted.tolist(), time.perf_counter()
-            p = self._read(work, guesses, round)                                      # [B, k+1, V]
+            p = self._read(work, guesses, round)                                            # [B, k+1, V]
             accepted, token = couple(p, drafted, round.text_coin(p.shape[1])) if self.coupled else verify(p, q, drafted, round.coin(TEXT))
             stood, last, end = accepted.tolist(), token.tolist(), time.perf_counter()
         except BaseException:                                                               # Ctrl-C too: what was promised was not stored
@@ -178,18 +177,18 @@ class Decoder:
         request, new = w.request, [*drafted[:accepted], token]
         new = new[:next((i + 1 for i, token in enumerate(new) if token in request.ends), len(new))]
         own = "plain" if w.gamma == 0 else "bonus" if accepted == w.gamma else "corrected"
+        self._keep(request, len(request.tokens) + len(new) - 1)                             # all but the last token
         request.tokens += new
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
         request.rounds.append(Taken(w.gamma, accepted, seconds))
         self.auto[request].saw(w.gamma, accepted, seconds)
-        self._forget(request)
         return new
 
-    def _forget(self, request: Request) -> None:
-        """What the caches hold beyond the text, and its last token."""
-        self.cache.truncate(request.seq, min(self.cache.length(request.seq), len(request.tokens) - 1))
+    def _keep(self, request: Request, length: int) -> None:
+        """In both caches, at most so many tokens of a text."""
+        self.cache.truncate(request.seq, min(self.cache.length(request.seq), length))
         if self.drafter is not None:
-            self.drafter.keep(request)
+            self.drafter.keep(request, length)
 
     def _take_back(self, work: Sequence[Work], before: Sequence[int]) -> None:
         """After a pass that failed: the caches as they were; a drafter reads its texts again."""
@@ -218,7 +217,7 @@ class Decoder:
             round = Round([request], [0], self.vocab, self.target.device, self.target.dtype)
             int(round.coin(TEXT).pick(self._read([w], [[]], round)[:, 0]))
             self.costs.saw_pass(1, time.perf_counter() - start)
-            self._forget(request)
+            self._keep(request, len(request.tokens) - 1)
         return self.costs.plain
 
 

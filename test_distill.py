@@ -47,6 +47,21 @@ def test_alpha_and_kl_by_hand() -> None:
     assert divergence(p.clamp(1e-30).log(), q.log()).item() == pytest.approx(sum(kl) / 2, rel=1e-5)
 
 
+def test_the_last_steps_raise_alpha_itself(monkeypatch) -> None:
+    """The first 4 of 8 steps lower KL, the others 1 − α: what a step returns is what it was trained on."""
+    kinds: list[str] = []
+    for name in ("divergence", "acceptance"):
+        real = getattr(distill, name)
+        monkeypatch.setattr(distill, name, lambda p, q, name=name, real=real: kinds.append(name) or real(p, q))
+    run = training(target=new_model(CONFIG, 3), overlap=0.5)
+    losses = [run.step() for _ in range(8)]
+    assert kinds == ["divergence"] * 4 + ["acceptance"] * 4 and all(0 < loss < 1 for loss in losses[4:])
+    torch.manual_seed(0)
+    p, q = torch.randn(5, 9), torch.randn(5, 9, requires_grad=True)
+    (1 - acceptance(p, q).mean()).backward()
+    assert acceptance(p, q - 0.1 * q.grad).mean() > acceptance(p, q).mean()
+
+
 def test_a_model_agrees_with_itself() -> None:
     llama = new_model(CONFIG, 3)
     logits = llama(torch.arange(50))

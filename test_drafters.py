@@ -28,15 +28,15 @@ def test_ngrams_are_what_a_slow_search_finds_while_the_text_grows(text, longest,
     for count, token in [(3, 0), *growth]:
         assert drafter.look_up(request, count) == slow_look_up(request.tokens, count, longest)
         request.tokens.append(token)
-        drafter.keep(request)
+        drafter.keep(request, len(request.tokens) - 1)
 
 
 def test_ngrams_of_another_text_in_the_same_place_are_forgotten():
     drafter, request = NgramDrafter(), Request([1, 2, 3, 1, 2], Settings())
     drafter.open(request)
     assert drafter.look_up(request, 2) == [3, 1]
+    drafter.keep(request, 0)
     request.restart([7, 1, 2], Settings())
-    drafter.keep(request)
     assert drafter.look_up(request, 2) == [] and drafter.room(request, 4) == 0
 
 
