@@ -9,6 +9,7 @@ drawn from. Verification is exact for *any* proposal whose distribution is known
     drafter.open(request) · close(request)      a text comes, a text goes
     drafter.lag(request)                        how many tokens of the text it has not read
     drafter.follow(request, length)             read the text up to `length`, as the target does with a prompt
+    drafter.fits(work)                          is there room for what a step does: drafts, and chunks to follow?
     drafter.room(request, most)                 how many tokens it can draft for this text, at most `most`
     drafter.propose(round) -> drafted, q        int64[B, k] and float[B, k, V]; where a text drafted fewer than k, −1 and all zero
     drafter.keep(request, length)               forget what was read beyond `length` tokens: drafts that were rejected
@@ -89,6 +90,7 @@ class Drafter(Protocol):
     def close(self, request: Request) -> None: ...
     def lag(self, request: Request) -> int: ...
     def follow(self, request: Request, length: int) -> None: ...
+    def fits(self, work: Sequence[Any]) -> bool: ...
     def room(self, request: Request, most: int) -> int: ...
     def propose(self, round: Round) -> tuple[Tensor, Tensor]: ...
     def keep(self, request: Request, length: int) -> None: ...
@@ -125,6 +127,11 @@ class ModelDrafter:
             except BaseException:                       # Ctrl-C too
                 self.cache.truncate(seq, have)
                 raise
+
+    def fits(self, work: Sequence[Any]) -> bool:
+        """A round with drafts reads all that was not read, and all drafts but the last; a chunk, as much as the target does."""
+        return self.cache.fits([(self.seqs[w.request], w.read if w.gamma is None else self.lag(w.request) + w.gamma - 1)
+                                for w in work if w.request in self.seqs and w.gamma != 0])
 
     def room(self, request: Request, most: int) -> int:
         """γ drafts put the text and γ − 1 of them into the cache. Where the text outgrows it, speculation is over."""
@@ -171,6 +178,9 @@ class NgramDrafter:
 
     def follow(self, request: Request, length: int) -> None:
         pass
+
+    def fits(self, work: Sequence[Any]) -> bool:
+        return True
 
     def room(self, request: Request, most: int) -> int:
         return len(self.look_up(request, most))

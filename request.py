@@ -59,6 +59,9 @@ class Request:
     seq: int = -1                                       # its sequence in the target's cache
     rounds: list[Taken] = field(default_factory=list)
     whose: list[str] = field(default_factory=list)      # of each token made: plain, or accepted, corrected, bonus
+    arrived: float = 0.0                                # seconds, by time.perf_counter: when it was asked for,
+    started: float = 0.0                                # and when it was first let in (batcher.py)
+    preempted: int = 0                                  # how often it had to make room
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt = list(self.tokens), len(self.tokens)

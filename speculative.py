@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from drafters import Drafter, ModelDrafter, Round, pack
 from gamma import Auto, Costs, expected_tokens
+from kvcache import CacheFull
 from request import Request, Settings, Speculation, Taken
 from sampling import TEXT, Keyed, accept_role
 
@@ -88,17 +90,22 @@ class Decoder:
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, budget: int = 512):
         self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter
         self.coupled, self.coin, self.budget = coupled, coin, budget
-        self.costs, self.auto = Costs(), dict[Request, Auto]()
+        self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()                 # what was learnt of a text outlives its places
 
     def open(self, request: Request) -> None:
-        request.seq, _ = self.cache.open(request.tokens)
-        self.auto[request] = Auto(self.costs)
+        """Give a text its places in both caches; CacheFull if one has none."""
         if self.drafter is not None:
             self.drafter.open(request)
+        try:
+            request.seq, _ = self.cache.open(request.tokens)
+        except CacheFull:
+            if self.drafter is not None:
+                self.drafter.close(request)
+            raise
+        self.auto.setdefault(request, Auto(self.costs))
 
     def close(self, request: Request) -> None:
         self.cache.free(request.seq)
-        del self.auto[request]
         if self.drafter is not None:
             self.drafter.close(request)
 
@@ -108,13 +115,19 @@ class Decoder:
         self._keep(request, common)
         request.restart(tokens, settings)
 
-    def plan(self, request: Request) -> Work:
-        """What to do next for a text: a round, or, where its pending tokens and drafts are more than the budget, a chunk of them."""
-        pending = len(request.tokens) - self.cache.length(request.seq)
+    def plan(self, request: Request, left: int | None = None) -> Work | None:
+        """What to do next for a text, in a step with `left` tokens to give: a round, if its pending tokens and its drafts are no
+        more than that, or a chunk of what is pending; None if it must wait. (γ does not depend on what is left: the text would, too.)"""
+        left, pending = self.budget if left is None else left, len(request.tokens) - self.cache.length(request.seq)
         gamma = self._gamma(request, min(request.left, self.budget) - 1)                    # the pass itself makes one token
-        if pending + gamma <= self.budget:
+        if pending + gamma <= left:
             return Work(request, pending, gamma)
-        return Work(request, min(self.budget, pending - 1), None)
+        return Work(request, min(left, pending - 1), None) if min(left, pending - 1) > 0 else None
+
+    def fits(self, work: Sequence[Work]) -> bool:
+        """Whether both caches have room for all this work."""
+        return (self.cache.fits([(w.request.seq, w.read + (w.gamma or 0)) for w in work])
+                and (self.drafter is None or self.drafter.fits(work)))
 
     def _gamma(self, request: Request, most: int) -> int:
         """How many tokens to draft: as the settings say, or as many as pay."""

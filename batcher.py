@@ -1,0 +1,136 @@
+"""Continuous batching: who runs in this step.
+
+A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are made together. Static batching
+puts some together and waits until the longest ends; every text that ended before leaves its place empty:
+
+    places wasted = 1 − Σ lengths / (texts · longest),      half and more where lengths vary
+
+Continuous batching (Orca) decides anew in every step. A text that ends leaves at once, and the next that waits takes its place.
+Prompts are read in chunks (Sarathi-Serve): what the step's budget of tokens leaves after one token, or one round of drafts, for
+every text that is being written. So nobody who is reading a long prompt holds up those who write.
+
+    step:  schedule · run · finish
+
+  - First come, first served. Texts that write go before texts that read; among each, the oldest first.
+  - Where the cache has no room for a step, the youngest text is put back in front of the queue, and gives up all its places in the
+    caches. It is read again later, from its own tokens, and goes on exactly as it would have: its numbers are drawn by its seed and
+    the place in its text (sampling.py), and no other text has a part in them.
+  - A text that could never fit, even alone, is refused at once, with the reason; the others go on.
+
+Invariant: a request is in exactly one of `waiting`, `running` and the hands of who made it; of those running, each has its places in
+the caches, of the others none. Cost: scheduling is Python, some 10 µs a text and step.
+
+Not covered: priorities; several models.
+
+Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
+"""
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from kvcache import CacheFull
+from request import Request
+from speculative import Decoder, Work
+
+
+class Batcher:
+    """Makes many texts with one decoder, at most `max_batch` at a time and `budget` tokens a step.
+
+    static: wait until all that run have ended before the next are let in; the contrast that shows what continuous batching gains.
+    """
+
+    def __init__(self, maker: Decoder, max_batch: int = 16, budget: int = 512, static: bool = False):
+        for name, value in (("max_batch", max_batch), ("budget", budget)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        self.maker, self.max_batch, self.budget, self.static = maker, max_batch, budget, static
+        self.waiting, self.running = deque[Request](), list[Request]()               # both with the oldest first
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn. ValueError, at once, if it could never be served."""
+        longest, gamma = len(request.tokens) + request.left - 1, request.settings.gamma or 0
+        if longest > self.maker.cache.max_len:
+            raise ValueError(f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a cache of {longest} tokens, "
+                             f"and it has {self.maker.cache.max_len}: shorten the prompt, ask for fewer, or give the cache more memory")
+        if gamma >= self.budget:
+            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.budget} tokens: draft fewer, or raise the budget")
+        request.arrived = time.perf_counter()
+        self.waiting.append(request)
+
+    def step(self) -> dict[Request, list[int]]:
+        """One pass for all that run -> what each has grown by. Those that are finished have left."""
+        work = self.schedule()
+        grown = self.maker.step(work)
+        for request in grown:
+            if request.finish_reason:
+                self._leave(request)
+        return grown
+
+    def run(self, requests: Iterable[Request] = ()) -> Iterator[tuple[Request, list[int]]]:
+        """(request, its new tokens) as they are made, until nobody is left."""
+        for request in requests:
+            self.add(request)
+        while self.waiting or self.running:
+            yield from self.step().items()
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, whether it waits or runs; its places are free at once. Nothing happens to one that has ended."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._leave(request)
+
+    def schedule(self) -> list[Work]:
+        """What to do in this step: those that write, those that read, those that are let in."""
+        work: list[Work] = []
+        for request in sorted(self.running, key=self._reads):                        # sorting is stable: the oldest first, twice
+            if request in self.running:                                              # not put back for an older one
+                self._place(request, work)
+        entering = not (self.static and self.running)
+        while entering and self.waiting and len(self.running) < self.max_batch and self._left(work) > 0 and self._enter(self.waiting[0], work):
+            pass
+        return work
+
+    def _reads(self, request: Request) -> bool:
+        return len(request.tokens) - self.maker.cache.length(request.seq) > 1
+
+    def _left(self, work: list[Work]) -> int:
+        """What is left of the budget."""
+        return self.budget - sum(w.read + (w.gamma or 0) for w in work)
+
+    def _place(self, request: Request, work: list[Work]) -> None:
+        """Add what this text does to the step's work. Where there is no room, younger ones go back to the queue, or else itself."""
+        planned = self.maker.plan(request, self._left(work))
+        while planned and not self.maker.fits([*work, planned]):
+            youngest = self.running[-1]
+            self._put_back(youngest)
+            work[:] = [w for w in work if w.request is not youngest]
+            if youngest is request:
+                return
+        if planned:
+            work.append(planned)
+
+    def _enter(self, request: Request, work: list[Work]) -> bool:
+        """Let the oldest that waits in, if the cache has room for all of its text as it is now."""
+        try:
+            self.maker.open(request)
+        except CacheFull:
+            return False
+        planned = self.maker.plan(request, self._left(work))
+        pending = len(request.tokens) - self.maker.cache.length(request.seq)
+        if planned is None or not self.maker.fits([*work, planned]) or not self.maker.fits([*work, Work(request, pending, 0)]):
+            self.maker.close(request)
+            return False
+        self.running.append(self.waiting.popleft())
+        request.started = request.started or time.perf_counter()
+        work.append(planned)
+        return True
+
+    def _put_back(self, request: Request) -> None:
+        self._leave(request)
+        request.preempted += 1
+        self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.maker.close(request)
