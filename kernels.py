@@ -29,3 +29,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=n == m, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, rows: Tensor, place: Tensor, last: Tensor) -> Tensor:
+    """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
+
+    q: [T, H, D]; keys, values: [slots, G, D]; past: int64[B, M], the slots of each sequence's tokens, in order (padding repeats one of them:
+    nothing is read that is not its own); rows: int64[T'], the queries meant; place: int64[T'], where they go among B · n places; last:
+    int64[B, n], the last key that each place sees. -> [T', H, D].
+    """
+    (_, G, D), (B, n), H = keys.shape, last.shape, q.shape[1]
+    k, v = (store[past].transpose(1, 2).to(q.dtype) for store in (keys, values))                            # [B, G, M, D]
+    seen = torch.arange(past.shape[1], device=q.device) <= last[:, :, None]                                 # [B, n, M]
+    padded = q.new_zeros(B * n, H, D)
+    padded[place] = q[rows]
+    grouped = padded.view(B, n, G, H // G, D).permute(0, 2, 1, 3, 4).reshape(B, G, n * (H // G), D)         # a group's heads are rows
+    mask = seen[:, None].repeat_interleave(H // G, dim=2)                                                   # [B, 1, n · R, M]
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    return out.view(B, G, n, H // G, D).permute(0, 2, 1, 3, 4).reshape(B * n, H, D)[place]

@@ -56,7 +56,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Te
         return torch.zeros(B, dtype=torch.int64, device=p.device), coin.pick(p[:, 0])
     x = drafted.clamp(min=0)[..., None]                                                     # [B, k, 1]
     p_x, q_x = p[:, :k].gather(-1, x)[..., 0], q.gather(-1, x)[..., 0]                      # [B, k]
-    stands = coin.accept(torch.where((drafted >= 0) & (q_x > 0), p_x / q_x, 0).clamp(max=1))
+    stands = coin.accept(torch.where(q_x > 0, p_x / q_x, 0).clamp(max=1))
     accepted = stands.long().cumprod(1).sum(1)                                              # [B], up to the first that does not
     at = accepted[:, None, None].expand(B, 1, V)
     p_there, q_there = p.gather(1, at)[:, 0], F.pad(q, (0, 0, 0, 1)).gather(1, at)[:, 0]    # [B, V]; q is 0 after the last draft

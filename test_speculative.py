@@ -29,6 +29,7 @@ def play(maker: Decoder, requests: Sequence[Request]) -> None:
     for request in requests:
         maker.open(request)
     while work := [maker.plan(request) for request in requests if not request.finish_reason]:
+        assert all(w.read + (w.gamma or 0) <= maker.budget for w in work)
         grown = maker.step(work)
         for w in work:
             request = w.request
