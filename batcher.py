@@ -34,16 +34,15 @@ from speculative import Decoder, Work
 
 
 class Batcher:
-    """Makes many texts with one decoder, at most `max_batch` at a time and `budget` tokens a step.
+    """Makes many texts with one decoder, at most `max_batch` at a time; a step has the decoder's budget of tokens.
 
     static: wait until all that run have ended before the next are let in; the contrast that shows what continuous batching gains.
     """
 
-    def __init__(self, maker: Decoder, max_batch: int = 16, budget: int = 512, static: bool = False):
-        for name, value in (("max_batch", max_batch), ("budget", budget)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
-        self.maker, self.max_batch, self.budget, self.static = maker, max_batch, budget, static
+    def __init__(self, maker: Decoder, max_batch: int = 16, static: bool = False):
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
+        self.maker, self.max_batch, self.static = maker, max_batch, static
         self.waiting, self.running = deque[Request](), list[Request]()               # both with the oldest first
 
     def add(self, request: Request) -> None:
@@ -52,8 +51,8 @@ class Batcher:
         if longest > self.maker.cache.max_len:
             raise ValueError(f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a cache of {longest} tokens, "
                              f"and it has {self.maker.cache.max_len}: shorten the prompt, ask for fewer, or give the cache more memory")
-        if gamma >= self.budget:
-            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.budget} tokens: draft fewer, or raise the budget")
+        if gamma >= self.maker.budget:
+            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.maker.budget} tokens: draft fewer, or raise the budget")
         request.arrived = time.perf_counter()
         self.waiting.append(request)
 
@@ -96,7 +95,7 @@ class Batcher:
 
     def _left(self, work: list[Work]) -> int:
         """What is left of the budget."""
-        return self.budget - sum(w.read + (w.gamma or 0) for w in work)
+        return self.maker.budget - sum(w.read + (w.gamma or 0) for w in work)
 
     def _place(self, request: Request, work: list[Work]) -> None:
         """Add what this text does to the step's work. Where there is no room, younger ones go back to the queue, or else itself."""

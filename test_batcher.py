@@ -1,0 +1,229 @@
+"""Continuous batching: whoever shares the batch, and whatever the pool, every request gets the tokens it gets alone."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher import Batcher
+from config import Config
+from conftest import SMALL
+from drafters import ModelDrafter, NgramDrafter
+from model import Llama
+from paged import PagedCache
+from proof import Toy, Walk, distance, enumerate_law, own_law
+from request import Request, Settings
+from speculative import Decoder
+
+V = 259
+
+
+def random_llama(seed: int, **config) -> Llama:
+    llama = Llama(Config(**{**SMALL, "max_position_embeddings": 300, **config}), dtype=torch.float64, seed=seed)
+    for place in llama.places().values():
+        place.mul_(10)
+    return llama
+
+
+TARGET, DRAFT = random_llama(1), random_llama(1, num_hidden_layers=1)
+
+
+def paged(llama: Llama, blocks: int, size: int, sharing: bool = True) -> PagedCache:
+    c = llama.config
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, size, None, dtype=torch.float64, prefix_sharing=sharing)
+
+
+def alone(request: Request, drafter: str, coupled: bool) -> list[int]:
+    """What this request gets by itself, with the contiguous cache."""
+    copy = Request(request.tokens[:request.prompt], request.settings, request.ends)
+    draft = {"model": lambda: ModelDrafter(DRAFT, DRAFT.cache(300)), "ngram": NgramDrafter, "none": lambda: None}[drafter]()
+    maker = Decoder(TARGET, TARGET.cache(300), V, draft, coupled)
+    maker.open(copy)
+    while not copy.finish_reason:
+        maker.step([maker.plan(copy)])
+    return copy.tokens[copy.prompt:]
+
+
+PREFIX = torch.randint(256, (200,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@st.composite
+def workloads(draw) -> dict:
+    count = draw(st.integers(1, 6))
+    one = st.fixed_dictionaries(dict(own=st.integers(0, 60), shared=st.sampled_from([0, 0, 10, 33, 140]), count=st.integers(1, 14),
+                                     temperature=st.sampled_from([0.0, 1.0, 0.7]), gamma=st.integers(0, 4), arrives=st.integers(0, 12),
+                                     top_k=st.sampled_from([None, 5]), cancelled=st.sampled_from([None, None, None, 3])))
+    texts = draw(st.lists(one, min_size=count, max_size=count))
+    return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
+                drafter=draw(st.sampled_from(["none", "model", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
+                sharing=draw(st.booleans()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads())
+def test_every_request_gets_the_tokens_it_gets_alone(w):
+    requests = []
+    for i, text in enumerate(w["texts"]):
+        prompt = PREFIX[:text["shared"]] + torch.randint(256, (text["own"] + 1,), generator=torch.Generator().manual_seed(i)).tolist()
+        chosen = Settings(text["temperature"], text["top_k"], seed=i, max_tokens=text["count"], gamma=text["gamma"])
+        requests.append(Request(prompt, chosen, ends=range(0, 12)))
+    longest = max(len(r.tokens) + r.left for r in requests)
+    blocks = -(-longest // w["size"]) + w["spare"] // w["size"]                          # down to the smallest that fits the largest
+    cache = (lambda llama: llama.cache(longest, w["batch"])) if w["contiguous"] else (lambda llama: paged(llama, blocks, w["size"], w["sharing"]))
+    draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
+    batch = Batcher(Decoder(TARGET, cache(TARGET), V, draft, w["coupled"], budget=w["budget"]), w["batch"])
+    cancelled, step = set(), 0
+    while step <= 12 or batch.waiting or batch.running:
+        for request, text in zip(requests, w["texts"]):
+            if text["arrives"] == step:
+                batch.add(request)
+            if text["cancelled"] is not None and step == text["arrives"] + text["cancelled"] and not request.finish_reason:
+                batch.cancel(request)
+                cancelled.add(request)
+        if batch.waiting or batch.running:
+            batch.step()
+            assert all(not r.finish_reason for r in batch.running) and len(batch.running) <= w["batch"]
+        if not w["contiguous"]:
+            for one in [batch.maker.cache] + ([draft.cache] if w["drafter"] == "model" else []):
+                one.check()
+        step += 1
+        assert step < 2000, "nobody gets on"
+    for request in requests:
+        made = request.tokens[request.prompt:]
+        expected = alone(request, w["drafter"], w["coupled"])
+        assert made == (expected[:len(made)] if request in cancelled else expected)
+        assert request in cancelled or request.finish_reason
+    if not w["contiguous"]:
+        assert batch.maker.cache.check()[2] == 0                                         # nobody has a block
+
+
+# ---- The law, through the batcher
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing):
+    """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
+    kinds = [((1,), 2, 4, ()), ((0, 2), 1, 3, (0,)), ((2, 1), 3, 3, (1,))]
+    target, draft, preempted = Toy(seed=1, longest=5), Toy(seed=2, longest=5), []
+
+    def run(walk: Walk, n: int) -> list:
+        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
+        requests = [Request(list(kinds[i][0]), Settings(1.0, seed=row, max_tokens=kinds[i][2], gamma=kinds[i][1]), kinds[i][3])
+                    for row, i in enumerate(chosen)]
+        blocks = max(5, 2 * n)
+        caches = [PagedCache(1, 1, 1, blocks * (1 + j), 2 - j, dtype=torch.float64, prefix_sharing=sharing) for j in range(2)]
+        batch = Batcher(Decoder(target, caches[0], 3, ModelDrafter(draft, caches[1]), coin=walk), max_batch=max(2, n))
+        for _ in batch.run(requests):
+            pass
+        preempted.append(sum(r.preempted for r in requests))
+        return [(i, tuple(r.tokens[r.prompt:])) for i, r in zip(chosen, requests)]
+    law = enumerate_law(run, width=64)
+    for i, (prompt, _, count, ends) in enumerate(kinds):
+        own = own_law(target, prompt, count, ends, lambda logits: logits.softmax(-1))
+        assert distance({text: p for (kind, text), p in law.items() if kind == i}, own) < 1e-12
+    assert sharing or sum(preempted) > 20
+
+
+# ---- Who runs when
+
+def batcher(blocks: int = 40, size: int = 4, max_batch: int = 4, budget: int = 32, static: bool = False, sharing: bool = True) -> Batcher:
+    return Batcher(Decoder(TARGET, paged(TARGET, blocks, size, sharing), V, budget=budget), max_batch, static)
+
+
+def request(prompt: int, count: int, seed: int = 0) -> Request:
+    tokens = torch.randint(256, (prompt,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Request(tokens, Settings(1.0, seed=seed, max_tokens=count, gamma=0))
+
+
+def test_decoding_never_stops_for_a_long_prompt():
+    batch, writer, reader = batcher(budget=16), request(4, 30, 1), request(100, 5, 2)
+    batch.add(writer)
+    batch.step()
+    batch.add(reader)
+    for _ in range(6):                                                                   # 100 tokens, 15 a step, for one is the writer's
+        assert list(batch.step()) == [writer]
+        assert batch.maker.cache.length(reader.seq) % 15 == 0
+    assert set(batch.step()) == {writer, reader}
+
+
+def test_a_place_is_taken_at_once_in_a_continuous_batch_and_never_in_a_static_one():
+    lengths, steps = [2, 12, 3, 3, 12, 2], {}
+    for static in (False, True):
+        batch, requests = batcher(max_batch=2, static=static), [request(4, n, i) for i, n in enumerate(lengths)]
+        for r in requests:
+            batch.add(r)
+        together = []
+        while batch.waiting or batch.running:
+            together.append(len(batch.step()))
+        steps[static] = len(together)
+        assert sum(together) == sum(lengths) and [len(r.tokens) - 4 for r in requests] == lengths
+    assert steps[True] == 12 + 3 + 12 and steps[False] == 20
+
+
+def test_first_come_first_served():
+    batch, requests = batcher(max_batch=2), [request(3, 4, i) for i in range(5)]
+    for r in requests:
+        batch.add(r)
+    started = []
+    while batch.waiting or batch.running:
+        batch.step()
+        started += [r for r in requests if r.started and r not in started]
+    assert started == requests and all(r.arrived <= r.started for r in requests)
+
+
+def test_the_youngest_makes_room_and_goes_on_later():
+    batch, requests = batcher(blocks=8, size=4, sharing=False), [request(10, 14, i) for i in range(3)]
+    for r in requests:
+        batch.add(r)
+    ended = []
+    while batch.waiting or batch.running:
+        ended += [r for r in batch.step() if r.finish_reason]
+    assert ended[0] is requests[0] and requests[0].preempted == 0 and sum(r.preempted for r in requests) > 0
+    assert [r.tokens[10:] for r in requests] == [alone(r, "none", False) for r in requests]
+
+
+def test_what_can_never_fit_is_refused_and_the_others_go_on():
+    batch, fits = batcher(blocks=5, size=4), request(10, 11)
+    with pytest.raises(ValueError, match="a prompt of 10 tokens and 12 to be made need a cache of 21 tokens, and it has 20"):
+        batch.add(request(10, 12))
+    with pytest.raises(ValueError, match="gamma is 40, and a step has a budget of 32 tokens"):
+        batch.add(Request([1], Settings(1.0, seed=0, max_tokens=3, gamma=40)))
+    assert [r for r, _ in batch.run([fits])] == [fits] * 11 and fits.finish_reason == "length"
+
+
+def test_cancelling_frees_everything_at_once():
+    batch, requests = batcher(max_batch=2), [request(20, 30, i) for i in range(3)]
+    for r in requests:
+        batch.add(r)
+    batch.step()
+    batch.step()
+    for r in (requests[2], requests[0], requests[0]):
+        batch.cancel(r)
+    assert batch.running == [requests[1]] and not batch.waiting
+    batch.cancel(requests[1])
+    assert batch.maker.cache.check()[2] == 0
+
+
+def test_a_shared_beginning_is_read_once():
+    batch, read = batcher(blocks=60), []
+    a, b = request(32, 3, 1), Request(request(32, 3, 1).tokens + [9, 9], Settings(1.0, seed=2, max_tokens=3, gamma=0))
+    step = batch.maker.step
+    batch.maker.step = lambda work: read.append(sum(w.read for w in work)) or step(work)
+    list(batch.run([a]))
+    list(batch.run([b]))
+    assert read[0] == 32 and read[3] == 34 - 32
+
+
+@pytest.mark.parametrize("wrong", [dict(max_batch=0)])
+def test_sizes_that_are_none(wrong):
+    with pytest.raises(ValueError, match="max_batch is 0: it must be at least 1"):
+        batcher(**wrong)
+
+
+def test_contiguous_rows_run_out_and_requests_wait():
+    batch = Batcher(Decoder(TARGET, TARGET.cache(40, 2), V), max_batch=5)
+    requests = [request(5, 6, i) for i in range(5)]
+    for r in requests:
+        batch.add(r)
+    batch.step()
+    assert len(batch.running) == 2 and len(batch.waiting) == 3
+    list(batch.run())
+    assert all(len(r.tokens) == 11 for r in requests)
