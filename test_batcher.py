@@ -101,14 +101,14 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
 @pytest.mark.parametrize("sharing", [False, True])
 def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing):
     """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
-    kinds = [((1,), 2, 4, ()), ((0, 2), 1, 3, (0,)), ((2, 1), 3, 3, (1,))]
-    target, draft, preempted = Toy(seed=1, longest=5), Toy(seed=2, longest=5), []
+    kinds = [((1,), 2, 4, ()), ((0, 2), 1, 4, (0,)), ((2, 1), 3, 3, (1,))]
+    target, draft, preempted = Toy(seed=1), Toy(seed=2), []
 
     def run(walk: Walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
         requests = [Request(list(kinds[i][0]), Settings(1.0, seed=row, max_tokens=kinds[i][2], gamma=kinds[i][1]), kinds[i][3])
                     for row, i in enumerate(chosen)]
-        blocks = max(5, 2 * n)
+        blocks = max(3, n + n // 3)
         caches = [PagedCache(1, 1, 1, blocks * (1 + j), 2 - j, dtype=torch.float64, prefix_sharing=sharing) for j in range(2)]
         batch = Batcher(Decoder(target, caches[0], 3, ModelDrafter(draft, caches[1]), coin=walk), max_batch=max(2, n))
         for _ in batch.run(requests):
