@@ -500,3 +500,20 @@ def test_another_text_in_the_same_place_reads_only_what_is_new(pair):
 
 def replace_seed(chosen: Settings, seed: int) -> Settings:
     return Settings(chosen.temperature, seed=seed, max_tokens=chosen.max_tokens, gamma=chosen.gamma)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_gamma_follows_how_the_drafts_fare(good):
+    """Costs are given, not measured: a draft costs a twentieth of a pass, and every pass the same."""
+    class Fixed:
+        plain = 1e-9
+        def drafting(self): return 5e-11
+        def verifying(self, tokens): return 1e-9
+        def saw_draft(self, steps, seconds): pass
+        def saw_pass(self, tokens, seconds): pass
+    target, draft = Scripted([1] * 200), Scripted([1 if good else 2] * 200)
+    maker = Decoder(target, KVCache(1, 1, 1, 200, dtype=torch.float64), 10, ModelDrafter(draft, KVCache(1, 1, 1, 200, dtype=torch.float64)))
+    maker.costs, request = Fixed(), Request([1, 1], Settings(1.0, seed=3, max_tokens=150))
+    play(maker, [request])
+    drafted = [taken.drafted for taken in request.rounds]
+    assert drafted[0] == 1 and (max(drafted) > 30 if good else sum(drafted[20:]) < 0.5 * len(drafted[20:]))
