@@ -45,14 +45,18 @@ class Batcher:
         self.maker, self.max_batch, self.static = maker, max_batch, static
         self.waiting, self.running = deque[Request](), list[Request]()               # both with the oldest first
 
-    def add(self, request: Request) -> None:
-        """Let a request wait for its turn. ValueError, at once, if it could never be served."""
+    def check(self, request: Request) -> None:
+        """ValueError if this request could never be served."""
         longest, gamma = len(request.tokens) + request.left - 1, request.settings.gamma or 0
         if longest > self.maker.cache.max_len:
             raise ValueError(f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a cache of {longest} tokens, "
                              f"and it has {self.maker.cache.max_len}: shorten the prompt, ask for fewer, or give the cache more memory")
         if gamma >= self.maker.budget:
             raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.maker.budget} tokens: draft fewer, or raise the budget")
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn. ValueError, at once, if it could never be served."""
+        self.check(request)
         request.arrived = time.perf_counter()
         self.waiting.append(request)
 
@@ -110,9 +114,12 @@ class Batcher:
             work.append(planned)
 
     def _enter(self, request: Request, work: list[Work]) -> bool:
-        """Let the oldest that waits in, if the cache has room for all of its text as it is now."""
+        """Let the oldest that waits in, if the cache has room for all of its text as it is now. It waits for a twin that reads their prompt."""
+        twin = request.twin if request.twin in self.running else None
+        if twin is not None and self._reads(twin):
+            return False
         try:
-            self.maker.open(request)
+            self.maker.open(request, twin)
         except CacheFull:
             return False
         planned = self.maker.plan(request, self._left(work))

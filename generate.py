@@ -5,9 +5,11 @@
     python generate.py --target 8B --draft 1B "Why is the sky blue?"
     python generate.py --target 1B                               chat
 
-Everything here is composition. The loop is: plan what to do next for the text, do it, show what it has grown by. There is one kind
-of work (speculative.py): what of the text is not in the cache yet is read, in chunks; then tokens are drafted and verified, or
-simply drawn. A prompt, the next token, and the next turn of a chat, whose beginning is in the cache already, are the same thing.
+    python generate.py --prompts FILE.jsonl                      a request a line, many at a time
+
+Everything here is composition (engine.py). There is one kind of work (speculative.py): what of a text is not in the cache yet is
+read, in chunks; then tokens are drafted and verified, or simply drawn. A prompt, the next token, and the next turn of a chat, whose
+beginning is in the cache already, are the same thing; and a single prompt is a batch of one (batcher.py).
 
 What a run promises: the same model, prompt, settings and seed give the same text, with and without a cache, in one dtype on one
 machine, and with `--verify coupled` also with and without a draft. (bfloat16 rounds coarsely enough for another chunk size, or
@@ -29,86 +31,28 @@ from typing import Any, NoReturn
 
 import torch
 
-from drafters import Drafter, ModelDrafter, NgramDrafter
+from engine import Draft, Engine, Show, Writer, load_draft, silent
 from kvcache import CacheFull
-from model import NoCache
 from pretrained import Model
-from request import MAX_TOKENS, Message, Request, Result, Settings, StopStrings
-from speculative import Decoder
+from prompts import Line, read_requests
+from request import MAX_TOKENS, Message, Request, Result, Settings
 from weights import EMBEDDED
 
-CHUNK = 512                                             # tokens of a prompt read in one step
-Draft = str | Path | Model | None                       # a model, by name or loaded, or "ngram"
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
-
-
-def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
-    """The draft's model, if it is one, on the target's device. ValueError if its vocabulary is not the target's."""
-    if draft is None or draft == "ngram":
-        return draft
-    loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
-    if difference := model.tokenizer.difference(loaded.tokenizer):
-        raise ValueError(f"the draft's vocabulary is not the target's: {difference}; a draft must be of the target's family, or ngram")
-    return loaded
-
-
-def decoder(model: Model, length: int, draft: Draft = None, coupled: bool = False, use_cache: bool = True, sequences: int = 1) -> Decoder:
-    """All that makes texts of up to `length` tokens: the target, the (loaded) draft, and their caches."""
-    if not use_cache:
-        if draft is not None:
-            raise ValueError("a draft needs the cache: leave out --draft or --no-cache")
-        return Decoder(model.llama, NoCache(model.llama.device), model.tokenizer.vocab_size, budget=length)
-    drafter: Drafter | None = None
-    if isinstance(draft, Model):
-        drafter = ModelDrafter(draft.llama, draft.llama.cache(min(length, draft.llama.config.max_position_embeddings), sequences))
-    elif draft == "ngram":
-        drafter = NgramDrafter()
-    return Decoder(model.llama, model.llama.cache(length, sequences), model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK)
-
-
-def run(model: Model, maker: Decoder, request: Request, prompt: str | list[Message], show: Callable[[str, str], None]) -> Result:
-    """Make one text; `show` gets it in whole characters as it grows, and whose they are. Ctrl-C ends it with what there is."""
-    result, start = Result(prompt, list(request.tokens), request.settings.seed), time.perf_counter()
-    stream, stops, pieces = model.tokenizer.stream(), StopStrings(request.settings.stop), []
-
-    def emit(piece: str, whose: str = "plain") -> None:
-        if piece:
-            pieces.append(piece)
-            show(piece, whose)
-
-    try:
-        while not (request.finish_reason or stops.found):
-            new = maker.step([maker.plan(request)]).get(request, [])
-            result.total = time.perf_counter() - start
-            for token, whose in zip(new, request.whose[len(request.whose) - len(new):]):
-                result.tokens.append(token)
-                result.first = result.first or result.total
-                if token not in request.ends:
-                    emit(stops.feed(stream.feed(token)), whose)
-                if stops.found:
-                    break
-        result.finish_reason = request.finish_reason
-    except KeyboardInterrupt:
-        result.finish_reason = "interrupted"
-    emit(stops.feed(stream.finish()))
-    if stops.found:
-        result.finish_reason = "stop"
-    emit(stops.finish())
-    result.text, result.speculation = "".join(pieces), maker.report(request)
-    return result
 
 
 def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *, temperature: float | None = None,
              top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, seed: int | None = None,
              max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), system: str | None = None, chat: bool | None = None,
-             max_len: int | None = None, use_cache: bool = True, draft: Draft = None, gamma: int | None = None, verify: str = "exact",
-             device: str | None = None, dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
+             max_len: int | None = None, use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None,
+             draft: Draft = None, gamma: int | None = None, verify: str = "exact", device: str | None = None,
+             dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
     """Continue or answer `prompt` (a text, or chat messages) and return the result as `--json` prints it.
 
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, or "ngram". Settings
     left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
-    as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. show: called with the
-    text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
+    as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
+    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. show: called with the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
     """
     if verify not in ("exact", "coupled"):
         raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
@@ -117,9 +61,9 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
     tokens = model.encode(prompt, system, chat)
     length = model.room(len(tokens), max_tokens, max_len)
     request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
-    maker = decoder(model, length, load_draft(draft, model, dtype), verify == "coupled", use_cache)
-    maker.open(request)
-    return run(model, maker, request, prompt, lambda piece, whose: show(piece)).to_dict()
+    engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv, kv_memory)
+    result, = engine.serve([Writer(model, request, prompt, lambda piece, whose: show(piece))])
+    return result.to_dict()
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
@@ -173,6 +117,12 @@ def parser() -> argparse.ArgumentParser:
     how = p.add_mutually_exclusive_group()
     how.add_argument("--raw", action="store_true", help="continue the prompt as it is")
     how.add_argument("--chat", action="store_true", help="use the model's chat template (default where it has one)")
+    p.add_argument("--prompts", metavar="FILE", help="make a text for each line of this file: {\"prompt\": …} and any of the settings by name; results as JSONL")
+    p.add_argument("--max-batch", type=int, default=16, metavar="N", help="at most N texts at a time, of --prompts or --n (default 16)")
+    p.add_argument("--kv", choices=["paged", "contiguous"], default="paged", help="keys and values in blocks, on demand (default), or reserved rows")
+    p.add_argument("--kv-memory", type=float, metavar="SIZE", help="memory for keys and values: bytes, or, up to 1, a share of what is free "
+                   "(default: what the texts in flight can need, up to 0.8)")
+    p.add_argument("--no-prefix-cache", action="store_true", help="read every prompt from its beginning, also where another began alike")
     p.add_argument("--no-cache", action="store_true", help="recompute everything for each token, to feel the difference")
     p.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     p.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="compute in this type (default: the checkpoint's)")
@@ -208,8 +158,14 @@ def check_flags(args: argparse.Namespace) -> None:
         for name in ("gamma", "verify", "color"):
             if getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, 1B, ngram, …)")
-    elif args.no_cache:
-        raise ValueError("a draft needs the cache: leave out --draft or --no-cache")
+    if args.no_cache and (args.draft or args.prompts or args.kv_memory is not None or args.kv != "paged" or args.no_prefix_cache):
+        raise ValueError("--no-cache keeps nothing: leave it out, or --draft, --prompts, --kv, --kv-memory and --no-prefix-cache")
+    if args.kv == "contiguous" and (args.kv_memory is not None or args.no_prefix_cache):
+        raise ValueError("--kv-memory and --no-prefix-cache are about the paged cache: leave them out, or --kv contiguous")
+    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
+        raise ValueError("--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n and --color")
+    if args.max_batch < 1:
+        raise ValueError(f"--max-batch is {args.max_batch}: it must be at least 1")
     if args.color and args.json:
         raise ValueError("--color is for text: leave it out, or --json")
     if args.draft and args.seed is not None and args.gamma in (None, "auto"):
@@ -220,16 +176,16 @@ def check_flags(args: argparse.Namespace) -> None:
             say("note: --gamma auto goes by the clock, so this seed need not give the same text again: --gamma N or --verify coupled does")
 
 
-def make(args: argparse.Namespace, model: Model, draft: Draft, length: int) -> Decoder:
-    return decoder(model, length, draft, args.verify == "coupled", not args.no_cache)
+def engine(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int) -> Engine:
+    return Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv, args.kv_memory, not args.no_prefix_cache)
 
 
-def shower(args: argparse.Namespace) -> Callable[[str, str], None]:
+def shower(args: argparse.Namespace) -> Show:
     """Writes text as it comes: in colours with --color, not at all with --json."""
     if args.color:
         say("colours: " + ", ".join(f"\x1b[{code}m{whose}\x1b[0m" for whose, code in COLORS.items()) + ", plain: without drafts")
     painted = lambda piece, whose: write(f"\x1b[{COLORS[whose]}m{piece}\x1b[0m" if args.color and whose in COLORS else piece)
-    return (lambda piece, whose: None) if args.json else painted
+    return silent if args.json else painted
 
 
 def tell(model: Model, args: argparse.Namespace) -> None:
@@ -241,25 +197,69 @@ def tell(model: Model, args: argparse.Namespace) -> None:
 
 
 def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
-    """Answer args.prompt --n times, in one place, so that the prompt is read once."""
+    """Answer args.prompt --n times: one after the other to be read, side by side with --json. The prompt is read once."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, draft = load(args)
     tokens = model.encode(prompt, args.system, mode(args))
     length = model.room(len(tokens), settings.max_tokens, args.max_len)
-    tell(model, args)
     settings = replace(model.complete(settings), max_tokens=length - len(tokens))
     replace(settings, seed=settings.seed + args.n - 1)                            # refuses now, if the last seed is none
-    maker, request, show = make(args, model, draft, length), Request(tokens, settings, model.ends), shower(args)
-    maker.open(request)
-    for i in range(args.n):
-        maker.rewrite(request, tokens, replace(settings, seed=settings.seed + i))
-        result = run(model, maker, request, prompt, show)
-        result.index = i
-        write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" if args.json else "\n")
-        say(result.summary())
+    together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
+    maker, show = engine(args, model, draft, together * length, length, together), shower(args)
+    tell(model, args)
+    requests = [Request(tokens, replace(settings, seed=settings.seed + i), model.ends) for i in range(args.n)]
+    for request in requests:
+        request.twin = requests[0] if request is not requests[0] else None
+    writers = [Writer(model, request, prompt, show, i) for i, request in enumerate(requests)]
+    for group in [writers] if together > 1 else [[writer] for writer in writers]:
+        for result in maker.serve(group):
+            write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" if args.json else "\n")
+            say(result.summary())
+            if result.finish_reason == "interrupted":
+                return 130
+    return 0
+
+
+def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
+    """The requests of a file, as many at a time as --max-batch and memory allow; results as they finish. 1 if a line was bad."""
+    try:
+        lines = (sys.stdin if args.prompts == "-" else open(args.prompts, encoding="utf-8")).read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
+    model, draft = load(args)
+    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len)
+    maker = engine(args, model, draft, args.max_batch * limit, limit, args.max_batch)
+    tell(model, args)
+    say(maker.describe())
+    start, served, bad, writers = time.perf_counter(), 0, 0, []
+
+    def refuse(line: Line, why: str) -> None:
+        nonlocal bad
+        bad += 1
+        say(f"line {line.number} is left out: {why}")
+        result = Result(line.asked.get("prompt", ""), [], 0, line.index, finish_reason="error")
+        write(json.dumps(result.to_dict() | {"error": why} | ({"id": line.asked["id"]} if "id" in line.asked else {}), ensure_ascii=False) + "\n")
+
+    ids = {}
+    for line in read_requests(lines, model, settings, min(limit, maker.maker.cache.max_len), args.system, mode(args)):
+        try:
+            if line.request is None:
+                raise ValueError(line.error)
+            maker.batch.check(line.request)
+            writers.append(Writer(model, line.request, line.asked["prompt"], index=line.index))
+            ids |= {line.index: {"id": line.asked["id"]}} if "id" in line.asked else {}
+        except ValueError as error:
+            refuse(line, str(error))
+    made = 0
+    for served, result in enumerate(maker.serve(writers), 1):
+        write(json.dumps(result.to_dict() | ids.get(result.index, {}), ensure_ascii=False) + "\n")
+        made += len(result.tokens)
+        say(f"{served} of {len(writers)}: {result.summary()}")
         if result.finish_reason == "interrupted":
             return 130
-    return 0
+    seconds = time.perf_counter() - start
+    say(f"{served} texts, {made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s" + (f"; {bad} bad lines" if bad else ""))
+    return 1 if bad else 0
 
 
 def mode(args: argparse.Namespace) -> bool | None:
@@ -267,13 +267,12 @@ def mode(args: argparse.Namespace) -> bool | None:
 
 
 def chat(args: argparse.Namespace, settings: Settings) -> int:
-    """Turns at a terminal. What the last turns said is in the cache and is not read again."""
+    """Turns at a terminal. What the last turns said is in the paged cache, and is not read again."""
     model, draft = load(args)
     model.encode("?", args.system, mode(args))                                    # refuses --chat or --system now, if it must
     talk = model.tokenizer.chat_template is not None and not args.raw
     limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len)
-    maker, request, show = make(args, model, draft, limit), Request([], model.complete(settings), model.ends), shower(args)
-    maker.open(request)
+    maker, show = engine(args, model, draft, limit, limit, 1), shower(args)
     tell(model, args)
     messages: list[Message] = []
     say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
@@ -288,16 +287,16 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
         messages = messages + [{"role": "user", "content": line}] if talk else []
         try:
             tokens = model.encode(messages or line, args.system, mode(args))
-            length = model.room(len(tokens), settings.max_tokens, limit)
+            length = model.room(len(tokens), settings.max_tokens, min(limit, maker.maker.cache.max_len))
         except ValueError as error:
             say(f"{error}\nA new conversation begins.")
             messages = []
             continue
-        maker.rewrite(request, tokens, replace(model.complete(settings), max_tokens=length - len(tokens)))
-        result = run(model, maker, request, line, show)
-        messages.append({"role": "assistant", "content": result.text})
-        write("\n")
-        say(result.summary())
+        request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
+        for result in maker.serve([Writer(model, request, line, show)]):
+            messages.append({"role": "assistant", "content": result.text})
+            write("\n")
+            say(result.summary())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -308,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_flags(args)
         settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
                             None if args.gamma == "auto" else args.gamma)
+        if args.prompts is not None:
+            return many_prompts(args, settings)
         if args.prompt is not None:
             return one_prompt(args, settings)
         if not sys.stdin.isatty():

@@ -126,6 +126,8 @@ class Alone:
 class NoCache:
     """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
 
+    max_len = sys.maxsize
+
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -134,6 +136,9 @@ class NoCache:
 
     def length(self, seq: int) -> int:
         return 0
+
+    def fits(self, requests: Any) -> bool:
+        return True
 
     def extend(self, requests: Any) -> Alone:
         (_, tokens), = requests

@@ -59,6 +59,7 @@ class Request:
     seq: int = -1                                       # its sequence in the target's cache
     rounds: list[Taken] = field(default_factory=list)
     whose: list[str] = field(default_factory=list)      # of each token made: plain, or accepted, corrected, bonus
+    twin: "Request | None" = None                       # another with the same prompt: what it has read need not be read again
     arrived: float = 0.0                                # seconds, by time.perf_counter: when it was asked for,
     started: float = 0.0                                # and when it was first let in (batcher.py)
     preempted: int = 0                                  # how often it had to make room
@@ -125,8 +126,8 @@ class Speculation(NamedTuple):
 
     def summary(self) -> str:
         accepted = "no drafts" if self.acceptance is None else f"{self.acceptance:.0%} of the drafts accepted"
-        return (f"{accepted}, {self.tokens_per_round:.2f} tokens a round: {self.speed_up:.2f} times as fast as plain decoding; "
-                f"by the formula {self.predicted_speed_up:.2f}")
+        gain = (f": {self.speed_up:.2f} times as fast as plain decoding; by the formula {self.predicted_speed_up:.2f}") if self.speed_up else ""
+        return f"{accepted}, {self.tokens_per_round:.2f} tokens a round{gain}"
 
 
 @dataclass
@@ -141,13 +142,14 @@ class Result:
     finish_reason: str = ""                             # stop: an end-of-text token or a stop string; length: a limit; interrupted
     first: float = 0.0                                  # seconds
     total: float = 0.0
+    queued: float = 0.0
     speculation: Speculation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens, text=self.text,
                     seed=self.seed, finish_reason=self.finish_reason, stats=dict(
                         prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
-                        tokens_per_second=self.rate, seconds_queued=0.0,
+                        tokens_per_second=self.rate, seconds_queued=self.queued,
                         **(self.speculation or Speculation())._asdict()))
 
     @property

@@ -92,12 +92,16 @@ class Decoder:
         self.coupled, self.coin, self.budget = coupled, coin, budget
         self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()                 # what was learnt of a text outlives its places
 
-    def open(self, request: Request) -> None:
-        """Give a text its places in both caches; CacheFull if one has none."""
+    def open(self, request: Request, twin: Request | None = None) -> None:
+        """Give a text its places in both caches, forked from those of a twin with the same prompt, if it has one; CacheFull if there are none."""
         if self.drafter is not None:
             self.drafter.open(request)
         try:
-            request.seq, _ = self.cache.open(request.tokens)
+            if twin is None:
+                request.seq, _ = self.cache.open(request.tokens)
+            else:
+                request.seq = self.cache.fork(twin.seq)
+                self.cache.truncate(request.seq, min(self.cache.length(request.seq), request.prompt - 1))
         except CacheFull:
             if self.drafter is not None:
                 self.drafter.close(request)
@@ -108,12 +112,6 @@ class Decoder:
         self.cache.free(request.seq)
         if self.drafter is not None:
             self.drafter.close(request)
-
-    def rewrite(self, request: Request, tokens: list[int], settings: Settings) -> None:
-        """Another text in the same place; what both have in common is not read again."""
-        common = next((i for i, (a, b) in enumerate(zip(request.tokens, tokens[:-1])) if a != b), min(len(request.tokens), len(tokens) - 1))
-        self._keep(request, common)
-        request.restart(tokens, settings)
 
     def plan(self, request: Request, left: int | None = None) -> Work | None:
         """What to do next for a text, in a step with `left` tokens to give: a round, if its pending tokens and its drafts are no
@@ -213,25 +211,27 @@ class Decoder:
 
     def report(self, request: Request) -> Speculation | None:
         """How speculation went in the rounds of a text, but for the first, which reads the prompt."""
-        rounds = request.rounds[1:]
+        rounds, plain = request.rounds[1:], self.costs.plain
         if self.drafter is None or not rounds:
             return None
-        plain = self._plain_seconds(request)
-        alpha, c = request.acceptance or 0.0, self.costs.drafting() / plain
         made, seconds = (sum(values) for values in zip(*((taken.accepted + 1, taken.seconds) for taken in rounds)))
+        if plain is None:
+            return Speculation(request.acceptance, made / len(rounds))
+        alpha, c = request.acceptance or 0.0, self.costs.drafting() / plain
         predicted = sum(expected_tokens(alpha, taken.drafted) for taken in rounds) / sum(1 + taken.drafted * c for taken in rounds)
         return Speculation(request.acceptance, made / len(rounds), made * plain / seconds, predicted)
 
     @torch.inference_mode()
-    def _plain_seconds(self, request: Request) -> float:
-        """What a pass over one token costs: as it was on the way, or else now; what it yields is not used."""
-        while self.costs.plain is None:
+    def measure_plain(self, request: Request) -> None:
+        """Where every round drafts, nobody knows what plain decoding costs: time two passes over one token, once. What they yield is not used."""
+        while self.drafter is not None and self.costs.plain is None and len(request.tokens) - self.cache.length(request.seq) == 1:
+            if not self.cache.fits([(request.seq, 1)]):
+                return
             start, w = time.perf_counter(), Work(request, 1, 0)
             round = Round([request], [0], self.vocab, self.target.device, self.target.dtype)
             int(round.coin(TEXT).pick(self._read([w], [[]], round)[:, 0]))
             self.costs.saw_pass(1, time.perf_counter() - start)
             self._keep(request, len(request.tokens) - 1)
-        return self.costs.plain
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_every_position_has_its_own_noise(base, monkeypatch):
 def test_a_long_prompt_is_read_in_chunks_with_the_same_result(base, monkeypatch):
     model = Model.load(base, "cpu", torch.float64)
     whole = generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)
-    monkeypatch.setattr(cli, "CHUNK", 5)
+    monkeypatch.setattr("engine.CHUNK", 5)
     assert generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)["tokens"] == whole["tokens"]
 
 
@@ -100,13 +100,12 @@ def test_a_chat_goes_through_the_template_and_its_turns_stay_in_the_cache(instru
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines, None) or (_ for _ in ()).throw(EOFError))
     original = Decoder.step
-    monkeypatch.setattr(Decoder, "step", lambda self, work: read.append(work[0].read) or original(self, work))
+    monkeypatch.setattr(Decoder, "step", lambda self, work: read.append((work[0].read, len(work[0].request.tokens))) or original(self, work))
     status, out, err = run(capsys, "--target", instruct, "--max-tokens", "6", "--dtype", "float64", "--stop", "zzz")
     assert status == 0 and out.count("\n") >= 2
-    prompts = [n for n in read if n > 1]
-    model = Model.load(instruct)
-    first = len(model.tokenizer.chat([{"role": "user", "content": "hello"}]))
-    assert prompts[0] == first and prompts[1] < first + 20         # the second turn is longer than the first, but mostly read already
+    (first, all_of_it), (second, longer) = [(n, tokens) for n, tokens in read if n > 1]
+    assert first == all_of_it == len(Model.load(instruct).tokenizer.chat([{"role": "user", "content": "hello"}]))
+    assert longer - second == (all_of_it + 6 - 1) // 16 * 16 > 0    # of the second turn's tokens, the full blocks of the first are there
 
 
 # ---- Drafts
@@ -171,7 +170,7 @@ def test_a_chat_with_a_draft(instruct, tmp_path, capsys, monkeypatch):
     (["--gamma", "2"], "--gamma is about drafted tokens: name a --draft"), (["--verify", "exact"], "--verify is about drafted"),
     (["--color"], "--color is about drafted"), (["--draft", "ngram", "--gamma", "-1"], "'-1', and must be auto or a whole number"),
     (["--draft", "ngram", "--gamma", "many"], "'many', and must be auto"), (["--draft", "ngram", "--verify", "maybe"], "invalid choice: 'maybe'"),
-    (["--draft", "ngram", "--no-cache"], "a draft needs the cache"), (["--draft", "ngram", "--color", "--json"], "--color is for text"),
+    (["--draft", "ngram", "--no-cache"], "--no-cache keeps nothing: leave it out, or --draft"), (["--draft", "ngram", "--color", "--json"], "--color is for text"),
     (["--draft", "no-such-model"], "'no-such-model' is neither"), (["--draft", "tiny-draft"], "the draft's vocabulary is not the target's: token 256 is")])
 def test_bad_flags_of_drafts(base, capsys, arguments, says):
     status, out, err = run(capsys, PROMPT, "--target", base, *arguments)

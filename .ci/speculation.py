@@ -13,7 +13,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from generate import decoder
+from engine import Engine
 from model import Llama
 from pretrained import Model
 from request import Request, Settings
@@ -29,7 +29,8 @@ def require(holds: bool, what: str) -> None:
 
 def write(model: Model, draft, requests: list[Request], coupled: bool = False):
     """All of them to their ends, in one batch."""
-    maker = decoder(model, max(len(r.tokens) + r.left for r in requests), draft, coupled, sequences=len(requests))
+    longest = max(len(r.tokens) + r.left for r in requests)
+    maker = Engine(model, draft, longest * len(requests), longest, len(requests), coupled).maker
     for request in requests:
         maker.open(request)
     while work := [maker.plan(request) for request in requests if not request.finish_reason]:

@@ -1,0 +1,163 @@
+"""Everything together: a target, a draft, their caches and the batch; prompts in, text out.
+
+    Engine(model, draft, …)         what `generate.py` and `generate(...)` compose, from one prompt to a file of them
+    Writer                          one request's text as it grows: whole characters, cut before a stop string, and its times
+
+The loop is: step the batch, hand each request's new tokens to its writer, and when a writer is done, so is the request. A stop string
+is found in the text, not among the tokens, so it is the writer that finds it; the batch then lets the request go at once.
+
+The caches hold what is asked for, up to what memory allows: with blocks (paged.py), as many as all requests in flight can need, or as
+`kv_memory` holds; with rows (kvcache.py), one of the longest length for each.
+
+Invariant: what writers have shown, put together, is the text of the result.
+"""
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batcher import Batcher
+from drafters import Drafter, ModelDrafter, NgramDrafter
+from model import Llama, NoCache
+from paged import PagedCache, blocks_that_fit
+from pretrained import Model
+from request import Message, Request, Result, StopStrings
+from speculative import Decoder
+
+BLOCK = 16                                              # tokens of a block
+CHUNK = 512                                             # tokens of a step, at most
+Draft = str | Path | Model | None                       # a model, by name or loaded, or "ngram"
+Show = Callable[[str, str], None]                       # gets a piece of text, and whose it is
+
+
+def silent(piece: str, whose: str) -> None:
+    """Show nothing."""
+
+
+def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
+    """The draft's model, if it is one, on the target's device. ValueError if its vocabulary is not the target's."""
+    if draft is None or draft == "ngram":
+        return draft
+    loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
+    if difference := model.tokenizer.difference(loaded.tokenizer):
+        raise ValueError(f"the draft's vocabulary is not the target's: {difference}; a draft must be of the target's family, or ngram")
+    return loaded
+
+
+class Writer:
+    """Makes text of a request's tokens as they come."""
+
+    def __init__(self, model: Model, request: Request, prompt: str | list[Message], show: Show = silent, index: int = 0):
+        self.request, self.show = request, show
+        self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
+        self.stream, self.stops, self.pieces = model.tokenizer.stream(), StopStrings(request.settings.stop), list[str]()
+
+    @property
+    def done(self) -> bool:
+        return self.stops.found or bool(self.request.finish_reason)
+
+    def feed(self, new: Sequence[int]) -> None:
+        """The tokens that the request has just grown by. What comes after a stop string is dropped."""
+        request, result = self.request, self.result
+        result.total = time.perf_counter() - request.arrived
+        for token, whose in zip(new, request.whose[len(request.whose) - len(new):]):
+            result.tokens.append(token)
+            result.first = result.first or result.total
+            if token not in request.ends:
+                self._emit(self.stops.feed(self.stream.feed(token)), whose)
+            if self.stops.found:
+                break
+
+    def _emit(self, piece: str, whose: str = "plain") -> None:
+        if piece:
+            self.pieces.append(piece)
+            self.show(piece, whose)
+
+    def finish(self, reason: str = "") -> Result:
+        """The whole result; `reason`, where something else than the request ended it."""
+        self._emit(self.stops.feed(self.stream.finish()))
+        self._emit(self.stops.finish())
+        self.result.text, self.result.queued = "".join(self.pieces), max(0.0, self.request.started - self.request.arrived)
+        self.result.finish_reason = "stop" if self.stops.found else reason or self.request.finish_reason
+        return self.result
+
+
+class Engine:
+    """What makes texts of one model. tokens: that all requests in flight may have together; more wait for their turn.
+
+    draft: a loaded `Model` or "ngram" (see `load_draft`). max_len: the longest text. kv: "paged" or "contiguous". kv_memory: bytes for keys
+    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. Raises ValueError or CacheFull.
+    """
+
+    def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False, use_cache: bool = True,
+                 kv: str = "paged", kv_memory: float | None = None, prefix_cache: bool = True):
+        if kv not in ("paged", "contiguous"):
+            raise ValueError(f"kv is {kv!r}: it must be paged or contiguous")
+        if kv == "contiguous" and kv_memory is not None:
+            raise ValueError("kv_memory is for the paged cache: a contiguous one reserves max_batch rows of max_len tokens")
+        self.model, models = model, [model.llama] + ([draft.llama] if isinstance(draft, Model) else [])
+        drafter: Drafter | None = None
+        if not use_cache:
+            if draft is not None or max_batch > 1:
+                raise ValueError("without a cache there are no drafts and no batches: leave out --draft, --prompts, or --no-cache")
+            caches: list[Any] = [NoCache(model.llama.device)]
+        elif kv == "contiguous":
+            caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch) for llama in models]
+        else:
+            blocks = self._blocks(models, tokens, max_batch, kv_memory)
+            caches = [paged(llama, blocks, max_len, prefix_cache) for llama in models]
+        if isinstance(draft, Model):
+            drafter = ModelDrafter(draft.llama, caches[1])
+        elif draft == "ngram":
+            drafter = NgramDrafter()
+        self.caches = caches
+        self.maker = Decoder(model.llama, caches[0], model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK if use_cache else max_len)
+        self.batch = Batcher(self.maker, max_batch)
+
+    @staticmethod
+    def _blocks(models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None) -> int:
+        """Blocks of each cache: as many as are needed, where memory has them, or as many as `kv_memory` holds of all caches together."""
+        shapes = [(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim, llama.dtype) for llama in models]
+        together = sum(layers * heads * size * dtype.itemsize for layers, heads, size, dtype in shapes)
+        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, BLOCK, 1, 1, together, torch.int8, models[0].device)
+        return fit if kv_memory is not None else min(fit, -(-tokens // BLOCK) + max_batch)
+
+    def describe(self) -> str:
+        """How much is held for keys and values."""
+        size = sum(cache.bytes for cache in self.caches) / 1e6
+        cache = self.caches[0]
+        blocks = f"{cache.pool.total:,} blocks of {cache.block_size} tokens" if isinstance(cache, PagedCache) else f"rows of {cache.max_len:,} tokens"
+        return f"keys and values: {blocks}, {size:,.1f} MB"
+
+    def serve(self, writers: Sequence[Writer]) -> Iterator[Result]:
+        """Make all these texts; each result as it is finished. Ctrl-C ends them with what there is."""
+        waiting = {writer.request: writer for writer in writers}
+        for request in waiting:
+            self.batch.add(request)
+        try:
+            while waiting:
+                for request, new in self.batch.step().items():
+                    waiting[request].feed(new)
+                    if waiting[request].done:
+                        self.batch.cancel(request)
+                        yield self._finish(waiting.pop(request))
+                if self.batch.running:
+                    self.maker.measure_plain(self.batch.running[0])
+        except KeyboardInterrupt:
+            for request, writer in waiting.items():
+                self.batch.cancel(request)
+                yield self._finish(writer, "interrupted")
+
+    def _finish(self, writer: Writer, reason: str = "") -> Result:
+        result = writer.finish(reason)
+        result.speculation = self.maker.report(writer.request)
+        return result
+
+
+def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True) -> PagedCache:
+    """A paged cache of this model's shape."""
+    c = llama.config
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK, min(max_len, c.max_position_embeddings),
+                      llama.device, llama.dtype, prefix_cache)
