@@ -4,7 +4,6 @@
     python generate.py --draft tiny-draft "Once upon a time"     the same, with a smaller model guessing ahead
     python generate.py --target 8B --draft 1B "Why is the sky blue?"
     python generate.py --target 1B                               chat
-
     python generate.py --prompts FILE.jsonl                      a request a line, many at a time
 
 Everything here is composition (engine.py). There is one kind of work (speculative.py): what of a text is not in the cache yet is

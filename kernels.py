@@ -31,19 +31,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, rows: Tensor, place: Tensor, last: Tensor) -> Tensor:
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, mask: Tensor, rows: Tensor | None = None,
+                    place: Tensor | None = None) -> Tensor:
     """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
 
-    q: [T, H, D]; keys, values: [slots, G, D]; past: int64[B, M], the slots of each sequence's tokens, in order (padding repeats one of them:
-    nothing is read that is not its own); rows: int64[T'], the queries meant; place: int64[T'], where they go among B · n places; last:
-    int64[B, n], the last key that each place sees. -> [T', H, D].
+    q: [T, H, D]; keys, values: [slots, G, D]; past: int64[B, M], the slots of each sequence's tokens, in order, padded with any of its own;
+    mask: bool[B, 1, n · R, M], what each of a sequence's n queries sees, R = H / G times over. Where not all sequences have n queries,
+    rows: int64[T'] are those meant, and place: int64[T'] says where they go among B · n. -> [T', H, D] (rows None: all T, T = B · n).
     """
-    (_, G, D), (B, n), H = keys.shape, last.shape, q.shape[1]
+    (_, G, D), (B, M), H = keys.shape, past.shape, q.shape[1]
+    R, n = H // G, mask.shape[2] // (H // G)
     k, v = (store[past].transpose(1, 2).to(q.dtype) for store in (keys, values))                            # [B, G, M, D]
-    seen = torch.arange(past.shape[1], device=q.device) <= last[:, :, None]                                 # [B, n, M]
-    padded = q.new_zeros(B * n, H, D)
-    padded[place] = q[rows]
-    grouped = padded.view(B, n, G, H // G, D).permute(0, 2, 1, 3, 4).reshape(B, G, n * (H // G), D)         # a group's heads are rows
-    mask = seen[:, None].repeat_interleave(H // G, dim=2)                                                   # [B, 1, n · R, M]
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
-    return out.view(B, G, n, H // G, D).permute(0, 2, 1, 3, 4).reshape(B * n, H, D)[place]
+    if rows is not None:
+        q = q.new_zeros(B * n, H, D).index_copy_(0, place, q[rows])
+    grouped = q.view(B, n, G, R, D).transpose(1, 2).reshape(B, G, n * R, D)                                 # a group's R heads are rows
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view(B, G, n, R, D).transpose(1, 2).reshape(B * n, H, D)
+    return out if rows is None else out[place]

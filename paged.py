@@ -28,8 +28,10 @@ Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAtt
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blocks import Key, Pool
@@ -215,46 +217,71 @@ class PagedCache:
 
 
 class PagedStep:
-    """The new tokens of one forward pass, packed end to end: their places in the blocks, and attention for them."""
+    """The new tokens of one forward pass, packed end to end: their places in the blocks, and attention for them.
+
+    Sequences with few queries go through one call together. A lone one, or one with many, has a call of its own, and where its
+    blocks lie in order, as they do while the pool is fresh, nothing is gathered: its past is a slice.
+    """
 
     def __init__(self, cache: PagedCache, starts: list[tuple[Text, int]]):
         """starts: of each sequence of the step, the text (with its new tokens) and its length before."""
-        self.cache, S, device = cache, cache.block_size, cache.device
-        spans, at = [], 0
+        self.cache, S, at, few, self.many = cache, cache.block_size, 0, [], []
+        slots, positions = [], []
         for text, start in starts:
-            spans.append((text, start, at, n := len(text.tokens) - start))
-            at += n
-        places = [(text, i) for text, start, _, n in spans for i in range(start, start + n)]
-        slots = {id(text): [block * S + i for block in text.blocks for i in range(S)][:len(text.tokens)] for text, _ in starts}
-        self.positions = torch.tensor([i for _, i in places], device=device)                                # [T]
-        self.slots = torch.tensor([slots[id(text)][i] for text, i in places], device=device)                # [T]
-        self.many = [(slice(at, at + n), torch.tensor(slots[id(text)], device=device)) for text, start, at, n in spans if n > FEW]
-        few = [(slots[id(text)], start, at, n) for text, start, at, n in spans if n <= FEW]
-        self.few = tuple(part.to(device) for part in _padded(few)) if few else None
+            stop = len(text.tokens)
+            own, alone = slice(at, at + stop - start), len(starts) == 1 or stop - start > FEW
+            past = _slots(text.blocks, S, 0, stop, cache.device)
+            if alone and text.blocks == list(range(text.blocks[0], text.blocks[0] + len(text.blocks))):
+                past = slice(text.blocks[0] * S, text.blocks[0] * S + stop)
+            (self.many if alone else few).append((own, past))
+            slots.append(_slots(text.blocks, S, start, stop, cache.device))
+            positions.append(torch.arange(start, stop, device=cache.device))
+            at = own.stop
+        self.positions, self.slots = torch.cat(positions), torch.cat(slots)                                 # [T]
+        self.few, self.mask = _padded(few) if few else None, None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))       # [N · S, G, D]
-        keys[self.slots], values[self.slots] = k.to(keys.dtype), v.to(values.dtype)
-        if self.few is not None and not self.many:
-            return paged_attention(q, keys, values, *self.few)
+        keys.index_copy_(0, self.slots, k.to(keys.dtype))
+        values.index_copy_(0, self.slots, v.to(values.dtype))
+        if self.few is not None and self.mask is None:
+            self.mask = self.few.seen.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, None]               # [B, 1, n · R, M]
+        if not self.many and self.few.whole:
+            return paged_attention(q, keys, values, self.few.past, self.mask)
         out = torch.empty_like(q)
         if self.few is not None:
-            out[self.few[1]] = paged_attention(q, keys, values, *self.few)
+            out[self.few.rows] = paged_attention(q, keys, values, self.few.past, self.mask, self.few.rows, self.few.place)
         for own, past in self.many:
             out[own] = attention(q[own], *(store[past].transpose(0, 1).to(q.dtype) for store in (keys, values)))
         return out
 
 
-def _padded(spans: list[tuple[list[int], int, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `paged_attention` asks for some sequences of a step: (slots, length before, first token in the step, how many) of each."""
-    longest, most = max(len(slots) for slots, *_ in spans), max(n for *_, n in spans)
-    past = torch.tensor([slots + slots[:1] * (longest - len(slots)) for slots, *_ in spans])                # [B, M]
-    rows = torch.tensor([at + i for _, _, at, n in spans for i in range(n)])                                # [T']
-    place = torch.tensor([b * most + i for b, (*_, n) in enumerate(spans) for i in range(n)])               # [T'] of B · n
-    last = torch.zeros(len(spans) * most, dtype=torch.int64)
-    last[place] = torch.tensor([start + i for _, start, _, n in spans for i in range(n)])
-    return past, rows, place, last.view(len(spans), most)
+def _slots(blocks: list[int], S: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Where tokens start … stop − 1 of a text lie: int64[stop − start]."""
+    first = start // S
+    table = torch.tensor(blocks[first:-(-stop // S)], device=device)
+    return (table[:, None] * S + torch.arange(S, device=device)).flatten()[start - first * S:stop - first * S]
+
+
+class Few(NamedTuple):
+    """Sequences of a step with a few queries each, padded to the longest. `whole`: nothing was padded with queries."""
+    past: Tensor                                        # int64[B, M], the slots of each one's tokens, then its first over and over
+    seen: Tensor                                        # bool[B, n, M], what each query sees
+    rows: Tensor                                        # int64[T'], the queries in the step
+    place: Tensor                                       # int64[T'], where they are among B · n
+    whole: bool
+
+
+def _padded(few: list[tuple[slice, Tensor]]) -> Few:
+    lengths = torch.tensor([len(past) for _, past in few])
+    counts = torch.tensor([own.stop - own.start for own, _ in few])
+    M, n = int(lengths.max()), int(counts.max())
+    past = torch.stack([F.pad(past, (0, M - len(past)), value=int(past[0])) for _, past in few])
+    place = torch.cat([torch.arange(own.stop - own.start) + b * n for b, (own, _) in enumerate(few)])
+    last = (lengths - counts)[:, None] + torch.arange(n)                                                    # [B, n], the last key seen
+    rows = torch.cat([torch.arange(own.start, own.stop) for own, _ in few])
+    return Few(past, *(part.to(past.device) for part in (torch.arange(M) <= last[:, :, None], rows, place)), len(place) == len(few) * n)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
