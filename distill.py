@@ -16,6 +16,8 @@ The same loop does all there is to do here; it differs in where the student star
 
 and with no flags at all a draft for the embedded model learns from 400 texts that this model tells.
 
+  - Train at the length that will be used. Positions it never saw are foreign to a model: a draft trained on 256 tokens was accepted with
+    0.68 up to there, and with 0.35 at 512 (measured on the pair in this repository).
   - Merging heads (Ainslie et al. 2023): attention stays what it was only if the heads of a group were equal; training on repairs it.
   - The rate (of muon.py) is constant, then falls to zero over the last `--decay` of the steps.
   - Step i depends on the weights and i alone (stories.py), so a run that was killed goes on from its checkpoint exactly as if it
@@ -132,8 +134,8 @@ def show(when: str, found: dict[str, float]) -> None:
 class Recipe:
     """How a run goes. All of it may change when a run is resumed."""
     steps: int = 300
-    batch: int = 16
-    length: int = 256
+    batch: int = 8
+    length: int = 512
     warmup: int = 40
     decay: float = 0.5                                                                      # of the steps, at the end
     own: float = 0.5                                                                        # of the steps, on the target's own texts
@@ -341,7 +343,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     whole = [("vocab", 4096, "tokens of a new vocabulary"), ("layers", 1, ""), ("width", 128, ""), ("heads", 4, ""), ("kv-heads", None, "half"),
              ("head-dim", None, "width / heads"), ("mlp", None, "2 · width"), ("context", 1024, "longest text"), ("steps", 300, ""),
-             ("batch", 16, "crops a step"), ("length", 256, "tokens of a crop"), ("warmup", 40, "steps"), ("seed", 1, ""),
+             ("batch", 8, "crops a step"), ("length", 512, "tokens of a crop"), ("warmup", 40, "steps"), ("seed", 1, ""),
              ("tales", 400, "texts that the target tells"), ("windows", 40, "held-out pieces of 512 tokens that are measured at the end")]
     for name, default, about in whole:
         p.add_argument(f"--{name}", type=int, default=default, help=f"{about} ({default})" if default is not None else about)
