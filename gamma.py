@@ -17,12 +17,12 @@ trials cost below a sixtieth of the time. A useless draft is never noticed.
 γ may depend on what has happened, on α and on the clock, never on whether to keep a token that was drawn; so the text's law does
 not change. But the clock is no part of the seed: with γ chosen here, the same seed need not give the same text.
 
+In a batch a wider pass is one with more tokens of all texts, and each text chooses as if all drafted as much as it does.
+
 Not covered: that a token's acceptance depends on its neighbours'; choosing γ jointly for the rows of a batch.
 """
 from collections import deque
 from statistics import median
-
-WIDEST = 64                                             # passes of more tokens are prompts, not rounds
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -63,13 +63,12 @@ class Costs:
             self.draft.add(seconds / steps)
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        if tokens <= WIDEST:
-            self.passes.setdefault(tokens, Measured()).add(seconds)
+        """A pass of rounds; one that also read prompts is another thing."""
+        self.passes.setdefault(tokens, Measured()).add(seconds)
 
-    @property
-    def plain(self) -> float | None:
-        """Seconds of a pass over one token; None until it was measured."""
-        return self.passes[1].seconds if 1 in self.passes else None
+    def plain(self, rows: int = 1) -> float | None:
+        """Seconds of a pass over one token of each of `rows` texts; None until one as narrow was measured."""
+        return self.verifying(rows) if any(n <= rows and m.seconds for n, m in self.passes.items()) else None
 
     def drafting(self) -> float:
         """Seconds to draft a token; 0 until it was measured, so that it is."""
@@ -99,21 +98,21 @@ class Auto:
     def alpha(self) -> float:
         return self.accepted / self.examined
 
-    def choose(self, most: int) -> int:
-        """γ for the next round, at most `most`."""
-        plain = self.costs.plain
+    def choose(self, most: int, rows: int = 1) -> int:
+        """γ for the next round, at most `most`, where `rows` texts are made together and all draft as much."""
+        plain = self.costs.plain(rows)
         if plain is None:
             return 0                                                     # what plain decoding costs is measured first,
         most = min(most, max(1, 2 * self.largest))                       # and then one width after the other
-        c, w = self.costs.drafting() / plain, [self.costs.verifying(1 + g) / plain for g in range(most + 1)]
+        c, w = self.costs.drafting() / plain, [self.costs.verifying(rows * (1 + g)) / plain for g in range(most + 1)]
         gains = [speed_up(self.alpha, g, c, w[g]) for g in range(most + 1)]
         best = max(range(most + 1), key=gains.__getitem__)
         if gains[best] > 1.02:
             return best
         return 1 if most and self.idle >= self.patience * self.trial else 0
 
-    def saw(self, gamma: int, accepted: int, seconds: float) -> None:
-        """A round went by: how many of its γ drafts stood, and what it took, all in all."""
+    def saw(self, gamma: int, accepted: int, seconds: float, rows: int = 1) -> None:
+        """A round went by, of `rows` texts: how many of its γ drafts stood, and what it took, all in all."""
         if gamma == 0:
             self.idle += seconds
             return
@@ -121,7 +120,7 @@ class Auto:
         self.accepted = self.memory ** examined * self.accepted + accepted
         self.examined = self.memory ** examined * self.examined + examined
         self.largest, self.idle = max(self.largest, gamma), 0.0
-        self.trial = max(0.0, seconds - self.costs.verifying(1))
+        self.trial = max(0.0, seconds - self.costs.verifying(rows))
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

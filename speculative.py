@@ -90,6 +90,7 @@ class Decoder:
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, budget: int = 512):
         self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter
         self.coupled, self.coin, self.budget = coupled, coin, budget
+        self.rows = 1                                                                       # texts in the last round
         self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()                 # what was learnt of a text outlives its places
 
     def open(self, request: Request, twin: Request | None = None) -> None:
@@ -132,7 +133,7 @@ class Decoder:
         if self.drafter is None or most < 1:
             return 0
         fixed = request.settings.gamma
-        wanted = self.auto[request].choose(most) if fixed is None else min(fixed, most)
+        wanted = self.auto[request].choose(most, self.rows) if fixed is None else min(fixed, most)
         if wanted and fixed is None and self.drafter.lag(request) > self.budget:            # it has not drafted for long:
             self.drafter.follow(request, len(request.tokens) - self.drafter.lag(request) + self.budget)      # it catches up in chunks
             return 0
@@ -156,7 +157,9 @@ class Decoder:
             raise
         if all(w.gamma and w.request.rounds and w.request.rounds[-1].drafted for w in rounds):   # no draft had to catch up first
             self.costs.saw_draft(max(round.gammas, default=0), drawn - start)
-        self.costs.saw_pass(sum(w.read + (w.gamma or 0) for w in work), end - drawn)
+        if all(w.read == 1 and w.gamma is not None for w in work):
+            self.costs.saw_pass(len(work) + sum(round.gammas), end - drawn)
+        self.rows = max(1, len(rounds))
         for w, length in zip(work, before):
             if w.gamma is None and self.drafter is not None:
                 self.drafter.follow(w.request, length + w.read)
@@ -192,7 +195,7 @@ class Decoder:
         request.tokens += new
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
         request.rounds.append(Taken(w.gamma, accepted, seconds))
-        self.auto[request].saw(w.gamma, accepted, seconds)
+        self.auto[request].saw(w.gamma, accepted, seconds, self.rows)
         return new
 
     def _keep(self, request: Request, length: int) -> None:
@@ -211,7 +214,7 @@ class Decoder:
 
     def report(self, request: Request) -> Speculation | None:
         """How speculation went in the rounds of a text, but for the first, which reads the prompt."""
-        rounds, plain = request.rounds[1:], self.costs.plain
+        rounds, plain = request.rounds[1:], self.costs.plain()
         if self.drafter is None or not rounds:
             return None
         made, seconds = (sum(values) for values in zip(*((taken.accepted + 1, taken.seconds) for taken in rounds)))
@@ -224,7 +227,7 @@ class Decoder:
     @torch.inference_mode()
     def measure_plain(self, request: Request) -> None:
         """Where every round drafts, nobody knows what plain decoding costs: time two passes over one token, once. What they yield is not used."""
-        while self.drafter is not None and self.costs.plain is None and len(request.tokens) - self.cache.length(request.seq) == 1:
+        while self.drafter is not None and self.costs.plain() is None and len(request.tokens) - self.cache.length(request.seq) == 1:
             if not self.cache.fits([(request.seq, 1)]):
                 return
             start, w = time.perf_counter(), Work(request, 1, 0)

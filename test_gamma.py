@@ -64,8 +64,18 @@ def test_a_pass_of_a_width_that_was_not_measured_lies_between_those_that_were():
     costs = known(n1=1.0, n4=1.3, n8=2.1)
     assert [costs.verifying(n) for n in (1, 4, 8)] == [1.0, 1.3, 2.1] and costs.verifying(9) == 2.1 and costs.verifying(64) == 2.1
     assert costs.verifying(2) == pytest.approx(1.1) and costs.verifying(6) == pytest.approx(1.7)
-    assert known(n4=1.3).verifying(2) == 1.3 and Costs().verifying(3) == 0 and known(n1=1.0, n200=9.0).verifying(200) == 1.0     # prompts do not count
+    assert known(n4=1.3).verifying(2) == 1.3 and Costs().verifying(3) == 0
     assert known(n1=5.0, n2=1.0).verifying(1) == 1.0                            # a hiccup: one token cannot cost more than two
+
+
+def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
+    costs = known(n8=1.0, n16=1.0, n24=2.5, n64=6.0)
+    costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
+    assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
+    auto = Auto(costs, alpha=0.9, weight=1000)
+    assert auto.choose(1, 4) == 0 and auto.choose(1, 8) == 1                    # nothing as narrow as 4 rows was measured
+    auto.largest, auto.trial = 8, 1.0
+    assert auto.choose(8, 8) == 1 and auto.choose(1, 24) == 0
 
 
 def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
