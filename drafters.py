@@ -47,7 +47,8 @@ class Round:
 
     def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype = torch.float32,
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, coupled: bool = False):
-        self.requests, self.gammas, self.vocab, self.device, self.dtype = requests, gammas, vocab, device, dtype
+        self.requests, self.gammas, self.vocab, self.device = requests, gammas, vocab, device
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities, whatever the model computes in
         self.make_coin, self.coupled = coin, coupled
         self.seeds = torch.tensor([request.settings.seed for request in requests], dtype=torch.int64, device=device)     # int64[B]
         self.start = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64, device=device)       # int64[B], first positions

@@ -36,13 +36,14 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     """
     check_settings(temperature, top_k, top_p, min_p)
     rows = logits.reshape(-1, logits.shape[-1]).double()                                     # [B, V]
-    t, k, p, m = (None if s is None else _column(s, rows) for s in (temperature, top_k, top_p, min_p))
-    probs = _softmax(rows, t)
+    k, p, m = (None if s is None else _column(s, rows) for s in (top_k, top_p, min_p))
+    probs = _softmax(rows, temperature)
     if k is not None or p is not None:
         probs = _keep_top(probs, k, p)
     if m is not None:
         probs = torch.where(probs >= m * probs.amax(-1, keepdim=True), probs, 0)
-    probs = probs / probs.sum(-1, keepdim=True)
+    if k is not None or p is not None or m is not None:
+        probs = probs / probs.sum(-1, keepdim=True)
     return probs.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).view(logits.shape)
 
 
@@ -65,12 +66,14 @@ def _column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     return (values.expand(len(rows)) if values.dim() == 0 else values.reshape(-1))[:, None]
 
 
-def _softmax(rows: Tensor, t: Tensor | None) -> Tensor:
+def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
     """float64[B, V] -> probabilities. Temperature 0 is a one-hot at the first of the largest logits."""
-    rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
-    if t is None:
+    if temperature is None or (not isinstance(temperature, Tensor) and temperature == 1):
         return rows.softmax(-1)
-    hot = torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1)
+    rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
+    if not isinstance(temperature, Tensor) and temperature > 0:
+        return (rows / temperature).softmax(-1)
+    t, hot = _column(temperature, rows), torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1)
     return torch.where(t == 0, hot, (rows / torch.where(t == 0, 1, t)).softmax(-1))
 
 
@@ -121,9 +124,9 @@ GOLDEN, MIX1, MIX2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _
 
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finalizer, a bijection of 64 bits. int64 products wrap the same way on every device."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * MIX1                                               # the masks make the shifts logical
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * MIX2
-    return z ^ ((z >> 31) & (2**33 - 1))
+    z = (z >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(z).mul_(MIX1)                          # the masks make the shifts logical
+    z = (z >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(z).mul_(MIX2)
+    return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
 
 
 class Keyed:
@@ -148,14 +151,15 @@ class Keyed:
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities (one of probability 0 only if all are)."""
-        if probs.device.type == "cpu":                                                       # noise only where it can matter
-            columns = (probs > 0).any(0).nonzero()[:, 0]
-        else:
-            columns = torch.arange(probs.shape[1], device=probs.device)
+        if probs.device.type != "cpu" or (probs.numel() and probs.amin() > 0):
+            return (probs / self._exponential(torch.arange(probs.shape[1], device=probs.device))).argmax(-1)
+        columns = (probs > 0).any(0).nonzero()[:, 0]                                         # noise only where it can matter
         if len(columns) == 0:
             return torch.zeros(len(probs), dtype=torch.int64)
-        exponential = -torch.log(self._uniform(self.role, columns) + 2.0**-53)               # of a number in (0, 1): above 0, finite
-        return columns[(probs[:, columns] / exponential).argmax(-1)]
+        return columns[(probs[:, columns] / self._exponential(columns)).argmax(-1)]
+
+    def _exponential(self, columns: Tensor) -> Tensor:
+        return -torch.log(self._uniform(self.role, columns) + 2.0**-53)                      # of a number in (0, 1): above 0, finite
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

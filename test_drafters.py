@@ -1,9 +1,13 @@
 """Drafters: n-gram look-up beside a slow search, and rows whose settings differ."""
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import NgramDrafter, Round, pack
+from config import Config
+from conftest import SMALL
+from drafters import ModelDrafter, NgramDrafter, Round, pack
+from model import Llama
 from request import Request, Settings
 from sampling import TEXT, Keyed, draft_role, probabilities
 
@@ -67,6 +71,19 @@ def test_each_row_has_its_own_settings_seed_and_place():
     wide = together[:1].expand(8, -1)
     alone = [int(Keyed(torch.tensor([seed]), torch.tensor([at]), TEXT).pick(wide[:1])) for seed, first in zip((4, 5, 6, 7), (1, 2, 3, 4)) for at in (first, first + 1)]
     assert round.text_coin(2).pick(wide).tolist() == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_q_is_what_was_drawn_from_to_the_bit_whatever_the_model_computes_in(dtype, monkeypatch):
+    llama, seen = Llama(Config(**SMALL), dtype=dtype), []
+    monkeypatch.setattr("drafters.probabilities", lambda *args: seen.append(probabilities(*args)) or seen[-1])
+    for gammas in ([2, 2], [1, 2]):
+        drafter, requests = ModelDrafter(llama, llama.cache(20, 2)), [Request([1, 2], Settings(1.0, seed=i)) for i in range(2)]
+        for request in requests:
+            drafter.open(request)
+        seen.clear()
+        drafted, q = drafter.propose(Round(requests, gammas, 261, llama.device, dtype))
+        assert q.dtype == seen[0].dtype and torch.equal(q[:, 0], seen[0]) and torch.equal(q[1, 1], seen[1][-1]) and (drafted[1] >= 0).all()
 
 
 def test_pack():
