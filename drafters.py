@@ -24,6 +24,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
     B texts of a round · k the largest γ among them · V vocabulary
 """
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -35,23 +36,25 @@ from sampling import TEXT, Keyed, draft_role, probabilities
 
 def pack(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens end to end: int64[T]; and where each piece's last one is: int64[len(pieces)]."""
-    ends = torch.tensor([len(piece) for piece in pieces], device=device).cumsum(0) - 1
+    ends = torch.tensor([end - 1 for end in accumulate(map(len, pieces))], device=device)
     return torch.tensor([token for piece in pieces for token in piece], device=device), ends
 
 
 class Round:
     """The texts of a round, a row each: γ drafts wanted for each, their settings, and their coins.
 
-    `coin(seeds, positions, role)` makes the coin of a call; it is `Keyed`, save where every outcome is walked (proof.py).
+    `coin(seeds, positions, role)` makes the coin of all that is picked; it is `Keyed`, save where every outcome is walked (proof.py).
+    Exact: all at the round's first position, in the roles text, draft 0, draft 1, …; coupled: each in the role text, at its own position.
     """
 
     def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype = torch.float32,
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, coupled: bool = False):
         self.requests, self.gammas, self.vocab, self.device = requests, gammas, vocab, device
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities, whatever the model computes in
-        self.make_coin, self.coupled = coin, coupled
-        self.seeds = torch.tensor([request.settings.seed for request in requests], dtype=torch.int64, device=device)     # int64[B]
-        self.start = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64, device=device)       # int64[B], first positions
+        self.coupled, self.width = coupled, 1 + max(gammas, default=0)                      # a text makes up to so many tokens
+        places = [(request.settings.seed, len(request.tokens) + j, TEXT) if coupled else (request.settings.seed, len(request.tokens), role)
+                  for request in requests for j, role in enumerate([TEXT, *map(draft_role, range(self.width - 1))])]
+        self.coins = coin(*torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3).unbind(1))    # int64[B · width] each
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Room for what is drafted: int64[B, k], all −1, and float[B, k, V], all zero."""
@@ -70,19 +73,15 @@ class Round:
             return values[0] if values else None
         return torch.tensor([neutral if value is None else value for value in values], dtype=torch.float64, device=self.device)
 
-    def coin(self, role: int) -> Any:
-        """A coin for all rows, at the round's first position."""
-        return self.make_coin(self.seeds, self.start, role)
-
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
         """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""
-        seeds, start = (self.seeds, self.start) if len(rows) == len(self.requests) else (self.seeds[rows], self.start[rows])
-        return self.make_coin(seeds, start + j, TEXT) if self.coupled else self.make_coin(seeds, start, draft_role(j))
+        self.coins.ahead(self.vocab)
+        place = j if self.coupled else j + 1
+        return self.coins[place::self.width] if len(rows) == len(self.requests) else self.coins[[row * self.width + place for row in rows]]
 
-    def text_coin(self, count: int) -> Any:
-        """A coin for `count` places of each row, the noise of plain decoding at each: B · count rows."""
-        places = self.start[:, None] + torch.arange(count, device=self.device)
-        return self.make_coin(self.seeds.repeat_interleave(count), places.flatten(), TEXT)
+    def text_coin(self) -> Any:
+        """The target's: a row for each text; coupled, `width` of them, one for each place."""
+        return self.coins if self.coupled else self.coins[::self.width]
 
 
 class Drafter(Protocol):
@@ -147,7 +146,8 @@ class ModelDrafter:
             live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
             step = self.cache.extend([(self.seqs[round.requests[b]], new[b]) for b in live])
             tokens, last = pack([new[b] for b in live], round.device)
-            probs = round.probabilities(self.llama(tokens, step, rows=last), live)          # [len(live), V]
+            logits = self.llama(tokens, step, rows=None if len(tokens) == len(live) else last)
+            probs = round.probabilities(logits, live)                                       # [len(live), V]
             picked = round.draft_coin(j, live).pick(probs)
             where = slice(None) if len(live) == len(drafted) else live
             drafted[where, j], q[where, j] = picked, probs

@@ -16,19 +16,35 @@ al. 2022) and accumulates in float32.
 
     n queries · m keys · H query heads · G key/value heads · D head size
 """
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FEW = 16                                                # up to so many queries, the heads of a group are rows of one product
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one sequence's newest tokens. q: [n, H, D]; k, v: [G, m, D], m ≥ n -> [n, H, D]."""
     (n, H, D), (G, m, _) = q.shape, k.shape
-    if n == 1:  # One query sees every key: the R query heads of a group are R rows of one unmasked product.
-        return F.scaled_dot_product_attention(q.view(1, G, H // G, D), k[None], v[None]).view(1, H, D)
-    mask = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    R = H // G
+    if n == 1:                                                                      # one query sees every key
+        return F.scaled_dot_product_attention(q.view(1, G, R, D), k[None], v[None]).view(1, H, D)
+    if n <= FEW and n < m:
+        rows = q.view(n, G, R, D).transpose(0, 1).reshape(1, G, n * R, D)
+        out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=causal(n, m, R, q.dtype, q.device))
+        return out.view(G, n, R, D).transpose(0, 1).reshape(n, H, D)
+    mask = None if n == m else causal(n, m, 1, q.dtype, q.device)
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=n == m, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=4)                                   # all layers of a step ask for the same
+def causal(n: int, m: int, repeats: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores of the last n of m tokens, `repeats` rows for each: [n · repeats, m], 0 where a query sees, else −∞."""
+    unseen = torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
+    return torch.zeros(n, m, dtype=dtype, device=device).masked_fill_(unseen, float("-inf")).repeat_interleave(repeats, 0)
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, mask: Tensor, rows: Tensor | None = None,

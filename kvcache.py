@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kernels import attention
 
+Places = Sequence[Tensor]                             # of one layer after the other
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -112,12 +113,12 @@ class KVCache:
             if not self.fits([(seq, len(tokens))]):
                 raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {len(tokens)} more: "
                                 f"a row holds {self.max_len}; ask for fewer, or make a cache of a larger max_len")
-        spans, at = [], 0
+        spans = []
         for seq, tokens in requests:
-            start, n = self._lengths[seq], len(tokens)
-            spans.append((seq, start, at, n))
-            self._lengths[seq], at = start + n, at + n
-        return Step(self, spans)
+            start = self._lengths[seq]
+            self._lengths[seq] = start + len(tokens)
+            spans.append((start, start + len(tokens), self.keys[:, seq], self.values[:, seq]))
+        return Step(spans, self.device)
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -144,21 +145,27 @@ class KVCache:
 class Step:
     """The new tokens of one forward pass, packed end to end: where they belong, and attention for them."""
 
-    def __init__(self, cache: KVCache, spans: list[tuple[int, int, int, int]]):
-        """spans: of each sequence its row, its length before, its first token in the step, and how many it has there."""
-        self.positions = torch.cat([torch.arange(start, start + n) for _, start, _, n in spans]).to(cache.device)    # [T]
-        # For each sequence: its tokens in the step; then, layer by layer, the places of these, and of all it has by then.
-        self.spans = [(slice(at, at + n), *(store[:, seq, :, first:start + n].unbind() for first in (start, 0) for store in (cache.keys, cache.values)))
-                      for seq, start, at, n in spans]                    # [G, n, D] and [G, start + n, D] for each layer
+    def __init__(self, spans: Sequence[tuple[int, int, Tensor, Tensor]], device: torch.device):
+        """spans: of each sequence its length before and with its new tokens, and its row of keys and of values: [L, G, N, D]."""
+        positions = [torch.arange(start, stop, device=device) for start, stop, _, _ in spans]
+        self.positions = positions[0] if len(spans) == 1 else torch.cat(positions)                          # [T]
+        self.spans, at = [], 0
+        for start, stop, *row in spans:                                  # layer by layer, the places of what is new, and of all there is by then
+            new = [store[:, :, start:stop].transpose(1, 2).unbind() for store in row]                       # [n, G, D]
+            self.spans.append((slice(at, at + stop - start), *new, *(store[:, :, :stop].unbind() for store in row)))     # [G, stop, D]
+            at += stop - start
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        out, k, v = [], k.transpose(0, 1), v.transpose(0, 1)             # [G, T, D]
-        for own, new_k, new_v, all_k, all_v in self.spans:
-            new_k[layer].copy_(k[:, own])
-            new_v[layer].copy_(v[:, own])
-            out.append(attention(q[own], all_k[layer].to(q.dtype), all_v[layer].to(q.dtype)))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        if len(self.spans) == 1:
+            return self._attend(layer, q, k, v, *self.spans[0][1:])
+        return torch.cat([self._attend(layer, q[own], k[own], v[own], *places) for own, *places in self.spans])
+
+    @staticmethod
+    def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, new_k: Places, new_v: Places, all_k: Places, all_v: Places) -> Tensor:
+        new_k[layer].copy_(k)
+        new_v[layer].copy_(v)
+        return attention(q, all_k[layer].to(q.dtype), all_v[layer].to(q.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

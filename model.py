@@ -166,7 +166,8 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, device="meta")
             self.head.weight = self.embed
-        self.register_buffer("frequencies", inverse_frequencies(config).to(device), persistent=False)
+        frequencies = inverse_frequencies(config).to(device)
+        self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)       # [D]
         if seed is not None:
             self._randomize(seed)
 
@@ -193,7 +194,7 @@ class Llama(nn.Module):
                      twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
         checkpoint.audit(cls(config, "meta", seed=None).places(), **rules)          # before any memory is asked for
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device), seed=None)
+        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config)), seed=None)
         checkpoint.fill(model.places(), **rules)
         return model.requires_grad_() if trainable else model.pack()
 
@@ -206,11 +207,12 @@ class Llama(nn.Module):
 
     def pack(self) -> "Llama":
         """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
+        small = is_small(self.config)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.pack()
             elif isinstance(module, Linear):
-                module.pack(keep=module.weight is self.embed)
+                module.pack(keep=module.weight is self.embed, small=small)
         return self
 
     @property
@@ -235,21 +237,27 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
         step = step or Alone(tokens)
-        angles = step.positions[:, None, None].float() * self.frequencies                    # [T, 1, D/2]
+        angles = step.positions[:, None, None] * self.frequencies                            # [T, 1, D], the first half negated
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)             # [T, 1, D]
         x = F.embedding(tokens, self.embed)                                                  # [T, C]
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, partial(step.attend, i))
         return self.head(self.norm(x if rows is None else x[rows]))
 
 
-def default_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype on a GPU; on a CPU without instructions for it, where it is many times slower, float32, and says so."""
+def is_small(config: Config) -> bool:
+    """Whether this model's numbers lie in a core's cache: 4 MB in float32."""
+    return sum(place.numel() for place in Llama(config, "meta", seed=None).places().values()) <= 2**20
+
+
+def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False) -> torch.dtype:
+    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; and where there are no instructions for
+    the checkpoint's, which is then many times slower: and says so."""
     native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-    if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native):
+    if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native and not small):
         return stored
-    warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
+    if not small:
+        warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
     return torch.float32
 
 

@@ -35,10 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocks import Key, Pool
-from kernels import attention, paged_attention
-from kvcache import CACHE_DTYPES, CacheFull, kv_bytes, tokens_that_fit
-
-FEW = 16                                                # texts with at most so many queries go through one padded call
+from kernels import FEW, attention, paged_attention
+from kvcache import CACHE_DTYPES, CacheFull, Step, kv_bytes, tokens_that_fit
 
 @dataclass
 class Text:
@@ -75,6 +73,7 @@ class PagedCache:
         except RuntimeError:                                             # out of memory, whatever the device calls it
             size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None
+        self.rows = [store.flatten(1, 2).transpose(1, 2) for store in (self.keys, self.values)]            # the same, as [L, G, N · S, D]
         self.block_size, self.max_len, self.device, self.prefix_sharing = block_size, longest, torch.device(device), prefix_sharing
         self.pool, self._texts, self._opened = Pool(blocks), dict[int, Text](), 0
 
@@ -126,7 +125,7 @@ class PagedCache:
         """Is there room for n more tokens of each (seq, n)? Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests) and self._blocks_needed(requests) <= self.pool.available
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]]) -> "PagedStep":
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]]) -> "PagedStep | Step":
         """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer.
 
         Raises CacheFull, ValueError or KeyError before anything has changed.
@@ -140,13 +139,16 @@ class PagedCache:
             if self.length(seq) + n > self.max_len:
                 raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {n} more: the limit is {self.max_len}; "
                                 "ask for fewer, or make a cache of a larger max_len")
-        fresh = self.pool.take(self._blocks_needed(sizes))
+        fresh = self.pool.take(self._blocks_needed(sizes))[::-1]
         starts = [(self._texts[seq], self.length(seq)) for seq, _ in requests]
         for (_, tokens), (text, _) in zip(requests, starts):
             self._publish(text)
             self._own_last_block(text, fresh)
             text.tokens += map(int, tokens)
             text.blocks += [fresh.pop() for _ in range(-(-len(text.tokens) // self.block_size) - len(text.blocks))]
+        if len(starts) == 1 and in_order(text.blocks):                  # as in a contiguous cache
+            rows = (store[:, :, text.blocks[0] * self.block_size:] for store in self.rows)
+            return Step([(starts[0][1], len(text.tokens), *rows)], self.device)
         return PagedStep(self, starts)
 
     def _publish(self, text: Text) -> None:
@@ -219,8 +221,8 @@ class PagedCache:
 class PagedStep:
     """The new tokens of one forward pass, packed end to end: their places in the blocks, and attention for them.
 
-    Sequences with few queries go through one call together. A lone one, or one with many, has a call of its own, and where its
-    blocks lie in order, as they do while the pool is fresh, nothing is gathered: its past is a slice.
+    Sequences with few queries go through one call together; one with many has a call of its own. Where its blocks lie in order, as
+    they do while the pool is fresh, nothing is gathered: its past is a slice. (A lone text in order has the step of kvcache.py.)
     """
 
     def __init__(self, cache: PagedCache, starts: list[tuple[Text, int]]):
@@ -231,7 +233,7 @@ class PagedStep:
             stop = len(text.tokens)
             own, alone = slice(at, at + stop - start), len(starts) == 1 or stop - start > FEW
             past = _slots(text.blocks, S, 0, stop, cache.device)
-            if alone and text.blocks == list(range(text.blocks[0], text.blocks[0] + len(text.blocks))):
+            if alone and in_order(text.blocks):
                 past = slice(text.blocks[0] * S, text.blocks[0] * S + stop)
             (self.many if alone else few).append((own, past))
             slots.append(_slots(text.blocks, S, start, stop, cache.device))
@@ -255,6 +257,11 @@ class PagedStep:
         for own, past in self.many:
             out[own] = attention(q[own], *(store[past].transpose(0, 1).to(q.dtype) for store in (keys, values)))
         return out
+
+
+def in_order(blocks: list[int]) -> bool:
+    """Whether each block lies right after the one before."""
+    return all(block == blocks[0] + i for i, block in enumerate(blocks))
 
 
 def _slots(blocks: list[int], S: int, start: int, stop: int, device: torch.device) -> Tensor:

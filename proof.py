@@ -55,13 +55,19 @@ class Walk:
     def __init__(self, scripts: Sequence[Script], group: int = 1):
         self.branches, self.group = [Branch(script) for script in scripts], group
 
-    def __call__(self, seeds: Tensor, positions: Tensor, role: int) -> "WalkingCoin":
+    def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> "WalkingCoin":
         return WalkingCoin([self.branches[seed // self.group] for seed in seeds.tolist()])
 
 
 class WalkingCoin:
-    def __init__(self, branches: Sequence[Branch]):
+    def __init__(self, branches: list[Branch]):
         self.branches = branches
+
+    def __getitem__(self, rows: slice | list[int]) -> "WalkingCoin":
+        return WalkingCoin(self.branches[rows] if isinstance(rows, slice) else [self.branches[row] for row in rows])
+
+    def ahead(self, V: int) -> None:
+        """There is no noise to be made."""
 
     def accept(self, prob: Tensor) -> Tensor:                                               # float[B, k] -> bool[B, k]
         out = torch.zeros(prob.shape, dtype=torch.bool)

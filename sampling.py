@@ -12,7 +12,8 @@ Ties go to the lower index, so that top-k keeps exactly k. Only the largest cand
 
 All randomness goes through a coin with two verbs: `accept(prob)` and `pick(probs)`. `Keyed` is the one used in production. It is
 counter-based: number i of a stream is a hash of (seed, position, role, i), with no state, so a text does not depend on who
-else is in the batch, on how it is cut into steps, or on the device. The hash is SplitMix64 (Steele, Lea & Flood 2014).
+else is in the batch, on how it is cut into steps, or on the device. The hash is SplitMix64 (Steele, Lea & Flood 2014), twice: number
+(seed, position, role) of one stream is where the stream begins whose number i is used.
 `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a draw from p (the Gumbel-max trick, without logarithms of
 p), and two distributions that are close mostly pick the same token from the same noise.
 
@@ -20,6 +21,9 @@ Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is 
 
     B rows, one request each · k drafted tokens · V vocabulary
 """
+from copy import copy
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -103,6 +107,7 @@ def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
 # The coin
 
 TEXT = 0                                    # the role of plain picks, corrections and bonus tokens
+LITTLE = 2**15                              # so many numbers cost less than a look at which of them matter
 
 
 def draft_role(j: int) -> int:
@@ -120,6 +125,7 @@ def _signed(z: int) -> int:
 
 
 GOLDEN, MIX1, MIX2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+SEED, POSITION = _signed(0xD1342543DE82EF95), _signed(0xAF251AF3B0F025B5)     # odd: no two (seed, position, role) of everyday size share a stream
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -129,37 +135,59 @@ def _mix(z: Tensor) -> Tensor:
     return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
 
 
+@lru_cache(maxsize=8)
+def _steps(count: int, device: torch.device) -> Tensor:
+    """How far along their stream its first numbers are: int64[count]."""
+    return torch.arange(1, count + 1, device=device) * GOLDEN
+
+
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]. `pick` draws in the given role; `accept` decides on drafted token j in role accept_role(j).
+    seeds, positions: int64[B]. `pick` draws in the given role, one for all rows or int64[B]; `accept` decides on drafted token j in role
+    accept_role(j). `coin[rows]` is the coin of some rows; `ahead(V)` makes the noise of all of them at once, where that is cheaper.
     """
 
-    def __init__(self, seeds: Tensor, positions: Tensor, role: int = TEXT):
-        self.place = _mix(_mix(seeds + GOLDEN) ^ positions)                                  # int64[B]
-        self.role = role
+    def __init__(self, seeds: Tensor, positions: Tensor, role: int | Tensor = TEXT):
+        self.place = (seeds * SEED + positions * POSITION)[:, None]                          # int64[B, 1]
+        self.role = role[:, None] if isinstance(role, Tensor) else role
+        self.noise: Tensor | None = None                                                     # float64[B, V]
 
-    def _uniform(self, roles: Tensor | int, columns: Tensor) -> Tensor:
-        """52-bit uniforms in [0, 1): float64[B, len(columns)]."""
-        key = _mix(self.place[:, None] ^ roles)
-        return ((_mix(key + (columns + 1) * GOLDEN) >> 12) & (2**52 - 1)).double() * 2.0**-52
+    def __getitem__(self, rows: slice | list[int]) -> "Keyed":
+        part = copy(self)
+        part.place = self.place[rows]
+        part.role = self.role[rows] if isinstance(self.role, Tensor) else self.role
+        part.noise = None if self.noise is None else self.noise[rows]
+        return part
+
+    def ahead(self, V: int) -> None:
+        if self.noise is None and len(self.place) * V <= LITTLE:
+            self.noise = self._exponential(_steps(V, self.place.device))
 
     def accept(self, prob: Tensor) -> Tensor:
         """prob: float[B, k] -> bool[B, k], True with that probability."""
-        roles = 2 * torch.arange(prob.shape[1], device=prob.device) + accept_role(0)
-        return self._uniform(roles, torch.zeros_like(roles)) < prob
+        return self._uniform(torch.arange(accept_role(0), accept_role(prob.shape[1]), 2, device=prob.device)) < prob
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities (one of probability 0 only if all are)."""
-        if probs.device.type != "cpu" or (probs.numel() and probs.amin() > 0):
-            return (probs / self._exponential(torch.arange(probs.shape[1], device=probs.device))).argmax(-1)
+        if self.noise is not None:
+            return (probs / self.noise).argmax(-1)
+        steps = _steps(probs.shape[1], probs.device)
+        if probs.numel() <= LITTLE or probs.device.type != "cpu" or probs.amin() > 0:
+            return (probs / self._exponential(steps)).argmax(-1)
         columns = (probs > 0).any(0).nonzero()[:, 0]                                         # noise only where it can matter
         if len(columns) == 0:
             return torch.zeros(len(probs), dtype=torch.int64)
-        return columns[(probs[:, columns] / self._exponential(columns)).argmax(-1)]
+        return columns[(probs[:, columns] / self._exponential(steps[columns])).argmax(-1)]
 
-    def _exponential(self, columns: Tensor) -> Tensor:
-        return -torch.log(self._uniform(self.role, columns) + 2.0**-53)                      # of a number in (0, 1): above 0, finite
+    def _uniform(self, roles: Tensor | int, steps: Tensor | int = 0) -> Tensor:
+        """52-bit uniforms in [0, 1): float64[B, len(roles)], where the streams of these roles begin, or [B, len(steps)], so far along one."""
+        bits = _mix(self.place ^ roles)
+        bits = bits if isinstance(steps, int) else _mix(bits + steps)
+        return (bits >> 12).bitwise_and_(2**52 - 1).double().mul_(2.0**-52)
+
+    def _exponential(self, steps: Tensor) -> Tensor:
+        return self._uniform(self.role, steps).add_(2.0**-53).log_().neg_()                  # of a number in (0, 1): above 0, finite
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

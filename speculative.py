@@ -42,7 +42,7 @@ from drafters import Drafter, ModelDrafter, Round, pack
 from gamma import Auto, Costs, expected_tokens
 from kvcache import CacheFull
 from request import Request, Settings, Speculation, Taken
-from sampling import TEXT, Keyed, accept_role
+from sampling import Keyed, accept_role
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Decoder:
             drafted, q = self.drafter.propose(round) if any(round.gammas) else round.nothing()
             guesses, drawn = drafted.tolist(), time.perf_counter()
             p = self._read(work, guesses, round)                                            # [B, k+1, V]
-            accepted, token = couple(p, drafted, round.text_coin(p.shape[1])) if self.coupled else verify(p, q, drafted, round.coin(TEXT))
+            accepted, token = couple(p, drafted, round.text_coin()) if self.coupled else verify(p, q, drafted, round.text_coin())
             stood, last, end = accepted.tolist(), token.tolist(), time.perf_counter()
         except BaseException:                                                               # Ctrl-C too: what was promised was not stored
             self._take_back(work, before)
@@ -174,7 +174,8 @@ class Decoder:
         rows = [row for w, end in zip(work, ends) if w.gamma is not None for row in range(end - w.gamma - 1, end)]
         owner = [b for b, gamma in enumerate(round.gammas) for _ in range(gamma + 1)]       # [R], the text of each row
         step = self.cache.extend([(w.request.seq, piece) for w, piece in zip(work, new)])
-        probs = round.probabilities(self.target(tokens, step, rows=torch.tensor(rows, dtype=torch.int64, device=round.device)), owner)
+        wanted = None if len(rows) == len(tokens) else torch.tensor(rows, dtype=torch.int64, device=round.device)
+        probs = round.probabilities(self.target(tokens, step, rows=wanted), owner)
         B, k = len(guesses), max(round.gammas, default=0)
         if len(rows) == B * (k + 1):
             return probs.view(B, k + 1, probs.shape[-1])
@@ -232,7 +233,7 @@ class Decoder:
                 return
             start, w = time.perf_counter(), Work(request, 1, 0)
             round = Round([request], [0], self.vocab, self.target.device, self.target.dtype)
-            int(round.coin(TEXT).pick(self._read([w], [[]], round)[:, 0]))
+            int(round.text_coin().pick(self._read([w], [[]], round)[:, 0]))
             self.costs.saw_pass(1, time.perf_counter() - start)
             self._keep(request, len(request.tokens) - 1)
 
@@ -244,7 +245,7 @@ def slow_motion(p: Tensor, q: Tensor, drafted: Tensor, seed: int) -> None:
     """A round of one row, said aloud. p: [1, k+1, V], q: [1, k, V], drafted: [1, k]."""
     show = lambda probs: " ".join(f"{x:.3f}" for x in probs.tolist())
     seeds = torch.tensor([seed])
-    u = Keyed(seeds, seeds)._uniform(2 * torch.arange(q.shape[1]) + accept_role(0), torch.zeros(q.shape[1], dtype=torch.int64))[0]
+    u = Keyed(seeds, seeds)._uniform(torch.tensor([accept_role(j) for j in range(q.shape[1])]))[0]
     accepted, token = (int(x) for x in verify(p, q, drafted, Keyed(seeds, seeds)))
     for j, x in enumerate(drafted[0].tolist()):
         ratio = (p[0, j, x] / q[0, j, x]).item()

@@ -65,12 +65,14 @@ def test_each_row_has_its_own_settings_seed_and_place():
     probs = together[:2]
     alone = [int(Keyed(torch.tensor([seed]), torch.tensor([at]), draft_role(1)).pick(p[None])) for seed, at, p in zip((6, 4), (3, 1), probs)]
     assert round.draft_coin(1, [2, 0]).pick(probs).tolist() == alone
-    round.coupled = True
+    assert round.text_coin().pick(probs[[0, 0, 0, 0]]).tolist() == [int(Keyed(torch.tensor([seed]), torch.tensor([at]), TEXT).pick(probs[:1]))
+                                                                    for seed, at in zip((4, 5, 6, 7), (1, 2, 3, 4))]
+    round = Round(requests, [1, 1, 1, 0], 5, torch.device("cpu"), coupled=True)
     alone = [int(Keyed(torch.tensor([seed]), torch.tensor([at + 1]), TEXT).pick(p[None])) for seed, at, p in zip((6, 4), (3, 1), probs)]
     assert round.draft_coin(1, [2, 0]).pick(probs).tolist() == alone
     wide = together[:1].expand(8, -1)
     alone = [int(Keyed(torch.tensor([seed]), torch.tensor([at]), TEXT).pick(wide[:1])) for seed, first in zip((4, 5, 6, 7), (1, 2, 3, 4)) for at in (first, first + 1)]
-    assert round.text_coin(2).pick(wide).tolist() == alone
+    assert round.text_coin().pick(wide).tolist() == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

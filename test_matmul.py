@@ -23,19 +23,23 @@ def make(K: int, N: int, bias: bool, dtype: torch.dtype) -> Linear:
 
 @pytest.mark.parametrize("dtype", [*PACKABLE, torch.float64])
 @pytest.mark.parametrize("K, N", SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias, small", [(False, False), (True, False), (False, True), (True, True)])
 @torch.inference_mode()
-def test_packed_and_plain_are_the_same_product(K, N, bias, dtype):
+def test_packed_and_plain_are_the_same_product(K, N, bias, small, dtype):
     linear = make(K, N, bias, dtype)
     W, b = linear.weight.double(), linear.bias.double() if bias else 0
     for pack in (False, True, True):                                 # packing twice is packing once
         if pack:
-            linear.pack()
+            linear.pack(small=small)
         for T in range(21):                                          # of no row, too: a step may ask for no logits
             x = whole(T, K, dtype=dtype)
             y = linear(x)
             assert y.dtype == dtype and y.shape == (T, N) and torch.equal(y.double(), x.double() @ W.T + b)
     assert (linear.packed is not None) == (dtype != torch.float64)
+    assert (linear.light is not None) == (small and dtype == torch.float32)
+    if linear.light is not None:                                     # of a small model, one row takes a way of its own
+        linear.light.zero_()
+        assert torch.equal(linear(whole(1, K, dtype=dtype)).double(), torch.zeros(1, N) + b) and torch.equal(linear(x).double(), x.double() @ W.T + b)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float64, 1e-13)])

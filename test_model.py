@@ -148,6 +148,9 @@ def test_the_default_dtype(monkeypatch):
             assert default_dtype(torch.float16, cpu) == torch.float32 and len(told) == 1
             assert default_dtype(torch.bfloat16, cpu) == (torch.bfloat16 if native else torch.float32) and len(told) == (1 if native else 2)
             assert "float32" in str(told[0].message)
+            told.clear()
+            assert default_dtype(torch.bfloat16, cpu, small=True) == torch.float32 and not told
+            assert default_dtype(torch.bfloat16, gpu, small=True) == torch.bfloat16
 
 
 def test_nothing_is_left_uninitialized(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from kvcache import KVCache
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, own_law
 from pretrained import Model
 from request import Request, Settings
-from sampling import Keyed, accept_role, draft_role, probabilities
+from sampling import TEXT, Keyed, _steps, draft_role, probabilities
 from speculative import Decoder, verify
 
 TARGET, DRAFT = Toy(seed=1), Toy(seed=2)
@@ -253,17 +253,19 @@ def test_verify_never_makes_what_p_cannot_and_survives_a_residual_without_mass()
     assert accepted.tolist() == [0] and token.tolist() == [1]
 
 
-@pytest.mark.parametrize("shared", [None, "accept", "text", "draft"])
-def test_keys_that_are_shared_change_the_law(shared):
-    """One place, 40,000 seeds, production's coin: right as it is; wrong as soon as two roles share a key."""
+@pytest.mark.parametrize("shared", [None, "text and draft", "accept and draft", "accept and text"])
+def test_numbers_that_are_shared_change_the_law(shared):
+    """One place, 40,000 seeds, production's coin: right as it is; wrong as soon as two roles use the same numbers."""
     n = 40_000
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     seeds, at = torch.arange(n), torch.full((n,), 7)
-    drafted = Keyed(seeds, at, {"accept": accept_role(0), "text": 0}.get(shared, draft_role(0))).pick(q.expand(n, -1))
+    drafted = Keyed(seeds, at, TEXT if shared == "text and draft" else draft_role(0)).pick(q.expand(n, -1))
 
     class Coin(Keyed):
         def accept(self, prob):
-            return self._uniform(torch.tensor([0 if shared == "draft" else accept_role(0)]), torch.zeros(1, dtype=torch.int64)) < prob
+            if shared in ("accept and draft", "accept and text"):
+                return self._uniform(draft_role(0) if shared == "accept and draft" else TEXT, _steps(1, prob.device)) < prob
+            return super().accept(prob)
     accepted, token = verify(torch.stack((p, p)).expand(n, -1, -1), q.expand(n, 1, -1), drafted[:, None], Coin(seeds, at))
     out = torch.where(accepted > 0, drafted, token)
     error = (torch.bincount(out, minlength=3) / n - p).abs().max().item()
