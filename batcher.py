@@ -34,15 +34,12 @@ from speculative import Decoder, Work
 
 
 class Batcher:
-    """Makes many texts with one decoder, at most `max_batch` at a time; a step has the decoder's budget of tokens.
+    """Makes many texts with one decoder, at most `max_batch` at a time; a step has the decoder's budget of tokens."""
 
-    static: wait until all that run have ended before the next are let in; the contrast that shows what continuous batching gains.
-    """
-
-    def __init__(self, maker: Decoder, max_batch: int = 16, static: bool = False):
+    def __init__(self, maker: Decoder, max_batch: int = 16):
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
-        self.maker, self.max_batch, self.static = maker, max_batch, static
+        self.maker, self.max_batch = maker, max_batch
         self.waiting, self.running = deque[Request](), list[Request]()               # both with the oldest first
 
     def check(self, request: Request) -> None:
@@ -89,8 +86,7 @@ class Batcher:
         for request in sorted(self.running, key=self._reads):                        # sorting is stable: the oldest first, twice
             if request in self.running:                                              # not put back for an older one
                 self._place(request, work)
-        entering = not (self.static and self.running)
-        while entering and self.waiting and len(self.running) < self.max_batch and self._left(work) > 0 and self._enter(self.waiting[0], work):
+        while self.waiting and len(self.running) < self.max_batch and self._left(work) > 0 and self._enter(self.waiting[0], work):
             pass
         return work
 
@@ -145,9 +141,9 @@ class Batcher:
 # ------------------------------------------------------------------------------------------------------------------------------
 # The demonstration: the places of a batch over the steps, static above continuous.
 
-def timeline(batch: Batcher, requests: list[Request]) -> tuple[list[str], float]:
-    """One row a place, one letter a step: who had it (· nobody). And the seconds that it took."""
-    rows, places, start = [""] * batch.max_batch, dict[Request, int](), time.perf_counter()
+def timeline(batch: Batcher, requests: list[Request], lengths: list[int], first: int = 0) -> list[str]:
+    """One row a place, one letter a step: whose token it made. · for nobody's, or one beyond the `lengths` that were wanted."""
+    rows, places = [""] * batch.max_batch, dict[Request, int]()
     for request in requests:
         batch.add(request)
     while batch.waiting or batch.running:
@@ -155,9 +151,9 @@ def timeline(batch: Batcher, requests: list[Request]) -> tuple[list[str], float]
         for request in [r for r in grown if r not in places]:
             taken = {place for r, place in places.items() if r in grown or not r.finish_reason}
             places[request] = min(set(range(batch.max_batch)) - taken)
-        here = {places[request]: chr(ord("a") + requests.index(request) % 26) for request in grown}
-        rows = [row + here.get(i, "·") for i, row in enumerate(rows)]
-    return rows, time.perf_counter() - start
+        wanted = {places[r]: chr(ord("a") + first + i) for i, (r, length) in enumerate(zip(requests, lengths)) if r in grown and len(r.tokens) - r.prompt <= length}
+        rows = [row + wanted.get(i, "·") for i, row in enumerate(rows)]
+    return rows
 
 
 def main() -> None:
@@ -165,15 +161,25 @@ def main() -> None:
     from pretrained import Model
     from request import Settings
 
-    model = Model.load("tiny")
+    model, places = Model.load("tiny"), 4
     lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]                  # 4 to 48, spread evenly on a logarithmic scale
-    seconds = {}
-    for kind in ("static", "continuous"):
-        batch = Engine(model, None, 1000, 64, max_batch=4, prefix_cache=False).batch
-        batch.static = kind == "static"
-        requests = [Request(model.encode("Once upon a time"), Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
-        rows, seconds[kind] = timeline(batch, requests)
-        print(f"{kind}: {sum(lengths)} tokens in {len(rows[0])} steps; {sum(row.count('·') for row in rows) / (4 * len(rows[0])):.0%} of the places empty")
+    batch, seconds = Engine(model, None, 1000, 64, places, prefix_cache=False).batch, dict[str, float]()
+
+    def requests(lengths: list[int]) -> list[Request]:
+        return [Request(model.encode("Once upon a time"), Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
+
+    def static() -> list[str]:
+        """Four by four, each four for as long as the longest of them."""
+        parts = [(i, lengths[i:i + places]) for i in range(0, len(lengths), places)]
+        drawn = [timeline(batch, requests([max(part)] * places), part, i) for i, part in parts]
+        return ["".join(rows) for rows in zip(*drawn)]
+
+    for name, draw in (("static", static), ("continuous", lambda: timeline(batch, requests(lengths), lengths))):
+        draw()                                                                           # once to warm up
+        start = time.perf_counter()
+        rows = draw()
+        seconds[name] = time.perf_counter() - start
+        print(f"{name}: {sum(lengths)} tokens in {len(rows[0])} steps; {sum(row.count('·') for row in rows) / (places * len(rows[0])):.0%} of the places in vain")
         print("\n".join(f"  {row}" for row in rows))
     print(f"the same texts in {seconds['static']:.2f} s and {seconds['continuous']:.2f} s: {seconds['static'] / seconds['continuous']:.2f} times as fast")
 

@@ -47,19 +47,18 @@ def causal(n: int, m: int, repeats: int, dtype: torch.dtype, device: torch.devic
     return torch.zeros(n, m, dtype=dtype, device=device).masked_fill_(unseen, float("-inf")).repeat_interleave(repeats, 0)
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, mask: Tensor, rows: Tensor | None = None,
-                    place: Tensor | None = None) -> Tensor:
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, mask: Tensor, place: Tensor | None = None) -> Tensor:
     """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
 
     q: [T, H, D]; keys, values: [slots, G, D]; past: int64[B, M], the slots of each sequence's tokens, in order, padded with any of its own;
-    mask: bool[B, 1, n · R, M], what each of a sequence's n queries sees, R = H / G times over. Where not all sequences have n queries,
-    rows: int64[T'] are those meant, and place: int64[T'] says where they go among B · n. -> [T', H, D] (rows None: all T, T = B · n).
+    mask: [B, 1, n · R, M], 0 or −∞, what each of a sequence's n queries sees, R = H / G times over. Where not all sequences have n queries,
+    place: int64[T] says where these are among B · n. -> [T, H, D]
     """
     (_, G, D), (B, M), H = keys.shape, past.shape, q.shape[1]
     R, n = H // G, mask.shape[2] // (H // G)
-    k, v = (store[past].transpose(1, 2).to(q.dtype) for store in (keys, values))                            # [B, G, M, D]
-    if rows is not None:
-        q = q.new_zeros(B * n, H, D).index_copy_(0, place, q[rows])
+    k, v = (store.index_select(0, past.flatten()).view(B, M, G, D).transpose(1, 2).to(q.dtype) for store in (keys, values))      # [B, G, M, D]
+    if place is not None:
+        q = q.new_zeros(B * n, H, D).index_copy_(0, place, q)
     grouped = q.view(B, n, G, R, D).transpose(1, 2).reshape(B, G, n * R, D)                                 # a group's R heads are rows
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view(B, G, n, R, D).transpose(1, 2).reshape(B * n, H, D)
-    return out if rows is None else out[place]
+    return out if place is None else out[place]

@@ -28,10 +28,11 @@ Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAtt
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blocks import Key, Pool
@@ -227,20 +228,24 @@ class PagedStep:
 
     def __init__(self, cache: PagedCache, starts: list[tuple[Text, int]]):
         """starts: of each sequence of the step, the text (with its new tokens) and its length before."""
-        self.cache, S, at, few, self.many = cache, cache.block_size, 0, [], []
-        slots, positions = [], []
-        for text, start in starts:
-            stop = len(text.tokens)
-            own, alone = slice(at, at + stop - start), len(starts) == 1 or stop - start > FEW
-            past = _slots(text.blocks, S, 0, stop, cache.device)
-            if alone and in_order(text.blocks):
-                past = slice(text.blocks[0] * S, text.blocks[0] * S + stop)
-            (self.many if alone else few).append((own, past))
-            slots.append(_slots(text.blocks, S, start, stop, cache.device))
-            positions.append(torch.arange(start, stop, device=cache.device))
-            at = own.stop
-        self.positions, self.slots = torch.cat(positions), torch.cat(slots)                                 # [T]
-        self.few, self.mask = _padded(few) if few else None, None
+        S, device, most = cache.block_size, cache.device, max(len(text.blocks) for text, _ in starts)
+        self.cache, tensor = cache, partial(torch.tensor, dtype=torch.int64, device=device)
+        lengths, counts = [len(text.tokens) for text, _ in starts], [len(text.tokens) - start for text, start in starts]
+        tables = tensor([text.blocks + text.blocks[:1] * (most - len(text.blocks)) for text, _ in starts])                  # [B, most]
+        owner = tensor([b for b, n in enumerate(counts) for _ in range(n)])                                                 # [T]
+        self.positions = tensor([position for (_, start), length in zip(starts, lengths) for position in range(start, length)])
+        self.slots = tables[owner, self.positions // S] * S + self.positions % S                                            # [T]
+        few = [b for b, n in enumerate(counts) if n <= FEW]
+        self.few, self.mask, self.many = None, None, []
+        if few:
+            whole = len(few) == len(starts)
+            self.few = gather_plan(tables if whole else tables[few], S, [lengths[b] for b in few], [counts[b] for b in few], None if whole else
+                                   tensor([i for i, b in enumerate(owner.tolist()) if counts[b] <= FEW]))
+        for b, (end, n) in enumerate(zip(accumulate(counts), counts)):
+            if n > FEW:
+                blocks, every = starts[b][0].blocks, torch.arange(lengths[b], device=device)
+                past = slice(blocks[0] * S, blocks[0] * S + lengths[b]) if in_order(blocks) else tables[b, every // S] * S + every % S
+                self.many.append((slice(end - n, end), past))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
@@ -248,12 +253,12 @@ class PagedStep:
         keys.index_copy_(0, self.slots, k.to(keys.dtype))
         values.index_copy_(0, self.slots, v.to(values.dtype))
         if self.few is not None and self.mask is None:
-            self.mask = self.few.seen.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, None]               # [B, 1, n · R, M]
-        if not self.many and self.few.whole:
-            return paged_attention(q, keys, values, self.few.past, self.mask)
+            self.mask = self.few.unseen.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, None]                 # [B, 1, n · R, M]
+        if self.few is not None and not self.many:
+            return paged_attention(q, keys, values, self.few.past, self.mask, self.few.place)
         out = torch.empty_like(q)
         if self.few is not None:
-            out[self.few.rows] = paged_attention(q, keys, values, self.few.past, self.mask, self.few.rows, self.few.place)
+            out[self.few.rows] = paged_attention(q[self.few.rows], keys, values, self.few.past, self.mask, self.few.place)
         for own, past in self.many:
             out[own] = attention(q[own], *(store[past].transpose(0, 1).to(q.dtype) for store in (keys, values)))
         return out
@@ -264,31 +269,25 @@ def in_order(blocks: list[int]) -> bool:
     return all(block == blocks[0] + i for i, block in enumerate(blocks))
 
 
-def _slots(blocks: list[int], S: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Where tokens start … stop − 1 of a text lie: int64[stop − start]."""
-    first = start // S
-    table = torch.tensor(blocks[first:-(-stop // S)], device=device)
-    return (table[:, None] * S + torch.arange(S, device=device)).flatten()[start - first * S:stop - first * S]
-
-
 class Few(NamedTuple):
-    """Sequences of a step with a few queries each, padded to the longest. `whole`: nothing was padded with queries."""
+    """Sequences of a step with a few queries each, padded to the most."""
     past: Tensor                                        # int64[B, M], the slots of each one's tokens, then its first over and over
-    seen: Tensor                                        # bool[B, n, M], what each query sees
-    rows: Tensor                                        # int64[T'], the queries in the step
-    place: Tensor                                       # int64[T'], where they are among B · n
-    whole: bool
+    unseen: Tensor                                      # float32[B, n, M], 0 where a query sees a key, else −∞
+    place: Tensor | None                                # int64[T'], where the queries are among B · n; None: everywhere
+    rows: Tensor | None                                 # int64[T'], where they are in the step; None: it has no others
 
 
-def _padded(few: list[tuple[slice, Tensor]]) -> Few:
-    lengths = torch.tensor([len(past) for _, past in few])
-    counts = torch.tensor([own.stop - own.start for own, _ in few])
-    M, n = int(lengths.max()), int(counts.max())
-    past = torch.stack([F.pad(past, (0, M - len(past)), value=int(past[0])) for _, past in few])
-    place = torch.cat([torch.arange(own.stop - own.start) + b * n for b, (own, _) in enumerate(few)])
-    last = (lengths - counts)[:, None] + torch.arange(n)                                                    # [B, n], the last key seen
-    rows = torch.cat([torch.arange(own.start, own.stop) for own, _ in few])
-    return Few(past, *(part.to(past.device) for part in (torch.arange(M) <= last[:, :, None], rows, place)), len(place) == len(few) * n)
+def gather_plan(tables: Tensor, S: int, lengths: list[int], counts: list[int], rows: Tensor | None) -> Few:
+    """tables: int64[B, most], blocks; lengths and counts: of each sequence, its tokens, and how many of them are new."""
+    n, device = max(counts), tables.device
+    every = torch.arange(max(lengths), device=device)                                                       # [M]
+    length, count = torch.tensor([lengths, counts], device=device)[:, :, None]                              # [B, 1]
+    past = torch.where(every < length, tables[:, every // S] * S + every % S, tables[:, :1] * S)
+    last = length - count + torch.arange(n, device=device)                                                  # [B, n], the last key seen
+    unseen = torch.zeros(len(tables), n, len(every), device=device).masked_fill_(every > last[:, :, None], float("-inf"))
+    ragged = any(own != n for own in counts)
+    place = torch.tensor([b * n + j for b, own in enumerate(counts) for j in range(own)], device=device) if ragged else None
+    return Few(past, unseen, place, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -4,14 +4,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher import Batcher
+from batcher import Batcher, timeline
 from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, NgramDrafter
+from engine import Engine
 from model import Llama
 from paged import PagedCache
+from pretrained import Model
 from proof import Toy, Walk, distance, enumerate_law, own_law
 from request import Request, Settings
+from sampling import Keyed, probabilities
 from speculative import Decoder
 
 V = 259
@@ -96,6 +99,28 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         assert batch.maker.cache.check()[2] == 0                                         # nobody has a block
 
 
+def test_in_float32_texts_part_only_at_near_ties():
+    """The embedded model, fixed prompts, a pool that makes texts give way: greedy, sampled, and coupled with drafts."""
+    model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
+    prompts = [model.encode(text) for text in ("Once upon a time", "Once upon a time, there was a little dog", "Lily saw", "One day, Tom", "Mom said")]
+    for temperature, drafter in ((0.0, None), (1.0, None), (1.0, draft)):
+        texts = {}
+        for together in (5, 1):
+            engine = Engine(model, drafter, 0, 60, together, coupled=True, kv_memory=9 * 16 * (model.llama.cache(1).bytes + draft.llama.cache(1).bytes))
+            requests = [Request(tokens, Settings(temperature, seed=i, max_tokens=40), model.ends) for i, tokens in enumerate(prompts)]
+            list(engine.batch.run(requests))
+            texts[together] = requests
+        assert sum(r.preempted for r in texts[5]) > 0
+        for a, b in zip(texts[5], texts[1]):
+            if a.tokens != b.tokens:
+                at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y)
+                probs = probabilities(model.llama(torch.tensor(a.tokens[:at]), rows=slice(-1, None)), temperature)
+                coin = Keyed(torch.tensor([a.settings.seed]), torch.tensor([at]))
+                coin.ahead(probs.shape[1])
+                best = (probs / coin.noise)[0].topk(2).values
+                assert temperature and best[1] / best[0] > 1 - 1e-4, "the two best scores are no near-tie"
+
+
 # ---- The law, through the batcher
 
 @pytest.mark.parametrize("sharing", [False, True])
@@ -124,8 +149,8 @@ def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing):
 
 # ---- Who runs when
 
-def batcher(blocks: int = 40, size: int = 4, max_batch: int = 4, budget: int = 32, static: bool = False, sharing: bool = True) -> Batcher:
-    return Batcher(Decoder(TARGET, paged(TARGET, blocks, size, sharing), V, budget=budget), max_batch, static)
+def batcher(blocks: int = 40, size: int = 4, max_batch: int = 4, budget: int = 32, sharing: bool = True) -> Batcher:
+    return Batcher(Decoder(TARGET, paged(TARGET, blocks, size, sharing), V, budget=budget), max_batch)
 
 
 def request(prompt: int, count: int, seed: int = 0) -> Request:
@@ -144,18 +169,20 @@ def test_decoding_never_stops_for_a_long_prompt():
     assert set(batch.step()) == {writer, reader}
 
 
-def test_a_place_is_taken_at_once_in_a_continuous_batch_and_never_in_a_static_one():
-    lengths, steps = [2, 12, 3, 3, 12, 2], {}
-    for static in (False, True):
-        batch, requests = batcher(max_batch=2, static=static), [request(4, n, i) for i, n in enumerate(lengths)]
-        for r in requests:
-            batch.add(r)
-        together = []
-        while batch.waiting or batch.running:
-            together.append(len(batch.step()))
-        steps[static] = len(together)
-        assert sum(together) == sum(lengths) and [len(r.tokens) - 4 for r in requests] == lengths
-    assert steps[True] == 12 + 3 + 12 and steps[False] == 20
+def test_a_place_is_taken_at_once():
+    lengths = [2, 12, 3, 3, 12, 2]
+    batch, requests, together = batcher(max_batch=2), [request(4, n, i) for i, n in enumerate(lengths)], []
+    for r in requests:
+        batch.add(r)
+    while batch.waiting or batch.running:
+        together.append(len(batch.step()))
+    assert [len(r.tokens) - 4 for r in requests] == lengths
+    assert together == [2] * 14 + [1] * 6                                                # two by two it would be 12 + 3 + 12 steps
+
+
+def test_the_timeline_shows_who_had_which_place_and_what_was_in_vain():
+    requests = [request(4, n, i) for i, n in enumerate([3, 1, 2])]
+    assert timeline(batcher(max_batch=2), requests, [3, 1, 1], first=1) == ["bbb", "cd·"]
 
 
 def test_first_come_first_served():

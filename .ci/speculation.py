@@ -2,7 +2,8 @@
 
     python .ci/speculation.py SMOLLM2 PROMPTS           (a folder with a model; JSONL whose lines have "turns")
 
-Speeds are ratios between texts made in turns in one run. The machine is shared: a limit that is missed is measured once more.
+Speeds are ratios between texts made in turns in one run. The machine is shared: what is not reached is measured once more, and then a
+lower limit counts.
 """
 import json
 import sys
@@ -94,10 +95,10 @@ def main(folder: str, prompts: str) -> int:
     model, draft = Model.load("tiny", "cpu"), Model.load("tiny-draft", "cpu")
     for gamma in (2, 3):
         gain, share, alpha = attempt(lambda: speed(model, draft, gamma), lambda got: got[0] > 1.3 and got[1] > 0.85)
-        require(gain > 1.0 and share > 0.8, f"tiny with tiny-draft, temperature 1, γ = {gamma}: {gain:.2f} times plain decoding, acceptance {alpha:.2f}, "
+        require(gain > 1.15 and share > 0.8, f"tiny with tiny-draft, temperature 1, γ = {gamma}: {gain:.2f} times plain decoding, acceptance {alpha:.2f}, "
                 f"{share:.2f} of the formula")
     gain, _, alpha = attempt(lambda: speed(model, draft, None), lambda got: got[0] > 1.3)
-    require(gain > 1.0, f"with γ by the clock: {gain:.2f} times plain decoding")
+    require(gain > 1.1, f"with γ by the clock: {gain:.2f} times plain decoding")
     useless = Model(Llama(replace(draft.llama.config), dtype=draft.llama.dtype, seed=1).pack(), draft.tokenizer, draft.recommended)
     gain, _, alpha = attempt(lambda: speed(model, useless, None, 512), lambda got: got[0] > 0.95)
     require(gain > 0.9, f"with a draft of random weights and γ by the clock, 512 tokens: {gain:.3f} of plain decoding, acceptance {alpha:.2f}")
