@@ -11,7 +11,7 @@ every text that is being written. So nobody who is reading a long prompt holds u
 
     step:  schedule · run · finish
 
-  - First come, first served. Texts that write go before texts that read; among each, the oldest first.
+  - First come, first served: the oldest take of the budget first. A text is let in when all before it write, so only the last can be reading.
   - Where the cache has no room for a step, the youngest text is put back in front of the queue, and gives up all its places in the
     caches. It is read again later, from its own tokens, and goes on exactly as it would have: its numbers are drawn by its seed and
     the place in its text (sampling.py), and no other text has a part in them.
@@ -81,9 +81,9 @@ class Batcher:
             self._leave(request)
 
     def schedule(self) -> list[Work]:
-        """What to do in this step: those that write, those that read, those that are let in."""
+        """What to do in this step: those that run, the oldest first; then those that are let in."""
         work: list[Work] = []
-        for request in sorted(self.running, key=self._reads):                        # sorting is stable: the oldest first, twice
+        for request in list(self.running):
             if request in self.running:                                              # not put back for an older one
                 self._place(request, work)
         while self.waiting and len(self.running) < self.max_batch and self._left(work) > 0 and self._enter(self.waiting[0], work):
@@ -103,7 +103,6 @@ class Batcher:
         while planned and not self.maker.fits([*work, planned]):
             youngest = self.running[-1]
             self._put_back(youngest)
-            work[:] = [w for w in work if w.request is not youngest]
             if youngest is request:
                 return
         if planned:

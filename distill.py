@@ -12,23 +12,22 @@ The same loop does all there is to do here; it differs in where the student star
     distill.py --target NAME --data FILE... --out DIR                   a new draft learns from a target
     distill.py --target NAME --alone ...                                the control: the same draft learns from the text alone
     distill.py --from-scratch --data FILE... --out DIR                  a model, and its vocabulary (bpe.py), from text
-    distill.py --from NAME --kv-heads N --data FILE... --out DIR        fewer K/V heads: the mean of each group, then trained on
+    distill.py --from NAME --kv-heads N --data FILE... --out DIR        fewer K/V heads (gqa.py): merged, then trained on
 
 and with no flags at all a draft for the embedded model learns from 400 texts that this model tells.
 
   - Train at the length that will be used. Positions it never saw are foreign to a model: a draft trained on 256 tokens was accepted with
     0.68 up to there, and with 0.35 at 512 (measured on the pair in this repository).
-  - Merging heads (Ainslie et al. 2023): attention stays what it was only if the heads of a group were equal; training on repairs it.
   - The rate (of muon.py) is constant, then falls to zero over the last `--decay` of the steps.
   - Step i depends on the weights and i alone (stories.py), so a run that was killed goes on from its checkpoint exactly as if it
     had not been. α is measured on what is held out: every tenth story.
 
 Not covered: several GPUs, texts that do not fit in memory.
 
-Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023, DistillSpec (2310.08461); Ainslie et al. 2023, GQA (2305.13245);
-Eldan & Li 2023, TinyStories (2305.07759).
+Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023, DistillSpec (2310.08461); Eldan & Li 2023,
+TinyStories (2305.07759).
 
-    B sequences of a step · N tokens of each · T = B · N · V vocabulary · H, G, D query heads, key/value heads, head size
+    B sequences of a step · N tokens of each · T = B · N · V vocabulary · H, G, D query heads, K/V heads, head size
 """
 import argparse
 import json
@@ -38,7 +37,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from torch import Tensor
 
 import bpe
 from config import Config
-from kvcache import kv_bytes
+from gqa import cache_bytes, merge_heads
 from model import Llama
 from muon import Optimizer, has_bfloat16
 from stories import Text, hold_out, read_stories
@@ -221,23 +220,6 @@ def new_model(config: Config, seed: int) -> Llama:
     return llama
 
 
-@torch.no_grad()
-def merge_heads(llama: Llama, kv_heads: int) -> Llama:
-    """The same model with fewer key/value heads, each the mean of the group that it stands for."""
-    config = llama.config
-    G, D = config.num_key_value_heads, config.head_dim
-    if kv_heads < 1 or G % kv_heads:
-        raise ValueError(f"--kv-heads {kv_heads}: the model's {G} key/value heads can only be merged into a divisor of {G}")
-    merged = Llama(replace(config, num_key_value_heads=kv_heads), llama.device, llama.dtype, seed=None)
-    sources = llama.places()
-    for name, place in merged.places().items():
-        source = sources[name]
-        if ".k_proj." in name or ".v_proj." in name:                                        # [G · D, C], or a bias [G · D]
-            source = source.view(kv_heads, G // kv_heads, D, *source.shape[1:]).mean(1).flatten(0, 1)
-        place.copy_(source)
-    return merged
-
-
 def save_model(llama: Llama, folder: Path, temperature: float = 0.7) -> None:
     """A model folder, in bfloat16."""
     tensors = {name: place.detach().to(torch.bfloat16).contiguous() for name, place in llama.places().items()}
@@ -284,10 +266,9 @@ def beginning(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: Te
     if args.kv_heads:
         config, length = student.config, student.config.max_position_embeddings
         show(f"before the merge ({config.num_key_value_heads} key/value heads)", measure(student, held))
+        before = cache_bytes(student, length)
         student = merge_heads(student, args.kv_heads)
-        before, after = (kv_bytes(config.num_hidden_layers, heads, config.head_dim, length, torch.bfloat16)
-                         for heads in (config.num_key_value_heads, args.kv_heads))
-        print(f"cache of {length} tokens in bfloat16: {before:,} bytes with {config.num_key_value_heads} heads, {after:,} with {args.kv_heads}")
+        print(f"cache of {length} tokens in bfloat16: {before:,} bytes with {config.num_key_value_heads} heads, {cache_bytes(student, length):,} with {args.kv_heads}")
     return student
 
 

@@ -1,4 +1,4 @@
-"""Learning: α and KL, heads merged, steps that resume exactly, the command line, and the pair in this repository."""
+"""Learning: α and KL, steps that resume exactly, the command line, and the pair in this repository."""
 import json
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ import bpe
 import distill
 from config import Config
 from conftest import SMALL, write_model
-from distill import Batch, Recipe, Training, acceptance, divergence, measure, merge_heads, new_model, tell
+from distill import Batch, Recipe, Training, acceptance, divergence, measure, new_model, tell
 from model import Llama
 from stories import Text
 from tokenizer import Tokenizer
@@ -150,30 +150,6 @@ def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_ch
     with pytest.raises(ValueError, match="no whole checkpoint"):
         training().resume(tmp_path / "state")
     assert all(torch.equal(place, before[name]) for name, place in weights(other.student).items())
-
-
-# ---- Heads merged --------------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: int) -> None:
-    config = replace(CONFIG, num_key_value_heads=4, attention_bias=True)
-    llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
-    merged = merge_heads(llama, kv_heads)
-    source, place = (m.places()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
-    expected = torch.stack([sum(source[(g * (4 // kv_heads) + i) * D:][:D] for i in range(4 // kv_heads)) / (4 // kv_heads) for g in range(kv_heads)])
-    torch.testing.assert_close(place.view(kv_heads, D, C), expected)
-    with torch.no_grad():
-        for name, place in llama.places().items():
-            if ".k_proj." in name or ".v_proj." in name:
-                heads = place.view(kv_heads, 4 // kv_heads, D, -1)
-                heads.copy_(heads[:, :1].expand_as(heads))
-    tokens = torch.arange(30)
-    torch.testing.assert_close(merge_heads(llama, kv_heads)(tokens), llama(tokens), atol=1e-6, rtol=1e-6)
-
-
-def test_heads_merge_only_into_a_divisor() -> None:
-    with pytest.raises(ValueError, match="divisor of 2"):
-        merge_heads(new_model(CONFIG, 1), 3)
 
 
 # ---- The command line ----------------------------------------------------------------------------------------------------------

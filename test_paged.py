@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from config import Config
 from conftest import SMALL
 from kernels import attention
-from kvcache import CacheFull, KVCache
+from kvcache import CacheFull, KVCache, Step
 from model import Llama
-from paged import PagedCache, blocks_that_fit
+from paged import PagedCache, PagedStep, blocks_that_fit
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 
@@ -311,6 +311,51 @@ def test_the_same_texts_take_fewer_bytes_than_reserved_rows():
     seqs = [cache.open([i] * 20)[0] for i in range(8)]
     cache.extend([(seq, [i] * 20) for i, seq in enumerate(seqs)])
     assert cache.bytes * 3 == contiguous.bytes and cache.waste() == pytest.approx(1 - 20 / 32)
+
+
+def filled(sharing: bool = True) -> PagedCache:
+    return PagedCache(1, 1, 1, 20, 3, dtype=torch.float64, prefix_sharing=sharing)
+
+
+def test_a_block_that_is_written_anew_is_no_longer_found_by_what_it_held():
+    cache = filled()
+    seq, _ = cache.open(())
+    cache.extend([(seq, [0] * 6)])
+    cache.extend([(seq, [0])])                                                       # publishes the two that are full
+    assert cache.open([0] * 8)[1] == 6
+    cache = filled()
+    seq, _ = cache.open(())
+    cache.extend([(seq, [0] * 6)])
+    cache.extend([(seq, [0])])
+    cache.truncate(seq, 4)
+    cache.extend([(seq, [1, 1, 1])])
+    assert cache.open([0] * 8)[1] == 3 and cache.open([0, 0, 0, 0, 1, 1, 1])[1] == 3  # the second: published only when it is extended again
+
+
+def test_what_comes_after_a_rewritten_block_has_another_identity():
+    """A twin keeps the old beginning alive: the new end must not be found behind it."""
+    cache = filled()
+    a, _ = cache.open(())
+    cache.extend([(a, [0] * 7)])
+    b = cache.fork(a)
+    cache.extend([(a, [0]), ])
+    cache.truncate(a, 1)
+    cache.extend([(a, [1, 1, 0, 0, 0, 5, 5, 5])])
+    cache.extend([(a, [5])])
+    cache.extend([(b, [0])])
+    assert cache.open([0] * 6 + [5] * 4)[1] == 6 and cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_a_lone_text_in_order_is_a_row_of_a_contiguous_cache(sharing):
+    cache = filled(sharing)
+    seq, _ = cache.open(())
+    for count in (10, 1, 5):
+        assert type(cache.extend([(seq, [1] * count)])) is Step
+    other, _ = cache.open((9,))
+    assert type(cache.extend([(seq, [1]), (other, [9])])) is PagedStep
+    cache.extend([(seq, [1] * 6)])
+    assert type(cache.extend([(seq, [1])])) is PagedStep and type(cache.extend([(other, [9])])) is Step
 
 
 def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
