@@ -207,6 +207,35 @@ def test_the_youngest_makes_room_and_goes_on_later():
     assert [r.tokens[10:] for r in requests] == [alone(r, "none", False) for r in requests]
 
 
+def test_who_had_to_make_room_comes_before_those_who_wait_and_was_let_in_once():
+    batch, requests, times, order = batcher(blocks=8, size=4, max_batch=2, sharing=False), [request(10, 14, i) for i in range(3)], {}, []
+    for r in requests:
+        batch.add(r)
+    while batch.waiting or batch.running:
+        order += [r for r in batch.step() if r.finish_reason]
+        times |= {r: r.started for r in batch.running if r not in times}
+    assert requests[1].preempted and order == requests
+    assert {r: r.started for r in requests} == times                                     # the first time counts: that is how long it queued
+
+
+def test_a_text_is_let_in_only_if_there_is_room_for_all_of_it():
+    """Else it would read a chunk, and have to make room before it ever wrote."""
+    batch, first, second = batcher(blocks=10, size=4, budget=8), request(4, 12, 1), request(26, 4, 2)
+    batch.add(first)
+    for _ in range(5):                                                                   # it has 8 tokens by then, in 2 blocks of 10
+        batch.step()
+    batch.add(second)                                                                    # 26 tokens need 7: there is room, and it reads
+    batch.step()
+    assert second.started
+    batch.cancel(second)
+    third = request(36, 2, 3)                                                            # 9 blocks: it must wait
+    batch.add(third)
+    batch.step()
+    assert not third.started and batch.running == [first]
+    list(batch.run())
+    assert third.preempted == 0 and len(third.tokens) == 38
+
+
 def test_what_can_never_fit_is_refused_and_the_others_go_on():
     batch, fits = batcher(blocks=5, size=4), request(10, 11)
     with pytest.raises(ValueError, match="a prompt of 10 tokens and 12 to be made need a cache of 21 tokens, and it has 20"):
