@@ -214,6 +214,7 @@ def test_who_had_to_make_room_comes_before_those_who_wait_and_was_let_in_once():
     while batch.waiting or batch.running:
         order += [r for r in batch.step() if r.finish_reason]
         times |= {r: r.started for r in batch.running if r not in times}
+        assert [*batch.running, *batch.waiting] == [r for r in requests if not r.finish_reason]      # in the order in which they came
     assert requests[1].preempted and order == requests
     assert {r: r.started for r in requests} == times                                     # the first time counts: that is how long it queued
 
