@@ -10,10 +10,10 @@ p · θ^(−2i/D). To read longer texts than it was trained on, a model turns mo
     llama3   pairs that turn less than low_freq_factor times over the original context by `factor`, those that turn more than
              high_freq_factor times not at all, and between them in proportion (Llama 3.1)
 
-Invariant: `Config.from_dict(config.to_dict()) == config`.
+Invariant: `Config.from_dict(config.to_dict()) == config`, and a quantized model's recipe (quant.py) is part of it.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,33 @@ import torch
 from torch import Tensor
 
 from vocabulary import read_json
+
+QUANT_METHOD = "quant.py"                                                   # in config.json, so that nobody takes our folders for theirs
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model's weights are stored (quant.py): `quantization_config` of its config.json."""
+    bits: int                                                               # of the layers: 8 or 4
+    group: int = 128                                                        # numbers that share a scale where there are 4 bits
+    head_bits: int = 8                                                      # of embedding and head; 16: as they were
+    method: str = "rtn"                                                     # how the integers were found: this changes nothing here
+
+    def __post_init__(self) -> None:
+        known = dict(bits=(8, 4), group=(32, 64, 128), head_bits=(16, 8, 4), method=("rtn", "gptq", "awq"))
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values or isinstance(value, bool):
+                raise ValueError(f"quantization: {name} is {value!r}; it must be {', '.join(map(str, values[:-1]))} or {values[-1]}")
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Quantization | None":
+        """What a config.json asks for, if it is one of ours. Other projects' formats are refused: ValueError."""
+        if data is None:
+            return None
+        names = cls.__dataclass_fields__.keys()
+        if not isinstance(data, dict) or data.get("quant_method") != QUANT_METHOD or data.keys() != {"quant_method", *names}:
+            raise ValueError(f"quantization_config is {data!r}, which is not supported; only {QUANT_METHOD}'s, with {', '.join(names)} "
+                             "(python quant.py makes such a folder from one in 16 or 32 bits)")
+        return cls(**{name: data[name] for name in names})
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Config:
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -73,13 +101,21 @@ class Config:
                    head_dim=_positive(data, "head_dim", sizes["hidden_size"] // heads),
                    rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
                    tie_word_embeddings=_flag(data, "tie_word_embeddings"), attention_bias=_flag(data, "attention_bias"),
-                   mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=end_tokens(data))
+                   mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=end_tokens(data),
+                   quantization=Quantization.from_dict(data.get("quantization_config")))
 
     def to_dict(self) -> dict[str, Any]:
         """The config.json of this model, as transformers reads it too."""
-        names = [f for f in self.__dataclass_fields__ if f != "eos_token_ids"]
-        return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **{f: getattr(self, f) for f in names},
+        names = [f for f in self.__dataclass_fields__ if f not in ("eos_token_ids", "quantization")]
+        how = {} if self.quantization is None else {"quantization_config": {"quant_method": QUANT_METHOD, **asdict(self.quantization)}}
+        return how | dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **{f: getattr(self, f) for f in names},
                     eos_token_id=list(self.eos_token_ids) if len(self.eos_token_ids) > 1 else next(iter(self.eos_token_ids), None))
+
+    def quantized(self, how: Quantization) -> "Config":
+        """The same model with quantized weights. ValueError if they are already."""
+        if self.quantization is not None:
+            raise ValueError(f"the weights have {self.quantization.bits} bits already: quantize the folder that they were made from")
+        return replace(self, quantization=how)
 
 
 def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
@@ -96,7 +132,6 @@ def _refuse_unknown(data: dict[str, Any]) -> None:
     asks = [("model_type", data.get("model_type"), ("llama",)),
             ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
             ("partial_rotary_factor", data.get("partial_rotary_factor"), (None, 1, 1.0)),
-            ("quantization_config", data.get("quantization_config"), (None,)),
             ("architectures", data.get("architectures"), (None, [], ["LlamaForCausalLM"]))]
     for key, value, known in asks:
         if value not in known:

@@ -44,19 +44,20 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
              top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, seed: int | None = None,
              max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), system: str | None = None, chat: bool | None = None,
              max_len: int | None = None, use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None,
-             draft: Draft = None, gamma: int | None = None, verify: str = "exact", device: str | None = None,
+             draft: Draft = None, gamma: int | None = None, verify: str = "exact", bits: int = 16, device: str | None = None,
              dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
     """Continue or answer `prompt` (a text, or chat messages) and return the result as `--json` prints it.
 
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, or "ngram". Settings
     left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
     as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
-    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. show: called with the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
+    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. show: called with
+    the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
     """
     if verify not in ("exact", "coupled"):
         raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
     settings = Settings(temperature, top_k, top_p, min_p, seed, max_tokens, tuple([stop] if isinstance(stop, str) else stop), gamma)
-    model = target if isinstance(target, Model) else Model.load(target, device, dtype)
+    model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
     tokens = model.encode(prompt, system, chat)
     length = model.room(len(tokens), max_tokens, max_len)
     request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
@@ -123,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
                    "(default: what the texts in flight can need, up to 0.8)")
     p.add_argument("--no-prefix-cache", action="store_true", help="read every prompt from its beginning, also where another began alike")
     p.add_argument("--no-cache", action="store_true", help="recompute everything for each token, to feel the difference")
+    p.add_argument("--bits", type=int, choices=[16, 8, 4], default=16, help="round the target's weights to 8 or 4 bits as they are loaded (quant.py does it with care)")
     p.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     p.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="compute in this type (default: the checkpoint's)")
     p.add_argument("--color", action="store_true", help="show whose each token is: drafted and accepted, corrected, or the bonus after a full round")
@@ -145,7 +147,7 @@ def check_device(name: str | None) -> str | None:
 
 def load(args: argparse.Namespace) -> tuple[Model, Draft]:
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = Model.load(args.target, check_device(args.device), dtype)
+    model = Model.load(args.target, check_device(args.device), dtype, args.bits)
     return model, load_draft(args.draft, model, dtype)
 
 

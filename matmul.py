@@ -11,17 +11,29 @@ does that once, when a model is loaded: oneDNN's blocked order replaces the plai
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
 
-Not covered: training, float64 (which is for proofs) and float16 use the plain order.
+With weights of 8 bits there is a quarter to read. `QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two
+digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do four times as fast as floats, and
 
-    T rows (tokens of a step) · K in_features · N out_features
+    x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
+
+All sums are exact, so a row's result does not depend on the rows beside it, to the bit. Weights of 4 bits become numbers a tile of
+rows at a time, for the library's product: they are for memory. So is all of this on a GPU, and in float64.
+
+Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
+
+Not covered: training; float64 (which is for proofs) and float16 use the plain order.
+
+    T rows (tokens of a step) · K in_features · N out_features · B base of the digits
 """
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quant import Quantized, dequantize
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of PyTorch has oneDNN's packed product for such a weight."""
@@ -51,6 +63,14 @@ class Linear(nn.Module):
             return F.linear(x, self.light, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint has of this product: all have N rows."""
+        return {kind: whole for kind, whole in (("weight", self.weight), ("bias", self.bias)) if whole is not None}
+
+    def path(self, rows: int) -> str:
+        """The product that a step of so many rows takes."""
+        return "plain" if self.packed is None else "packed"
+
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
         """Put the weight in the order of the CPU's product and let the plain one go (`keep`: not, an embedding uses it too)."""
@@ -61,6 +81,143 @@ class Linear(nn.Module):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 4)
             if not keep:
                 self.weight = None
+
+
+# ---- Quantized weights ----------------------------------------------------------------------------------------------------------
+
+def digits(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x: float32[T, K] in whole steps, each written with two digits of 8 or 7 bits: uint8[2 T, K], the low ones first; and max|x|: [T, 1].
+
+    x ≈ max|x| / most · (low − B/2 + B · (high − B/2)): both digits count from the middle, so that one zero point serves both. In a
+    row of zeros the digits are anything, and max|x| is 0. Few operations: in a step of one row each costs a tenth of a small product.
+    """
+    (T, K), base = x.shape, 1 << bits
+    largest = x.abs().amax(1, keepdim=True)                                      # [T, 1]
+    middle = constant(2.0**23 + base // 2 * (base + 1))                          # beyond 2^23 a float32's last bits are a whole number
+    whole = torch.addcdiv(middle, x, largest, value=most(bits)).view(torch.int32)                # [T, K]: 2^23's bits, and 0 to B² − 1
+    if bits == 7:
+        whole += whole & 127 << 7                                                # the high digit moves to the next byte
+    return whole.view(torch.uint8).as_strided((2, T, K), (1, 4 * K, 4)).reshape(2 * T, K), largest
+
+
+def most(bits: int) -> int:
+    """What two highest digits stand for, counted from the middle: 32639, or 8127 with 7 bits."""
+    return ((1 << bits - 1) - 1) * ((1 << bits) + 1)
+
+
+@cache
+def constant(value: int | float) -> Tensor:
+    """A tensor of one number, made once: in a step of one row, making it would cost as much as a small product."""
+    return torch.tensor([value])
+
+
+def packed_product(x: Tensor, packed: Tensor, scale: Tensor, zero: int) -> Tensor:
+    """(x − zero) Wᵀ · scale, of x: uint8[T, K] and packed int8 weights: float32[T, N]."""
+    return torch.ops.onednn.qlinear_pointwise.default(x, 1.0, zero, packed, scale, constant(0), None, 1.0, 0, torch.float32, "none", [], "")
+
+
+@cache
+def digit_bits() -> int:
+    """The largest digits whose products with INT8 weights this CPU adds exactly: 8 bits; 7 where it adds two of them in 16 bits; 0: none."""
+    if not (hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch, "_int_mm")):
+        return 0
+    weight = torch.full((64, 256), 127, dtype=torch.int8)
+    weight[1::2] = -128
+    for bits in (8, 7):
+        x, zero = torch.full((2, 256), (1 << bits) - 1, dtype=torch.uint8), 1 << bits - 1
+        try:
+            one = packed_product(x, torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(64), zero)
+            two = torch._int_mm((x - 128).view(torch.int8), weight.T)
+        except RuntimeError:
+            return 0
+        # Two products of digits of 8 bits do not fit 16 bits, so this shows what an older CPU does to them.
+        if (one == (zero - 1) * weight.sum(1)).all() and (two == (2 * zero - 129) * weight.sum(1)).all():
+            return bits
+    return 0
+
+
+class QuantizedLinear(nn.Module):
+    """y = x Wᵀ + b, with W in 8 or 4 bits (quant.py); x and y are of `dtype`.
+
+    values and scale are uninitialized until somebody fills them; after `pack()` values may be None.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32, bits: int = 8, group: int = 128):
+        super().__init__()
+        self.in_features, self.out_features, self.bits, self.dtype = in_features, out_features, bits, dtype
+        self.group = in_features if bits == 8 else group
+        shape = (out_features, -(-in_features // self.group))
+        empty = lambda *size, dtype: torch.empty(size, device=device, dtype=dtype)
+        self.register_buffer("values", empty(out_features, in_features, dtype=torch.int8) if bits == 8 else
+                             empty(out_features, -(-in_features // 2), dtype=torch.uint8))
+        self.register_buffer("scale", empty(*shape, dtype=torch.float32 if bits == 8 else torch.bfloat16))
+        self.register_buffer("zero", empty(*shape, dtype=torch.int16) if bits == 4 else None)
+        self.bias = nn.Parameter(empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.packed: Tensor | None = None                                        # oneDNN's own order
+        self.sums: Tensor | None = None                                          # int32[N]: of the rows of `values`
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint has of this product: all have N rows."""
+        kinds = (("weight", self.values), ("weight_scale", self.scale), ("weight_zero", self.zero), ("bias", self.bias))
+        return {kind: whole for kind, whole in kinds if whole is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """What the weights take in memory, scales included."""
+        values = self.out_features * self.in_features if self.packed is not None else self.values.nbytes
+        return values + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def put(self, q: Quantized) -> None:
+        """Fill it with these numbers."""
+        for place, numbers in zip((self.values, self.scale, self.zero), q):
+            if place is not None:
+                place.copy_(numbers)
+
+    def rows(self, which: Tensor | slice) -> Tensor:
+        """Some rows of W, as numbers: an embedding's look-up. float[R, K]."""
+        zero = None if self.zero is None else self.zero[which]
+        return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, self.dtype)
+
+    def path(self, rows: int) -> str:
+        """The product that a step of so many rows takes: "packed" or "integers" (as stored), which are exact sums, or "tiles"."""
+        return "packed" if self.packed is not None else "integers" if self.sums is not None else "tiles"
+
+    def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
+        y = self._tiles(x) if self.path(len(x)) == "tiles" else self._integers(x)
+        return y if self.bias is None else y + self.bias
+
+    def _tiles(self, x: Tensor) -> Tensor:
+        """As many rows of W at a time as a CPU's cache holds become numbers."""
+        N, tile = self.out_features, max(16, (1 << 17 if x.device.type == "cpu" else 1 << 26) // self.in_features)
+        y = x.new_empty(len(x), N)
+        for at in range(0, N, tile):
+            y[:, at:at + tile] = F.linear(x, self.rows(slice(at, at + tile)))
+        return y
+
+    def _integers(self, x: Tensor) -> Tensor:
+        """Two digits of x, each times W: exact sums of whole numbers, then one rounding to float32 each."""
+        T, bits = len(x), digit_bits()
+        digit, largest = digits(x.float(), bits)                                 # [2 T, K], [T, 1]
+        if self.packed is not None:
+            y = packed_product(digit, self.packed, self.steps, 1 << bits - 1)    # [2 T, N]
+        else:                                                                    # this product takes signed digits only
+            signed = digit.sub_(128).view(torch.int8)
+            y = torch.cat([torch._int_mm(signed, part.T) for part in self.values.split(4096)], 1)                # in parts it is faster
+            y = (y if bits == 8 else y + 64 * self.sums).float().mul_(self.steps)
+        return torch.add(y[:T], y[T:], alpha=1 << bits).mul_(largest).to(x.dtype)
+
+    @torch.no_grad()
+    def pack(self, keep: bool = False, small: bool = False) -> None:
+        """Get ready for this CPU's integer product, in its own order or (`keep`: an embedding reads rows of it) as the values are stored."""
+        exact = self.bits == 8 and 1 < self.in_features < 1 << 16                # 2^16 products fill 32 bits; of one, _int_mm is wrong
+        if not exact or self.path(1) != "tiles" or self.scale.device.type != "cpu" or self.dtype == torch.float64 or not digit_bits():
+            return
+        self.steps = self.scale[:, 0] / most(digit_bits())                       # [N]
+        if keep:
+            self.sums = self.values.sum(1, dtype=torch.int32)
+        else:
+            self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ Cost: 2 · parameters operations a token, and reading every weight once a step, 
 """
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,10 +36,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, inverse_frequencies
+from config import Config, Quantization, inverse_frequencies
 from kernels import attention
 from kvcache import KVCache, tokens_that_fit
-from matmul import Linear
+from matmul import Linear, QuantizedLinear
+from quant import quantize
 from weights import Checkpoint, find
 
 
@@ -72,6 +74,13 @@ class RMSNorm(nn.Module):
             self.twice = torch.cat((self.weight.detach(), self.weight.detach()))
 
 
+def product(config: Config, head: bool = False) -> Callable[..., Linear | QuantizedLinear]:
+    """The kind of product that a model's layers, or its head and embedding, are made of."""
+    how = config.quantization
+    bits = 16 if how is None else how.head_bits if head else how.bits
+    return Linear if bits == 16 else partial(QuantizedLinear, bits=bits, group=how.group)
+
+
 class Layer(nn.Module):
     """Attention, then the feed-forward network, each added to the residual stream."""
 
@@ -79,12 +88,13 @@ class Layer(nn.Module):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, D
+        make = product(config)
         self.input_norm = RMSNorm(C, config.rms_norm_eps, **where)
-        self.qkv_proj = Linear(C, (self.heads + 2 * self.kv_heads) * D, config.attention_bias, **where)
-        self.o_proj = Linear(self.heads * D, C, config.attention_bias, **where)
+        self.qkv_proj = make(C, (self.heads + 2 * self.kv_heads) * D, config.attention_bias, **where)
+        self.o_proj = make(self.heads * D, C, config.attention_bias, **where)
         self.post_norm = RMSNorm(C, config.rms_norm_eps, **where)
-        self.gate_up_proj = Linear(C, 2 * config.intermediate_size, config.mlp_bias, **where)
-        self.down_proj = Linear(config.intermediate_size, C, config.mlp_bias, **where)
+        self.gate_up_proj = make(C, 2 * config.intermediate_size, config.mlp_bias, **where)
+        self.down_proj = make(config.intermediate_size, C, config.mlp_bias, **where)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:           # [T, C] -> [T, C]
         T, H, G = len(x), self.heads, self.kv_heads
@@ -95,7 +105,7 @@ class Layer(nn.Module):
         gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
         return x + self.down_proj(F.silu(gate) * up)
 
-    def parts(self) -> list[tuple[Linear, dict[str, int]]]:
+    def parts(self) -> list[tuple[Linear | QuantizedLinear, dict[str, int]]]:
         """The products, and what a checkpoint has of each, by name, with its rows: q, k and v are one product, gate and up another."""
         q, kv, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.gate_up_proj.out_features // 2
         return [(self.qkv_proj, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
@@ -107,9 +117,8 @@ class Layer(nn.Module):
         """Where the checkpoint's tensors go."""
         places = {f"{prefix}.input_layernorm.weight": self.input_norm.weight, f"{prefix}.post_attention_layernorm.weight": self.post_norm.weight}
         for linear, rows in self.parts():
-            for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
-                if whole is not None:
-                    places |= {f"{prefix}.{name}.{kind}": part for name, part in zip(rows, whole.split(list(rows.values())))}
+            for kind, whole in linear.tensors().items():
+                places |= {f"{prefix}.{name}.{kind}": part for name, part in zip(rows, whole.split(list(rows.values())))}
         return places
 
 
@@ -159,13 +168,12 @@ class Llama(nn.Module):
         super().__init__()
         where = dict(device=device, dtype=dtype)
         self.config = config
-        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where), requires_grad=False)
+        make = partial(product(config, head=True), config.hidden_size, config.vocab_size, **where)
+        embed = make()
+        self.embed = embed.weight if isinstance(embed, Linear) else embed
         self.layers = nn.ModuleList(Layer(config, **where) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
-        self.head = Linear(config.hidden_size, config.vocab_size, **where) if not config.tie_word_embeddings else None
-        if config.tie_word_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, device="meta")
-            self.head.weight = self.embed
+        self.head = embed if config.tie_word_embeddings else make()
         frequencies = inverse_frequencies(config).to(device)
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)       # [D]
         if seed is not None:
@@ -173,7 +181,9 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _randomize(self, seed: int) -> None:
-        generator = torch.Generator(self.embed.device).manual_seed(seed)
+        if self.config.quantization is not None:
+            raise ValueError("a quantized model has no random weights: make it with seed=None, and fill it")
+        generator = torch.Generator(self.device).manual_seed(seed)
         for name, place in self.places().items():
             if name.endswith("norm.weight"):
                 place.fill_(1)
@@ -182,28 +192,48 @@ class Llama(nn.Module):
 
     @classmethod
     def load(cls, name: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-             trainable: bool = False) -> "Llama":
+             trainable: bool = False, bits: int = 16) -> "Llama":
         """A model from an alias, a Hub id or a folder. FileNotFoundError and ValueError name what is wrong and the way out.
 
         device: a GPU if there is one. dtype: the checkpoint's, or what this CPU is good at. trainable: plain weights with
-        gradients; otherwise they are packed for a CPU's products.
+        gradients; otherwise they are packed for a CPU's products. bits: 8 or 4 rounds the weights of an ordinary model to that many.
         """
         folder = find(name)
         config, checkpoint = Config.load(folder), Checkpoint(folder)
+        if trainable and (config.quantization or bits != 16):
+            raise ValueError(f"{name}: quantized weights cannot be trained or changed: use the model in 16 or 32 bits that they were made from")
         rules = dict(ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
                      twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
-        checkpoint.audit(cls(config, "meta", seed=None).places(), **rules)          # before any memory is asked for
+        sources = cls(config, "meta", seed=None).places()
+        checkpoint.audit(sources, **rules)                                          # before any memory is asked for
+        if bits != 16:
+            config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config)), seed=None)
-        checkpoint.fill(model.places(), **rules)
+        model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Put each tensor of a checkpoint in its place; where that has fewer bits, rounded to the nearest."""
+        places = self.places()
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and f"{name}_scale" in places:
+                bits = 8 if places[name].dtype == torch.int8 else 4
+                for part, numbers in zip(("", "_scale", "_zero"), quantize(tensor, bits, self.config.quantization.group)):
+                    if numbers is not None:
+                        places[name + part].copy_(numbers)
+            else:
+                places[name].copy_(tensor)
 
     def places(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by their names there."""
-        places = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight}
+        embed = {"weight": self.embed} if isinstance(self.embed, Tensor) else self.embed.tensors()
+        places = {f"model.embed_tokens.{kind}": whole for kind, whole in embed.items()} | {"model.norm.weight": self.norm.weight}
         for i, layer in enumerate(self.layers):
             places |= layer.places(f"model.layers.{i}")
-        return places if self.config.tie_word_embeddings else places | {"lm_head.weight": self.head.weight}
+        head = {} if self.config.tie_word_embeddings else self.head.tensors()
+        return places | {f"lm_head.{kind}": whole for kind, whole in head.items()}
 
     def pack(self) -> "Llama":
         """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
@@ -211,17 +241,17 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.pack()
-            elif isinstance(module, Linear):
-                module.pack(keep=module.weight is self.embed, small=small)
+            elif isinstance(module, (Linear, QuantizedLinear)):
+                module.pack(keep=getattr(module, "weight", module) is self.embed, small=small)
         return self
 
     @property
     def device(self) -> torch.device:
-        return self.embed.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.dtype
+        return self.norm.weight.dtype
 
     def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None) -> KVCache:
         """A contiguous cache of this model's shape, for `sequences` texts of up to `max_len` tokens (its own limit)."""
@@ -234,12 +264,19 @@ class Llama(nn.Module):
         c = self.config
         return min(c.max_position_embeddings, tokens_that_fit(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device))
 
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs at these positions: int64[T] -> cos, sin: [T, 1, D]."""
+        angles = positions[:, None, None] * self.frequencies                                 # [T, 1, D], the first half negated
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def look_up(self, tokens: Tensor) -> Tensor:                                             # [T] -> [T, C]
+        return F.embedding(tokens, self.embed) if isinstance(self.embed, Tensor) else self.embed.rows(tokens)
+
     def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
         step = step or Alone(tokens)
-        angles = step.positions[:, None, None] * self.frequencies                            # [T, 1, D], the first half negated
-        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-        x = F.embedding(tokens, self.embed)                                                  # [T, C]
+        cos, sin = self.turns(step.positions)
+        x = self.look_up(tokens)                                                             # [T, C]
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, partial(step.attend, i))
         return self.head(self.norm(x if rows is None else x[rows]))

@@ -34,12 +34,12 @@ class Model:
         self.ends = {*llama.config.eos_token_ids, *end_tokens(recommended)}
 
     @classmethod
-    def load(cls, name: str | Path, device: str | None = None, dtype: torch.dtype | None = None) -> "Model":
-        """An alias, a Hub id or a folder. Raises FileNotFoundError or ValueError, each with the way out."""
+    def load(cls, name: str | Path, device: str | None = None, dtype: torch.dtype | None = None, bits: int = 16) -> "Model":
+        """An alias, a Hub id or a folder; bits: 8 or 4 rounds its weights. Raises FileNotFoundError or ValueError, each with the way out."""
         folder = find(name)
         tokenizer = Tokenizer.load(folder)
         file = folder / "generation_config.json"
-        return cls(Llama.load(folder, device, dtype), tokenizer, read_json(file) if file.exists() else {})
+        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, read_json(file) if file.exists() else {})
 
     def complete(self, settings: Settings) -> Settings:
         """Fill what is None from generation_config.json, as transformers reads it: without do_sample, temperature 0."""

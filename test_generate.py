@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import drafters
+import quant
 import generate as cli
 from conftest import write_model
 from generate import Model, generate
@@ -60,6 +61,19 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(base, monkeypatch)
     whole = generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)
     monkeypatch.setattr("engine.CHUNK", 5)
     assert generate("a long prompt " * 4, model, seed=1, temperature=1.0, max_tokens=20)["tokens"] == whole["tokens"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_fewer_bits_at_load_or_from_a_folder(base, capsys, tmp_path, bits):
+    assert quant.main([str(base), "--bits", str(bits), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    made = [run(capsys, PROMPT, "--target", *where, "--seed", "3", "--max-tokens", "12", "--dtype", "float64", "--json")
+            for where in ((base, "--bits", bits), (tmp_path / "out",), (base,))]
+    tokens = [json.loads(out)["tokens"] for status, out, _ in made if status == 0]
+    assert tokens[0] == tokens[1] == generate(PROMPT, base, seed=3, max_tokens=12, bits=bits, dtype=torch.float64)["tokens"] and len(tokens) == 3
+    assert Model.load(base, "cpu", bits=bits).llama.config.quantization.bits == bits
+    status, out, err = run(capsys, PROMPT, "--target", tmp_path / "out", "--bits", "8")
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"the weights have {bits} bits already" in err
 
 
 def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
@@ -253,7 +267,7 @@ def test_it_runs_as_a_program(base):
     (["--max-tokens", "0"], "max_tokens is 0"), (["--max-tokens", "-5"], "max_tokens is -5"), (["--max-len", "3"], "the prompt has"),
     (["--max-len", "97"], "max_len is 97"), (["--n", "0"], "--n is 0"), (["--seed", str(2**64)], "seed is"),
     (["--stop", ""], "stop string is empty"), (["--device", "tpu"], "device 'tpu'"), (["--device", "cuda:99"], "device 'cuda:99'"),
-    (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
+    (["--bits", "5"], "invalid choice: 5"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
     (["--system", "be kind"], "system message needs a chat template"), (["--unknown"], "unrecognized arguments: --unknown"),
     (["--temp", "1"], "unrecognized arguments"), (["--target", "no-such-model"], "'no-such-model' is neither"),
     (["--target", "/no/such/folder"], "neither a folder"), (["extra"], "unrecognized arguments: extra")])

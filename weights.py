@@ -2,7 +2,7 @@
 
 A safetensors file is a JSON header (name → dtype, shape, byte range) and then the bytes. So everything can be checked before
 a byte of weight is read: every tensor that the model has must be there, nothing else may be, each with its shape and a
-floating-point dtype. Then each tensor goes once from the memory-mapped file to its place in the model. A file is mapped anew
+floating-point dtype (quantized ones: exactly theirs). Then each tensor goes once from the memory-mapped file to its place in the model. A file is mapped anew
 for each tensor and let go right after, so that the pages read do not pile up: the peak is the model and one tensor.
 
 Invariant: `fill` either fills every place, or raises and names the tensor and the file.
@@ -10,7 +10,7 @@ Invariant: `fill` either fills every place, or raises and names the tensor and t
 Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
 """
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,6 +30,7 @@ EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # bes
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]        # Meta's own layout, adapters
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+WHOLE = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16"}                # quantized: stored as they are used, or not at all
 
 
 def find(name: str | Path) -> Path:
@@ -109,9 +110,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that most numbers are stored in."""
+        """The dtype that most numbers are stored in; of a quantized model, those that are not."""
         count: dict[str, int] = {}
-        for shape, dtype in self.headers.values():
+        for shape, dtype in (header for name, header in self.headers.items() if not name.endswith("_scale") and header[1] not in WHOLE.values()):
             count[dtype] = count.get(dtype, 0) + torch.Size(shape).numel()
         return DTYPES.get(max(count, key=count.__getitem__, default="F32"), torch.float32)
 
@@ -128,8 +129,9 @@ class Checkpoint:
                 raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: the checkpoint is incomplete, or "
                                  "config.json describes another model")
             (shape, dtype), file = self.headers[name], self.files[name]
-            if dtype not in DTYPES:
-                raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be one of {', '.join(DTYPES)}")
+            known = [WHOLE[place.dtype]] if place.dtype in WHOLE else list(DTYPES)
+            if dtype not in known:
+                raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be {'one of ' * (len(known) > 1)}{', '.join(known)}")
             if list(shape) != list(place.shape):
                 raise ValueError(f"tensor {name} in {file} is {list(shape)}; config.json asks for {list(place.shape)}")
         for name in self.headers.keys() - places.keys():
@@ -143,15 +145,19 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"tensor {name} cannot be read from {self.files[name]}: {error}") from None
 
-    @torch.no_grad()
-    def fill(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Put every tensor in its place, on its device and in its dtype; `ignore` and `twice` as in `audit`."""
+    def tensors(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor and its name, one after the other; the arguments, and what is refused before the first, as in `audit`."""
         self.audit(places, ignore, twice)
         for name in twice.keys() & self.headers.keys():
             if not torch.equal(self.read(name), self.read(twice[name])):
                 raise ValueError(f"tensor {name} in {self.files[name]} differs from {twice[name]}, though config.json ties them")
-        for name, place in places.items():
-            place.copy_(self.read(name))
+        yield from ((name, self.read(name)) for name in places)
+
+    @torch.no_grad()
+    def fill(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Put every tensor in its place, on its device and in its dtype."""
+        for name, tensor in self.tensors(places, ignore, twice):
+            places[name].copy_(tensor)
 
 
 def _header(file: Path) -> list[tuple[str, list[int], str]]:
