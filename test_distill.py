@@ -79,15 +79,11 @@ def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
     assert found["bits/byte"] == pytest.approx(math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5)
 
 
-def test_a_batch_is_its_sequences_one_by_one_with_and_without_a_past() -> None:
+def test_a_batch_is_its_sequences_one_by_one() -> None:
     llama = new_model(CONFIG, 5)
     tokens = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
     alone = torch.stack([llama(row) for row in tokens])                                      # [B, N, V]
     torch.testing.assert_close(llama(tokens.flatten(), Batch(tokens)).view_as(alone), alone, atol=1e-5, rtol=1e-4)
-    past: dict = {}
-    for i in range(12):
-        logits = llama(tokens[:, i], Batch(tokens[:, i:i + 1], past, i))
-        torch.testing.assert_close(logits, alone[:, i], atol=1e-5, rtol=1e-4)
 
 
 def test_a_model_tells_what_it_would() -> None:
