@@ -84,9 +84,8 @@ def tell(llama: Llama, count: int, length: int, end: int, seed: int) -> Text:
     """What a model tells at temperature 1: `count` texts of `length` tokens, made together (batcher.py)."""
     requests = [Request([end], Settings(1.0, seed=(seed << 32) + i, max_tokens=length)) for i in range(count)]
     cache = llama.cache(length, count)
-    with precision(llama.device):
-        for _ in Batcher(Decoder(llama, cache, llama.config.vocab_size), count).run(requests):
-            pass
+    for _ in Batcher(Decoder(llama, cache, llama.config.vocab_size), count).run(requests):
+        pass
     return Text(torch.tensor([token for request in requests for token in (*request.tokens[1:], end)]), end)
 
 

@@ -20,6 +20,8 @@ import torch
 
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter
+from kvcache import kv_bytes
+from kvquant import Bits, widths
 from model import Llama, NoCache
 from paged import PagedCache, blocks_that_fit
 from pretrained import Model
@@ -88,26 +90,27 @@ class Engine:
     """What makes texts of one model. tokens: that all requests in flight may have together; more wait for their turn.
 
     draft: a loaded `Model` or "ngram" (see `load_draft`). max_len: the longest text. kv: "paged" or "contiguous". kv_memory: bytes for keys
-    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. Raises ValueError or CacheFull.
+    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. kv_bits: 16, 8 or "8/4" for keys and values. Raises ValueError or CacheFull.
     """
 
     def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False, use_cache: bool = True,
-                 kv: str = "paged", kv_memory: float | None = None, prefix_cache: bool = True):
+                 kv: str = "paged", kv_memory: float | None = None, prefix_cache: bool = True, kv_bits: str | int = 16):
         if kv not in ("paged", "contiguous"):
             raise ValueError(f"kv is {kv!r}: it must be paged or contiguous")
         if kv == "contiguous" and kv_memory is not None:
             raise ValueError("kv_memory is for the paged cache: a contiguous one reserves max_batch rows of max_len tokens")
+        bits = widths(kv_bits)
         self.model, models = model, [model.llama] + ([draft.llama] if isinstance(draft, Model) else [])
         drafter: Drafter | None = None
         if not use_cache:
-            if draft is not None or max_batch > 1:
-                raise ValueError("without a cache there are no drafts and no batches: leave out --draft, --prompts, or --no-cache")
+            if draft is not None or max_batch > 1 or bits != (16, 16):
+                raise ValueError("without a cache there are no drafts, no batches and no bits of it: leave out --draft, --prompts and --kv-bits, or --no-cache")
             caches: list[Any] = [NoCache(model.llama.device)]
         elif kv == "contiguous":
-            caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch) for llama in models]
+            caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits) for llama in models]
         else:
-            blocks = self._blocks(models, tokens, max_batch, kv_memory)
-            caches = [paged(llama, blocks, max_len, prefix_cache) for llama in models]
+            blocks = self._blocks(models, tokens, max_batch, kv_memory, bits)
+            caches = [paged(llama, blocks, max_len, prefix_cache, bits) for llama in models]
         if isinstance(draft, Model):
             drafter = ModelDrafter(draft.llama, caches[1])
         elif draft == "ngram":
@@ -117,11 +120,10 @@ class Engine:
         self.batch = Batcher(self.maker, max_batch)
 
     @staticmethod
-    def _blocks(models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None) -> int:
+    def _blocks(models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None, bits: Bits) -> int:
         """Blocks of each cache: as many as are needed, where memory has them, or as many as `kv_memory` holds of all caches together."""
-        shapes = [(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim, llama.dtype) for llama in models]
-        together = sum(layers * heads * size * dtype.itemsize for layers, heads, size, dtype in shapes)
-        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, BLOCK, 1, 1, together, torch.int8, models[0].device)
+        one = sum(kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK, llama.dtype, bits) for llama in models for c in [llama.config])
+        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device)
         return fit if kv_memory is not None else min(fit, -(-tokens // BLOCK) + max_batch)
 
     def describe(self) -> str:
@@ -156,8 +158,8 @@ class Engine:
         return result
 
 
-def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True) -> PagedCache:
+def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16)) -> PagedCache:
     """A paged cache of this model's shape."""
     c = llama.config
     return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK, min(max_len, c.max_position_embeddings),
-                      llama.device, llama.dtype, prefix_cache)
+                      llama.device, llama.dtype, prefix_cache, bits)

@@ -32,6 +32,7 @@ import torch
 
 from engine import Draft, Engine, Show, Writer, load_draft, silent
 from kvcache import CacheFull
+from kvquant import WIDTHS
 from pretrained import Model
 from prompts import Line, read_requests
 from request import MAX_TOKENS, Message, Request, Result, Settings
@@ -44,24 +45,24 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
              top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, seed: int | None = None,
              max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), system: str | None = None, chat: bool | None = None,
              max_len: int | None = None, use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None,
-             draft: Draft = None, gamma: int | None = None, verify: str = "exact", bits: int = 16, device: str | None = None,
+             draft: Draft = None, gamma: int | None = None, verify: str = "exact", bits: int = 16, kv_bits: str | int = 16, device: str | None = None,
              dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
     """Continue or answer `prompt` (a text, or chat messages) and return the result as `--json` prints it.
 
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, or "ngram". Settings
     left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
     as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
-    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. show: called with
-    the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
+    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. kv_bits: 8, or
+    "8/4" for 8-bit keys and 4-bit values. show: called with the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
     """
     if verify not in ("exact", "coupled"):
         raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
     settings = Settings(temperature, top_k, top_p, min_p, seed, max_tokens, tuple([stop] if isinstance(stop, str) else stop), gamma)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
     tokens = model.encode(prompt, system, chat)
-    length = model.room(len(tokens), max_tokens, max_len)
+    length = model.room(len(tokens), max_tokens, max_len, kv_bits)
     request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
-    engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv, kv_memory)
+    engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv, kv_memory, kv_bits=kv_bits)
     result, = engine.serve([Writer(model, request, prompt, lambda piece, whose: show(piece))])
     return result.to_dict()
 
@@ -120,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", metavar="FILE", help="make a text for each line of this file: {\"prompt\": …} and any of the settings by name; results as JSONL")
     p.add_argument("--max-batch", type=int, default=16, metavar="N", help="at most N texts at a time, of --prompts or --n (default 16)")
     p.add_argument("--kv", choices=["paged", "contiguous"], default="paged", help="keys and values in blocks, on demand (default), or reserved rows")
+    p.add_argument("--kv-bits", choices=list(WIDTHS), default="16", help="store keys and values in 8 bits, or keys in 8 and values in 4")
     p.add_argument("--kv-memory", type=float, metavar="SIZE", help="memory for keys and values: bytes, or, up to 1, a share of what is free "
                    "(default: what the texts in flight can need, up to 0.8)")
     p.add_argument("--no-prefix-cache", action="store_true", help="read every prompt from its beginning, also where another began alike")
@@ -159,8 +161,8 @@ def check_flags(args: argparse.Namespace) -> None:
         for name in ("gamma", "verify", "color"):
             if getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, 1B, ngram, …)")
-    if args.no_cache and (args.draft or args.prompts or args.kv_memory is not None or args.kv != "paged" or args.no_prefix_cache):
-        raise ValueError("--no-cache keeps nothing: leave it out, or --draft, --prompts, --kv, --kv-memory and --no-prefix-cache")
+    if args.no_cache and (args.draft or args.prompts or args.kv_memory is not None or args.kv != "paged" or args.no_prefix_cache or args.kv_bits != "16"):
+        raise ValueError("--no-cache keeps nothing: leave it out, or --draft, --prompts, --kv, --kv-bits, --kv-memory and --no-prefix-cache")
     if args.kv == "contiguous" and (args.kv_memory is not None or args.no_prefix_cache):
         raise ValueError("--kv-memory and --no-prefix-cache are about the paged cache: leave them out, or --kv contiguous")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
@@ -178,7 +180,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def engine(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int) -> Engine:
-    return Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv, args.kv_memory, not args.no_prefix_cache)
+    return Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv, args.kv_memory, not args.no_prefix_cache, args.kv_bits)
 
 
 def shower(args: argparse.Namespace) -> Show:
@@ -202,7 +204,7 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, draft = load(args)
     tokens = model.encode(prompt, args.system, mode(args))
-    length = model.room(len(tokens), settings.max_tokens, args.max_len)
+    length = model.room(len(tokens), settings.max_tokens, args.max_len, args.kv_bits)
     settings = replace(model.complete(settings), max_tokens=length - len(tokens))
     replace(settings, seed=settings.seed + args.n - 1)                            # refuses now, if the last seed is none
     together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
@@ -228,7 +230,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
     model, draft = load(args)
-    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len)
+    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len, args.kv_bits)
     maker = engine(args, model, draft, args.max_batch * limit, limit, args.max_batch)
     tell(model, args)
     say(maker.describe())
@@ -272,7 +274,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
     model, draft = load(args)
     model.encode("?", args.system, mode(args))                                    # refuses --chat or --system now, if it must
     talk = model.tokenizer.chat_template is not None and not args.raw
-    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len)
+    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len, args.kv_bits)
     maker, show = engine(args, model, draft, limit, limit, 1), shower(args)
     tell(model, args)
     messages: list[Message] = []

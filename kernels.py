@@ -17,6 +17,7 @@ al. 2022) and accumulates in float32.
     n queries · m keys · H query heads · G key/value heads · D head size
 """
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,16 +48,17 @@ def causal(n: int, m: int, repeats: int, dtype: torch.dtype, device: torch.devic
     return torch.zeros(n, m, dtype=dtype, device=device).masked_fill_(unseen, float("-inf")).repeat_interleave(repeats, 0)
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, past: Tensor, mask: Tensor, place: Tensor | None = None) -> Tensor:
+def paged_attention(q: Tensor, keys: Any, values: Any, past: Tensor, mask: Tensor, place: Tensor | None = None) -> Tensor:
     """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
 
-    q: [T, H, D]; keys, values: [slots, G, D]; past: int64[B, M], the slots of each sequence's tokens, in order, padded with any of its own;
+    q: [T, H, D]; keys, values: [slots, G, D], or in fewer bits (kvquant.py); past: int64[B, M], the slots of each sequence's tokens, in order, padded with any of its own;
     mask: [B, 1, n · R, M], 0 or −∞, what each of a sequence's n queries sees, R = H / G times over. Where not all sequences have n queries,
     place: int64[T] says where these are among B · n. -> [T, H, D]
     """
-    (_, G, D), (B, M), H = keys.shape, past.shape, q.shape[1]
+    (_, H, D), (B, M) = q.shape, past.shape
+    k, v = (kept.index_select(0, past.flatten()).unflatten(0, (B, M)).transpose(1, 2).to(q.dtype) for kept in (keys, values))      # [B, G, M, D]
+    G = k.shape[1]
     R, n = H // G, mask.shape[2] // (H // G)
-    k, v = (store.index_select(0, past.flatten()).view(B, M, G, D).transpose(1, 2).to(q.dtype) for store in (keys, values))      # [B, G, M, D]
     if place is not None:
         q = q.new_zeros(B * n, H, D).index_copy_(0, place, q)
     grouped = q.view(B, n, G, R, D).transpose(1, 2).reshape(B, G, n * R, D)                                 # a group's R heads are rows

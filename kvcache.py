@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from kernels import attention
+from kvquant import Bits, KVStore, store, vector_bytes
 
-Places = Sequence[Tensor]                             # of one layer after the other
+Places = Sequence[Tensor | KVStore]                             # of one layer after the other
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,27 +41,31 @@ class CacheFull(RuntimeError):
     """There is no room, and nothing has changed."""
 
 
-def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> int:
+def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    return 2 * layers * kv_heads * head_dim * tokens * dtype.itemsize
+    return layers * kv_heads * tokens * sum(vector_bytes(head_dim, width, dtype) for width in bits)
 
 
-def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8) -> int:
-    """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on `device` now."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif (told := Path("/proc/meminfo")).exists():
-        free = 1024 * int(next(line.split()[1] for line in told.read_text().splitlines() if line.startswith("MemAvailable")))
-    else:
-        return sys.maxsize                                                   # this system does not tell; allocation will
-    return int(share * free) // kv_bytes(layers, kv_heads, head_dim, 1, dtype)
+        return torch.cuda.mem_get_info(device)[0]
+    if (told := Path("/proc/meminfo")).exists():
+        return 1024 * int(next(line.split()[1] for line in told.read_text().splitlines() if line.startswith("MemAvailable")))
+    return sys.maxsize                                                       # this system does not tell; allocation will
+
+
+def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8,
+                    bits: Bits = (16, 16)) -> int:
+    """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
+    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
 
 
 class KVCache:
     """Keys and values of up to `sequences` texts of up to `max_len` tokens each, all reserved at once."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
-                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32):
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, bits: Bits = (16, 16)):
         for name, value in dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_len=max_len, sequences=sequences).items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: a cache needs at least 1")
@@ -68,9 +73,9 @@ class KVCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         shape = (layers, sequences, kv_heads, max_len, head_dim)
         try:
-            self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in "kv")  # [L, S, G, N, D]
+            self.keys, self.values = (store(shape, width, device, dtype) for width in bits)          # [L, S, G, N, D]
         except RuntimeError:                                                 # out of memory, whatever the device calls it
-            size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype)
+            size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
             raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
                             "ask for a smaller max_len") from None
         self.max_len, self.device = max_len, torch.device(device)
@@ -130,8 +135,8 @@ class KVCache:
         """A second sequence with the same past. In this layout that is a copy."""
         length = self.length(seq)
         new, _ = self.open(())
-        for store in (self.keys, self.values):
-            store[:, new, :, :length] = store[:, seq, :, :length]
+        for kept in (self.keys, self.values):
+            kept[:, new, :, :length] = kept[:, seq, :, :length]
         self._lengths[new] = length
         return new
 
@@ -145,14 +150,14 @@ class KVCache:
 class Step:
     """The new tokens of one forward pass, packed end to end: where they belong, and attention for them."""
 
-    def __init__(self, spans: Sequence[tuple[int, int, Tensor, Tensor]], device: torch.device):
+    def __init__(self, spans: Sequence[tuple[int, int, Tensor | KVStore, Tensor | KVStore]], device: torch.device):
         """spans: of each sequence its length before and with its new tokens, and its row of keys and of values: [L, G, N, D]."""
         positions = [torch.arange(start, stop, device=device) for start, stop, _, _ in spans]
         self.positions = positions[0] if len(spans) == 1 else torch.cat(positions)                          # [T]
         self.spans, at = [], 0
         for start, stop, *row in spans:                                  # layer by layer, the places of what is new, and of all there is by then
-            new = [store[:, :, start:stop].transpose(1, 2).unbind() for store in row]                       # [n, G, D]
-            self.spans.append((slice(at, at + stop - start), *new, *(store[:, :, :stop].unbind() for store in row)))     # [G, stop, D]
+            new = [kept[:, :, start:stop].transpose(1, 2).unbind() for kept in row]                       # [n, G, D]
+            self.spans.append((slice(at, at + stop - start), *new, *(kept[:, :, :stop].unbind() for kept in row)))     # [G, stop, D]
             at += stop - start
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

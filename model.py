@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from config import Config, Quantization, inverse_frequencies
 from kernels import attention
 from kvcache import KVCache, tokens_that_fit
+from kvquant import Bits
 from matmul import Linear, QuantizedLinear
 from quant import quantize
 from weights import Checkpoint, find
@@ -253,16 +254,16 @@ class Llama(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None) -> KVCache:
+    def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None, bits: Bits = (16, 16)) -> KVCache:
         """A contiguous cache of this model's shape, for `sequences` texts of up to `max_len` tokens (its own limit)."""
         c = self.config
         return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.max_position_embeddings if max_len is None else max_len, sequences,
-                       self.device, dtype or self.dtype)
+                       self.device, dtype or self.dtype, bits)
 
-    def max_len(self) -> int:
+    def max_len(self, bits: Bits = (16, 16)) -> int:
         """The longest text: this model's limit, or what a cache can hold in the memory that is left."""
         c = self.config
-        return min(c.max_position_embeddings, tokens_that_fit(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device))
+        return min(c.max_position_embeddings, tokens_that_fit(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device, bits=bits))
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What `rotate` needs at these positions: int64[T] -> cos, sin: [T, 1, D]."""

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from blocks import Key, Pool
 from kernels import FEW, attention, paged_attention
-from kvcache import CACHE_DTYPES, CacheFull, Step, kv_bytes, tokens_that_fit
+from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
+from kvquant import Bits, store
 
 @dataclass
 class Text:
@@ -47,14 +48,13 @@ class Text:
     chain: list[int] = field(default_factory=list)
 
 
-def blocks_that_fit(memory: float, block_size: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks `memory` holds: bytes, or, up to 1, a share of what is free on the device now. ValueError if not one."""
+def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
+    """How many blocks of `one` byte each `memory` holds: bytes, or, up to 1, a share of what is free on the device now. ValueError if not one."""
     if not memory > 0:
         raise ValueError(f"the memory for keys and values is {memory}: it must be a share of what is free (up to 1), or a number of bytes")
-    one = kv_bytes(layers, kv_heads, head_dim, block_size, dtype)
-    blocks = tokens_that_fit(layers, kv_heads, head_dim, dtype, device, memory) // block_size if memory <= 1 else int(memory) // one
+    blocks = int(memory * free_memory(device) if memory <= 1 else memory) // one
     if blocks < 1:
-        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block of {block_size} tokens, which takes {one:,} bytes")
+        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} bytes")
     return blocks
 
 
@@ -62,7 +62,7 @@ class PagedCache:
     """Keys and values of any number of texts, in `blocks` blocks of `block_size` tokens."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, blocks: int, block_size: int = 16, max_len: int | None = None,
-                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, prefix_sharing: bool = True):
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, prefix_sharing: bool = True, bits: Bits = (16, 16)):
         longest = blocks * block_size if max_len is None else min(max_len, blocks * block_size)
         for name, value in dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, blocks=blocks, block_size=block_size, max_len=longest).items():
             if value < 1:
@@ -70,11 +70,11 @@ class PagedCache:
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         try:
-            self.keys, self.values = (torch.empty((layers, blocks, block_size, kv_heads, head_dim), device=device, dtype=dtype) for _ in "kv")
+            self.keys, self.values = (store((layers, blocks, block_size, kv_heads, head_dim), width, device, dtype) for width in bits)
         except RuntimeError:                                             # out of memory, whatever the device calls it
-            size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype)
+            size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype, bits)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None
-        self.rows = [store.flatten(1, 2).transpose(1, 2) for store in (self.keys, self.values)]            # the same, as [L, G, N · S, D]
+        self.rows = [kept.flatten(1, 2).transpose(1, 2) for kept in (self.keys, self.values)]            # the same, as [L, G, N · S, D]
         self.block_size, self.max_len, self.device, self.prefix_sharing = block_size, longest, torch.device(device), prefix_sharing
         self.pool, self._texts, self._opened = Pool(blocks), dict[int, Text](), 0
 
@@ -148,7 +148,7 @@ class PagedCache:
             text.tokens += map(int, tokens)
             text.blocks += [fresh.pop() for _ in range(-(-len(text.tokens) // self.block_size) - len(text.blocks))]
         if len(starts) == 1 and in_order(text.blocks):                  # as in a contiguous cache
-            rows = (store[:, :, text.blocks[0] * self.block_size:] for store in self.rows)
+            rows = (kept[:, :, text.blocks[0] * self.block_size:] for kept in self.rows)
             return Step([(starts[0][1], len(text.tokens), *rows)], self.device)
         return PagedStep(self, starts)
 
@@ -167,8 +167,8 @@ class PagedCache:
             self.pool.withdraw(block)
             return
         text.blocks[-1] = fresh.pop()
-        for store in (self.keys, self.values):
-            store[:, text.blocks[-1]] = store[:, block]
+        for kept in (self.keys, self.values):
+            kept[:, text.blocks[-1]] = kept[:, block]
         self.pool.release(block)
 
     def truncate(self, seq: int, length: int) -> None:
@@ -249,7 +249,7 @@ class PagedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))       # [N · S, G, D]
+        keys, values = (kept[layer].flatten(0, 1) for kept in (self.cache.keys, self.cache.values))       # [N · S, G, D]
         keys.index_copy_(0, self.slots, k.to(keys.dtype))
         values.index_copy_(0, self.slots, v.to(values.dtype))
         if self.few is not None and self.mask is None:
@@ -260,7 +260,7 @@ class PagedStep:
         if self.few is not None:
             out[self.few.rows] = paged_attention(q[self.few.rows], keys, values, self.few.past, self.mask, self.few.place)
         for own, past in self.many:
-            out[own] = attention(q[own], *(store[past].transpose(0, 1).to(q.dtype) for store in (keys, values)))
+            out[own] = attention(q[own], *(kept[past].transpose(0, 1).to(q.dtype) for kept in (keys, values)))
         return out
 
 

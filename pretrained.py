@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from config import end_tokens
+from kvquant import widths
 from model import Llama
 from request import Message, Settings
 from tokenizer import Tokenizer
@@ -62,9 +63,9 @@ class Model:
         given = self.recommended
         return [f"{name} {given[name]}" for name, value in neutral.items() if given.get(name) is not None and given[name] != value]
 
-    def room(self, prompt: int, max_tokens: int, max_len: int | None) -> int:
+    def room(self, prompt: int, max_tokens: int, max_len: int | None, kv_bits: str | int = 16) -> int:
         """How many tokens a text can have that begins with `prompt` tokens. ValueError if that leaves no room for an answer."""
-        limit = self.llama.max_len() if max_len is None else max_len
+        limit = self.llama.max_len(widths(kv_bits)) if max_len is None else max_len
         if prompt == 0:
             raise ValueError("the prompt is empty: there is nothing to continue")
         if limit > self.llama.config.max_position_embeddings:

@@ -9,6 +9,7 @@ from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, NgramDrafter
 from engine import Engine
+from kvquant import Bits
 from model import Llama
 from paged import PagedCache
 from pretrained import Model
@@ -30,16 +31,16 @@ def random_llama(seed: int, **config) -> Llama:
 TARGET, DRAFT = random_llama(1), random_llama(1, num_hidden_layers=1)
 
 
-def paged(llama: Llama, blocks: int, size: int, sharing: bool = True) -> PagedCache:
+def paged(llama: Llama, blocks: int, size: int, sharing: bool = True, bits: Bits = (16, 16)) -> PagedCache:
     c = llama.config
-    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, size, None, dtype=torch.float64, prefix_sharing=sharing)
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, size, None, dtype=torch.float64, prefix_sharing=sharing, bits=bits)
 
 
-def alone(request: Request, drafter: str, coupled: bool) -> list[int]:
+def alone(request: Request, drafter: str, coupled: bool, bits: Bits = (16, 16)) -> list[int]:
     """What this request gets by itself, with the contiguous cache."""
     copy = Request(request.tokens[:request.prompt], request.settings, request.ends)
-    draft = {"model": lambda: ModelDrafter(DRAFT, DRAFT.cache(300)), "ngram": NgramDrafter, "none": lambda: None}[drafter]()
-    maker = Decoder(TARGET, TARGET.cache(300), V, draft, coupled)
+    draft = {"model": lambda: ModelDrafter(DRAFT, DRAFT.cache(300, bits=bits)), "ngram": NgramDrafter, "none": lambda: None}[drafter]()
+    maker = Decoder(TARGET, TARGET.cache(300, bits=bits), V, draft, coupled)
     maker.open(copy)
     while not copy.finish_reason:
         maker.step([maker.plan(copy)])
@@ -58,7 +59,7 @@ def workloads(draw) -> dict:
     texts = draw(st.lists(one, min_size=count, max_size=count))
     return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
                 drafter=draw(st.sampled_from(["none", "model", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
-                sharing=draw(st.booleans()))
+                sharing=draw(st.booleans()), bits=draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4)])))
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,7 +72,8 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         requests.append(Request(prompt, chosen, ends=range(0, 12)))
     longest = max(len(r.tokens) + r.left for r in requests)
     blocks = -(-longest // w["size"]) + w["spare"] // w["size"]                          # down to the smallest that fits the largest
-    cache = (lambda llama: llama.cache(longest, w["batch"])) if w["contiguous"] else (lambda llama: paged(llama, blocks, w["size"], w["sharing"]))
+    cache = ((lambda llama: llama.cache(longest, w["batch"], bits=w["bits"])) if w["contiguous"] else
+             (lambda llama: paged(llama, blocks, w["size"], w["sharing"], w["bits"])))
     draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
     batch = Batcher(Decoder(TARGET, cache(TARGET), V, draft, w["coupled"], budget=w["budget"]), w["batch"])
     cancelled, step = set(), 0
@@ -92,7 +94,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         assert step < 2000, "nobody gets on"
     for request in requests:
         made = request.tokens[request.prompt:]
-        expected = alone(request, w["drafter"], w["coupled"])
+        expected = alone(request, w["drafter"], w["coupled"], w["bits"])
         assert made == (expected[:len(made)] if request in cancelled else expected)
         assert request in cancelled or request.finish_reason
     if not w["contiguous"]:

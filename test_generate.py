@@ -76,6 +76,15 @@ def test_weights_of_fewer_bits_at_load_or_from_a_folder(base, capsys, tmp_path, 
     assert (status, out, err.count("\n")) == (2, "", 1) and f"the weights have {bits} bits already" in err
 
 
+@pytest.mark.parametrize("kv", ["paged", "contiguous"])
+def test_a_cache_of_fewer_bits(base, capsys, kv):
+    made = {name: run(capsys, PROMPT, "--target", base, "--kv", kv, "--kv-bits", name, "--temperature", "0", "--max-tokens", "12", "--dtype", "float64", "--json")
+            for name in ("16", "8", "8/4")}
+    assert all(status == 0 for status, _, _ in made.values())
+    for name, (_, out, _) in made.items():
+        assert json.loads(out)["tokens"] == generate(PROMPT, base, temperature=0, max_tokens=12, kv_bits=name, dtype=torch.float64)["tokens"]
+
+
 def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
     folder = write_model(tmp_path, eos_token_ids=(256,))
     model = Model.load(folder, "cpu", torch.float64)
@@ -267,7 +276,7 @@ def test_it_runs_as_a_program(base):
     (["--max-tokens", "0"], "max_tokens is 0"), (["--max-tokens", "-5"], "max_tokens is -5"), (["--max-len", "3"], "the prompt has"),
     (["--max-len", "97"], "max_len is 97"), (["--n", "0"], "--n is 0"), (["--seed", str(2**64)], "seed is"),
     (["--stop", ""], "stop string is empty"), (["--device", "tpu"], "device 'tpu'"), (["--device", "cuda:99"], "device 'cuda:99'"),
-    (["--bits", "5"], "invalid choice: 5"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
+    (["--bits", "5"], "invalid choice: 5"), (["--kv-bits", "4"], "invalid choice: '4'"), (["--no-cache", "--kv-bits", "8"], "--no-cache keeps nothing"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
     (["--system", "be kind"], "system message needs a chat template"), (["--unknown"], "unrecognized arguments: --unknown"),
     (["--temp", "1"], "unrecognized arguments"), (["--target", "no-such-model"], "'no-such-model' is neither"),
     (["--target", "/no/such/folder"], "neither a folder"), (["extra"], "unrecognized arguments: extra")])

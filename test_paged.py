@@ -297,13 +297,13 @@ def test_a_pool_that_memory_does_not_hold():
 
 
 def test_blocks_that_fit():
-    cpu = torch.device("cpu")
-    assert blocks_that_fit(10_000, 16, 2, 2, 6, torch.float32, cpu) == 10_000 // (2 * 2 * 2 * 6 * 16 * 4)
-    all_of_it, half = (blocks_that_fit(share, 16, 2, 2, 6, torch.float32, cpu) for share in (1.0, 0.5))
+    cpu, one = torch.device("cpu"), 2 * 2 * 2 * 6 * 16 * 4
+    assert blocks_that_fit(10_000, one, cpu) == 10_000 // one
+    all_of_it, half = (blocks_that_fit(share, one, cpu) for share in (1.0, 0.5))
     assert all_of_it > 1000 and half / all_of_it == pytest.approx(0.5, rel=0.2)
-    for memory, says in ((0, "it must be a share"), (-3, "it must be a share"), (math.nan, "it must be a share"), (100, "does not hold a block of 16 tokens, which takes 3,072 bytes")):
+    for memory, says in ((0, "it must be a share"), (-3, "it must be a share"), (math.nan, "it must be a share"), (100, "does not hold a block, which takes 3,072 bytes")):
         with pytest.raises(ValueError, match=says):
-            blocks_that_fit(memory, 16, 2, 2, 6, torch.float32, cpu)
+            blocks_that_fit(memory, one, cpu)
 
 
 def test_the_same_texts_take_fewer_bytes_than_reserved_rows():

@@ -1,0 +1,146 @@
+"""Keys and values in 8 or 4 bits: a cache of small integers that its owner handles like a tensor.
+
+A cache holds [..., D]: for every layer, head and place a vector of D numbers. Quantized (quant.py), a vector is its integers and a
+scale, for 4 bits a zero too. They lie in tensors of their own, side by side, alike in all dimensions but the last:
+
+    16 bits     [..., D]                                                                 2 D     bytes a vector
+     8 bits     [..., D] int8,          [..., 1] scale                                   D + 2
+     4 bits     [..., D / 2] uint8,     [..., 1] scale,     [..., 1] zero                D / 2 + 4
+
+So whatever a cache does with whole vectors, it does with each of these: a view of some rows, a block copied, a gather by slots. Only
+two things look inside: storing rounds (`copy_`, `index_copy_`), and reading for attention makes numbers again (`to`), of one layer and
+one step at a time. Truncating, sharing and forking know nothing of it.
+
+Every vector has a scale of its own, from its own numbers alone. So what is stored does not depend on which tokens came together, and a
+text gives the same logits however its prompt was cut, shared, or read again.
+
+Keys suffer more than values: an error in a key moves the weight of a token, one in a value is averaged over all of them. Hence 8/4: keys
+of 8 bits, values of 4.
+
+Invariant: what is read is within half a step of what was stored, and does not change until it is stored again.
+
+Not covered: 4-bit keys, which want a scale for each channel over a block of tokens (Liu et al. 2024, KIVI, arXiv:2402.02750).
+
+    D head size · bits: of keys, of values
+"""
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant import from_int4, from_int8, int4, int8
+
+Bits = tuple[int, int]                                  # of keys, of values
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4)}   # as they are asked for
+
+
+def widths(name: str | int) -> Bits:
+    """'16', '8' or '8/4' -> bits of keys and of values. ValueError for others."""
+    if str(name) not in WIDTHS:
+        raise ValueError(f"kv_bits is {name!r}: it must be {', '.join(list(WIDTHS)[:-1])} or {list(WIDTHS)[-1]} (8-bit keys, 4-bit values)")
+    return WIDTHS[str(name)]
+
+
+def vector_bytes(D: int, bits: int, dtype: torch.dtype) -> int:
+    """Of one vector; 16 bits stand for `dtype`, whatever it has."""
+    return {16: D * dtype.itemsize, 8: D + 2, 4: D // 2 + 4}[bits]
+
+
+def store(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype) -> "Tensor | KVStore":
+    """Room for vectors, uninitialized: a tensor, or in its place a KVStore. ValueError for an odd number of 4-bit numbers."""
+    *lead, D = shape
+    if bits == 16:
+        return torch.empty(shape, device=device, dtype=dtype)
+    if bits == 4 and D % 2:
+        raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
+    kinds = {8: [(D, torch.int8), (1, torch.bfloat16)], 4: [(D // 2, torch.uint8), (1, torch.bfloat16), (1, torch.int16)]}
+    return KVStore([torch.empty((*lead, width), device=device, dtype=kind) for width, kind in kinds[bits]])
+
+
+class KVStore:
+    """Vectors [..., D] of 8 or 4 bits. The methods are a tensor's own, for all dimensions but the last."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self.parts = tuple(parts)                       # integers, scale, and zero if they have 4 bits
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "KVStore":
+        return KVStore([change(part) for part in self.parts])
+
+    def __getitem__(self, where: Any) -> "KVStore":
+        return self._each(lambda part: part[where])
+
+    def __setitem__(self, where: Any, other: "KVStore") -> None:
+        for part, new in zip(self.parts, other.parts):
+            part[where] = new
+
+    def transpose(self, a: int, b: int) -> "KVStore":
+        return self._each(lambda part: part.transpose(a, b))
+
+    def flatten(self, first: int, last: int) -> "KVStore":
+        return self._each(lambda part: part.flatten(first, last))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> "KVStore":
+        return self._each(lambda part: part.unflatten(dim, sizes))
+
+    def index_select(self, dim: int, index: Tensor) -> "KVStore":
+        return self._each(lambda part: part.index_select(dim, index))
+
+    def unbind(self) -> "list[KVStore]":
+        return [KVStore(parts) for parts in zip(*(part.unbind() for part in self.parts))]
+
+    def copy_(self, x: Tensor) -> None:
+        """Store x: [..., D], rounded."""
+        for part, numbers in zip(self.parts, self._round(x)):
+            part.copy_(numbers)
+
+    def index_copy_(self, dim: int, index: Tensor, x: Tensor) -> None:
+        """Store x at these places."""
+        for part, numbers in zip(self.parts, self._round(x)):
+            part.index_copy_(dim, index, numbers)
+
+    def _round(self, x: Tensor) -> tuple[Tensor, ...]:
+        return int8(x) if len(self.parts) == 2 else int4(x)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The numbers, for attention: float[..., D]."""
+        return (from_int8 if len(self.parts) == 2 else from_int4)(*self.parts, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it takes without another rounding before its own."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: bytes of a token, and what the bits cost the embedded model on what it tells itself.
+
+@torch.inference_mode()
+def main() -> None:
+    import torch.nn.functional as F
+
+    from distill import tell
+    from kvcache import kv_bytes
+    from model import Llama
+    llama = Llama.load("tiny", dtype=torch.float32)
+    c, length = llama.config, 256
+    texts = tell(llama, 12, length - 1, c.eos_token_ids[0], seed=1).tokens.view(-1, length)
+    print(f"tiny, {texts[:, 1:].numel():,} tokens: bytes of a token's keys and values, and perplexity")
+    first = 0.0
+    for name, bits in WIDTHS.items():
+        losses = []
+        for text in texts:
+            cache = llama.cache(length, bits=bits)
+            logits = llama(text, cache.extend([(cache.open(())[0], text.tolist())]))
+            losses.append(F.cross_entropy(logits[:-1], text[1:]))
+        perplexity = torch.stack(losses).mean().exp().item()
+        size, first = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1, torch.bfloat16, bits), first or perplexity
+        print(f"  {name:>4} bits {size:6,} {perplexity:9.4f} {100 * (perplexity / first - 1):+7.2f} %")
+
+
+if __name__ == "__main__":
+    main()
