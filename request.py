@@ -44,10 +44,11 @@ class Settings:
 
 
 class Taken(NamedTuple):
-    """A round that went by (speculative.py): drafts, how many of them stood, and the seconds it took."""
+    """A round that went by (speculative.py): drafts, how many of them stood, the seconds it took, and how many texts shared them."""
     drafted: int
     accepted: int
     seconds: float
+    texts: int = 1
 
 
 @dataclass(eq=False)

@@ -195,7 +195,7 @@ class Decoder:
         self._keep(request, len(request.tokens) + len(new) - 1)                             # all but the last token
         request.tokens += new
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
-        request.rounds.append(Taken(w.gamma, accepted, seconds))
+        request.rounds.append(Taken(w.gamma, accepted, seconds, self.rows))
         self.auto[request].saw(w.gamma, accepted, seconds, self.rows)
         return new
 
@@ -215,15 +215,16 @@ class Decoder:
 
     def report(self, request: Request) -> Speculation | None:
         """How speculation went in the rounds of a text, but for the first, which reads the prompt."""
-        rounds, plain = request.rounds[1:], self.costs.plain()
+        rounds = request.rounds[1:]
         if self.drafter is None or not rounds:
             return None
-        made, seconds = (sum(values) for values in zip(*((taken.accepted + 1, taken.seconds) for taken in rounds)))
-        if plain is None:
+        made, plain = sum(taken.accepted + 1 for taken in rounds), [self.costs.plain(taken.texts) for taken in rounds]
+        if None in plain:
             return Speculation(request.acceptance, made / len(rounds))
-        alpha, c = request.acceptance or 0.0, self.costs.drafting() / plain
-        predicted = sum(expected_tokens(alpha, taken.drafted) for taken in rounds) / sum(1 + taken.drafted * c for taken in rounds)
-        return Speculation(request.acceptance, made / len(rounds), made * plain / seconds, predicted)
+        alpha, draft = request.acceptance or 0.0, self.costs.drafting()
+        gain = sum((taken.accepted + 1) * cost for taken, cost in zip(rounds, plain)) / sum(taken.seconds for taken in rounds)
+        predicted = sum(expected_tokens(alpha, taken.drafted) for taken in rounds) / sum(1 + taken.drafted * draft / cost for taken, cost in zip(rounds, plain))
+        return Speculation(request.acceptance, made / len(rounds), gain, predicted)
 
     @torch.inference_mode()
     def measure_plain(self, request: Request) -> None:
