@@ -17,11 +17,13 @@ trials cost below a sixtieth of the time. A useless draft is never noticed.
 γ may depend on what has happened, on α and on the clock, never on whether to keep a token that was drawn; so the text's law does
 not change. But the clock is no part of the seed: with γ chosen here, the same seed need not give the same text.
 
-In a batch a wider pass is one with more tokens of all texts, and each text chooses as if all drafted as much as it does.
+In a batch a wider pass is one with more tokens of all texts, and who drafts nothing waits for those who do: the texts that are made
+together choose one γ, the one with the best mean of their gains.
 
-Not covered: that a token's acceptance depends on its neighbours'; choosing γ jointly for the rows of a batch.
+Not covered: that a token's acceptance depends on its neighbours'; a γ of its own for each text of a batch.
 """
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 
@@ -98,14 +100,16 @@ class Auto:
     def alpha(self) -> float:
         return self.accepted / self.examined
 
-    def choose(self, most: int, rows: int = 1) -> int:
-        """γ for the next round, at most `most`, where `rows` texts are made together and all draft as much."""
-        plain = self.costs.plain(rows)
+    def choose(self, most: int, together: Sequence[float] = ()) -> int:
+        """γ for the next round, at most `most`. together: the α of all texts that are made together, this one's among them; they share what
+        drafting costs, so one γ is best for all: who drafts nothing waits for those who do."""
+        alphas = together or (self.alpha,)
+        rows, plain = len(alphas), self.costs.plain(len(alphas))
         if plain is None:
             return 0                                                     # what plain decoding costs is measured first,
         most = min(most, max(1, 2 * self.largest))                       # and then one width after the other
         c, w = self.costs.drafting() / plain, [self.costs.verifying(rows * (1 + g)) / plain for g in range(most + 1)]
-        gains = [speed_up(self.alpha, g, c, w[g]) for g in range(most + 1)]
+        gains = [sum(speed_up(alpha, g, c, w[g]) for alpha in alphas) / rows for g in range(most + 1)]
         best = max(range(most + 1), key=gains.__getitem__)
         if gains[best] > 1.02:
             return best

@@ -90,7 +90,7 @@ class Decoder:
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, budget: int = 512):
         self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter
         self.coupled, self.coin, self.budget = coupled, coin, budget
-        self.rows = 1                                                                       # texts in the last round
+        self.together: list[Request] = []                                                   # the texts of the last round
         self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()                 # what was learnt of a text outlives its places
 
     def open(self, request: Request, twin: Request | None = None) -> None:
@@ -133,7 +133,8 @@ class Decoder:
         if self.drafter is None or most < 1:
             return 0
         fixed = request.settings.gamma
-        wanted = self.auto[request].choose(most, self.rows) if fixed is None else min(fixed, most)
+        alphas = [self.auto[other].alpha for other in self.together if not other.finish_reason]
+        wanted = self.auto[request].choose(most, alphas) if fixed is None else min(fixed, most)
         if wanted and fixed is None and self.drafter.lag(request) > self.budget:            # it has not drafted for long:
             self.drafter.follow(request, len(request.tokens) - self.drafter.lag(request) + self.budget)      # it catches up in chunks
             return 0
@@ -159,7 +160,7 @@ class Decoder:
             self.costs.saw_draft(max(round.gammas, default=0), drawn - start)
         if all(w.read == 1 and w.gamma is not None for w in work):
             self.costs.saw_pass(len(work) + sum(round.gammas), end - drawn)
-        self.rows = max(1, len(rounds))
+        self.together = round.requests
         for w, length in zip(work, before):
             if w.gamma is None and self.drafter is not None:
                 self.drafter.follow(w.request, length + w.read)
@@ -195,8 +196,8 @@ class Decoder:
         self._keep(request, len(request.tokens) + len(new) - 1)                             # all but the last token
         request.tokens += new
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
-        request.rounds.append(Taken(w.gamma, accepted, seconds, self.rows))
-        self.auto[request].saw(w.gamma, accepted, seconds, self.rows)
+        request.rounds.append(Taken(w.gamma, accepted, seconds, len(self.together)))
+        self.auto[request].saw(w.gamma, accepted, seconds, len(self.together))
         return new
 
     def _keep(self, request: Request, length: int) -> None:

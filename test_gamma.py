@@ -73,9 +73,13 @@ def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
     costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
     assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
     auto = Auto(costs, alpha=0.9, weight=1000)
-    assert auto.choose(1, 4) == 0 and auto.choose(1, 8) == 1                    # nothing as narrow as 4 rows was measured
+    assert auto.choose(1, [0.9] * 4) == 0 and auto.choose(1, [0.9] * 8) == 1    # nothing as narrow as 4 rows was measured
     auto.largest, auto.trial = 8, 1.0
-    assert auto.choose(8, 8) == 1 and auto.choose(1, 24) == 0
+    assert auto.choose(8, [0.9] * 8) == 1 and auto.choose(1, [0.9] * 24) == 0
+    doubter, trusting = Auto(costs, alpha=0.1, weight=1000), auto               # texts made together choose one γ for all of them
+    doubter.largest, doubter.trial = 8, 1.0
+    for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.9]):
+        assert doubter.choose(1, alphas) == trusting.choose(1, alphas) == int(alphas[0] > 0.5)
 
 
 def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
