@@ -11,12 +11,14 @@ does that once, when a model is loaded: oneDNN's blocked order replaces the plai
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
 
-With weights of 8 bits there is a quarter to read. `QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two
-digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do four times as fast as floats, and
+With weights of 8 bits there is half or a quarter to read. In bfloat16, the library has a product of a few rows with the integers as
+they are stored; of more rows, a tile of W at a time becomes bfloat16, which costs less than reading twice as much would. In float32
+`QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with
+the INT8 weights, which CPUs do four times as fast as floats, and
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
-All sums are exact, so a row's result does not depend on the rows beside it, to the bit. Weights of 4 bits become numbers a tile of
+All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Weights of 4 bits become numbers a tile of
 rows at a time, for the library's product: they are for memory. So is all of this on a GPU, and in float64.
 
 Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
@@ -33,7 +35,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quant import Quantized, dequantize
+from quant import Quantized, dequantize, quantize
+
+TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
+
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this build of PyTorch has oneDNN's packed product for such a weight."""
@@ -116,6 +121,17 @@ def packed_product(x: Tensor, packed: Tensor, scale: Tensor, zero: int) -> Tenso
     return torch.ops.onednn.qlinear_pointwise.default(x, 1.0, zero, packed, scale, constant(0), None, 1.0, 0, torch.float32, "none", [], "")
 
 
+def scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for so many numbers, the same every time: fresh memory costs more than what is done in it."""
+    return _scratch(dtype, device)[:size] if size <= max(TILE.values()) else torch.empty(size, dtype=dtype, device=device)
+
+
+@cache
+def _scratch(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(max(TILE.values()), dtype=dtype, device=device)
+
+
 @cache
 def digit_bits() -> int:
     """The largest digits whose products with INT8 weights this CPU adds exactly: 8 bits; 7 where it adds two of them in 16 bits; 0: none."""
@@ -151,11 +167,12 @@ class QuantizedLinear(nn.Module):
         empty = lambda *size, dtype: torch.empty(size, device=device, dtype=dtype)
         self.register_buffer("values", empty(out_features, in_features, dtype=torch.int8) if bits == 8 else
                              empty(out_features, -(-in_features // 2), dtype=torch.uint8))
-        self.register_buffer("scale", empty(*shape, dtype=torch.float32 if bits == 8 else torch.bfloat16))
+        self.register_buffer("scale", empty(*shape, dtype=torch.bfloat16))
         self.register_buffer("zero", empty(*shape, dtype=torch.int16) if bits == 4 else None)
         self.bias = nn.Parameter(empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.packed: Tensor | None = None                                        # oneDNN's own order
         self.sums: Tensor | None = None                                          # int32[N]: of the rows of `values`
+        self.fused = False                                                       # whether a few rows multiply with `values` as they are
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
@@ -180,20 +197,32 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, self.dtype)
 
     def path(self, rows: int) -> str:
-        """The product that a step of so many rows takes: "packed" or "integers" (as stored), which are exact sums, or "tiles"."""
+        """The product that a step of so many rows takes: "fused", which reads the integers; "packed" or "integers" (as stored), which add
+        whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
+        if self.fused:
+            return "fused" if 0 < rows <= 8 else "tiles"
         return "packed" if self.packed is not None else "integers" if self.sums is not None else "tiles"
 
     def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
-        y = self._tiles(x) if self.path(len(x)) == "tiles" else self._integers(x)
+        path = self.path(len(x))
+        if path == "fused":
+            y = torch._weight_int8pack_mm(x.contiguous(), self.values, self.scale.view(-1))
+        else:
+            y = self._tiles(x) if path == "tiles" else self._integers(x)
         return y if self.bias is None else y + self.bias
 
     def _tiles(self, x: Tensor) -> Tensor:
-        """As many rows of W at a time as a CPU's cache holds become numbers."""
-        N, tile = self.out_features, max(16, (1 << 17 if x.device.type == "cpu" else 1 << 26) // self.in_features)
+        """As many rows of W at a time as a CPU's cache holds become numbers; for 8 bits whole ones, and the scale comes last."""
+        N, K, tile = self.out_features, self.in_features, max(16, (TILE[self.bits] if x.device.type == "cpu" else 1 << 26) // self.in_features)
         y = x.new_empty(len(x), N)
         for at in range(0, N, tile):
-            y[:, at:at + tile] = F.linear(x, self.rows(slice(at, at + tile)))
-        return y
+            which = slice(at, at + tile)
+            if self.bits == 4:
+                y[:, which] = F.linear(x, self.rows(which))
+            else:
+                values = self.values[which]
+                y[:, which] = F.linear(x, scratch(values.numel(), x.dtype, x.device).view(-1, K).copy_(values))
+        return y if self.bits == 4 else y.mul_(self.scale.view(-1))
 
     def _integers(self, x: Tensor) -> Tensor:
         """Two digits of x, each times W: exact sums of whole numbers, then one rounding to float32 each."""
@@ -209,11 +238,17 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Get ready for this CPU's integer product, in its own order or (`keep`: an embedding reads rows of it) as the values are stored."""
-        exact = self.bits == 8 and 1 < self.in_features < 1 << 16                # 2^16 products fill 32 bits; of one, _int_mm is wrong
-        if not exact or self.path(1) != "tiles" or self.scale.device.type != "cpu" or self.dtype == torch.float64 or not digit_bits():
+        """Get ready for this CPU: bfloat16 reads the values as they are stored; float32 wants them in the order of its integer product,
+        or (`keep`: an embedding reads rows of it) as they are stored."""
+        K = self.in_features
+        if self.bits == 4 or self.path(1) != "tiles" or self.scale.device.type != "cpu" or self.dtype == torch.float64:
             return
-        self.steps = self.scale[:, 0] / most(digit_bits())                       # [N]
+        if self.dtype == torch.bfloat16 and hasattr(torch, "_weight_int8pack_mm"):
+            self.fused = K % 16 == 0                                             # of fewer it reads beyond the end
+            return
+        if not 1 < K < 1 << 16 or not digit_bits():                              # 2^16 products fill 32 bits; of one, _int_mm is wrong
+            return
+        self.steps = self.scale[:, 0].float() / most(digit_bits())                       # [N]
         if keep:
             self.sums = self.values.sum(1, dtype=torch.int32)
         else:
@@ -234,29 +269,33 @@ def seconds(run: Callable[[], object], repeats: int = 9) -> float:
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
-    """Bytes a second at which this machine reads memory that is in no cache: the roof of decoding."""
+    """Bytes a second at which this machine reads memory that is in no cache, at best: the roof of decoding."""
     data = torch.ones(megabytes * 2**18)
-    return data.numel() * 4 / seconds(data.sum)
+    return data.nbytes / min(seconds(data.max, repeats=1) for _ in range(9))
 
 
 @torch.inference_mode()
 def main() -> None:
     roof = read_bandwidth()
     print(f"this machine reads {roof / 1e9:.1f} GB/s with {torch.get_num_threads()} threads")
-    layers = [Linear(2048, 2048) for _ in range(16)]                 # together larger than the caches: 268 MB
-    for layer in layers:
+    plain = [Linear(2048, 2048) for _ in range(16)]                 # together larger than the caches: 268 MB
+    small = [QuantizedLinear(2048, 2048, dtype=torch.bfloat16) for _ in plain]
+    for layer, quantized in zip(plain, small):
         nn.init.normal_(layer.weight)
+        quantized.put(quantize(layer.weight, 8))
+        quantized.pack()
     rows = [1, 2, 4, 5, 8, 16, 64]
     inputs = [torch.randn(t, 2048) for t in rows]
-    size = sum(layer.weight.numel() * 4 for layer in layers)
-    library = [seconds(lambda: [F.linear(x, layer.weight) for layer in layers]) for x in inputs]
-    for layer in layers:
+    size = sum(layer.weight.nbytes for layer in plain)
+    library = [seconds(lambda: [F.linear(x, layer.weight) for layer in plain]) for x in inputs]
+    for layer in plain:
         layer.pack()
-    packed = [seconds(lambda: [layer(x) for layer in layers]) for x in inputs]
+    packed = [seconds(lambda: [layer(x) for layer in plain]) for x in inputs]
+    integers = [seconds(lambda: [layer(x) for layer in small]) for x in map(torch.Tensor.bfloat16, inputs)]
     print(f"{size / 1e6:.0f} MB of float32 weights; milliseconds, and how many times as long as reading them once")
-    print(f"{'rows':>6}{'F.linear':>16}{'packed':>16}")
-    for t, a, b in zip(rows, library, packed):
-        print(f"{t:6}{a * 1e3:9.1f} {a * roof / size:5.1f}x{b * 1e3:9.1f} {b * roof / size:5.1f}x")
+    print(f"{'rows':>6}{'F.linear':>16}{'packed':>16}{'INT8':>16}")
+    for t, *times in zip(rows, library, packed, integers):
+        print(f"{t:6}" + "".join(f"{each * 1e3:9.1f} {each * roof / size:5.1f}x" for each in times) + f"  {small[0].path(t)}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ Zero is a whole number, so the grid is {k · scale} for whole k and 4 bits are s
 whose channel is far from 0 lose nothing. Scales of 16 bits are rounded *up* before q is computed with them (rounded down, max x
 would not be reached any more). A scale is at least 1e-30: all-zero groups are exact, and nothing is ever divided by 0.
 
-  - Weights: 8 bits have a float32 scale for each row of W; 4 bits a scale and a zero for each group of 32, 64 or 128 numbers of a
-    row, the last of which may be short. Bytes of W [N, K]: N (K + 4), or N (K / 2 + 4 ⌈K / group⌉). INT4 is a quarter of 16 bits, *plus scales*.
+  - Weights: 8 bits have a scale for each row of W; 4 bits a scale and a zero for each group of 32, 64 or 128 numbers of a
+    row, the last of which may be short. Bytes of W [N, K]: N (K + 2), or N (K / 2 + 4 ⌈K / group⌉). INT4 is a quarter of 16 bits, *plus scales*.
   - Keys and values: a scale (and a zero) for each token and head, as they come. 4-bit keys fare better with one for each channel
     over a block of tokens, since some channels of keys are large in all of them (KIVI): `int4(keys, dim=-2)`.
 
@@ -56,8 +56,8 @@ def round_up(x: Tensor) -> Tensor:
 
 
 def grid8(x: Tensor) -> Tensor:
-    """The scale of symmetric 8-bit numbers over the last dimension: float32[..., 1]."""
-    return (x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8)
+    """The scale of symmetric 8-bit numbers over the last dimension: bfloat16[..., 1]."""
+    return round_up((x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8))
 
 
 def grid4(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def unpack4(packed: Tensor) -> Tensor:
 
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
-    scale = round_up(grid8(x))
+    scale = grid8(x)
     return int8_at(x, scale), scale
 
 
@@ -118,7 +118,7 @@ def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = 
 class Quantized(NamedTuple):
     """A matrix W [N, K] in 8 or 4 bits. `dequantize(*q)` makes numbers of it again."""
     values: Tensor                                      # int8[N, K]       or uint8[N, ⌈K / 2⌉], two numbers a byte
-    scale: Tensor                                       # float32[N, 1]    or bfloat16[N, M]
+    scale: Tensor                                       # bfloat16[N, 1]   or bfloat16[N, M]
     zero: Tensor | None                                 # None             or int16[N, M]
     columns: int                                        # K, which half a byte does not tell
     group: int                                          # columns that share a scale
@@ -170,7 +170,7 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
 def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that a quantized matrix stands for: float[N, K]."""
     if zero is None:
-        return (values * scale).to(dtype)
+        return (values * scale.float()).to(dtype)
     return ((unpack4(values)[:, :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
 
 

@@ -54,7 +54,7 @@ def test_weights_are_within_half_a_step(kind, N, K, bits, group, seed):
     back = dequantize(*q)
     assert back.shape == w.shape and back.dtype == torch.float32 and q.scale.shape == (N, M)
     assert off_by(w, back, columns_of(q.scale, q)) <= 0.5 * (1 + 1e-3)
-    assert sum(t.nbytes for t in q[:3] if t is not None) == N * (K + 4 if bits == 8 else -(-K // 2) + 4 * M)
+    assert sum(t.nbytes for t in q[:3] if t is not None) == N * (K + 2 if bits == 8 else -(-K // 2) + 4 * M)
 
 
 @settings(deadline=None, max_examples=100)
