@@ -20,6 +20,7 @@ import torch
 
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter
+from kivi import ChannelPagedCache, ring_bytes
 from kvcache import kv_bytes
 from kvquant import Bits, widths
 from model import Llama, NoCache
@@ -90,7 +91,7 @@ class Engine:
     """What makes texts of one model. tokens: that all requests in flight may have together; more wait for their turn.
 
     draft: a loaded `Model` or "ngram" (see `load_draft`). max_len: the longest text. kv: "paged" or "contiguous". kv_memory: bytes for keys
-    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. kv_bits: 16, 8 or "8/4" for keys and values. Raises ValueError or CacheFull.
+    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. kv_bits: 16, 8, 4 or "8/4" for keys and values. Raises ValueError or CacheFull.
     """
 
     def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False, use_cache: bool = True,
@@ -110,7 +111,7 @@ class Engine:
             caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits) for llama in models]
         else:
             blocks = self._blocks(models, tokens, max_batch, kv_memory, bits)
-            caches = [paged(llama, blocks, max_len, prefix_cache, bits) for llama in models]
+            caches = [paged(llama, blocks, max_len, prefix_cache, bits, max_batch) for llama in models]
         if isinstance(draft, Model):
             drafter = ModelDrafter(draft.llama, caches[1])
         elif draft == "ngram":
@@ -122,8 +123,10 @@ class Engine:
     @staticmethod
     def _blocks(models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None, bits: Bits) -> int:
         """Blocks of each cache: as many as are needed, where memory has them, or as many as `kv_memory` holds of all caches together."""
-        one = sum(kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK, llama.dtype, bits) for llama in models for c in [llama.config])
-        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device)
+        shapes = [(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim, llama.dtype) for llama in models]
+        one = sum(kv_bytes(layers, heads, D, BLOCK, dtype, bits) for layers, heads, D, dtype in shapes)
+        rings = sum(ring_bytes(layers, heads, D, max_batch, dtype) for layers, heads, D, dtype in shapes) if bits[0] == 4 else 0
+        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device, rings)
         return fit if kv_memory is not None else min(fit, -(-tokens // BLOCK) + max_batch)
 
     def describe(self) -> str:
@@ -158,8 +161,9 @@ class Engine:
         return result
 
 
-def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16)) -> PagedCache:
-    """A paged cache of this model's shape."""
+def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16), texts: int = 16) -> PagedCache:
+    """A paged cache of this model's shape. texts: how many can be open, where that matters."""
     c = llama.config
-    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK, min(max_len, c.max_position_embeddings),
-                      llama.device, llama.dtype, prefix_cache, bits)
+    shape = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks)
+    rest = dict(block_size=BLOCK, max_len=min(max_len, c.max_position_embeddings), device=llama.device, dtype=llama.dtype, prefix_sharing=prefix_cache, bits=bits)
+    return ChannelPagedCache(*shape, texts=texts, **rest) if bits[0] == 4 else PagedCache(*shape, **rest)

@@ -52,7 +52,7 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, or "ngram". Settings
     left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
     as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
-    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. kv_bits: 8, or
+    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. kv_bits: 8, 4, or
     "8/4" for 8-bit keys and 4-bit values. show: called with the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
     """
     if verify not in ("exact", "coupled"):
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", metavar="FILE", help="make a text for each line of this file: {\"prompt\": …} and any of the settings by name; results as JSONL")
     p.add_argument("--max-batch", type=int, default=16, metavar="N", help="at most N texts at a time, of --prompts or --n (default 16)")
     p.add_argument("--kv", choices=["paged", "contiguous"], default="paged", help="keys and values in blocks, on demand (default), or reserved rows")
-    p.add_argument("--kv-bits", choices=list(WIDTHS), default="16", help="store keys and values in 8 bits, or keys in 8 and values in 4")
+    p.add_argument("--kv-bits", choices=list(WIDTHS), default="16", help="store keys and values in 8 or 4 bits, or keys in 8 and values in 4")
     p.add_argument("--kv-memory", type=float, metavar="SIZE", help="memory for keys and values: bytes, or, up to 1, a share of what is free "
                    "(default: what the texts in flight can need, up to 0.8)")
     p.add_argument("--no-prefix-cache", action="store_true", help="read every prompt from its beginning, also where another began alike")

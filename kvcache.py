@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention
-from kvquant import Bits, KVStore, store, vector_bytes
+from kvquant import GROUP, Bits, KVStore, key_bytes, store, vector_bytes
 
 Places = Sequence[Tensor | KVStore]                             # of one layer after the other
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +43,7 @@ class CacheFull(RuntimeError):
 
 def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    return layers * kv_heads * tokens * sum(vector_bytes(head_dim, width, dtype) for width in bits)
+    return layers * kv_heads * (key_bytes(head_dim, bits[0], tokens, dtype) + tokens * vector_bytes(head_dim, bits[1], dtype))
 
 
 def free_memory(device: torch.device) -> int:
@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> int:
 def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8,
                     bits: Bits = (16, 16)) -> int:
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
-    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
+    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, GROUP, dtype, bits) * GROUP
 
 
 class KVCache:
@@ -73,7 +73,8 @@ class KVCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         shape = (layers, sequences, kv_heads, max_len, head_dim)
         try:
-            self.keys, self.values = (store(shape, width, device, dtype) for width in bits)          # [L, S, G, N, D]
+            self.values = store(shape, bits[1], device, dtype)                                       # [L, S, G, N, D]
+            self.keys = self._room_for_keys(shape, bits[0], dtype)
         except RuntimeError:                                                 # out of memory, whatever the device calls it
             size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
             raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
@@ -81,6 +82,9 @@ class KVCache:
         self.max_len, self.device = max_len, torch.device(device)
         self._lengths: dict[int, int] = {}                               # of the open sequences
         self._rows = list(reversed(range(sequences)))                    # rows that nobody has
+
+    def _room_for_keys(self, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor | KVStore:
+        return store(shape, bits, self.values.device, dtype)
 
     @property
     def bytes(self) -> int:
@@ -118,12 +122,14 @@ class KVCache:
             if not self.fits([(seq, len(tokens))]):
                 raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {len(tokens)} more: "
                                 f"a row holds {self.max_len}; ask for fewer, or make a cache of a larger max_len")
-        spans = []
+        starts = [(seq, self._lengths[seq]) for seq, _ in requests]
         for seq, tokens in requests:
-            start = self._lengths[seq]
-            self._lengths[seq] = start + len(tokens)
-            spans.append((start, start + len(tokens), self.keys[:, seq], self.values[:, seq]))
-        return Step(spans, self.device)
+            self._lengths[seq] += len(tokens)
+        return self._step(starts)
+
+    def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
+        """The step of these sequences, which were so long before."""
+        return Step([(start, self._lengths[seq], self.keys[:, seq], self.values[:, seq]) for seq, start in starts], self.device)
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens."""

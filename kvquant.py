@@ -19,7 +19,7 @@ of 8 bits, values of 4.
 
 Invariant: what is read is within half a step of what was stored, and does not change until it is stored again.
 
-Not covered: 4-bit keys, which want a scale for each channel over a block of tokens (Liu et al. 2024, KIVI, arXiv:2402.02750).
+Keys of 4 bits want a scale for each channel over some tokens instead: kivi.py.
 
     D head size · bits: of keys, of values
 """
@@ -32,19 +32,25 @@ from torch import Tensor
 from quant import from_int4, from_int8, int4, int8
 
 Bits = tuple[int, int]                                  # of keys, of values
-WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4)}   # as they are asked for
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}   # as they are asked for
+GROUP = 16                                              # tokens that share a scale where keys have 4 bits (kivi.py)
 
 
 def widths(name: str | int) -> Bits:
-    """'16', '8' or '8/4' -> bits of keys and of values. ValueError for others."""
+    """'16', '8', '8/4' or '4' -> bits of keys and of values. ValueError for others."""
     if str(name) not in WIDTHS:
-        raise ValueError(f"kv_bits is {name!r}: it must be {', '.join(list(WIDTHS)[:-1])} or {list(WIDTHS)[-1]} (8-bit keys, 4-bit values)")
+        raise ValueError(f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)")
     return WIDTHS[str(name)]
 
 
 def vector_bytes(D: int, bits: int, dtype: torch.dtype) -> int:
     """Of one vector; 16 bits stand for `dtype`, whatever it has."""
     return {16: D * dtype.itemsize, 8: D + 2, 4: D // 2 + 4}[bits]
+
+
+def key_bytes(D: int, bits: int, tokens: int, dtype: torch.dtype) -> int:
+    """Of the keys of so many tokens: of whole groups, where they have 4 bits."""
+    return -(-tokens // GROUP) * (GROUP * D // 2 + 4 * D) if bits == 4 else tokens * vector_bytes(D, bits, dtype)
 
 
 def store(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype) -> "Tensor | KVStore":
@@ -73,6 +79,10 @@ class KVStore:
     def __setitem__(self, where: Any, other: "KVStore") -> None:
         for part, new in zip(self.parts, other.parts):
             part[where] = new
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
 
     def transpose(self, a: int, b: int) -> "KVStore":
         return self._each(lambda part: part.transpose(a, b))
@@ -138,7 +148,7 @@ def main() -> None:
             logits = llama(text, cache.extend([(cache.open(())[0], text.tolist())]))
             losses.append(F.cross_entropy(logits[:-1], text[1:]))
         perplexity = torch.stack(losses).mean().exp().item()
-        size, first = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1, torch.bfloat16, bits), first or perplexity
+        size, first = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, GROUP, torch.bfloat16, bits) // GROUP, first or perplexity
         print(f"  {name:>4} bits {size:6,} {perplexity:9.4f} {100 * (perplexity / first - 1):+7.2f} %")
 
 

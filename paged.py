@@ -38,7 +38,7 @@ from torch import Tensor
 from blocks import Key, Pool
 from kernels import FEW, attention, paged_attention
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
-from kvquant import Bits, store
+from kvquant import Bits, KVStore, store
 
 @dataclass
 class Text:
@@ -48,13 +48,14 @@ class Text:
     chain: list[int] = field(default_factory=list)
 
 
-def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
-    """How many blocks of `one` byte each `memory` holds: bytes, or, up to 1, a share of what is free on the device now. ValueError if not one."""
+def blocks_that_fit(memory: float, one: int, device: torch.device, beside: int = 0) -> int:
+    """How many blocks of `one` byte each `memory` holds, beside so many other bytes: bytes, or, up to 1, a share of what is free on the device now.
+    ValueError if not one."""
     if not memory > 0:
         raise ValueError(f"the memory for keys and values is {memory}: it must be a share of what is free (up to 1), or a number of bytes")
-    blocks = int(memory * free_memory(device) if memory <= 1 else memory) // one
+    blocks = (int(memory * free_memory(device) if memory <= 1 else memory) - beside) // one
     if blocks < 1:
-        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} bytes")
+        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one + beside:,} bytes")
     return blocks
 
 
@@ -70,13 +71,18 @@ class PagedCache:
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         try:
-            self.keys, self.values = (store((layers, blocks, block_size, kv_heads, head_dim), width, device, dtype) for width in bits)
+            shape = (layers, blocks, block_size, kv_heads, head_dim)
+            self.values = store(shape, bits[1], device, dtype)
+            self.keys = self._room_for_keys(shape, bits[0], dtype)
         except RuntimeError:                                             # out of memory, whatever the device calls it
             size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype, bits)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None
         self.rows = [kept.flatten(1, 2).transpose(1, 2) for kept in (self.keys, self.values)]            # the same, as [L, G, N · S, D]
         self.block_size, self.max_len, self.device, self.prefix_sharing = block_size, longest, torch.device(device), prefix_sharing
         self.pool, self._texts, self._opened = Pool(blocks), dict[int, Text](), 0
+
+    def _room_for_keys(self, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor | KVStore:
+        return store(shape, bits, self.values.device, dtype)
 
     @property
     def bytes(self) -> int:
@@ -141,16 +147,22 @@ class PagedCache:
                 raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {n} more: the limit is {self.max_len}; "
                                 "ask for fewer, or make a cache of a larger max_len")
         fresh = self.pool.take(self._blocks_needed(sizes))[::-1]
-        starts = [(self._texts[seq], self.length(seq)) for seq, _ in requests]
-        for (_, tokens), (text, _) in zip(requests, starts):
+        starts = [(seq, self.length(seq)) for seq, _ in requests]
+        for seq, tokens in requests:
+            text = self._texts[seq]
             self._publish(text)
             self._own_last_block(text, fresh)
             text.tokens += map(int, tokens)
             text.blocks += [fresh.pop() for _ in range(-(-len(text.tokens) // self.block_size) - len(text.blocks))]
+        return self._step(starts)
+
+    def _step(self, starts: Sequence[tuple[int, int]]) -> "PagedStep | Step":
+        """The step of these sequences, which were so long before."""
+        text, start = self._texts[starts[0][0]], starts[0][1]
         if len(starts) == 1 and in_order(text.blocks):                  # as in a contiguous cache
             rows = (kept[:, :, text.blocks[0] * self.block_size:] for kept in self.rows)
-            return Step([(starts[0][1], len(text.tokens), *rows)], self.device)
-        return PagedStep(self, starts)
+            return Step([(start, len(text.tokens), *rows)], self.device)
+        return PagedStep(self, [(self._texts[seq], start) for seq, start in starts])
 
     def _publish(self, text: Text) -> None:
         S = self.block_size

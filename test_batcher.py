@@ -9,6 +9,7 @@ from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, NgramDrafter
 from engine import Engine
+from kivi import ChannelPagedCache
 from kvquant import Bits
 from model import Llama
 from paged import PagedCache
@@ -33,7 +34,8 @@ TARGET, DRAFT = random_llama(1), random_llama(1, num_hidden_layers=1)
 
 def paged(llama: Llama, blocks: int, size: int, sharing: bool = True, bits: Bits = (16, 16)) -> PagedCache:
     c = llama.config
-    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, size, None, dtype=torch.float64, prefix_sharing=sharing, bits=bits)
+    make = ChannelPagedCache if bits[0] == 4 else PagedCache
+    return make(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, block_size=size, dtype=torch.float64, prefix_sharing=sharing, bits=bits)
 
 
 def alone(request: Request, drafter: str, coupled: bool, bits: Bits = (16, 16)) -> list[int]:
@@ -57,9 +59,10 @@ def workloads(draw) -> dict:
                                      temperature=st.sampled_from([0.0, 1.0, 0.7]), gamma=st.integers(0, 4), arrives=st.integers(0, 12),
                                      top_k=st.sampled_from([None, 5]), cancelled=st.sampled_from([None, None, None, 3])))
     texts = draw(st.lists(one, min_size=count, max_size=count))
-    return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
+    bits = draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)]))
+    return dict(texts=texts, size=draw(st.integers(1, 32) if bits[0] != 4 else st.sampled_from([16, 32])), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
                 drafter=draw(st.sampled_from(["none", "model", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
-                sharing=draw(st.booleans()), bits=draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4)])))
+                sharing=draw(st.booleans()), bits=bits)
 
 
 @settings(max_examples=40, deadline=None)

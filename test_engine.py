@@ -76,7 +76,7 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
 
 def test_what_does_not_go_together(model):
     for wrong, says in ((dict(kv="tree"), "kv is 'tree'"), (dict(kv="contiguous", kv_memory=0.5), "kv_memory is for the paged cache"),
-                        (dict(use_cache=False, max_batch=2), "without a cache there are no drafts, no batches"), (dict(kv_bits=4), "kv_bits is 4"),
+                        (dict(use_cache=False, max_batch=2), "without a cache there are no drafts, no batches"), (dict(kv_bits=5), "kv_bits is 5"),
                         (dict(use_cache=False, kv_bits=8), "leave out --draft, --prompts and --kv-bits")):
         with pytest.raises(ValueError, match=says):
             Engine(model, None, 100, 50, **wrong)

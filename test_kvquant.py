@@ -107,6 +107,7 @@ def test_what_fits_grows():
     model = Model.load("tiny", "cpu", torch.bfloat16)
     blocks = {name: Engine(model, None, 0, 64, 1, kv_memory=2**20, kv_bits=name).caches[0].pool.total for name in WIDTHS}
     assert blocks["8"] >= blocks["16"] / 0.54 - 1 and blocks["8/4"] >= blocks["16"] / 0.42 - 1
+    assert blocks["4"] >= blocks["16"] / 0.33 - 1 - 8                                            # the ring takes the room of eight
 
 
 def test_eight_bits_hardly_change_what_the_embedded_model_expects():
@@ -121,8 +122,8 @@ def test_eight_bits_hardly_change_what_the_embedded_model_expects():
 
 
 def test_what_is_refused():
-    for wrong in ("3", 4, "4/8", ""):
-        with pytest.raises(ValueError, match="kv_bits is .*: it must be 16, 8 or 8/4"):
+    for wrong in ("3", 2, "4/8", ""):
+        with pytest.raises(ValueError, match="kv_bits is .*: it must be 16, 8, 4 or 8/4"):
             widths(wrong)
     with pytest.raises(ValueError, match="head_dim is 5: .* use 8 bits"):
         KVCache(1, 1, 5, 4, bits=(8, 4))
