@@ -11,15 +11,15 @@ does that once, when a model is loaded: oneDNN's blocked order replaces the plai
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
 
-With weights of 8 bits there is half or a quarter to read. In bfloat16, the library has a product of a few rows with the integers as
-they are stored; of more rows, a tile of W at a time becomes bfloat16, which costs less than reading twice as much would. In float32
-`QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with
-the INT8 weights, which CPUs do four times as fast as floats, and
+With weights of 8 or 4 bits there is less to read. In bfloat16 the library has products of a few rows with integers; with INT8 of more rows,
+a tile of W at a time becomes bfloat16, which costs less than reading twice as much would. In float32 `QuantizedLinear` multiplies whole
+numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do
+four times as fast as floats, and
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
-All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Weights of 4 bits become numbers a tile of
-rows at a time, for the library's product: they are for memory. So is all of this on a GPU, and in float64.
+All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Everywhere else (INT4 in float32 or on an
+older CPU, float64) weights become numbers a tile of rows at a time, for the library's product: that is for memory.
 
 Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
 
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quant import Quantized, dequantize, quantize
+from quant import Quantized, dequantize, quantize, unpack4
 
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
 
@@ -172,7 +172,8 @@ class QuantizedLinear(nn.Module):
         self.bias = nn.Parameter(empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.packed: Tensor | None = None                                        # oneDNN's own order
         self.sums: Tensor | None = None                                          # int32[N]: of the rows of `values`
-        self.fused = False                                                       # whether a few rows multiply with `values` as they are
+        self.fused: Callable[[Tensor], Tensor] | None = None                     # a product of the library's with integers
+        self.held = 0                                                            # bytes of what only such a product has
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
@@ -182,8 +183,8 @@ class QuantizedLinear(nn.Module):
     @property
     def nbytes(self) -> int:
         """What the weights take in memory, scales included."""
-        values = self.out_features * self.in_features if self.packed is not None else self.values.nbytes
-        return values + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        own = sum(part.nbytes for part in (self.values, self.scale, self.zero) if part is not None)
+        return own + self.held + (self.out_features * self.in_features if self.packed is not None else 0)
 
     def put(self, q: Quantized) -> None:
         """Fill it with these numbers."""
@@ -199,16 +200,13 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes: "fused", which reads the integers; "packed" or "integers" (as stored), which add
         whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
-        if self.fused:
-            return "fused" if 0 < rows <= 8 else "tiles"
+        if self.fused is not None:
+            return "fused" if self.bits == 4 or 0 < rows <= 8 else "tiles"
         return "packed" if self.packed is not None else "integers" if self.sums is not None else "tiles"
 
     def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
         path = self.path(len(x))
-        if path == "fused":
-            y = torch._weight_int8pack_mm(x.contiguous(), self.values, self.scale.view(-1))
-        else:
-            y = self._tiles(x) if path == "tiles" else self._integers(x)
+        y = self.fused(x.contiguous()) if path == "fused" else self._tiles(x) if path == "tiles" else self._integers(x)
         return y if self.bias is None else y + self.bias
 
     def _tiles(self, x: Tensor) -> Tensor:
@@ -238,21 +236,43 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Get ready for this CPU: bfloat16 reads the values as they are stored; float32 wants them in the order of its integer product,
-        or (`keep`: an embedding reads rows of it) as they are stored."""
-        K = self.in_features
-        if self.bits == 4 or self.path(1) != "tiles" or self.scale.device.type != "cpu" or self.dtype == torch.float64:
+        """Get ready for this CPU: for the library's products with integers, as they are stored or in its own order (`keep`: an embedding
+        reads rows of W, so they stay as they are)."""
+        if self.path(1) != "tiles" or self.scale.device.type != "cpu":
             return
-        if self.dtype == torch.bfloat16 and hasattr(torch, "_weight_int8pack_mm"):
-            self.fused = K % 16 == 0                                             # of fewer it reads beyond the end
-            return
-        if not 1 < K < 1 << 16 or not digit_bits():                              # 2^16 products fill 32 bits; of one, _int_mm is wrong
-            return
-        self.steps = self.scale[:, 0].float() / most(digit_bits())                       # [N]
-        if keep:
-            self.sums = self.values.sum(1, dtype=torch.int32)
-        else:
-            self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
+        if self.dtype == torch.bfloat16:
+            self.fused = fused8(self) if self.bits == 8 else None if keep else fused4(self)
+        elif self.dtype == torch.float32 and self.bits == 8 and 1 < self.in_features < 1 << 16 and digit_bits():
+            self.steps = self.scale[:, 0].float() / most(digit_bits())           # [N]; 2^16 products fill 32 bits; of one, _int_mm is wrong
+            if keep:
+                self.sums = self.values.sum(1, dtype=torch.int32)
+            else:
+                self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
+
+
+def fused8(linear: QuantizedLinear) -> Callable[[Tensor], Tensor] | None:
+    """The library's product of bfloat16 with INT8 as it is stored. Where K is no multiple of 16 it would read beyond the end of a row."""
+    if not hasattr(torch, "_weight_int8pack_mm") or linear.in_features % 16:
+        return None
+    values, scale = linear.values, linear.scale.view(-1)
+    return lambda x: torch._weight_int8pack_mm(x, values, scale)
+
+
+def fused4(linear: QuantizedLinear) -> Callable[[Tensor], Tensor] | None:
+    """The library's product of bfloat16 with INT4, in its own order, where this CPU is quick at it: (q − zero) · scale = (q − 8) · scale + rest.
+
+    A ragged last group becomes groups half or a quarter as long, which come out even. `linear` lets go of its own numbers.
+    """
+    K, N, group = linear.in_features, linear.out_features, linear.group
+    even = next((g for g in (128, 64, 32) if group % g == 0 and K % g == 0), 0)
+    if not even or N % 16 or not hasattr(torch, "_weight_int4pack_mm_for_cpu") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    values = torch._convert_weight_to_int4pack_for_cpu(unpack4(linear.values)[:, :K].int(), 1)               # uint8[N, K / 2]
+    scale = linear.scale.float()
+    both = torch.stack((scale, (8 - linear.zero) * scale), -1).repeat_interleave(group // even, 1)           # [N, ·, 2]
+    both = both[:, :K // even].transpose(0, 1).to(torch.bfloat16, copy=True).contiguous()                    # [K / even, N, 2]
+    linear.held, linear.values, linear.scale, linear.zero = values.nbytes + both.nbytes, None, None, None
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, values, even, both)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
