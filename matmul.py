@@ -11,15 +11,14 @@ does that once, when a model is loaded: oneDNN's blocked order replaces the plai
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
 
-With weights of 8 or 4 bits there is less to read. In bfloat16 the library has products of a few rows with integers; with INT8 of more rows,
-a tile of W at a time becomes bfloat16, which costs less than reading twice as much would. In float32 `QuantizedLinear` multiplies whole
-numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do
-four times as fast as floats, and
+With weights of 8 or 4 bits there is less to read. In bfloat16 the library has products of a few rows with integers. In float32, and for
+more rows, `QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is
+multiplied with the INT8 weights, which CPUs do four times as fast as floats, and
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
-All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Everywhere else (INT4 in float32 or on an
-older CPU, float64) weights become numbers a tile of rows at a time, for the library's product: that is for memory.
+All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Everywhere else (INT8 of very many rows,
+INT4 in float32 or on an older CPU, float64) weights become numbers, a tile of rows at a time, for the library's product.
 
 Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
 
@@ -200,9 +199,10 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes: "fused", which reads the integers; "packed" or "integers" (as stored), which add
         whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
-        if self.fused is not None:
-            return "fused" if self.bits == 4 or 0 < rows <= 8 else "tiles"
-        return "packed" if self.packed is not None else "integers" if self.sums is not None else "tiles"
+        if self.fused is not None and (self.bits == 4 or 0 < rows <= 4):
+            return "fused"
+        many = self.dtype == torch.bfloat16 and rows > 128                       # then making numbers pays
+        return "packed" if self.packed is not None else "integers" if self.sums is not None and not many else "tiles"
 
     def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
         path = self.path(len(x))
@@ -228,11 +228,12 @@ class QuantizedLinear(nn.Module):
         digit, largest = digits(x.float(), bits)                                 # [2 T, K], [T, 1]
         if self.packed is not None:
             y = packed_product(digit, self.packed, self.steps, 1 << bits - 1)    # [2 T, N]
-        else:                                                                    # this product takes signed digits only
-            signed = digit.sub_(128).view(torch.int8)
-            y = torch.cat([torch._int_mm(signed, part.T) for part in self.values.split(4096)], 1)                # in parts it is faster
-            y = (y if bits == 8 else y + 64 * self.sums).float().mul_(self.steps)
-        return torch.add(y[:T], y[T:], alpha=1 << bits).mul_(largest).to(x.dtype)
+            return torch.add(y[:T], y[T:], alpha=1 << bits).mul_(largest).to(x.dtype)
+        signed = digit.sub_(128).view(torch.int8)                                # this product takes signed digits only
+        parts = [torch._int_mm(signed, part.T) for part in self.values.split(4096)]                              # in parts it is faster
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)                 # int32[2 T, N]
+        y = y if bits == 8 else y + 64 * self.sums
+        return torch.add(y[:T], y[T:].float(), alpha=1 << bits).mul_(self.steps).mul_(largest).to(x.dtype)
 
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
@@ -242,12 +243,13 @@ class QuantizedLinear(nn.Module):
             return
         if self.dtype == torch.bfloat16:
             self.fused = fused8(self) if self.bits == 8 else None if keep else fused4(self)
-        elif self.dtype == torch.float32 and self.bits == 8 and 1 < self.in_features < 1 << 16 and digit_bits():
-            self.steps = self.scale[:, 0].float() / most(digit_bits())           # [N]; 2^16 products fill 32 bits; of one, _int_mm is wrong
-            if keep:
-                self.sums = self.values.sum(1, dtype=torch.int32)
-            else:
-                self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
+        if self.dtype == torch.float64 or self.bits == 4 or not 1 < self.in_features < 1 << 16 or not digit_bits():
+            return                                                               # 2^16 products fill 32 bits; of one, _int_mm is wrong
+        self.steps = self.scale[:, 0].float() / most(digit_bits())               # [N]
+        if keep or self.dtype == torch.bfloat16:
+            self.sums = self.values.sum(1, dtype=torch.int32)
+        else:
+            self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
 
 
 def fused8(linear: QuantizedLinear) -> Callable[[Tensor], Tensor] | None:

@@ -124,7 +124,7 @@ def test_a_quantized_product_is_that_of_the_numbers_it_stands_for(bits, K, N, ke
     for pack in (False, True, True):
         if pack:
             linear.pack(keep=keep)
-        for T in range(20):
+        for T in (*range(20), 130):
             x = torch.randn(T, 2 * K).to(dtype)[:, ::2]
             y, most = linear(x), x.double().abs() @ W.abs().T + bias.double().abs()
             assert y.dtype == dtype and ((y.double() - x.double() @ W.T - bias.double()).abs() <= ROUNDING[dtype] * most).all(), (T, linear.path(T))
@@ -141,15 +141,17 @@ def test_which_product_a_quantized_step_takes():
         linear = QuantizedLinear(K, N, bits=bits, group=group, **where)
         linear.put(quantize(torch.randn(N, K), bits, group))
         linear.pack()
-        return [linear.path(T) for T in (0, 1, 8, 9, 300)]
+        return [linear.path(T) for T in (0, 1, 4, 5, 128, 129)]
 
-    assert paths(32, dtype=torch.bfloat16) == ["tiles", "fused", "fused", "tiles", "tiles"]
-    assert paths(33, dtype=torch.bfloat16) == paths(32, dtype=torch.float64) == ["tiles"] * 5     # of 33 columns the library would read on
-    assert paths(32) == paths(33) == ["packed" if digit_bits() else "tiles"] * 5
+    whole = "integers" if digit_bits() else "tiles"
+    assert paths(32, dtype=torch.bfloat16) == [whole, "fused", "fused", whole, whole, "tiles"]
+    assert paths(33, dtype=torch.bfloat16) == [whole] * 5 + ["tiles"]                             # of 33 columns the library would read on
+    assert paths(32, dtype=torch.float64) == paths(1, dtype=torch.float32) == ["tiles"] * 6
+    assert paths(32) == paths(33) == ["packed" if digit_bits() else "tiles"] * 6
     quick = "fused" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "tiles"
-    assert paths(64, bits=4, dtype=torch.bfloat16) == paths(96, bits=4, dtype=torch.bfloat16) == [quick] * 5
+    assert paths(64, bits=4, dtype=torch.bfloat16) == paths(96, bits=4, dtype=torch.bfloat16) == [quick] * 6
     for other in (dict(K=80), dict(K=64, N=17), dict(K=64, group=48), dict(K=64, dtype=torch.float32)):
-        assert paths(**dict(bits=4, dtype=torch.bfloat16) | other) == ["tiles"] * 5
+        assert paths(**dict(bits=4, dtype=torch.bfloat16) | other) == ["tiles"] * 6
 
 
 @torch.inference_mode()
