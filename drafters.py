@@ -4,6 +4,7 @@ A drafter proposes up to γ tokens for each text of a round, and hands over, bes
 drawn from. Verification is exact for *any* proposal whose distribution is known, so a drafter may be anything:
 
     ModelDrafter    a smaller Llama with the target's vocabulary: drawn from its own distribution, with the text's own settings
+    SelfDrafter     the target's own INT4 copy (`--draft self`): it drafts in the target's cache, and so keeps nothing of its own
     NgramDrafter    what followed the last few tokens when they last occurred in the text: no weights, a one-hot distribution
 
     drafter.open(request) · close(request)      a text comes, a text goes
@@ -13,9 +14,15 @@ drawn from. Verification is exact for *any* proposal whose distribution is known
     drafter.room(request, most)                 how many tokens it can draft for this text, at most `most`
     drafter.propose(round) -> drafted, q        int64[B, k] and float[B, k, V]; where a text drafted fewer than k, −1 and all zero
     drafter.keep(request, length)               forget what was read beyond `length` tokens: drafts that were rejected
+    drafter.shares                              whether it drafts in the target's cache
 
 Invariant of the model's cache, between rounds: it holds a prefix of the text, the last token never among it. After γ drafts all
 of which were accepted, it lacks two tokens, the last draft (drawn, never read) and the bonus; the next round reads both.
+
+A copy of the target has the target's keys and values, nearly: so it needs no cache, no second reading of the prompt, and no memory but
+its layers' (embedding, norms and head are the target's own). It looks back at what the target stored, writes the last token and its drafts
+after that, and takes them back; the target then writes its own over them. For this the text must be in the cache but for its last
+token, so a text's first token is drawn without drafts, and one that was preempted is read again before it drafts.
 
 Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
 
@@ -24,6 +31,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
     B texts of a round · k the largest γ among them · V vocabulary
 """
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -92,12 +100,33 @@ class Drafter(Protocol):
     def follow(self, request: Request, length: int) -> None: ...
     def fits(self, work: Sequence[Any]) -> bool: ...
     def room(self, request: Request, most: int) -> int: ...
+    shares: bool
     def propose(self, round: Round) -> tuple[Tensor, Tensor]: ...
     def keep(self, request: Request, length: int) -> None: ...
 
 
+def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round) -> tuple[Tensor, Tensor]:
+    """What a model drafts for the texts of a round, one token of each after the other. unread: what its cache lacks of each text."""
+    drafted, q = round.nothing()                                                            # int64[B, k], float[B, k, V]
+    new = list(unread)
+    for j in range(drafted.shape[1]):
+        live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
+        step = extend([(seqs[b], new[b]) for b in live])
+        tokens, last = pack([new[b] for b in live], round.device)
+        logits = llama(tokens, step, rows=None if len(tokens) == len(live) else last)
+        probs = round.probabilities(logits, live)                                           # [len(live), V]
+        picked = round.draft_coin(j, live).pick(probs)
+        where = slice(None) if len(live) == len(drafted) else live
+        drafted[where, j], q[where, j] = picked, probs
+        for b, token in zip(live, picked.tolist()):
+            new[b] = [token]
+    return drafted, q
+
+
 class ModelDrafter:
     """A model with a cache of its own."""
+
+    shares = False
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
@@ -140,20 +169,9 @@ class ModelDrafter:
         return min(most, fits) if request in self.seqs else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        drafted, q = round.nothing()                                                        # int64[B, k], float[B, k, V]
-        new = [request.tokens[self.cache.length(self.seqs[request]):] if gamma else [] for request, gamma in zip(round.requests, round.gammas)]
-        for j in range(drafted.shape[1]):
-            live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
-            step = self.cache.extend([(self.seqs[round.requests[b]], new[b]) for b in live])
-            tokens, last = pack([new[b] for b in live], round.device)
-            logits = self.llama(tokens, step, rows=None if len(tokens) == len(live) else last)
-            probs = round.probabilities(logits, live)                                       # [len(live), V]
-            picked = round.draft_coin(j, live).pick(probs)
-            where = slice(None) if len(live) == len(drafted) else live
-            drafted[where, j], q[where, j] = picked, probs
-            for b, token in zip(live, picked.tolist()):
-                new[b] = [token]
-        return drafted, q
+        seqs = [self.seqs.get(request, -1) for request in round.requests]
+        unread = [request.tokens[self.cache.length(seq):] if gamma else [] for request, seq, gamma in zip(round.requests, seqs, round.gammas)]
+        return write_drafts(self.llama, self.cache.extend, seqs, unread, round)
 
     def keep(self, request: Request, length: int) -> None:
         if request in self.seqs:
@@ -161,8 +179,52 @@ class ModelDrafter:
             self.cache.truncate(seq, min(self.cache.length(seq), length))
 
 
+class SelfDrafter:
+    """The target's INT4 copy (`Llama.rounded`), in the target's cache. Between rounds nothing of it is there."""
+
+    shares = True
+
+    def __init__(self, llama: Any, cache: Any):
+        self.llama, self.cache = llama, cache
+
+    def open(self, request: Request) -> None:
+        pass
+
+    def close(self, request: Request) -> None:
+        pass
+
+    def lag(self, request: Request) -> int:
+        return 0
+
+    def follow(self, request: Request, length: int) -> None:
+        pass
+
+    def fits(self, work: Sequence[Any]) -> bool:
+        """What it writes, the last token and all drafts but one, is less than what the target will: if that fits, this does."""
+        return True
+
+    def room(self, request: Request, most: int) -> int:
+        """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)"""
+        return most if len(request.tokens) > request.prompt else 0
+
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+        """Nothing of this is published: these keys and values are not the target's, and their tokens may be rejected."""
+        seqs = [request.seq for request in round.requests]
+        before = [self.cache.length(seq) for seq in seqs]
+        try:
+            return write_drafts(self.llama, partial(self.cache.extend, publish=False), seqs, [request.tokens[-1:] for request in round.requests], round)
+        finally:                                        # Ctrl-C too
+            for seq, length in zip(seqs, before):
+                self.cache.truncate(seq, length)
+
+    def keep(self, request: Request, length: int) -> None:
+        pass
+
+
 class NgramDrafter:
     """Looks the last n tokens up in the text before them, the longest n first, and proposes what followed there."""
+
+    shares = False
 
     def __init__(self, longest: int = 3):
         self.longest = longest

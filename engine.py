@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from batcher import Batcher
-from drafters import Drafter, ModelDrafter, NgramDrafter
+from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from kivi import ChannelPagedCache, ring_bytes
 from kvcache import kv_bytes
 from kvquant import Bits, widths
@@ -31,7 +31,7 @@ from speculative import Decoder
 
 BLOCK = 16                                              # tokens of a block
 CHUNK = 512                                             # tokens of a step, at most
-Draft = str | Path | Model | None                       # a model, by name or loaded, or "ngram"
+Draft = str | Path | Model | Llama | None               # a model, by name or loaded; "ngram"; "self", or the target's INT4 copy
 Show = Callable[[str, str], None]                       # gets a piece of text, and whose it is
 
 
@@ -40,9 +40,11 @@ def silent(piece: str, whose: str) -> None:
 
 
 def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
-    """The draft's model, if it is one, on the target's device. ValueError if its vocabulary is not the target's."""
-    if draft is None or draft == "ngram":
+    """The draft's model, if it is one, on the target's device. ValueError if its vocabulary is not the target's, or there is no copy to be made."""
+    if draft is None or draft == "ngram" or isinstance(draft, Llama):
         return draft
+    if draft == "self":
+        return model.int4_copy()
     loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
     if difference := model.tokenizer.difference(loaded.tokenizer):
         raise ValueError(f"the draft's vocabulary is not the target's: {difference}; a draft must be of the target's family, or ngram")
@@ -90,8 +92,9 @@ class Writer:
 class Engine:
     """What makes texts of one model. tokens: that all requests in flight may have together; more wait for their turn.
 
-    draft: a loaded `Model` or "ngram" (see `load_draft`). max_len: the longest text. kv: "paged" or "contiguous". kv_memory: bytes for keys
-    and values, or, up to 1, a share of what is free; None: as much as `tokens` need. kv_bits: 16, 8, 4 or "8/4" for keys and values. Raises ValueError or CacheFull.
+    draft: what `load_draft` makes: a `Model`, "ngram", or an INT4 copy of the target, which needs no cache. max_len: the longest text. kv:
+    "paged" or "contiguous". kv_memory: bytes for keys and values, or, up to 1, a share of what is free; None: as much as `tokens` need.
+    kv_bits: 16, 8, 4 or "8/4" for keys and values. Raises ValueError or CacheFull.
     """
 
     def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False, use_cache: bool = True,
@@ -114,6 +117,8 @@ class Engine:
             caches = [paged(llama, blocks, max_len, prefix_cache, bits, max_batch) for llama in models]
         if isinstance(draft, Model):
             drafter = ModelDrafter(draft.llama, caches[1])
+        elif isinstance(draft, Llama):
+            drafter = SelfDrafter(draft, caches[0])
         elif draft == "ngram":
             drafter = NgramDrafter()
         self.caches = caches

@@ -49,7 +49,7 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
              dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
     """Continue or answer `prompt` (a text, or chat messages) and return the result as `--json` prints it.
 
-    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, or "ngram". Settings
+    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, "ngram", or "self". Settings
     left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
     as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
     kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. kv_bits: 8, 4, or
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="tiny", metavar="NAME",
                    help="1B, 3B, 8B, 70B (Llama 3.x Instruct, from the Hub), a Hub id, a folder, or tiny, which is in this repository (default)")
     p.add_argument("--draft", metavar="NAME", help="a smaller model of the same family that guesses ahead, named like --target (tiny-draft is in this "
-                   "repository); or ngram: what followed the last few tokens earlier in the text")
+                   "repository); or ngram: what followed the last few tokens earlier in the text; or self: the target's own weights in 4 bits")
     p.add_argument("--gamma", type=gamma, metavar="N|auto", help="tokens drafted a round; auto (default): what pays best by the measured cost and "
                    "acceptance, 0 included. auto measures time, so it promises the text's law, not the same text for the same seed")
     p.add_argument("--verify", choices=["exact", "coupled"], help="exact (default): rejection sampling. coupled: draft and target use the same noise, "

@@ -12,7 +12,7 @@ One cache holds several sequences, each in a row of its own. Its verbs are those
 
     seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are there already (none, in this layout)
     cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
-    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed
+    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed; publish=False: nobody else may find them
     cache.truncate(seq, length)          forgets what comes after: a rejected draft, the next turn of a chat
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
@@ -109,8 +109,8 @@ class KVCache:
         """Is there room for n more tokens of each (seq, n)? Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]]) -> "Step":
-        """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer.
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> "Step":
+        """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer. Nothing is ever published.
 
         Raises CacheFull, ValueError or KeyError before anything has changed.
         """

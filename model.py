@@ -200,20 +200,39 @@ class Llama(nn.Module):
         device: a GPU if there is one. dtype: the checkpoint's, or what this CPU is good at. trainable: plain weights with
         gradients; otherwise they are packed for a CPU's products. bits: 8 or 4 rounds the weights of an ordinary model to that many.
         """
-        folder = find(name)
-        config, checkpoint = Config.load(folder), Checkpoint(folder)
+        config, checkpoint, sources, rules = cls._open(find(name))                  # before any memory is asked for
         if trainable and (config.quantization or bits != 16):
             raise ValueError(f"{name}: quantized weights cannot be trained or changed: use the model in 16 or 32 bits that they were made from")
-        rules = dict(ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-                     twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
-        sources = cls(config, "meta", seed=None).places()
-        checkpoint.audit(sources, **rules)                                          # before any memory is asked for
         if bits != 16:
             config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config)), seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
+
+    @classmethod
+    def _open(cls, folder: Path) -> tuple[Config, Checkpoint, dict[str, Tensor], dict[str, Any]]:
+        """A folder's config, its checkpoint, the tensors that it must hold (on no device), and what else it may: all checked."""
+        config, checkpoint = Config.load(folder), Checkpoint(folder)
+        rules = dict(ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+                     twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
+        sources = cls(config, "meta", seed=None).places()
+        checkpoint.audit(sources, **rules)
+        return config, checkpoint, sources, rules
+
+    def rounded(self, folder: Path, bits: int = 4, group: int = 128) -> "Llama":
+        """A second model whose layers' products have fewer bits, rounded to the nearest from this one's folder, a tensor at a time. All else,
+        embedding, norms and head, is this model's own."""
+        config, checkpoint, sources, _ = self._open(folder)
+        copy = Llama(config.quantized(Quantization(bits, group)), "meta", self.dtype, seed=None)
+        copy.embed, copy.head, copy.norm, copy.frequencies = self.embed, self.head, self.norm, self.frequencies
+        for i, own in enumerate(self.layers):
+            copy.layers[i] = layer = Layer(copy.config, device=self.device, dtype=self.dtype)
+            layer.input_norm, layer.post_norm = own.input_norm, own.post_norm
+        copy.fill((name, checkpoint.read(name)) for name in sources if name.startswith("model.layers.") and not name.endswith("norm.weight"))
+        for linear in (linear for layer in copy.layers for linear, _ in layer.parts()):
+            linear.pack(small=is_small(config))
+        return copy
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -12,7 +12,7 @@ text finds the blocks of its beginning by walking that chain: a system prompt is
 their space is needed (blocks.py). The verbs are those of kvcache.py; what is particular here:
 
   - `open` never finds the whole text: at least one token must be computed, for its logits.
-  - A block is published at its text's next `extend`, or at `free`: by then all that had to be truncated has been.
+  - A block is published at its text's next `extend`, or at `free`: by then all that had to be truncated has been. Not at one with publish=False.
   - `extend` writes into a block that only this text has, after withdrawing it from sharing; one that others have too is copied.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so beginnings stay longest.
   - `fork` shares everything: several samples of one prompt cost one prompt.
@@ -132,9 +132,10 @@ class PagedCache:
         """Is there room for n more tokens of each (seq, n)? Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests) and self._blocks_needed(requests) <= self.pool.available
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]]) -> "PagedStep | Step":
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> "PagedStep | Step":
         """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer.
 
+        publish: share the full blocks that came before; not where another model stored some of them (drafters.SelfDrafter).
         Raises CacheFull, ValueError or KeyError before anything has changed.
         """
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
@@ -150,7 +151,8 @@ class PagedCache:
         starts = [(seq, self.length(seq)) for seq, _ in requests]
         for seq, tokens in requests:
             text = self._texts[seq]
-            self._publish(text)
+            if publish:
+                self._publish(text)
             self._own_last_block(text, fresh)
             text.tokens += map(int, tokens)
             text.blocks += [fresh.pop() for _ in range(-(-len(text.tokens) // self.block_size) - len(text.blocks))]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from config import end_tokens
+from config import Config, end_tokens
 from kvquant import widths
 from model import Llama
 from request import Message, Settings
@@ -27,11 +27,11 @@ from weights import find
 class Model:
     """What a folder holds: weights, tokenizer, and the settings its makers recommend."""
 
-    def __init__(self, llama: Llama, tokenizer: Tokenizer, recommended: dict[str, Any]):
+    def __init__(self, llama: Llama, tokenizer: Tokenizer, recommended: dict[str, Any], folder: Path | None = None):
         if tokenizer.vocab_size > llama.config.vocab_size:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {llama.config.vocab_size}: "
                              "config.json and the tokenizer belong to different models")
-        self.llama, self.tokenizer, self.recommended = llama, tokenizer, recommended
+        self.llama, self.tokenizer, self.recommended, self.folder = llama, tokenizer, recommended, folder
         self.ends = {*llama.config.eos_token_ids, *end_tokens(recommended)}
 
     @classmethod
@@ -40,7 +40,18 @@ class Model:
         folder = find(name)
         tokenizer = Tokenizer.load(folder)
         file = folder / "generation_config.json"
-        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, read_json(file) if file.exists() else {})
+        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, read_json(file) if file.exists() else {}, folder)
+
+    def int4_copy(self) -> Llama:
+        """What `--draft self` drafts with: the layers rounded to 4 bits. ValueError where there are no numbers to round, or nothing would be gained."""
+        if self.folder is None:
+            raise ValueError("this model does not come from a folder, where its INT4 copy (--draft self) would be made from: name another draft")
+        if (how := self.llama.config.quantization) is not None and how.bits == 4:
+            raise ValueError("the target's weights have 4 bits, so its INT4 copy (--draft self) would be no faster: leave --draft out, or name another")
+        if Config.load(self.folder).quantization is not None:
+            raise ValueError(f"{self.folder} holds weights of 8 bits, and the INT4 copy (--draft self) is made from 16: use the folder that they were "
+                             "made from as --target, with --bits 8, or name another --draft")
+        return self.llama.rounded(self.folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Fill what is None from generation_config.json, as transformers reads it: without do_sample, temperature 0."""

@@ -17,7 +17,7 @@ would not be reached any more). A scale is at least 1e-30: all-zero groups are e
     over a block of tokens, since some channels of keys are large in all of them (KIVI): `int4(keys, dim=-2)`.
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder (calibrate.py has GPTQ and AWQ,
-matmul.py the products); `--table` measures all of them; with no flags it shows what the bits cost on the embedded model.
+matmul.py the products); `--table` measures all of them (perplexity.py); with no flags it shows what the bits cost on the embedded model.
 
 Not covered: NF4, FP8, quantized activations (SmoothQuant), products on a GPU that read integers (there weights become numbers first).
 
@@ -209,6 +209,12 @@ def save(llama: "Llama", source: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def size(llama: "Llama") -> int:
+    """Bytes of all weights, scales included, what is not quantized in 16 bits; embedding and head once if they are tied."""
+    whole = {place.dtype for place in llama.places().values() if not place.is_floating_point()}
+    return sum(place.nbytes if place.dtype in whole or name.endswith("_scale") else 2 * place.numel() for name, place in llama.places().items())
+
+
 def pieces(file: str, tokenizer: "Tokenizer", length: int, count: int, calibrate: bool = False) -> list[Tensor]:
     """Up to `count` pieces of up to `length` tokens of a text (.xz too): its beginning, or, to calibrate with, from all over it.
 
@@ -239,46 +245,6 @@ def pieces(file: str, tokenizer: "Tokenizer", length: int, count: int, calibrate
     return found
 
 
-# ---- What the bits cost ---------------------------------------------------------------------------------------------------------
-
-@torch.inference_mode()
-def perplexity(llama: "Llama", texts: Sequence[Tensor]) -> float:
-    """exp of the mean −log p of each token but a piece's first."""
-    losses = [F.cross_entropy(llama(text[:-1].to(llama.device)).float(), text[1:].to(llama.device), reduction="none") for text in texts]
-    return torch.cat(losses).double().mean().exp().item()
-
-
-def size(llama: "Llama") -> int:
-    """Bytes of all weights, scales included, what is not quantized in 16 bits; embedding and head once if they are tied."""
-    whole = {place.dtype for place in llama.places().values() if not place.is_floating_point()}
-    return sum(place.nbytes if place.dtype in whole or name.endswith("_scale") else 2 * place.numel() for name, place in llama.places().items())
-
-
-def table(name: str, texts: Sequence[Tensor], calibration: Sequence[Tensor], rows: Sequence["Quantization | None"], device: str | None = None,
-          progress: Callable[[str], None] = say) -> None:
-    """A line for each recipe, printed when it is known; None is the model as it was. All compute in float32: only the weights differ."""
-    print(f"{name}: bytes of the weights, scales included, and perplexity of {sum(map(len, texts)):,} tokens")
-    print(f"{'':30}{'bytes':>14}{'of 16 bits':>12}{'perplexity':>12}")
-    bytes_16, base = 0, 0.0
-    for how in (None, *rows):
-        llama = quantized(name, how, calibration, device, torch.float32, progress)
-        bytes_now, now = size(llama), perplexity(llama.pack(), texts)
-        bytes_16, base = bytes_16 or bytes_now, base or now
-        label = "16 bits" if how is None else f"INT{how.bits} {how.method}" + f", groups of {how.group}" * (how.bits == 4)
-        print(f"{label:30}{bytes_now:14,}{bytes_now / bytes_16:12.3f}{now:12.3f}{100 * (now / base - 1):+8.2f} %", flush=True)
-
-
-def demonstration() -> None:
-    """What the bits cost the embedded model, on texts of its own: some to calibrate with, others to measure."""
-    from config import Quantization
-    from distill import tell
-    from model import Llama
-    target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = tell(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
-    rows = [Quantization(8), *(Quantization(4, group, 8, method) for group, method in ((32, "rtn"), (128, "rtn"), (128, "gptq")))]
-    table("tiny", list(told[:8]), list(told[8:]), rows, progress=lambda line: None)
-
-
 # ---- The command line -----------------------------------------------------------------------------------------------------------
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -291,7 +257,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--data", metavar="FILE", help="text to calibrate with: gptq and awq need it")
     p.add_argument("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens from all over it (32)")
     p.add_argument("--out", metavar="DIR", help="the new folder")
-    p.add_argument("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all widths, methods and groups")
+    p.add_argument("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all widths of weights, keys and values, methods and groups")
     p.add_argument("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
     p.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
     return p.parse_args(arguments)
@@ -299,6 +265,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     from config import Config, Quantization
+    from perplexity import recipes, table
     from tokenizer import Tokenizer
     from weights import find
     how = Quantization(args.bits, args.group, args.head_bits, args.method)
@@ -315,9 +282,8 @@ def run(args: argparse.Namespace) -> None:
     if args.table is not None:
         length = min(1024, Config.load(source).max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        methods = ("rtn", "awq", "gptq") if calibration else ("rtn",)
-        rows = [Quantization(8), *(Quantization(4, group, args.head_bits, method) for group in (32, 64, 128) for method in methods)]
-        return table(args.name, texts, calibration, rows, args.device)
+        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq") if calibration else ("rtn",), head_bits=args.head_bits), args.device)
+        return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
@@ -327,6 +293,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from perplexity import main as demonstration
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         run(parse(arguments)) if arguments else demonstration()

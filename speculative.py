@@ -119,7 +119,8 @@ class Decoder:
         more than that, or a chunk of what is pending; None if it must wait. (γ does not depend on what is left: the text would, too.)"""
         left, pending = self.budget if left is None else left, len(request.tokens) - self.cache.length(request.seq)
         gamma = self._gamma(request, min(request.left, self.budget) - 1)                    # the pass itself makes one token
-        if pending + gamma <= left:
+        first = gamma > 0 and pending > 1 and self.drafter.shares                           # who drafts in this cache needs it whole
+        if pending + gamma <= left and not first:
             return Work(request, pending, gamma)
         return Work(request, min(left, pending - 1), None) if min(left, pending - 1) > 0 else None
 
@@ -156,7 +157,7 @@ class Decoder:
         except BaseException:                                                               # Ctrl-C too: what was promised was not stored
             self._take_back(work, before)
             raise
-        if all(w.gamma and w.request.rounds and w.request.rounds[-1].drafted for w in rounds):   # no draft had to catch up first
+        if all(w.gamma and (self.drafter.shares or w.request.rounds and w.request.rounds[-1].drafted) for w in rounds):      # no draft had to catch up first
             self.costs.saw_draft(max(round.gammas, default=0), drawn - start)
         if all(w.read == 1 and w.gamma is not None for w in work):
             self.costs.saw_pass(len(work) + sum(round.gammas), end - drawn)
