@@ -30,6 +30,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
 
     B texts of a round · k the largest γ among them · V vocabulary
 """
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -38,6 +39,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from model import Alone
 from request import Request
 from sampling import TEXT, Keyed, draft_role, probabilities
 
@@ -219,6 +221,16 @@ class SelfDrafter:
 
     def keep(self, request: Request, length: int) -> None:
         pass
+
+    @torch.inference_mode()
+    def estimate(self) -> float:
+        """Seconds of a drafted token, at least: of a token through one layer, as many times as there are layers."""
+        llama, step, start = self.llama, Alone(torch.zeros(1, dtype=torch.int64, device=self.llama.device)), 0.0
+        x, turns = llama.look_up(step.positions), llama.turns(step.positions)
+        for _ in range(2):                              # the first warms up
+            start = time.perf_counter()
+            llama.layers[0](x, *turns, partial(step.attend, 0))
+        return (time.perf_counter() - start) * len(llama.layers)
 
 
 class NgramDrafter:

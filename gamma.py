@@ -38,7 +38,9 @@ def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
 
 
 class Measured:
-    """The median of the last few times; the first is left out, for it warms caches and builds kernels."""
+    """The median of the last few times; the first is left out, for it warms caches and builds kernels. Before that a guess, if there is one."""
+
+    guess: float | None = None
 
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=9)
@@ -51,7 +53,7 @@ class Measured:
 
     @property
     def seconds(self) -> float | None:
-        return median(self.times) if self.times else None
+        return median(self.times) if self.times else self.guess
 
 
 class Costs:
@@ -73,7 +75,7 @@ class Costs:
         return self.verifying(rows) if any(n <= rows and m.seconds for n, m in self.passes.items()) else None
 
     def drafting(self) -> float:
-        """Seconds to draft a token; 0 until it was measured, so that it is."""
+        """Seconds to draft a token; until it was measured, as was guessed, or 0, so that it is."""
         return self.draft.seconds or 0.0
 
     def verifying(self, tokens: int) -> float:
@@ -113,7 +115,7 @@ class Auto:
         best = max(range(most + 1), key=gains.__getitem__)
         if gains[best] > 1.02:
             return best
-        return 1 if most and self.idle >= self.patience * self.trial else 0
+        return 1 if most and self.idle >= self.patience * max(self.trial, self.costs.drafting()) else 0
 
     def saw(self, gamma: int, accepted: int, seconds: float, rows: int = 1) -> None:
         """A round went by, of `rows` texts: how many of its γ drafts stood, and what it took, all in all."""

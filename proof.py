@@ -109,16 +109,27 @@ class Toy:
         weights[weights.sum(-1) == 0, seed % V] = 1                                         # and here a single token is left
         self.table, self.V = (weights / weights.sum(-1, keepdim=True)).log(), V             # [texts, V]
 
+    def digits(self, tokens: Tensor) -> Tensor:
+        """What it stores of each token: 1 to V."""
+        return tokens + 1
+
     def code(self, text: Sequence[int]) -> int:
         """The number of a text: token t at place i is the digit t + 1."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(self, tokens: Tensor, step: Any, rows: Tensor | slice | None = None) -> Tensor:
-        digit = (tokens + 1).double() * (self.V + 1.0) ** step.positions                    # [T]
+        digit = self.digits(tokens).double() * (self.V + 1.0) ** step.positions             # [T]
         nothing = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
         mean = step.attend(0, nothing, nothing, digit[:, None, None]).flatten()             # [T], each over its own text so far
         codes = (mean * (step.positions + 1)).round().long()
         return self.table[codes if rows is None else codes[rows]]
+
+
+class Mirror(Toy):
+    """A toy with digits of its own: where it has stored something, every other toy reads another text."""
+
+    def digits(self, tokens: Tensor) -> Tensor:
+        return self.V - tokens
 
 
 def own_law(toy: Toy, prompt: Sequence[int], count: int, ends: Sequence[int], probs: Callable[[Tensor], Tensor]) -> dict[tuple[int, ...], float]:

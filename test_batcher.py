@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from batcher import Batcher, timeline
 from config import Config
 from conftest import SMALL
-from drafters import ModelDrafter, NgramDrafter
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from engine import Engine
 from kivi import ChannelPagedCache
 from kvquant import Bits
 from model import Llama
 from paged import PagedCache
 from pretrained import Model
-from proof import Toy, Walk, distance, enumerate_law, own_law
+from proof import Mirror, Toy, Walk, distance, enumerate_law, own_law
 from request import Request, Settings
 from sampling import Keyed, probabilities
 from speculative import Decoder
@@ -29,7 +29,9 @@ def random_llama(seed: int, **config) -> Llama:
     return llama
 
 
-TARGET, DRAFT = random_llama(1), random_llama(1, num_hidden_layers=1)
+TARGET, DRAFT, COPY = random_llama(1), random_llama(1, num_hidden_layers=1), random_llama(1)
+for place in COPY.places().values():                                                     # as if its weights were rounded: nearly the target
+    place.mul_(1 + 0.05 * torch.randn(place.shape, generator=torch.Generator().manual_seed(0)))
 
 
 def paged(llama: Llama, blocks: int, size: int, sharing: bool = True, bits: Bits = (16, 16)) -> PagedCache:
@@ -41,8 +43,10 @@ def paged(llama: Llama, blocks: int, size: int, sharing: bool = True, bits: Bits
 def alone(request: Request, drafter: str, coupled: bool, bits: Bits = (16, 16)) -> list[int]:
     """What this request gets by itself, with the contiguous cache."""
     copy = Request(request.tokens[:request.prompt], request.settings, request.ends)
-    draft = {"model": lambda: ModelDrafter(DRAFT, DRAFT.cache(300, bits=bits)), "ngram": NgramDrafter, "none": lambda: None}[drafter]()
-    maker = Decoder(TARGET, TARGET.cache(300, bits=bits), V, draft, coupled)
+    cache = TARGET.cache(300, bits=bits)
+    draft = {"model": lambda: ModelDrafter(DRAFT, DRAFT.cache(300, bits=bits)), "self": lambda: SelfDrafter(COPY, cache), "ngram": NgramDrafter,
+             "none": lambda: None}[drafter]()
+    maker = Decoder(TARGET, cache, V, draft, coupled)
     maker.open(copy)
     while not copy.finish_reason:
         maker.step([maker.plan(copy)])
@@ -61,7 +65,7 @@ def workloads(draw) -> dict:
     texts = draw(st.lists(one, min_size=count, max_size=count))
     bits = draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)]))
     return dict(texts=texts, size=draw(st.integers(1, 32) if bits[0] != 4 else st.sampled_from([16, 32])), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
-                drafter=draw(st.sampled_from(["none", "model", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
+                drafter=draw(st.sampled_from(["none", "model", "self", "self", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
                 sharing=draw(st.booleans()), bits=bits)
 
 
@@ -77,8 +81,9 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     blocks = -(-longest // w["size"]) + w["spare"] // w["size"]                          # down to the smallest that fits the largest
     cache = ((lambda llama: llama.cache(longest, w["batch"], bits=w["bits"])) if w["contiguous"] else
              (lambda llama: paged(llama, blocks, w["size"], w["sharing"], w["bits"])))
-    draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
-    batch = Batcher(Decoder(TARGET, cache(TARGET), V, draft, w["coupled"], budget=w["budget"]), w["batch"])
+    own = cache(TARGET)
+    draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "self": lambda: SelfDrafter(COPY, own), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
+    batch = Batcher(Decoder(TARGET, own, V, draft, w["coupled"], budget=w["budget"]), w["batch"])
     cancelled, step = set(), 0
     while step <= 12 or batch.waiting or batch.running:
         for request, text in zip(requests, w["texts"]):
@@ -128,11 +133,12 @@ def test_in_float32_texts_part_only_at_near_ties():
 
 # ---- The law, through the batcher
 
+@pytest.mark.parametrize("drafter", ["model", "self"])
 @pytest.mark.parametrize("sharing", [False, True])
-def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing):
+def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing, drafter):
     """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
     kinds = [((1,), 2, 4, ()), ((0, 2), 1, 4, (0,)), ((2, 1), 3, 3, (1,))]
-    target, draft, preempted = Toy(seed=1), Toy(seed=2), []
+    target, draft, copy, preempted = Toy(seed=1), Toy(seed=2), Mirror(seed=2), []
 
     def run(walk: Walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
@@ -140,7 +146,8 @@ def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing):
                     for row, i in enumerate(chosen)]
         blocks = max(3, n // 2)
         caches = [PagedCache(1, 1, 1, blocks * (1 + j), 2 - j, dtype=torch.float64, prefix_sharing=sharing) for j in range(2)]
-        batch = Batcher(Decoder(target, caches[0], 3, ModelDrafter(draft, caches[1]), coin=walk), max_batch=max(2, n))
+        guesses = ModelDrafter(draft, caches[1]) if drafter == "model" else SelfDrafter(copy, caches[0])
+        batch = Batcher(Decoder(target, caches[0], 3, guesses, coin=walk), max_batch=max(2, n))
         for _ in batch.run(requests):
             pass
         preempted.append(sum(r.preempted for r in requests))
