@@ -142,7 +142,7 @@ def helper(tmp_path_factory) -> Path:
 def test_coupled_drafts_leave_the_text_as_it_is_and_padding_does_not_matter(base, helper, capsys):
     common = (PROMPT, "--target", base, "--temperature", "1", "--seed", "5", "--max-tokens", "70", "--dtype", "float64", "--json")
     plain = json.loads(run(capsys, *common)[1])
-    for flags in (("--draft", helper, "--gamma", "3", "--verify", "coupled"), ("--draft", helper), ("--draft", "ngram"),
+    for flags in (("--draft", helper, "--gamma", "3", "--verify", "coupled"), ("--draft", helper), ("--draft", "ngram"), ("--draft", "self", "--gamma", "3", "--verify", "coupled"), ("--draft", "self"),
                   ("--draft", base, "--gamma", "2", "--verify", "coupled")):
         status, out, err = run(capsys, *common, *flags)
         result = json.loads(out)
@@ -179,21 +179,46 @@ def test_colours_say_whose_each_token_is(base, capsys):
 
 def test_a_chat_with_a_draft(instruct, tmp_path, capsys, monkeypatch):
     helper, turns = write_model(tmp_path, seed=5, num_hidden_layers=1), []
-    for draft in ((), ("--draft", helper, "--gamma", "2", "--verify", "coupled")):
+    for draft in ((), ("--draft", helper, "--gamma", "2", "--verify", "coupled"), ("--draft", "self", "--gamma", "2", "--verify", "coupled")):
         lines = iter(["hello", "again"])
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr("builtins.input", lambda prompt="": next(lines, None) or (_ for _ in ()).throw(EOFError))
         status, out, err = run(capsys, "--target", instruct, "--max-tokens", "9", "--dtype", "float64", "--seed", "3", "--temperature", "1", *draft)
         turns.append(out)
         assert status == 0
-    assert turns[0] == turns[1] and len(turns[0]) > 4
+    assert turns[0] == turns[1] == turns[2] and len(turns[0]) > 4
+
+
+@pytest.mark.parametrize("flags", [(), ("--kv", "contiguous"), ("--kv-bits", "8"), ("--bits", "8"), ("--max-batch", "1")])
+def test_the_targets_own_copy_drafts_for_the_prompts_of_a_file(base, capsys, tmp_path, flags):
+    (tmp_path / "prompts").write_text("".join(json.dumps(dict(prompt=PROMPT + " so" * (i % 3), gamma=1 + i, max_tokens=12 + i)) + "\n" for i in range(5)))
+    common = ("--target", base, "--prompts", tmp_path / "prompts", "--temperature", "0", "--dtype", "float64", "--seed", "1", *flags)
+    plain, drafted = ([json.loads(line) for line in run(capsys, *common, *draft)[1].splitlines()] for draft in ((), ("--draft", "self", "--verify", "exact")))
+    assert {r["index"]: r["tokens"] for r in plain} == {r["index"]: r["tokens"] for r in drafted} and len(plain) == 5
+    assert all(r["stats"]["acceptance"] > 0 for r in drafted)
+    assert generate(PROMPT, base, temperature=0, max_tokens=12, draft="self", gamma=3, dtype=torch.float64)["tokens"] == generate(
+        PROMPT, base, temperature=0, max_tokens=12, dtype=torch.float64)["tokens"]
+
+
+def test_a_target_without_16_bits_has_no_copy(base, capsys, tmp_path):
+    for bits in (8, 4):
+        assert quant.main([str(base), "--bits", str(bits), "--out", str(tmp_path / str(bits))]) == 0
+    for where, says in (((base, "--bits", "4"), "the target's weights have 4 bits, so its INT4 copy (--draft self) would be no faster"),
+                        ((tmp_path / "4",), "the target's weights have 4 bits"), ((tmp_path / "8",), "8 holds weights of 8 bits, and the INT4 copy")):
+        capsys.readouterr()
+        status, out, err = run(capsys, PROMPT, "--draft", "self", "--target", *where)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
+    model = Model.load(base)
+    with pytest.raises(ValueError, match="does not come from a folder"):
+        generate(PROMPT, Model(model.llama, model.tokenizer, {}), draft="self")
 
 
 @pytest.mark.parametrize("arguments, says", [
     (["--gamma", "2"], "--gamma is about drafted tokens: name a --draft"), (["--verify", "exact"], "--verify is about drafted"),
     (["--color"], "--color is about drafted"), (["--draft", "ngram", "--gamma", "-1"], "'-1', and must be auto or a whole number"),
     (["--draft", "ngram", "--gamma", "many"], "'many', and must be auto"), (["--draft", "ngram", "--verify", "maybe"], "invalid choice: 'maybe'"),
-    (["--draft", "ngram", "--no-cache"], "--no-cache keeps nothing: leave it out, or --draft"), (["--draft", "ngram", "--color", "--json"], "--color is for text"),
+    (["--draft", "ngram", "--no-cache"], "--no-cache keeps nothing: leave it out, or --draft"),
+    (["--draft", "self", "--no-cache"], "--no-cache keeps nothing: leave it out, or --draft"), (["--draft", "ngram", "--color", "--json"], "--color is for text"),
     (["--draft", "no-such-model"], "'no-such-model' is neither"), (["--draft", "tiny-draft"], "the draft's vocabulary is not the target's: token 256 is")])
 def test_bad_flags_of_drafts(base, capsys, arguments, says):
     status, out, err = run(capsys, PROMPT, "--target", base, *arguments)
