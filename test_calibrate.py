@@ -10,6 +10,7 @@ from calibrate import DAMP, Moments, awq, errors, fold, gptq, observe, quantize_
 from config import Config, Quantization
 from conftest import SMALL
 from model import Alone, Llama
+from perplexity import perplexity
 from quant import dequantize, quantize, unpack4
 
 
@@ -242,10 +243,10 @@ def test_on_the_embedded_model_int8_is_free_and_gptq_recovers_half_of_what_round
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
     told = tell(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
     held, heard, loss = list(told[:8]), list(told[8:]), {}
-    base, before = quant.perplexity(target, held), [target(text) for text in held]
+    base, before = perplexity(target, held), [target(text) for text in held]
     for how in (Quantization(8), Quantization(4), Quantization(4, method="gptq")):
         small = quant.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).pack()
         loss[how.bits, how.method] = sum(divergence(a, small(text)) for a, text in zip(before, held)) / 8
         if how.bits == 8:
-            assert quant.perplexity(small, held) == pytest.approx(base, rel=0.002)
+            assert perplexity(small, held) == pytest.approx(base, rel=0.002)
     assert loss[8, "rtn"] < 0.002 and loss[4, "gptq"] < 0.5 * loss[4, "rtn"]

@@ -315,6 +315,19 @@ def test_a_draft_that_is_interrupted_leaves_the_cache_as_it_was(paged):
     assert other.tokens == request.tokens[:len(other.tokens)] and len(request.tokens) == 7
 
 
+def test_twins_get_the_texts_that_they_get_alone(small):
+    """A twin finds its prompt read, another reads it: γ must not depend on that."""
+    model, copy = small
+    requests = lambda: [Request(model.encode("Once upon a time"), Settings(1.0, seed=i, max_tokens=20, gamma=3), model.ends) for i in range(3)]
+    alone, twins = requests(), requests()
+    for request in alone:
+        list(Engine(model, copy, 60, 60).batch.run([request]))
+    for request in twins[1:]:
+        request.twin = twins[0]
+    list(Engine(model, copy, 200, 60, 3).batch.run(twins))
+    assert [r.tokens for r in twins] == [r.tokens for r in alone] and len({tuple(r.tokens) for r in twins}) == 3
+
+
 def test_a_copy_that_costs_more_than_a_pass_is_not_tried(tiny, copy):
     """γ by the clock: what the copy costs is known before it has drafted anything."""
     engine = Engine(tiny, copy, 100, 90)

@@ -354,17 +354,9 @@ def test_pieces_of_a_text_and_of_stories(tmp_path, small):
     assert set(held.tolist()) == {57, 256} and 57 not in heard and 256 in heard and len(held) == 24
 
 
-@torch.inference_mode()
-def test_perplexity_and_the_table(small, tmp_path, capsys):
-    (tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
-    assert run(small / "plain", "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 2 + 9 and lines[2].startswith("16 bits") and lines[3].startswith("INT8 rtn") and "INT4 gptq, groups of 128" in lines[-1]
-    llama, texts = Llama.load(small / "plain", "cpu", torch.float32, trainable=True), [torch.arange(96), torch.arange(50)]
-    p = [llama(t).softmax(-1)[torch.arange(len(t) - 1), t[1:]] for t in texts]
-    assert quant.perplexity(llama, texts) == pytest.approx(torch.cat(p).log().mean().neg().exp().item(), rel=1e-5)
-    assert f"{quant.size(llama):,}" in lines[2] and quant.size(llama) * 2 == (small / "plain" / "model.safetensors").stat().st_size - int.from_bytes(
-        (small / "plain" / "model.safetensors").read_bytes()[:8], "little") - 8
+def test_the_size_of_a_model_is_that_of_its_file(small):
+    plain, file = Llama.load(small / "plain", "cpu", torch.float32, trainable=True), small / "plain" / "model.safetensors"
+    assert quant.size(plain) * 2 == file.stat().st_size - int.from_bytes(file.read_bytes()[:8], "little") - 8           # in 16 bits: half
 
 
 PEAK = """

@@ -1,0 +1,87 @@
+"""The table of what the bits cost: perplexity through the cache beside the plain formula, and the share of rounding's loss that a method saves."""
+import pytest
+import torch
+
+import quant
+from config import Quantization
+from conftest import write_model
+from kvcache import kv_bytes
+from kvquant import WIDTHS
+from model import Llama
+from perplexity import Recipe, Row, perplexity, recipes, saved, table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("small"), intermediate_size=70)
+
+
+@pytest.fixture(scope="module")
+def llama(folder) -> Llama:
+    return Llama.load(folder, "cpu", torch.float32)
+
+
+TEXTS = [torch.arange(96) * 7 % 256, torch.arange(50), torch.arange(2)]
+
+
+@torch.inference_mode()
+def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatch):
+    p = [llama(text).softmax(-1)[torch.arange(len(text) - 1), text[1:]] for text in TEXTS]
+    plain = torch.cat(p).log().mean().neg().exp().item()
+    for chunk in (256, 7, 1):
+        monkeypatch.setattr("perplexity.CHUNK", chunk)
+        assert perplexity(llama, TEXTS) == pytest.approx(plain, rel=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [name for name in WIDTHS if name != "16"])
+def test_what_is_measured_is_what_decoding_with_these_bits_gives(llama, name, monkeypatch):
+    """Token by token, through a cache of these bits."""
+    monkeypatch.setattr("perplexity.CHUNK", 1)
+    cache, losses = llama.cache(96, bits=WIDTHS[name]), []
+    for text in TEXTS:
+        seq, _ = cache.open(())
+        for token, after in zip(text.tolist(), text[1:].tolist()):
+            losses.append(-llama(torch.tensor([token]), cache.extend([(seq, [token])]))[0].log_softmax(-1)[after])
+        cache.free(seq)
+    by_hand = torch.stack(losses).mean().exp().item()
+    assert perplexity(llama, TEXTS, WIDTHS[name]) == pytest.approx(by_hand, rel=1e-5) != pytest.approx(perplexity(llama, TEXTS), rel=1e-5)
+
+
+def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
+    (tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
+    assert quant.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
+    lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
+    kinds = [line[:30].strip() for line in lines[2:]]
+    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq")]
+                     + ["INT4 gptq, groups of 128"] * (widths - 1))
+    assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
+    c = llama.config
+    for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
+        token = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits) / 1024
+        assert line[30:35].strip() == name and f"{quant.size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
+
+
+def test_a_row_is_what_it_is_alone(folder):
+    quiet, text, rtn = lambda line: None, [torch.arange(90) * 7 % 256], Recipe(Quantization(4, 32), ["8"])
+    rows = table(folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu", quiet)
+    assert table(folder, text, [], [rtn], "cpu", quiet)[0] == rows[-1]
+    assert rows[2].perplexity == perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text) != rows[0].perplexity
+    assert [row.width for row in rows] == ["16", "8", "16", "8"] and rows[0].bytes == rows[1].bytes > rows[2].bytes > rows[3].bytes
+
+
+def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lost():
+    row = lambda perplexity, how=None, width="16": Row(how, width, 1, 1.0, perplexity)
+    rows = [row(10.0), row(10.5, width="8"), row(14.0, Quantization(4, 32)), row(18.0, Quantization(4, 128)), row(10.4, Quantization(8))]
+    assert saved(row(12.0, Quantization(4, 128, method="gptq")), rows) == pytest.approx(0.75)
+    assert saved(row(12.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(0.5)
+    assert saved(row(16.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(-0.5)
+    for nothing in (rows[0], rows[1], rows[3], row(12.0, Quantization(4, 64, method="gptq")), row(12.0, Quantization(4, 128, method="gptq"), "8")):
+        assert saved(nothing, rows) is None
+    assert saved(row(9.0, Quantization(8, method="gptq")), [row(10.0), row(10.0, Quantization(8))]) is None
+
+
+def test_the_recipes_have_every_width_where_it_matters():
+    found = recipes(("rtn", "gptq"), (64, 128), head_bits=16)
+    assert [list(r.widths) for r in found] == [list(WIDTHS)] * 2 + [["16"]] * 3 + [list(WIDTHS)]
+    assert found[-1].how == Quantization(4, 128, 16, "gptq") and found[0].how is None and found[1].how == Quantization(8)
