@@ -72,10 +72,11 @@ class Row(NamedTuple):
 
 
 def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128), head_bits: int = 8) -> list[Recipe]:
-    """The issue's table: every width of keys and values with the checkpoint's weights, INT8, and INT4 as the last method and group make it."""
-    every, plain = list(WIDTHS), ["16"]
+    """All that is offered. The checkpoint's weights, INT8 by the last method, and INT4 by the last method and group meet keys and values of every width."""
+    every, plain, best = list(WIDTHS), ["16"], methods[-1]
+    eights = [Recipe(Quantization(8, 128, head_bits, method), every if method == best else plain) for method in dict.fromkeys(("rtn", best))]
     fours = [Recipe(Quantization(4, group, head_bits, method), plain) for group in groups for method in methods]
-    return [Recipe(None, every), Recipe(Quantization(8), every), *fours[:-1], fours[-1]._replace(widths=every)]
+    return [Recipe(None, every), *eights, *fours[:-1], fours[-1]._replace(widths=every)]
 
 
 def saved(row: Row, rows: Sequence[Row]) -> float | None:

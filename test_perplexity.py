@@ -53,7 +53,7 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     assert quant.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
-    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq")]
+    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 gptq"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq")]
                      + ["INT4 gptq, groups of 128"] * (widths - 1))
     assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
     c = llama.config
@@ -83,5 +83,6 @@ def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lo
 
 def test_the_recipes_have_every_width_where_it_matters():
     found = recipes(("rtn", "gptq"), (64, 128), head_bits=16)
-    assert [list(r.widths) for r in found] == [list(WIDTHS)] * 2 + [["16"]] * 3 + [list(WIDTHS)]
-    assert found[-1].how == Quantization(4, 128, 16, "gptq") and found[0].how is None and found[1].how == Quantization(8)
+    assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [["16"]] * 3 + [list(WIDTHS)]
+    assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")] and found[-1].how == Quantization(4, 128, 16, "gptq")
+    assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 3

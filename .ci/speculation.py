@@ -14,7 +14,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from engine import Engine
+from engine import Engine, load_draft
 from model import Llama
 from pretrained import Model
 from request import Request, Settings
@@ -102,6 +102,11 @@ def main(folder: str, prompts: str) -> int:
     useless = Model(Llama(replace(draft.llama.config), dtype=draft.llama.dtype, seed=1).pack(), draft.tokenizer, draft.recommended)
     gain, _, alpha = attempt(lambda: speed(model, useless, None, 512), lambda got: got[0] > 0.95)
     require(gain > 0.9, f"with a draft of random weights and γ by the clock, 512 tokens: {gain:.3f} of plain decoding, acceptance {alpha:.2f}")
+    copy = load_draft("self", model)
+    *_, alpha = speed(model, copy, 2, 96)
+    require(alpha > 0.9, f"tiny with its own INT4 copy, temperature 1, γ = 2: acceptance {alpha:.2f}")
+    gain, *_ = attempt(lambda: speed(model, copy, None), lambda got: got[0] > 0.95)
+    require(gain > 0.9, f"with γ by the clock: {gain:.3f} of plain decoding")
     return 0
 
 
