@@ -125,11 +125,11 @@ class Toy:
         return self.table[codes if rows is None else codes[rows]]
 
 
-class Mirror(Toy):
-    """A toy with digits of its own: where it has stored something, every other toy reads another text."""
+class Cipher(Toy):
+    """A toy that writes every token as the digit of another: where it has stored something, every other toy reads another text."""
 
     def digits(self, tokens: Tensor) -> Tensor:
-        return self.V - tokens
+        return (tokens + 1) % self.V + 1
 
 
 def own_law(toy: Toy, prompt: Sequence[int], count: int, ends: Sequence[int], probs: Callable[[Tensor], Tensor]) -> dict[tuple[int, ...], float]:

@@ -14,7 +14,7 @@ from kvquant import Bits
 from model import Llama
 from paged import PagedCache
 from pretrained import Model
-from proof import Mirror, Toy, Walk, distance, enumerate_law, own_law
+from proof import Cipher, Toy, Walk, distance, enumerate_law, own_law
 from request import Request, Settings
 from sampling import Keyed, probabilities
 from speculative import Decoder
@@ -138,7 +138,7 @@ def test_in_float32_texts_part_only_at_near_ties():
 def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing, drafter):
     """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
     kinds = [((1,), 2, 4, ()), ((0, 2), 1, 4, (0,)), ((2, 1), 3, 3, (1,))]
-    target, draft, copy, preempted = Toy(seed=1), Toy(seed=2), Mirror(seed=2), []
+    target, draft, copy, preempted = Toy(seed=1), Toy(seed=2), Cipher(seed=2), []
 
     def run(walk: Walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
