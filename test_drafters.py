@@ -290,7 +290,7 @@ def test_no_block_with_the_drafts_keys_and_values_is_ever_published():
     cache = PagedCache(1, 1, 1, 40, 1, dtype=torch.float64)
     maker, request = drafting(cache, 2)
     while not request.finish_reason:
-        round = Round([request], [3], 3, torch.device("cpu"), torch.float64)
+        round = Round([request], [request.left], 3, torch.device("cpu"), torch.float64)
         guesses = maker.drafter.propose(round)[0][0].tolist()
         cache.check()
         other, have = cache.open([*request.tokens, *guesses, 0])                # a text that begins with what was drafted
