@@ -1,9 +1,6 @@
 """What the bits cost a real model: the table of `python quant.py NAME --table`, for groups of 128 alone, and the limits that it must keep.
 
     python .ci/quantization.py SMOLLM2 TEXT             (a folder with a model; text, of which the beginning is measured, the rest calibrates)
-
-SmolLM2's folder holds values that were rounded to 4 bits once already, so its "16 bits" are no better than they are: a model whose weights never
-were may lose more, or less, by rounding them anew.
 """
 import sys
 import tempfile
@@ -14,12 +11,12 @@ import torch
 
 from config import Quantization
 from kvquant import WIDTHS
-from perplexity import Recipe, Row, saved, table
+from perplexity import Recipe, saved, table
 from quant import pieces
 from tokenizer import Tokenizer
 
-TOKENS, PIECES = 4096, 16
-LIMITS = {"8": 0.002, "8/4": 0.02, "4": 0.04}           # of perplexity, for keys and values
+TOKENS, PIECES, METHOD = 2048, 8, "awq"                 # measured; of 512 tokens each, to calibrate with
+LIMITS = {"8": 0.002, "8/4": 0.02, "4": 0.04}           # what keys and values of these widths may cost
 
 
 def require(holds: bool, what: str) -> None:
@@ -29,7 +26,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def texts(folder: str, file: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The beginning of the file's first half, and pieces from all over its second."""
+    """The beginning of the file, and pieces from all over its second half."""
     tokenizer, text = Tokenizer.load(Path(folder)), Path(file).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as place:
         rest = Path(place) / "rest.txt"
@@ -39,16 +36,16 @@ def texts(folder: str, file: str) -> tuple[list[torch.Tensor], list[torch.Tensor
 
 def main(folder: str, file: str) -> int:
     torch.set_num_threads(2)
-    measured, calibration = texts(folder, file)
-    four = [Recipe(Quantization(4, 128, 8, method), ["16", "8/4"] if method == "gptq" else ["16"]) for method in ("rtn", "awq", "gptq")]
-    rows = table(folder, measured, calibration, [Recipe(None, list(WIDTHS)), Recipe(Quantization(8, head_bits=16), ["16"]), Recipe(Quantization(8), ["16", "8"]), *four],
-                 "cpu", progress=lambda line: None)
-    print("(this folder's weights were rounded to 4 bits once already)")
-    lost = lambda row: row.perplexity / rows[0].perplexity - 1
-    find = lambda width, bits=16, method="rtn", head=8: next(row for row in rows if row.width == width and (
-        row.how is None if bits == 16 else row.how and (row.how.bits, row.how.method, row.how.head_bits) == (bits, method, head)))
-    for width in list(WIDTHS)[1:]:
-        require(lost(find(width)) < LIMITS[width], f"keys and values in {width} bits cost {lost(find(width)):.2%}; at most {LIMITS[width]:.1%}")
+    wanted = [Recipe(None, list(WIDTHS)), Recipe(Quantization(8, method="gptq"), ["16", "8"]), Recipe(Quantization(4), ["16"]), Recipe(Quantization(4, method=METHOD), ["16", "8/4"])]
+    rows = table(folder, *texts(folder, file), wanted, "cpu", progress=lambda line: None)
+    print("(this folder's 16 bits were rounded to 4 once already: another model may lose more by rounding, or less)")
+    *kv, eight, _, rounded, four, both = rows
+    lost = {row: row.perplexity / rows[0].perplexity - 1 for row in rows}
+    for row in kv[1:]:
+        require(lost[row] < LIMITS[row.width], f"keys and values in {row.width} bits cost {lost[row]:.2%}, at most {LIMITS[row.width]:.1%}")
+    require(lost[eight] < 0.002, f"weights in 8 bits by GPTQ cost {lost[eight]:.2%}, at most 0.2%")
+    require(saved(four, rows) > 0.5, f"in 4 bits, groups of 128: rounding costs {lost[rounded]:.1%}, and {METHOD.upper()} saves {saved(four, rows):.0%} of that, at least half")
+    require(lost[both] < lost[four] + 0.03, f"with keys and values in 8/4 bits it is {lost[both]:.1%}")
     return 0
 
 
