@@ -39,6 +39,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvquant import GROUP
 from model import Alone
 from request import Request
 from sampling import TEXT, Keyed, draft_role, probabilities
@@ -206,8 +207,9 @@ class SelfDrafter:
         return True
 
     def room(self, request: Request, most: int) -> int:
-        """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)"""
-        return most if len(request.tokens) > request.prompt else 0
+        """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)
+        And so few that a cache of 4-bit keys can take them all back: kivi.py."""
+        return min(most, GROUP) if len(request.tokens) > request.prompt else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         """Nothing of this is published: these keys and values are not the target's, and their tokens may be rejected."""
