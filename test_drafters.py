@@ -11,8 +11,9 @@ from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter, pack
 from engine import Engine, load_draft
+from kivi import RING, ChannelKeys
 from kvcache import KVCache
-from kvquant import WIDTHS
+from kvquant import GROUP, WIDTHS
 from model import Llama
 from paged import PagedCache
 from pretrained import Model
@@ -133,12 +134,15 @@ def test_the_copy_is_the_targets_layers_in_4_bits_and_the_rest_is_the_targets(ti
 
 def held(cache, seq: int, length: int) -> list[Tensor]:
     """All that is stored of a text's first tokens, to the bit."""
-    S = getattr(cache, "block_size", 1)
-    parts = [part for kept in (cache.keys, cache.values) for part in getattr(kept, "parts", [kept])]
-    if isinstance(cache, KVCache):
-        return [part[:, seq, :, :length].clone() for part in parts]
-    blocks = cache._texts[seq].blocks
-    return [torch.stack([part[:, blocks[i // S], i % S] for i in range(length)]) for part in parts]
+    S, parts = getattr(cache, "block_size", 1), lambda kept: getattr(kept, "parts", [kept])
+    where = lambda i: (seq, i) if isinstance(cache, KVCache) else (cache._texts[seq].blocks[i // S], i % S)
+    token = lambda part, i: part[:, where(i)[0], :, where(i)[1]] if isinstance(cache, KVCache) else part[:, where(i)[0], where(i)[1]]
+    found = [torch.stack([token(part, i) for i in range(length)]) for part in parts(cache.values)]
+    if not isinstance(cache, ChannelKeys):
+        return found + [torch.stack([token(part, i) for i in range(length)]) for part in parts(cache.keys)]
+    full, rest = length // GROUP * GROUP, torch.arange(length // GROUP * GROUP, length) % RING           # groups, and the keys of the unfinished one
+    groups = [torch.stack([part[:, where(i)[0], where(i)[1] // GROUP] for i in range(0, full, GROUP)]) for part in parts(cache.keys) if full]
+    return [*found, *groups, cache.rings.keys[:, cache.rings.of[seq], rest]]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +173,22 @@ def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
             assert all(torch.equal(a, b) for a, b in zip(was, held(cache, request.seq, length), strict=True))
         if kv == "paged":
             cache.check()
+
+
+def test_a_round_is_short_enough_for_4_bit_keys_to_be_taken_back(small):
+    """At every place of a group."""
+    model, copy = small
+    engine = Engine(model, copy, 200, 96, kv_bits=4)
+    maker, cache, request = engine.maker, engine.caches[0], Request(model.encode("Once upon a time, there"), Settings(1.0, seed=1, max_tokens=73, gamma=60))
+    maker.open(request)
+    maker.step([maker.plan(request)])
+    while request.left > 20:
+        length, gamma = len(request.tokens) - 1, maker.drafter.room(request, 60)
+        before = held(cache, request.seq, length)
+        maker.drafter.propose(Round([request], [gamma], maker.vocab, maker.target.device, torch.float64))
+        assert gamma == 16 and cache.length(request.seq) == length
+        assert all(torch.equal(a, b) for a, b in zip(before, held(cache, request.seq, length), strict=True))
+        maker.step([maker.plan(request)._replace(gamma=0)])
 
 
 @pytest.mark.parametrize("kv", ["paged", "contiguous"])
