@@ -13,8 +13,9 @@ Rounding W to the nearest grid point minimizes |W − Q|. What matters is the ou
   - AWQ (Lin et al. 2023) keeps rounding, but scales each input channel up before and down after: W diag(s) is rounded, and 1 / s is folded
     into what comes before it: a norm's weight, v_proj's rows before o_proj, up_proj's before down_proj. s = (mean |x|)^a, with the a of a
     grid from 0 (rounding itself) to 1 that makes the error smallest. Nothing is added to the model.
+  - "awq+gptq" is the one after the other: the scaled channels, and then the integers that make good for each other.
 
-Both need of the text only H and mean |x| for each product: `Moments`, K² numbers. A model is done layer by layer, each with the inputs
+All need of the text only H and mean |x| for each product: `Moments`, K² numbers. A model is done layer by layer, each with the inputs
 that the quantized layers before it make, so what is in memory is the model and one layer.
 
 Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than rounding.
@@ -194,7 +195,7 @@ def quantized_layer(layer: Layer, config: Config, seen: dict[str, Moments] | Non
         place = getattr(new, name)
         if isinstance(old, Linear):
             w = old.weight.float()
-            place.put(gptq(w, seen[name].hessian, how.bits, how.group) if how.method == "gptq" else quantize(w, how.bits, how.group))
+            place.put(gptq(w, seen[name].hessian, how.bits, how.group) if "gptq" in how.method else quantize(w, how.bits, how.group))
             if old.bias is not None:
                 place.bias.copy_(old.bias)
         else:
@@ -218,9 +219,11 @@ def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = ()
     steps = [(*llama.turns(step.positions), lambda q, k, v, step=step: step.attend(0, q, k, v)) for step in (Alone(x[:, 0]) for x in xs)]
     for i, layer in enumerate(llama.layers):
         progress(f"layer {i + 1} of {len(llama.layers)}")
-        seen = observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)]) if xs else None
-        if how.method == "awq":
+        look = lambda layer=layer: observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
+        seen = look() if xs else None
+        if "awq" in how.method:
             fold(layer, seen, how.bits, how.group)
+            seen = look() if "gptq" in how.method else seen                                     # the inputs are scaled now
         result.layers[i] = quantized_layer(layer, config, seen)
         llama.layers[i] = nn.Identity()                                                         # lets the layer go
         xs = [result.layers[i](x, *step) for x, step in zip(xs, steps)]

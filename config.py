@@ -33,7 +33,7 @@ class Quantization:
     method: str = "rtn"                                                     # how the integers were found: this changes nothing here
 
     def __post_init__(self) -> None:
-        known = dict(bits=(8, 4), group=(32, 64, 128), head_bits=(16, 8, 4), method=("rtn", "gptq", "awq"))
+        known = dict(bits=(8, 4), group=(32, 64, 128), head_bits=(16, 8, 4), method=("rtn", "gptq", "awq", "awq+gptq"))
         for name, values in known.items():
             if (value := getattr(self, name)) not in values or isinstance(value, bool):
                 raise ValueError(f"quantization: {name} is {value!r}; it must be {', '.join(map(str, values[:-1]))} or {values[-1]}")

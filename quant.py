@@ -251,10 +251,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="quant.py", description="Store a model's weights in 8 or 4 bits.", allow_abbrev=False)
     p.add_argument("name", help="the model: an alias, a Hub id or a folder")
     p.add_argument("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
-    p.add_argument("--method", default="rtn", choices=["rtn", "gptq", "awq"], help="round to nearest (rtn, the default), or calibrated on --data")
+    p.add_argument("--method", default="rtn", choices=["rtn", "gptq", "awq", "awq+gptq"], help="round to nearest (rtn, the default), or calibrated on --data")
     p.add_argument("--group", type=int, default=128, choices=[32, 64, 128], help="numbers that share a scale where there are 4 bits (128)")
     p.add_argument("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
-    p.add_argument("--data", metavar="FILE", help="text to calibrate with: gptq and awq need it")
+    p.add_argument("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
     p.add_argument("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens from all over it (32)")
     p.add_argument("--out", metavar="DIR", help="the new folder")
     p.add_argument("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all widths of weights, keys and values, methods and groups")
@@ -282,7 +282,7 @@ def run(args: argparse.Namespace) -> None:
     if args.table is not None:
         length = min(1024, Config.load(source).max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq") if calibration else ("rtn",), head_bits=args.head_bits), args.device)
+        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq", "awq+gptq") if calibration else ("rtn",), head_bits=args.head_bits), args.device)
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,4 +1,6 @@
 """GPTQ is the paper's algorithm, AWQ changes nothing but the rounding, and neither is ever worse than rounding on what it saw."""
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -206,7 +208,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"), Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq")])
+@pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"), Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq"), Quantization(4, 32, 16, "awq+gptq")])
 @torch.inference_mode()
 def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     texts, lines = [torch.arange(40), torch.arange(100, 160)], []
@@ -230,9 +232,23 @@ def test_each_layer_sees_what_the_quantized_layers_before_it_make():
         xs = [small.layers[i](x, *step) for x, step in zip(xs, steps)]
 
 
+@torch.inference_mode()
+def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then_has():
+    how, texts = Quantization(4, 32, 16, "awq+gptq"), [torch.arange(40), torch.arange(100, 160)]
+    small, layer = quantize_model(model(), how, texts), model().layers[0]
+    look = lambda: observe(layer, lambda: [layer(plain.look_up(text), *plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts])
+    plain, first = model(), {name: place.weight.clone() for name, place in layer.named_children()}
+    fold(layer, look(), 4, 32)
+    seen = look()
+    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+        q = gptq(getattr(layer, name).weight.float(), seen[name].hessian, 4, 32)
+        assert torch.equal(getattr(small.layers[0], name).values, q.values) and not torch.equal(getattr(layer, name).weight, first[name])
+    assert torch.equal(small.layers[0].input_norm.weight, layer.input_norm.weight)
+
+
 def test_calibration_needs_text():
-    for method in ("gptq", "awq"):
-        with pytest.raises(ValueError, match=f"{method} looks at text, and there is none"):
+    for method in ("gptq", "awq", "awq+gptq"):
+        with pytest.raises(ValueError, match=rf"{re.escape(method)} looks at text, and there is none"):
             quantize_model(model(), Quantization(4, 32, 8, method))
 
 

@@ -301,7 +301,7 @@ def test_it_runs_as_a_program(base):
     (["--max-tokens", "0"], "max_tokens is 0"), (["--max-tokens", "-5"], "max_tokens is -5"), (["--max-len", "3"], "the prompt has"),
     (["--max-len", "97"], "max_len is 97"), (["--n", "0"], "--n is 0"), (["--seed", str(2**64)], "seed is"),
     (["--stop", ""], "stop string is empty"), (["--device", "tpu"], "device 'tpu'"), (["--device", "cuda:99"], "device 'cuda:99'"),
-    (["--bits", "5"], "invalid choice: 5"), (["--kv-bits", "4"], "invalid choice: '4'"), (["--no-cache", "--kv-bits", "8"], "--no-cache keeps nothing"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
+    (["--bits", "5"], "invalid choice: 5"), (["--kv-bits", "5"], "invalid choice: '5'"), (["--no-cache", "--kv-bits", "8"], "--no-cache keeps nothing"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
     (["--system", "be kind"], "system message needs a chat template"), (["--unknown"], "unrecognized arguments: --unknown"),
     (["--temp", "1"], "unrecognized arguments"), (["--target", "no-such-model"], "'no-such-model' is neither"),
     (["--target", "/no/such/folder"], "neither a folder"), (["extra"], "unrecognized arguments: extra")])

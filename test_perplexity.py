@@ -53,8 +53,8 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     assert quant.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
-    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 gptq"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq")]
-                     + ["INT4 gptq, groups of 128"] * (widths - 1))
+    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
+                     + ["INT4 awq+gptq, groups of 128"] * (widths - 1))
     assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
     c = llama.config
     for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
