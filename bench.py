@@ -1,0 +1,142 @@
+"""Every claim, measured on the machine at hand.
+
+    python bench.py                                     the embedded pair on a CPU, in under five minutes: tables, and results/<machine>.json
+    python bench.py --quick                             the same, so small that its figures mean nothing: does everything work?
+    python bench.py --against transformers              the same prompts on the same weights, in turns; or --against llama.cpp (peers.py)
+    python bench.py --gpu kernels                       or decode, speculation, serving: models of 1B and 8B shapes, random weights (gpu.py)
+    python bench.py --pictures · --readme               results/*.svg, and the tables of README.md, from the results that README.md names
+
+A claim of speed is a ratio between things that were measured in one run, in turns (measure.py). What is measured is kept as numbers, as
+JSON, without the name of a host or of a folder; tables and pictures are made of that file alone (report.py, pictures.py), so they cannot
+say anything else.
+
+Invariant: what one run did not measure stays in the file as it was, with its own date where it is another day's.
+
+Not covered: the quality of texts, but for perplexity.
+"""
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu
+import measure
+import peers
+import pictures
+import report
+import traffic
+from kvcache import CacheFull
+from measure import QUICK, Effort
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="bench.py", description="Every claim, measured on the machine at hand.", allow_abbrev=False)
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--against", metavar="PEER", help=f"compare with {' or '.join(peers.PACKAGES)}: the same prompts on the same weights, in turns")
+    what.add_argument("--gpu", choices=list(gpu.CASES), help="on a GPU: models of true shapes with random weights")
+    what.add_argument("--pictures", action="store_true", help="draw results/*.svg from the results that README.md names, and measure nothing")
+    what.add_argument("--readme", action="store_true", help="write the tables of README.md from the results that it names, and measure nothing")
+    p.add_argument("--quick", action="store_true", help="very little of everything, to see that it works; nothing is kept unless --out says where")
+    p.add_argument("--data", metavar="FILE", help="measure perplexity on this text (default: on what the model tells itself)")
+    p.add_argument("--target", default="tiny", metavar="NAME", help="with --against: the model (tiny)")
+    p.add_argument("--gguf", metavar="FILE", help="with --against llama.cpp: the same model in its format")
+    p.add_argument("--out", metavar="FILE", help="where the numbers go (results/<machine>.json)")
+    return p
+
+
+# ---- What is measured -----------------------------------------------------------------------------------------------------------
+
+def everything(effort: Effort, data: str | None) -> dict[str, Any]:
+    """The embedded pair: all that results/*.json has of it."""
+    parts: dict[str, Callable[[], Any]] = dict(
+        stack=lambda: measure.stack(effort), products=lambda: measure.products(effort), gammas=lambda: measure.gammas(effort),
+        bits=lambda: measure.bits(effort, data), waste=lambda: traffic.waste(effort), latency=lambda: traffic.latency(effort),
+        places=traffic.places, blocks=traffic.blocks)
+    results = measure.machine()
+    for name, part in parts.items():
+        start = time.perf_counter()
+        results[name] = part()
+        say(f"{name}: {time.perf_counter() - start:.0f} s")
+    return results
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads((HERE / path).read_text(encoding="utf-8")) if (HERE / path).exists() else {}
+
+
+def keep(path: Path, results: dict[str, Any]) -> None:
+    """Put these beside what the file has already."""
+    old = load(path)
+    for name in ("peers", "gpu"):
+        if name in results:
+            results[name] = old.get(name, {}) | results[name]
+    (HERE / path).parent.mkdir(exist_ok=True)
+    (HERE / path).write_text(json.dumps(old | results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    say(f"kept in {path}")
+
+
+def named(readme: str) -> Path:
+    """The results of the front page."""
+    if (found := report.MARKED.search(readme)) is None:
+        raise ValueError("README.md names no results: it needs the line <!-- figures of results/NAME.json -->, and <!-- end of figures -->")
+    return Path(found[2])
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.pictures or args.readme:
+        readme = README.read_text(encoding="utf-8")
+        if args.readme:
+            return say(f"{README.name}: {README.write_text(report.front_page(readme, load), encoding='utf-8'):,} characters")
+        for name, drawn in pictures.draw(load(named(readme))).items():
+            (HERE / "results" / f"{name}.svg").write_text(drawn, encoding="utf-8")
+            say(f"results/{name}.svg")
+        return None
+    if args.gguf and args.against != "llama.cpp":
+        raise ValueError("--gguf is for --against llama.cpp: leave it out, or name that peer")
+    if args.target != "tiny" and not args.against:
+        raise ValueError("--target is for --against: what else is measured is the embedded pair, or has random weights")
+    effort = QUICK if args.quick else Effort()
+    if args.against:
+        results: dict[str, Any] = dict(peers=peers.against(args.against, args.target, args.gguf, effort))
+    elif args.gpu:
+        case = gpu.run(args.gpu, args.quick)
+        results = measure.machine(case[args.gpu]["read_bandwidth"]) | dict(gpu=case)
+    else:
+        results = everything(effort, args.data)
+    tell(results)
+    if args.out or not args.quick:
+        keep(Path(args.out or Path("results") / f"{measure.slug(measure.processor())}.json"), results)
+
+
+def tell(results: dict[str, Any]) -> None:
+    for section in report.sections(results):
+        print(report.text(section), end="\n\n", flush=True)
+    if "machine" in results:
+        print(report.machine(results))
+    if "stack" in results and (absent := peers.missing()):
+        print(f"not compared with {' and '.join(absent)}: not installed here. --against compares")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parser().parse_args(arguments))
+    except (ValueError, OSError, CacheFull) as error:
+        say(f"error: {' '.join(str(error).split())}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
