@@ -90,13 +90,14 @@ class Clock:
 
 
 def transformers(target: str) -> Contestant:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(find(target), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None         # nobody stops early
 
     def make(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
         clock, tokens = Clock(), torch.tensor([list(prompt)])
-        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                              pad_token_id=0, streamer=clock)
+        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0, streamer=clock)
         return made[0, len(prompt):].tolist(), clock.seconds
     return Contestant("transformers float32", make)
 
