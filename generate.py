@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ import torch
 from engine import Draft, Engine, Show, Writer, load_draft, silent
 from kvcache import CacheFull
 from kvquant import WIDTHS
+from phases import profiled
 from pretrained import Model
 from prompts import Line, read_requests
 from request import MAX_TOKENS, Message, Request, Result, Settings
@@ -130,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     p.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="compute in this type (default: the checkpoint's)")
     p.add_argument("--color", action="store_true", help="show whose each token is: drafted and accepted, corrected, or the bonus after a full round")
+    p.add_argument("--profile", metavar="FILE", help="write a trace for ui.perfetto.dev, its phases named, and tell where the time went (loading is not in it)")
     p.add_argument("--json", action="store_true", help="print each result as one JSON object, with the tokens and the times")
     return p
 
@@ -180,6 +183,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def engine(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int) -> Engine:
+    if args.profile is not None:
+        args.profiling.enter_context(profiled(args.profile))
     return Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv, args.kv_memory, not args.no_prefix_cache, args.kv_bits)
 
 
@@ -302,6 +307,18 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
             say(result.summary())
 
 
+def work(args: argparse.Namespace, settings: Settings) -> int:
+    if args.prompts is not None:
+        return many_prompts(args, settings)
+    if args.prompt is not None:
+        return one_prompt(args, settings)
+    if not sys.stdin.isatty():
+        raise ValueError("there is no prompt: give one in quotes, or '-' to read standard input")
+    if args.json or args.n > 1:
+        raise ValueError(f"{'--json' if args.json else '--n'} needs a prompt: give one in quotes, or '-' to read standard input")
+    return chat(args, settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     warnings.showwarning = lambda message, *rest: say(f"note: {message}")
@@ -310,15 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_flags(args)
         settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
                             None if args.gamma == "auto" else args.gamma)
-        if args.prompts is not None:
-            return many_prompts(args, settings)
-        if args.prompt is not None:
-            return one_prompt(args, settings)
-        if not sys.stdin.isatty():
-            raise ValueError("there is no prompt: give one in quotes, or '-' to read standard input")
-        if args.json or args.n > 1:
-            raise ValueError(f"{'--json' if args.json else '--n'} needs a prompt: give one in quotes, or '-' to read standard input")
-        return chat(args, settings)
+        with ExitStack() as args.profiling:
+            return work(args, settings)
     except torch.OutOfMemoryError:
         fail("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu")
     except (ValueError, OSError, CacheFull) as error:

@@ -61,7 +61,7 @@ def missing() -> list[str]:
 # ---- The contestants ------------------------------------------------------------------------------------------------------------
 
 def ours(target: str, bits: int) -> Contestant:
-    model = Model.load(target, "cpu", torch.float32, bits)
+    model = Model.load(target, "cpu", torch.float32 if bits == 16 else None, bits)
     limit = model.llama.config.max_position_embeddings
 
     def make(prompt: Sequence[int], count: int) -> tuple[list[int], float]:
@@ -69,7 +69,7 @@ def ours(target: str, bits: int) -> Contestant:
         for _ in Engine(model, None, len(prompt) + count, min(limit, len(prompt) + count)).batch.run([request]):
             pass
         return request.tokens[request.prompt:], sum(taken.seconds for taken in request.rounds[1:])
-    return Contestant("float32" if bits == 16 else f"INT{bits}", make, weight_bytes(model.llama))
+    return Contestant("float32" if bits == 16 else f"INT{bits} in {str(model.llama.dtype)[6:]}", make, weight_bytes(model.llama))
 
 
 class Clock:
@@ -141,6 +141,7 @@ def random_transformers(config: Config, device: str, dtype: torch.dtype, prompt:
 
 # ---- In turns -------------------------------------------------------------------------------------------------------------------
 
+@torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
     """Our float32 and INT8 beside a peer -> a row for each. ValueError, with the way out, where it is not there."""
     check(name)
@@ -158,7 +159,7 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
 
 def label(target: str) -> str:
     """A model's name without the folders that it lies in on this machine."""
-    return target if not Path(target).is_dir() else Path(target).resolve().name
+    return target if not Path(target).is_dir() else Path(target).absolute().name
 
 
 def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[tuple[list[int], float], tuple[list[int], float]]], roof: float) -> dict[str, Any]:
