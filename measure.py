@@ -68,9 +68,10 @@ class Effort:
     openings: Sequence[str] = OPENINGS
     load: float = 12.0                                  # seconds for which requests arrive
     many: int = 96                                      # texts whose caches are looked at
+    methods: tuple[str, ...] = ("rtn", "gptq")          # by which weights get 4 bits
 
 
-QUICK = Effort(turns=1, texts=3, longest=6, gammas=(2,), count=12, openings=OPENINGS[:1], load=0.5, many=6)
+QUICK = Effort(turns=1, texts=3, longest=6, gammas=(2,), count=12, openings=OPENINGS[:1], load=0.5, many=6, methods=("rtn",))
 
 
 # ---- The machine ----------------------------------------------------------------------------------------------------------------
@@ -264,14 +265,14 @@ def against_plain(gamma: int | None, runs: Sequence[tuple[tuple[Request, Decoder
 def bits(effort: Effort, data: str | None = None) -> Rows:
     """Bytes and perplexity of the embedded model with fewer bits, on what it tells itself, or on the text of a file."""
     llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    count = 8 * effort.turns
+    count = 8 * effort.turns if effort.turns > 1 else 2
     if data is None:
         told = list(tell(llama, 4 * count, 72, llama.config.eos_token_ids[0], seed=1).tokens.split(73))
         calibration, texts = told[:count], told[count:]
     else:
         calibration, texts = (pieces(data, Tokenizer.load(find("tiny")), 512, count, calibrate) for calibrate in (True, False))
     with redirect_stdout(io.StringIO()):
-        rows = table("tiny", texts, calibration, recipes(("rtn", "gptq"), (32, 128)), progress=lambda line: None)
+        rows = table("tiny", texts, calibration, recipes(effort.methods, (32, 128)), progress=lambda line: None)
     names = ["16 bits" if row.how is None else f"INT{row.how.bits} {row.how.method}" + f", groups of {row.how.group}" * (row.how.bits == 4) for row in rows]
     return [dict(weights=name, kv=row.width, bytes=row.bytes, kv_bytes=row.token, perplexity=row.perplexity, text=data and Path(data).name,
                  tokens=sum(map(len, texts))) for name, row in zip(names, rows)]

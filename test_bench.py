@@ -1,0 +1,82 @@
+"""The command: everything runs, what is kept is numbers, and what is not there is named."""
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import gpu
+import report
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> dict:
+    """All of `bench.py --quick`, once."""
+    out = tmp_path_factory.mktemp("results") / "quick.json"
+    assert bench.main(["--quick", "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
+    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste", "latency", "places", "blocks"} <= quick.keys()
+    assert "/" not in re.sub(r"8/4", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
+    assert [len(section.headers) for section in report.sections(quick)] == [len(section.rows[0]) for section in report.sections(quick)]
+    assert len(report.sections(quick)) == 5
+
+
+def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(quick):
+    rows = quick["stack"]
+    assert [row["name"] for row in rows] == ["one at a time, no cache", "+ KV cache", "+ INT8 keys and values", "+ speculation (tiny-draft)",
+                                             "+ paged, continuous batching", "+ INT4 weights", "+ prefix sharing: all", "all, with INT8 weights"]
+    assert rows[1]["same_texts"] == rows[0]["texts"]                    # a cache changes nothing
+    assert rows[0]["cache_bytes"] == 0 and rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
+    assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"] and rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
+    assert rows[5]["weight_bytes"] < 0.3 * rows[4]["weight_bytes"] and rows[1]["speed_up"] > 1.2
+    assert rows[0]["speed_up"] == rows[0]["gain"] == 1 and all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
+
+
+def test_waste_and_latency_by_layout_and_chunk(quick):
+    shares = [row["waste"] for row in quick["waste"]]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.4 and shares[-1] == 0
+    assert all(row[f"{what}_p50"] <= row[f"{what}_p95"] <= row[f"{what}_p99"] for row in quick["latency"] for what in ("between", "first"))
+
+
+def test_what_was_measured_before_stays(tmp_path, capsys):
+    out = tmp_path / "one.json"
+    out.write_text(json.dumps(dict(stack=[1], gpu=dict(kernels=dict(title="old")))))
+    assert bench.main(["--gpu", "serving", "--quick", "--out", str(out)]) == 0
+    kept = json.loads(out.read_text())
+    assert kept["stack"] == [1] and kept["gpu"].keys() == {"kernels", "serving"} and "Serving" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, told", [(["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gguf", "x"], "--gguf is for"),
+                                             (["--target", "x"], "--target is for"), (["--gpu", "decode"], "needs a GPU")])
+def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", gpu.CASES)
+def test_each_gpu_case_runs_with_toy_shapes_and_fills_its_columns(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    case = gpu.run(name, quick=True)[name]
+    assert case["rows"] and {len(row) for row in case["rows"]} == {len(case["headers"])} and case["read_bandwidth"] > 0
+
+
+def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(tmp_path, monkeypatch, quick):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "m.json").write_text(json.dumps(quick))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- figures of results/m.json -->\noutdated\n<!-- end of figures -->\nafter\n")
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    monkeypatch.setattr(bench, "README", readme)
+    assert bench.main(["--pictures"]) == bench.main(["--readme"]) == 0
+    assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "gammas", "places", "blocks"}
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "outdated" not in text and quick["machine"] in text
+    readme.write_text("nothing is named here")
+    assert bench.main(["--pictures"]) == 2

@@ -1,0 +1,50 @@
+"""Peers: who is not there is named; ratios are of the same prompts; a model's name has no folder."""
+import pytest
+
+import peers
+from measure import QUICK
+
+
+def test_who_is_not_there_is_named_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.missing() == ["transformers (pip install transformers)", "llama.cpp (pip install llama-cpp-python)"]
+    for name in peers.PACKAGES:
+        with pytest.raises(ValueError, match=f"{name} is not installed here.*pip install"):
+            peers.against(name, "tiny", None, QUICK)
+
+
+def test_llama_cpp_asks_for_its_own_format(monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda name: True)
+    with pytest.raises(ValueError, match="--gguf FILE"):
+        peers.against("llama.cpp", "tiny", None, QUICK)
+
+
+def test_a_peer_beside_ours_in_turns(monkeypatch):
+    monkeypatch.setattr(peers, "installed", lambda name: True)
+    own = peers.ours("tiny", 16)
+    def twice(prompt, count):
+        tokens, seconds = own.make(prompt, count)
+        return tokens, 2 * seconds
+    monkeypatch.setattr(peers, "transformers", lambda target: peers.Contestant("a peer", twice))
+    rows = peers.against("transformers", "tiny", None, QUICK)
+    (label, first), (_, second) = rows.items()
+    assert label == "tiny, float32, a peer" and first["texts"] == first["same_texts"] == 2 and second["ours"].startswith("INT8 in ")
+    assert 0.8 < first["ratio"] < 5 and first["bandwidth"] > 0
+
+
+def test_the_ratio_is_the_median_over_prompts_and_the_bandwidth_what_is_read():
+    one = peers.Contestant("ours", None, bytes=1000)
+    turns = [(([1, 2, 3], 2.0), ([1, 2, 3], 1.0)), (([1, 2, 3], 9.0), ([1, 2, 3], 1.0)), (([1, 2, 3], 3.0), ([1, 2, 4], 1.0))]
+    row = peers.row("m", one, peers.Contestant("theirs", None), turns, roof=4000.0)
+    assert row["ratio"] == 3.0 and row["tokens_per_second"] == 2.0 and row["bandwidth"] == 0.5 and row["same_texts"] == 2
+
+
+def test_seconds_are_from_the_first_token_to_the_last():
+    clock = peers.Clock()
+    clock.times = [10.0, 12.0, 13.0, 15.0]                          # the prompt, and three tokens
+    assert clock.seconds == 3.0
+
+
+def test_a_name_has_no_folder(tmp_path):
+    (tmp_path / "SmolLM2").mkdir()
+    assert peers.label(str(tmp_path / "SmolLM2")) == "SmolLM2" and peers.label("owner/model") == "owner/model"

@@ -1,0 +1,49 @@
+"""Phases: they add up to the whole, name the trace, and leave no trace in the program."""
+import json
+import time
+
+import phases
+from generate import main
+from sampling import Keyed
+
+
+def test_a_phase_inside_another_counts_as_itself():
+    watch = phases.Phases()
+    inner = watch.named(lambda: time.sleep(0.02), "attend")
+    outer = watch.named(lambda: (time.sleep(0.01), inner(), time.sleep(0.01)), "verify")
+    with watch.watched():
+        outer()
+    assert 0.02 <= watch.seconds["verify"] < 0.04 and 0.02 <= watch.seconds["attend"] < 0.04 and watch.seconds["the rest"] < 0.02
+    assert [line.split()[0] for line in watch.lines()] == ["draft", "verify", "attend", "sample", "the"]
+
+
+def test_afterwards_every_function_is_what_it_was():
+    own = {(owner, name): vars(owner)[name] for owner, name, _ in phases.PHASES}
+    try:
+        with phases.Phases().watched():
+            assert all(vars(owner)[name] is not run for (owner, name), run in own.items())
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert all(vars(owner)[name] is run for (owner, name), run in own.items()) and (Keyed, "pick") in own
+
+
+def test_the_command_writes_a_trace_with_the_phases_by_name(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    plain = ["--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once upon a time"]
+    assert main(plain) == 0
+    text = capsys.readouterr().out
+    assert main(["--profile", str(file), *plain]) == 0
+    out, err = capsys.readouterr()
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"draft", "verify", "attend", "sample"} <= names and out == text
+    lines = [line for line in err.splitlines() if line.endswith("%")]
+    assert len(lines) == 5 and 99 < sum(float(line.split()[-2]) for line in lines) < 101 and all(float(line.split()[-2]) > 0 for line in lines)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, capsys):
+    try:
+        main(["--profile", str(tmp_path / "nowhere" / "trace.json"), "--max-tokens", "2", "Tom"])
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert "trace.json" in capsys.readouterr().err
