@@ -67,6 +67,7 @@ def remarks(results: Results) -> list[str]:
     """Where a technique did not do what it is for, and why, by what was measured beside it; and what another is not for."""
     rows, said = {row["name"]: row for row in results["stack"]}, []
     cost = {(p["bits"], p["rows"]): p["microseconds"] for p in results["products"]}
+    paths = {p["bits"]: p["path"] for p in results["products"]}
     draft = next(row for name, row in rows.items() if "speculation" in name)
     batch = next(row for name, row in rows.items() if "batching" in name)
     for name, row in rows.items():
@@ -74,10 +75,9 @@ def remarks(results: Results) -> list[str]:
             said.append(f"{name[2:] if name[0] == '+' else name}: no gain in speed here ({times(row['gain'])} the row before).")
         if row["claims"] == "memory" and row["gain"] < 0.97:
             said.append(f"{name[2:]}: for memory; it makes {times(row['gain'])} the tokens a second of the row before.")
-    said.append(f"One row by a matrix of the model: {cost[32, 1]:.0f} µs in float32, {cost[8, 1]:.0f} µs in INT8, {cost[4, 1]:.0f} µs in INT4, which becomes numbers first; "
+    said.append(f"One row by a matrix of the model: {cost[32, 1]:.0f} µs in float32, {cost[8, 1]:.0f} µs in INT8, {cost[4, 1]:.0f} µs in INT4{', which becomes numbers first' if paths[4] == 'tiles' else ''}; "
                 f"16 rows: {cost[32, 16]:.0f}, {cost[8, 16]:.0f} and {cost[4, 16]:.0f} µs.")
-    said.append(f"The draft guesses {draft['drafted']:.2g} tokens a round for one text, and {batch['drafted']:.2g} where {batch['in_flight']} share a pass: "
-                f"that pass is full already, and γ is chosen by the clock.")
+    said.append(f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, and {batch['drafted']:.2g} where {batch['in_flight']} share a pass.")
     return said
 
 

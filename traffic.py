@@ -118,8 +118,8 @@ def latency(effort: Effort) -> Rows:
     """Short texts are written while long prompts arrive: seconds between tokens and to the first, where a step reads all of a prompt, or chunks."""
     model = Model.load("tiny", "cpu", torch.float32)
     coin = random.Random(3)
-    arrivals = [(at, 24, 48) for at in accumulate(coin.expovariate(2.5) for _ in range(round(2.5 * effort.load)))]
-    arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(0.5) for _ in range(max(1, round(0.5 * effort.load))))]
+    arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(6) for _ in range(round(6 * effort.load)))]
+    arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(3) for _ in range(max(1, round(3 * effort.load))))]
     budgets = [("a whole prompt", 1024), ("chunks of 128", 128)]
     turns = [[under_load(model, arrivals, budget) for _, budget in budgets] for _ in range(effort.turns)]
     return [dict(step=name, budget=budget, **{key: median(turn[i][key] for turn in turns) for key in turns[0][0]}) for i, (name, budget) in enumerate(budgets)]

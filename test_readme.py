@@ -1,0 +1,70 @@
+"""The front page: its figures are those of results/*.json, its commands are accepted, its map is complete."""
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bench
+import generate
+import pictures
+import quant
+import report
+
+HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+COMMANDS += [line.strip() for line in README.splitlines() if line.startswith("    python ")]
+COMMANDS += re.findall(r"`(python [\w.]+\.py[^`\n]*)`", README)
+QUICK = ("tokenizer", "sampling", "gamma", "speculative", "bpe", "kernels")             # the others' demonstrations run in .ci/run
+
+
+def pages() -> set[str]:
+    return {path.name for path in HERE.glob("*.py") if not path.name.startswith("test_") and path.name != "conftest.py"}
+
+
+def test_tables_and_pictures_are_those_of_the_results():
+    results = bench.load(bench.named(README))
+    assert results and report.front_page(README, bench.load) == README, "python bench.py --readme"
+    for name, drawn in pictures.draw(results).items():
+        assert (HERE / "results" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "python bench.py --pictures"
+        assert f"results/{name}.svg" in README
+
+
+def test_the_map_has_every_page_and_no_other():
+    mapped = re.findall(r"^\| `(\w+\.py)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
+    assert len(mapped) == len(set(mapped)) and set(mapped) <= pages() and pages() <= set(mapped)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_every_command_is_accepted(command):
+    """Its flags parse, and its files are there."""
+    words = shlex.split(command.split("|")[-1].split("&&")[-1])
+    if words[0] == "python" and words[1] != "-c":
+        assert words[1] == "-m" or words[1] in pages() or "<" in words[1], command
+        flags = [word for word in words[2:] if word != "…"]
+        if words[1] == "generate.py":
+            generate.check_flags(generate.parser().parse_args(flags))
+        elif words[1] == "bench.py":
+            bench.parser().parse_args([re.sub("^(PEER)$", "transformers", flag) for flag in flags])
+        elif words[1] == "quant.py" and flags:
+            quant.parse(flags)
+    else:
+        assert words[0] in ("python", "python3", "pytest", "printf", "echo", "pip"), command
+
+
+@pytest.mark.parametrize("page", QUICK)
+def test_a_page_shows_its_claim(page, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{page}.py"])
+    importlib.import_module(page).main()
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def test_nothing_runs_at_import():
+    names = ", ".join(sorted(page.removesuffix(".py") for page in pages()))
+    done = subprocess.run([sys.executable, "-c", f"import {names}"], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
