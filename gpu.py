@@ -21,7 +21,7 @@ Not covered: several GPUs.
     n queries · m keys · H query heads · G key/value heads · D head size
 """
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -192,7 +192,8 @@ def decode_attention(scale: Scale, roof: tuple[float, float]) -> list[list[Any]]
         spent = clock(lambda: step.attend(0, q, k, v), scale)
         share = kv_bytes(1, G, D, scale.texts * past, scale.dtype, bits) / spent / roof[0]
         first = first or spent
-        rows.append([f"attention, {scale.texts} x 1 query, {past} keys, {layout}, KV {kv}", 1e3 * spent, f"{share:.0%}", "", f"{first / spent:.2f} of the first", ""])
+        rows.append([f"attention, {scale.texts} x 1 query, {past} keys, {layout}, KV {kv}", 1e3 * spent, f"{share:.0%}", "",
+                     f"{first / spent:.2f} of the first", ""])
     return rows
 
 
@@ -213,8 +214,8 @@ def products(scale: Scale, roof: tuple[float, float]) -> list[list[Any]]:
             spent = clock(lambda: [layer(x) for layer in layers], scale) / len(layers)
             first.setdefault(T, spent)
             error = relative(layers[0](x), x.float() @ weight.float().T)
-            rows.append([f"product, {T} rows of {K} to {N}, {bits} bits", 1e3 * spent, f"{read / spent / roof[0]:.0%}", f"{2 * T * N * K / spent / roof[1]:.0%}",
-                         f"{first[T] / spent:.2f} of 16 bits", f"{error:.1e}"])
+            rows.append([f"product, {T} rows of {K} to {N}, {bits} bits", 1e3 * spent, f"{read / spent / roof[0]:.0%}",
+                         f"{2 * T * N * K / spent / roof[1]:.0%}", f"{first[T] / spent:.2f} of 16 bits", f"{error:.1e}"])
     return rows
 
 
@@ -309,7 +310,8 @@ def serving(scale: Scale, roof: tuple[float, float]) -> Case:
     served = at_once(engine(llama, None, scale.requests * 2 * scale.longest, 2 * scale.longest, scale.requests, prefix_cache=False),
                      [request(llama, prompt, count, i) for i, (prompt, count) in enumerate(pairs)])
     floor = (served.steps * weights + served.read) / roof[0]
-    rows.append([f"{scale.requests} requests, prompts and answers of {scale.shortest} to {scale.longest}", f"{served.rate:.0f} tokens/s", f"{floor / served.seconds:.0%}"])
+    rows.append([f"{scale.requests} requests, prompts and answers of {scale.shortest} to {scale.longest}", f"{served.rate:.0f} tokens/s",
+                 f"{floor / served.seconds:.0%}"])
     first = [at_once(engine(llama, None, 600, 600, 1), [request(llama, min(512, scale.longest), 1, i)]).first[0] for i in range(scale.turns + 1)][1:]
     rows.append([f"first token of a prompt of {min(512, scale.longest)}", f"{1e3 * median(first):.1f} ms", ""])
     for name, budget in (("at once", scale.long + 64), ("in chunks of 512", 512 if scale.long > 512 else 16)):

@@ -10,7 +10,8 @@ slow for a minute is slow for both. What a figure could at most be, the roof, is
     gammas       acceptance and speed-up against γ, beside the formula (gamma.py)
     bits         bytes and perplexity of fewer bits (perplexity.py)
 
-Each returns plain numbers, lists and names, as they go into results/*.json; traffic.py has those about many texts at a time. `Effort` says how much is done: `QUICK` is for tests.
+Each returns plain numbers, lists and names, as they go into results/*.json; traffic.py has those about many texts at a time.
+`Effort` says how much is done: `QUICK` is for tests.
 
 Invariant: within a turn every row makes the same requests, from an engine of its own that has seen nothing yet.
 
@@ -183,7 +184,8 @@ def stack(effort: Effort) -> Rows:
     base, told = [turn[0] for turn in turns], []
     for i, row in enumerate(rows):
         served, drafted = zip(*(turn[i] for turn in turns))
-        told.append(dict(name=row.name, claims=row.claims, tokens_per_second=median(s.rate for s in served), first_token=median(median(s.first) for s in served),
+        told.append(dict(name=row.name, claims=row.claims, tokens_per_second=median(s.rate for s in served),
+                         first_token=median(median(s.first) for s in served),
                          cache_bytes=max(s.held for s in served), in_flight=min(row.engine.get("max_batch", 1), effort.texts),
                          weight_bytes=weight_bytes(models[row.bits].llama) + (weight_bytes(draft.llama) if row.draft else 0),
                          speed_up=median(s.rate / b.rate for s, (b, _) in zip(served, base)),
@@ -195,7 +197,7 @@ def stack(effort: Effort) -> Rows:
 def stack_row(row: Row, model: Model, draft: Model, effort: Effort) -> tuple[Served, float]:
     """What its texts took, and how many tokens a round drafted on average."""
     limit, batch = model.llama.config.max_position_embeddings, row.engine.get("max_batch", 1)
-    requests = [Request(model.encode(SHARED + own), Settings(0.0, seed=i, max_tokens=count)) for i, (own, count) in enumerate(zip(OWN, spread(effort.texts, effort.longest)))]
+    requests = [Request(model.encode(SHARED + own), Settings(0.0, seed=0, max_tokens=count)) for own, count in zip(OWN, spread(effort.texts, effort.longest))]
     served = at_once(Engine(model, draft if row.draft else None, batch * limit, limit, **row.engine), requests)
     return served, mean(taken.drafted for request in requests for taken in request.rounds)
 

@@ -32,7 +32,8 @@ PROMPTS = ("Once upon a time, in a village by the sea,", "The first rule of meas
            "The train left the station at", "A computer reads its memory")
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
 INSTALL = {"transformers": "pip install transformers", "llama.cpp": "pip install llama-cpp-python"}
-Make = Callable[[Sequence[int], int], tuple[list[int], float]]              # (prompt, how many) -> its tokens, seconds after the first
+Made = tuple[list[int], float]                          # tokens, and the seconds after the first
+Make = Callable[[Sequence[int], int], Made]             # of a prompt, and how many
 
 
 class Contestant(NamedTuple):
@@ -129,7 +130,8 @@ def random_transformers(config: Config, device: str, dtype: torch.dtype, prompt:
 
     def seconds(new: int, **more: str) -> float:
         start = time.perf_counter()
-        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **more)[0, -1].item()
+        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, pad_token_id=0, **more)
+        made[0, -1].item()                                                     # waits for the device
         return time.perf_counter() - start
 
     spent = {}
@@ -154,7 +156,8 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
     for one in (peer, *own):
         one.make(prompts[0], 4)                                                # once to warm up
     turns = [[one.make(prompt, effort.count // 2) for one in (peer, *own)] for prompt in prompts]
-    return {f"{label(target)}, {one.name}, {peer.name}": row(label(target), one, peer, [(turn[0], turn[i]) for turn in turns], roof) for i, one in enumerate(own, 1)}
+    rows = [row(label(target), one, peer, [(turn[0], turn[i]) for turn in turns], roof) for i, one in enumerate(own, 1)]
+    return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
 def label(target: str) -> str:
@@ -162,7 +165,8 @@ def label(target: str) -> str:
     return target if not Path(target).is_dir() else Path(target).absolute().name
 
 
-def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[tuple[list[int], float], tuple[list[int], float]]], roof: float) -> dict[str, Any]:
+def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]], roof: float) -> dict[str, Any]:
+    """turns: of each prompt, what the peer made and what we made."""
     rate = lambda i: median((len(turn[i][0]) - 1) / turn[i][1] for turn in turns)
     return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=rate(1), peer_tokens_per_second=rate(0),
                 ratio=median(theirs[1] / own[1] for theirs, own in turns), bandwidth=rate(1) * one.bytes / roof,

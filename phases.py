@@ -39,7 +39,8 @@ from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
           (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
-          (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"), (speculative, "verify", "sample"), (speculative, "couple", "sample")]
+          (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
+          (speculative, "verify", "sample"), (speculative, "couple", "sample")]
 
 
 class Phases:

@@ -143,8 +143,8 @@ def legend(sheet: Canvas, auto: dict[str, Any] | None) -> None:
 def places(results: dict[str, Any]) -> str:
     told, left, top, row, wide = results["places"], 20, 66, 20, 860
     steps, width = max(len(told[kind][0]) for kind in ("static", "continuous")), len(told["static"])
-    sheet, y = Canvas(left + wide + 20, top + 2 * (width * row + 44) + 14, f"{len(told['lengths'])} texts of {min(told['lengths'])} to {max(told['lengths'])} tokens in "
-                      f"{width} places"), top
+    title = f"{len(told['lengths'])} texts of {min(told['lengths'])} to {max(told['lengths'])} tokens in {width} places"
+    sheet, y = Canvas(left + wide + 20, top + 2 * (width * row + 44) + 14, title), top
     for kind in ("static", "continuous"):
         rows = told[kind]
         lost = sum(line.count("·") for line in rows) / (width * len(rows[0]))

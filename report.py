@@ -59,8 +59,10 @@ def stack(results: Results) -> Section:
     rows, first = results["stack"], results["stack"][0]
     headers = ("", "tokens/s", "first token", "keys and values", "a text", "weights", "times the row before", "times the first", "same texts")
     cells = [(row["name"], f"{row['tokens_per_second']:.0f}", span(row["first_token"]), size(row["cache_bytes"]), size(row["cache_bytes"] / row["in_flight"]),
-              size(row["weight_bytes"]), times(row["gain"]) if row is not first else "", times(row["speed_up"]), f"{row['same_texts']} of {row['texts']}") for row in rows]
-    return Section(f"Everything together: {first['texts']} requests that arrive at once and begin alike, temperature 0, float32", headers, cells, remarks(results))
+              size(row["weight_bytes"]), times(row["gain"]) if row is not first else "", times(row["speed_up"]),
+              f"{row['same_texts']} of {row['texts']}") for row in rows]
+    title = f"Everything together: {first['texts']} requests that arrive at once and begin alike, temperature 0, float32"
+    return Section(title, headers, cells, remarks(results))
 
 
 def remarks(results: Results) -> list[str]:
@@ -75,9 +77,11 @@ def remarks(results: Results) -> list[str]:
             said.append(f"{name[2:] if name[0] == '+' else name}: no gain in speed here ({times(row['gain'])} the row before).")
         if row["claims"] == "memory" and row["gain"] < 0.97:
             said.append(f"{name[2:]}: for memory; it makes {times(row['gain'])} the tokens a second of the row before.")
-    said.append(f"One row by a matrix of the model: {cost[32, 1]:.0f} µs in float32, {cost[8, 1]:.0f} µs in INT8, {cost[4, 1]:.0f} µs in INT4{', which becomes numbers first' if paths[4] == 'tiles' else ''}; "
+    said.append(f"One row by a matrix of the model: {cost[32, 1]:.0f} µs in float32, {cost[8, 1]:.0f} µs in INT8, {cost[4, 1]:.0f} µs in INT4"
+                f"{', which becomes numbers first' if paths[4] == 'tiles' else ''}; "
                 f"16 rows: {cost[32, 16]:.0f}, {cost[8, 16]:.0f} and {cost[4, 16]:.0f} µs.")
-    said.append(f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, and {batch['drafted']:.2g} where {batch['in_flight']} share a pass.")
+    said.append(f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, "
+                f"and {batch['drafted']:.2g} where {batch['in_flight']} share a pass.")
     return said
 
 
@@ -93,7 +97,8 @@ def gammas(results: Results) -> Section:
 
 def bits(results: Results) -> Section:
     rows = results["bits"]
-    cells = [(row["weights"], row["kv"], size(row["bytes"]), size(row["kv_bytes"]), f"{row['perplexity']:.3f}", f"{100 * (row['perplexity'] / rows[0]['perplexity'] - 1):+.2f} %")
+    cells = [(row["weights"], row["kv"], size(row["bytes"]), size(row["kv_bytes"]), f"{row['perplexity']:.3f}",
+              f"{100 * (row['perplexity'] / rows[0]['perplexity'] - 1):+.2f} %")
              for row in rows]
     return Section(f"Perplexity of {rows[0]['tokens']:,} tokens {'of ' + rows[0]['text'] if rows[0]['text'] else 'that tiny told'}",
                    ("weights", "KV bits", "bytes", "a token's keys and values", "perplexity", ""), cells)
@@ -113,16 +118,16 @@ def latency(results: Results) -> Section:
 
 
 def peers(results: Results) -> Section:
-    cells = [(row["target"], row["ours"], row["peer"], f"{row['tokens_per_second']:.1f}", f"{row['peer_tokens_per_second']:.1f}", times(row["ratio"]), f"{row['bandwidth']:.0%}",
-              f"{row['same_texts']} of {row['texts']}") for row in results["peers"].values()]
+    cells = [(row["target"], row["ours"], row["peer"], f"{row['tokens_per_second']:.1f}", f"{row['peer_tokens_per_second']:.1f}", times(row["ratio"]),
+              f"{row['bandwidth']:.0%}", f"{row['same_texts']} of {row['texts']}") for row in results["peers"].values()]
     return Section("Against others: the same prompts and weights, one text at a time, in turns",
                    ("model", "ours", "theirs", "tokens/s", "theirs", "ratio", "of the read bandwidth", "same texts"), cells)
 
 
 def gpu(results: Results) -> list[Section]:
     """The cases of gpu.py bring their own headers."""
-    return [Section(case["title"], case["headers"], [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in case["rows"]], case.get("notes", ()))
-            for case in results.get("gpu", {}).values()]
+    cells = lambda rows: [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in rows]
+    return [Section(case["title"], case["headers"], cells(case["rows"]), case.get("notes", ())) for case in results.get("gpu", {}).values()]
 
 
 SECTIONS: dict[str, Callable[[Results], Section]] = dict(stack=stack, gammas=gammas, bits=bits, waste=waste, latency=latency, peers=peers)

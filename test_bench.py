@@ -20,7 +20,8 @@ def quick(tmp_path_factory) -> dict:
 
 
 def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
-    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste", "latency", "places", "blocks"} <= quick.keys()
+    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste", "latency",
+            "places", "blocks"} <= quick.keys()
     assert "/" not in re.sub(r"8/4", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
     assert [len(section.headers) for section in report.sections(quick)] == [len(section.rows[0]) for section in report.sections(quick)]
     assert len(report.sections(quick)) == 5

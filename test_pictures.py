@@ -1,7 +1,6 @@
 """Pictures: well-formed, inside their sheet, the same bytes for the same results, and at the places that the numbers say."""
 import json
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,8 @@ import pictures
 
 STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6, in_flight=1, weight_bytes=10**7, speed_up=r,
               gain=1.0, same_texts=4, texts=4, drafted=0.0) for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]
-GAMMAS = [dict(gamma=g, acceptance=0.7, speed_up=s, draft_cost=0.1, pass_cost=1.0, formula=s + 0.1, formula_flat=s + 0.3) for g, s in ((1, 1.2), (4, 1.7), (8, 0.8))]
+GAMMAS = [dict(gamma=g, acceptance=0.7, speed_up=s, draft_cost=0.1, pass_cost=1.0, formula=s + 0.1, formula_flat=s + 0.3)
+          for g, s in ((1, 1.2), (4, 1.7), (8, 0.8))]
 RESULTS = dict(stack=STACK, gammas=[*GAMMAS, dict(gamma=None, acceptance=0.7, speed_up=1.6, draft_cost=0.1, drafted=2.5)],
                places=dict(lengths=[2, 6, 3], static=["aa····cc·", "bbbbbb···"], continuous=["aacccc", "bbbbbb"]),
                blocks=[dict(what="a & b <read>", row="**ab░·" + 34 * "·")])
@@ -43,7 +43,7 @@ def test_a_bar_of_the_waterfall_begins_where_the_one_before_ended():
 
 
 def test_dots_are_what_was_measured():
-    dots = [(float(p.attrib["cx"]), float(p.attrib["cy"])) for p in elements(pictures.gammas(RESULTS)) if p.tag.endswith("circle")][:3]        # then the legend's
+    dots = [(float(p.attrib["cx"]), float(p.attrib["cy"])) for p in elements(pictures.gammas(RESULTS)) if p.tag.endswith("circle")][:3]
     assert dots[0][0] < dots[1][0] < dots[2][0] and dots[1][1] < dots[0][1] < dots[2][1]            # higher is faster
 
 

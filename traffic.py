@@ -58,7 +58,8 @@ def mixed(count: int, average: float = 300, most: int = 1000) -> list[Request]:
 
 def waste(effort: Effort) -> Rows:
     """Memory for 8 texts of 1024 tokens, in rows or in blocks: how many texts are in flight, and what share of what they hold is empty."""
-    layouts = [("rows of 1024", KVCache(1, 1, 1, 1024, 8)), *((f"blocks of {size}", PagedCache(1, 1, 1, 8 * 1024 // size, size, 1024)) for size in (256, 64, 16, 1))]
+    layouts = [("rows of 1024", KVCache(1, 1, 1, 1024, 8))]
+    layouts += [(f"blocks of {size}", PagedCache(1, 1, 1, 8 * 1024 // size, size, 1024)) for size in (256, 64, 16, 1)]
     return [dict(layout=name, **in_flight(cache, mixed(effort.many))) for name, cache in layouts]
 
 

@@ -4,13 +4,12 @@
 
 Speeds are ratios between runs in turns. The machine is shared: what is not reached is measured once more, and then a lower limit counts.
 """
-import math
 import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
@@ -18,6 +17,7 @@ import torch
 from engine import Engine
 from pretrained import Model
 from request import Request, Settings
+from traffic import in_flight, mixed, request
 
 
 def require(holds: bool, what: str) -> None:
@@ -31,39 +31,13 @@ def twice(measure: Callable[[], tuple], good: Callable[[tuple], bool]) -> tuple:
     return got if good(got) else measure()
 
 
-def text(model: Model, prompt: int, count: int, seed: int) -> Request:
-    """A request for exactly `count` tokens after a prompt of `prompt` random ones."""
-    coin = random.Random(seed)
-    return Request([coin.randrange(300, 4000) for _ in range(prompt)], Settings(1.0, seed=seed, max_tokens=count, gamma=0))
-
-
-def mixed(model: Model, count: int) -> list[Request]:
-    """Lengths log-normal with mean 300, prompt and answer together; at most the model's limit."""
-    coin, requests = random.Random(1), []
-    for seed in range(count):
-        length = min(1000, max(8, round(coin.lognormvariate(math.log(300) - 0.5 * 0.6 ** 2, 0.6))))
-        requests.append(text(model, length // 3, length - length // 3, seed))
-    return requests
-
-
-def in_flight(model: Model, kv: str) -> tuple[float, float]:
-    """(mean number of texts in flight while some wait, mean share of what is allocated that holds no token), with memory for 8 rows of 1024."""
+def layouts(model: Model) -> list[dict[str, float]]:
+    """Rows and blocks with memory for 8 texts of 1024 tokens: how many texts are in flight, and what they waste (traffic.py)."""
     memory = 8 * 1024 * 2 * 8 * 2 * 64 * model.llama.dtype.itemsize
-    engine = (Engine(model, None, 0, 1024, 128, kv_memory=memory, prefix_cache=False) if kv == "paged" else Engine(model, None, 0, 1024, 8, kv="contiguous"))
-    batch, cache = engine.batch, engine.caches[0]
-    require(cache.bytes == memory, f"{kv}: {cache.bytes:,} bytes for keys and values")
-    requests, running, waste = mixed(model, 96), [], []
-    for request in requests:
-        batch.add(request)
-    while batch.waiting or batch.running:
-        batch.step()
-        live = [request for request in batch.running]
-        if live:
-            stored = sum(cache.length(request.seq) for request in live)
-            waste.append(cache.waste() if kv == "paged" else 1 - stored / (len(live) * 1024))
-        if batch.waiting:
-            running.append(len(live))
-    return mean(running), mean(waste)
+    engines = {"rows": Engine(model, None, 0, 1024, 8, kv="contiguous"), "blocks": Engine(model, None, 0, 1024, 128, kv_memory=memory, prefix_cache=False)}
+    for kv, engine in engines.items():
+        require(engine.caches[0].bytes == memory, f"{kv}: {engine.caches[0].bytes:,} bytes for keys and values")
+    return [in_flight(engine.caches[0], mixed(96)) for engine in engines.values()]
 
 
 def first_token(model: Model) -> tuple[float]:
@@ -71,12 +45,11 @@ def first_token(model: Model) -> tuple[float]:
     ratios = []
     for trial in range(5):
         engine, seconds = Engine(model, None, 4000, 600, 2), []
-        prompt = text(model, 500, 1, trial).tokens
-        other = prompt[:450] + text(model, 50, 1, 100 + trial).tokens
+        prompt = request(500, 1, trial).tokens
+        other = prompt[:450] + request(50, 1, 100 + trial).tokens
         for tokens in (prompt, other):
-            request = Request(tokens, Settings(1.0, seed=1, max_tokens=1, gamma=0))
             start = time.perf_counter()
-            list(engine.batch.run([request]))
+            list(engine.batch.run([Request(tokens, Settings(1.0, seed=1, max_tokens=1, gamma=0))]))
             seconds.append(time.perf_counter() - start)
         ratios.append(seconds[0] / seconds[1])
     return median(ratios),
@@ -97,11 +70,11 @@ def batching(model: Model) -> tuple[float, float, float]:
     coin = random.Random(2)
     lengths = [round(10 * 40 ** coin.random()) for _ in range(128)]
     groups = [range(first, first + 16) for first in range(0, 128, 16)]
-    computed = sum(seconds(model, [text(model, 16, max(lengths[i] for i in group), i) for i in group], 16) for group in groups)
-    stopped = sum(seconds(model, [text(model, 16, lengths[i], i) for i in group], 16) for group in groups)
-    continuous = seconds(model, [text(model, 16, length, i) for i, length in enumerate(lengths)], 16)
+    computed = sum(seconds(model, [request(16, max(lengths[i] for i in group), i) for i in group], 16) for group in groups)
+    stopped = sum(seconds(model, [request(16, lengths[i], i) for i in group], 16) for group in groups)
+    continuous = seconds(model, [request(16, length, i) for i, length in enumerate(lengths)], 16)
     few = range(0, 128, 8)
-    alone = seconds(model, [text(model, 16, lengths[i], i) for i in few], 1) * sum(lengths) / sum(lengths[i] for i in few)
+    alone = seconds(model, [request(16, lengths[i], i) for i in few], 1) * sum(lengths) / sum(lengths[i] for i in few)
     return computed / continuous, stopped / continuous, alone / continuous
 
 
@@ -117,7 +90,7 @@ def together(model: Model) -> tuple[float]:
 def main() -> int:
     torch.set_num_threads(2)
     model = Model.load("tiny", "cpu")
-    (rows, reserved), (paged, waste) = in_flight(model, "contiguous"), in_flight(model, "paged")
+    (rows, reserved), (paged, waste) = (row.values() for row in layouts(model))
     require(waste < 0.04, f"wasted of what is allocated, lengths log-normal with mean 300: {waste:.1%} in blocks, {reserved:.0%} in rows of 1024")
     require(paged >= 3 * rows, f"texts in flight with the same memory: {paged:.1f} in blocks, {rows:.1f} in rows: {paged / rows:.1f} times as many")
     ratio, = twice(lambda: first_token(model), lambda got: got[0] >= 4)
