@@ -189,8 +189,9 @@ def stack(effort: Effort) -> Rows:
                          cache_bytes=max(s.held for s in served), in_flight=min(row.engine.get("max_batch", 1), effort.texts),
                          weight_bytes=weight_bytes(models[row.bits].llama) + (weight_bytes(draft.llama) if row.draft else 0),
                          speed_up=median(s.rate / b.rate for s, (b, _) in zip(served, base)),
-                         gain=median(s.rate / turn[max(0, i - 1)][0].rate for s, turn in zip(served, turns)),
                          same_texts=sum(a == b for a, b in zip(served[0].texts, base[0][0].texts)), texts=effort.texts, drafted=median(drafted)))
+    for before, row in zip([told[0], *told], told):
+        row["gain"] = row["speed_up"] / before["speed_up"]
     return told
 
 
