@@ -10,7 +10,7 @@ A claim of speed is a ratio between things that were measured in one run, in tur
 JSON, without the name of a host or of a folder; tables and pictures are made of that file alone (report.py, pictures.py), so they cannot
 say anything else.
 
-Invariant: what one run did not measure stays in the file as it was, with its own date where it is another day's.
+Invariant: what one run did not measure stays in the file as it was.
 
 Not covered: the quality of texts, but for perplexity.
 """
