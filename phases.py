@@ -30,14 +30,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import speculative
-from drafters import ModelDrafter, NgramDrafter, Round
+from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter
 from kvcache import Step
 from model import Alone
 from paged import PagedStep
 from sampling import Keyed
 from speculative import Decoder
 
-PHASES = [(ModelDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
+PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
           (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
           (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
           (speculative, "verify", "sample"), (speculative, "couple", "sample")]
