@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> int:
 def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8,
                     bits: Bits = (16, 16)) -> int:
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
-    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, GROUP, dtype, bits) * GROUP
+    return int(share * free_memory(device)) * GROUP // kv_bytes(layers, kv_heads, head_dim, GROUP, dtype, bits)
 
 
 class KVCache:
