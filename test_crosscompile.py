@@ -1,0 +1,36 @@
+"""What the compiler says of a kernel, read from another process: this one may run kernels in the interpreter."""
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+from crosscompile import SHARED, apart
+
+
+def test_the_same_code_becomes_other_instructions():
+    for arch, rows, registers, spills, shared, wgmma, mma, copies in apart("crosscompile", "demonstration"):
+        assert 16 < registers <= 255 and spills == 0 and 0 < shared <= SHARED[arch] and copies > 0
+        assert (wgmma > 0) == (arch == 90 and rows == 128) and (mma > 0) != (wgmma > 0)
+
+
+def squeezed(num_warps: int) -> list[int]:
+    from crosscompile import _product, compile_for
+    report = compile_for(_product, {"a": "*bf16", "b": "*bf16", "out": "*fp32", "K": "i32"}, {"ROWS": 128, "N": 128}, 80, num_warps)
+    return [report.registers, report.spills, report.programs]
+
+
+def test_spills_are_seen_and_programs_counted():
+    registers, spills, programs = apart("test_crosscompile", "squeezed", 4)
+    assert (registers, programs) == (255, 2) and spills > 100                                     # 128 sums a thread, beside everything else
+    assert apart("test_crosscompile", "squeezed", 8)[1:] == [0, 1]
+
+
+def incomplete() -> list[str]:
+    from crosscompile import _product, compile_for
+    with pytest.raises(ValueError, match="_product has no type for out, K: "):
+        compile_for(_product, {"a": "*bf16", "b": "*bf16"}, {"ROWS": 16, "N": 16})
+    return []
+
+
+def test_what_is_refused():
+    apart("test_crosscompile", "incomplete")
+    with pytest.raises(RuntimeError, match="crosscompile.gone failed:(.|\n)*has no attribute 'gone'"):
+        apart("crosscompile", "gone")
