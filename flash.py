@@ -1,0 +1,236 @@
+"""Flash attention over the cache in place: one kernel for prompts, chunks, verification and single tokens.
+
+A program takes M rows of one sequence: its newest tokens times the R = H / G query heads that share a key/value head. It walks over the
+keys in tiles of N and keeps, of each row, the largest score so far, the sum of the weights and the weighted sum of the values:
+
+    m' = max(m, max_j s_j)      p_j = 2^(s_j − m')      l = 2^(m − m') l + Σ_j p_j      o = 2^(m − m') o + Σ_j p_j v_j
+
+so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et al. 2022). Every K/V tile is read once for all R heads.
+
+  - Where the keys lie is told by a table of blocks. A contiguous cache is the same thing: blocks as long as a row, one for each text.
+  - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
+  - INT8 and INT4 become numbers in registers, and only the integers do. A key's scale multiplies its column of scores, a value's scale
+    its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d.
+  - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
+    second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
+    from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
+  - A step with both short and long new texts has a launch for each: 16 to 64 rows, or 128, which on sm_90 is a `wgmma`.
+
+Nothing is compiled for a length or a number of sequences: only for heads, head size, block size, bits and the few tile shapes below.
+
+Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, a half of 4 n² H D.
+
+    T tokens of a step · B sequences · H, G heads · R = H / G · D head size · S tokens of a block · M rows, N keys of a tile
+"""
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvquant import KVStore
+
+LOWEST = tl.constexpr(-1e30)                            # below every score; unlike −∞ it may be subtracted from itself
+LOG2E = 1.4426950408889634
+MOST_SPLITS = 128
+LEAST_KEYS = 128                                        # of a split
+
+
+@triton.jit
+def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
+    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
+    at = tl.arange(0, WIDE // PART)
+    mask = seen[:, None]
+    if D < WIDE:
+        mask = mask & (at < D // PART)[None, :]
+    x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
+    if BITS == 4:
+        x = tl.join((x & 15).to(tl.int8), (x >> 4).to(tl.int8)).reshape(x.shape[0], WIDE)
+    return x.to(dtype)
+
+
+@triton.jit
+def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride, token_stride, scale,
+          S: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
+    """Keys start to start + N, for rows x: [M, WIDE]."""
+    keys = start + tl.arange(0, N)
+    seen = keys < end if MASKED else tl.full((N,), True, tl.int1)
+    if S:
+        vectors = base + tl.load(table + keys // S, seen, 0).to(tl.int64) * block_stride + keys % S * token_stride
+    else:
+        vectors = base + keys * token_stride                                      # [N], int64
+    scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="ieee")     # [M, N]
+    if K_BITS == 4:
+        scores -= sums[:, None] * tl.load(k_zero + vectors, seen, 0).to(tl.float32)[None, :]
+    if K_BITS < 16:
+        scores *= tl.load(k_scale + vectors, seen, 0).to(tl.float32)[None, :]
+    if MASKED:
+        scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - top[:, None])
+    fade = tl.exp2(m - top)
+    l = l * fade + tl.sum(p, 1)
+    if V_BITS < 16:
+        p *= tl.load(v_scale + vectors, seen, 0).to(tl.float32)[None, :]
+        wide: tl.constexpr = tl.float32 if x.dtype == tl.float32 else tl.bfloat16  # float16 would not hold small weights times small scales
+    else:
+        wide: tl.constexpr = v.dtype.element_ty
+    p = p.to(wide)
+    if V_BITS == 4:
+        drift = drift * fade + tl.sum(p.to(tl.float32) * tl.load(v_zero + vectors, seen, 0).to(tl.float32)[None, :], 1)
+    o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
+    return o, drift, top, l
+
+
+@triton.jit(do_not_specialize=["q_token", "table_stride", "total", "fewest", "most", "least"])
+def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head, block_stride, token_stride,
+            head_stride, table_stride, total, scale, fewest, most, least, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+            S: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr):
+    """A program for (sequence and key/value head, M rows, a split). Sequences with fewer than `fewest` or over `most` queries are not this launch's."""
+    b, g = tl.program_id(0) // G, tl.program_id(0) % G
+    first = tl.load(query_start + b)
+    n = tl.load(query_start + b + 1) - first
+    tile = tl.cdiv(n * R, M) - 1 - tl.program_id(1)                               # the last tile has most to do: it begins
+    if (n < fewest) | (n > most) | (tile < 0):
+        return
+    past = tl.load(lengths + b) - n
+    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
+    token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
+    position = past + row // R
+    inner = inside[:, None] & (d < D)[None, :]
+    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)       # [M, WIDE]
+    sums = tl.sum(x.to(tl.float32), 1)
+    table += b * table_stride
+    base = g * head_stride.to(tl.int64)
+    if not S:
+        base += tl.load(table).to(tl.int64) * block_stride
+
+    begin, end = 0, past + tl.minimum(tile * M + M - 1, n * R - 1) // R + 1       # the keys that the last row sees
+    if SPLIT:
+        share = tl.maximum(tl.cdiv(tl.cdiv(end, N), tl.num_programs(2)) * N, least)
+        begin = tl.program_id(2) * share
+        end = tl.minimum(end, begin + share)
+    o, drift = tl.zeros((M, WIDE), tl.float32), tl.zeros((M,), tl.float32)
+    m, l = tl.full((M,), LOWEST, tl.float32), tl.zeros((M,), tl.float32)
+    if M > 64:                                                                    # tiles that all rows see whole
+        whole = tl.maximum(begin, tl.minimum(end, past + tile * M // R + 1) // N * N)
+        for start in tl.range(begin, whole, N):
+            o, drift, m, l = _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
+                                   token_stride, scale, S, D, WIDE, K_BITS, V_BITS, N, False)
+        begin = whole
+    for start in tl.range(begin, end, N):
+        o, drift, m, l = _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
+                               token_stride, scale, S, D, WIDE, K_BITS, V_BITS, N, True)
+    if V_BITS == 4:
+        o -= drift[:, None]
+    o /= l[:, None]
+    place = token.to(tl.int64) * (G * R) + head                                   # [M], of T · H
+    if SPLIT:
+        place += tl.program_id(2) * total
+        tl.store(peaks + place, m + tl.log2(l), inside)
+        tl.store(parts + place[:, None] * D + d[None, :], o, inner & (begin < end))
+    else:
+        tl.store(out + place[:, None] * D + d[None, :], o.to(out.dtype.element_ty), inner)
+
+
+@triton.jit(do_not_specialize=["splits", "total", "fewest", "most"])
+def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr):
+    """A program for (head, new token of a sequence, sequence): out = Σ_s 2^peak_s part_s / Σ_s 2^peak_s."""
+    first = tl.load(query_start + tl.program_id(2))
+    n = tl.load(query_start + tl.program_id(2) + 1) - first
+    if (n < fewest) | (n > most) | (tl.program_id(1) >= n):
+        return
+    place = (first + tl.program_id(1)).to(tl.int64) * H + tl.program_id(0)
+    every, few, d = tl.arange(0, MOST), tl.arange(0, 8), tl.arange(0, WIDE)
+    top = tl.max(tl.load(peaks + place + every * total, every < splits, float("-inf")), 0)
+    o, l = tl.zeros((WIDE,), tl.float32), tl.zeros((8,), tl.float32)
+    for start in tl.range(0, splits, 8):
+        part = place + (start + few) * total
+        weight = tl.exp2(tl.load(peaks + part, start + few < splits, float("-inf")) - top)                       # 0 for a part that saw no key
+        o += tl.sum(weight[:, None] * tl.load(parts + part[:, None] * D + d[None, :], (weight > 0)[:, None] & (d < D)[None, :], 0), 0)
+        l += weight
+    tl.store(out + place * D + d, (o / tl.sum(l, 0)).to(out.dtype.element_ty), d < D)
+
+
+class Pool(NamedTuple):
+    """Keys or values of one layer, [N, S, G, D], as a kernel sees them: numbers, or whole steps with scales and zeros; strides in vectors."""
+    steps: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    bits: int                                           # 16 for all that is not quantized
+    strides: tuple[int, int, int]                       # of a block, a token, a head
+
+    @classmethod
+    def of(cls, kept: "Tensor | KVStore") -> "Pool":
+        steps, scale, zero = (*getattr(kept, "parts", (kept,)), None, None)[:3]
+        strides = tuple(stride // steps.shape[-1] for stride in steps.stride()[:-1])
+        return cls(steps, scale, zero, 16 if scale is None else 8 if zero is None else 4, strides)
+
+
+class Launch(NamedTuple):
+    """Sequences of a step that go through one launch of the kernel, and how."""
+    fewest: int                                         # queries of such a sequence
+    most: int
+    rows: int                                           # M
+    splits: int
+
+
+def plan(counts: Sequence[int], longest: int, H: int, G: int, processors: int) -> list[Launch]:
+    """counts: queries of each sequence; longest: keys that one may come to have. Sequences of few rows and of many have a launch each."""
+    R = H // G
+    few, many = [n for n in counts if 0 < n * R <= 64], [n for n in counts if n * R > 64]
+    launches = []
+    if few:
+        rows = max(16, triton.next_power_of_2(max(few) * R))
+        launches.append(Launch(1, max(few), rows, splits(len(few) * G, longest, 2 * processors)))
+    if many:
+        tiles = sum(-(-n * R // 128) for n in many)
+        launches.append(Launch(max(few, default=0) + 1, max(many), 128, splits(tiles * G, longest, processors)))
+    return launches
+
+
+def splits(programs: int, longest: int, slots: int) -> int:
+    """Into how many parts the keys are split, so that the last round of `slots` programs at a time is nearly full too."""
+    most = max(1, min(MOST_SPLITS, longest // LEAST_KEYS))
+    if programs >= 4 * slots:
+        return 1
+    full = [programs * s / slots / -(-programs * s // slots) for s in range(1, most + 1)]                        # share of the slots that work
+    return next(s for s, share in enumerate(full, 1) if share >= 0.9 * max(full))
+
+
+def shape(rows: int, wide: int, bits: tuple[int, int]) -> tuple[int, int, int]:
+    """N, num_warps and num_stages for M rows."""
+    if rows == 128:
+        return (64, 8, 3) if wide <= 128 else (32, 8, 2)
+    return (64 if max(bits) == 16 else 128) * 128 // max(128, wide), 4, 3
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Of this GPU; of what is none, as many as an H100 has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, lengths: Tensor, launches: Sequence[Launch], block: int = 0) -> Tensor:
+    """Causal attention of the newest tokens of B sequences, whose keys and values are stored.
+
+    q: [T, H, D], of which sequence b has rows query_start[b] to query_start[b + 1]; lengths: int32[B], keys of each, new ones among them;
+    tables: int32[B, most], the blocks of each, of `block` tokens; 0: one block each, as long as it takes. -> [T, H, D]; rows that belong to
+    no sequence are left as they come.
+    """
+    (T, H, D), G, B = q.shape, k.steps.shape[-2], len(lengths)
+    out, wide = torch.empty((T, H, D), dtype=q.dtype, device=q.device), max(16, triton.next_power_of_2(D))
+    for fewest, most, rows, parts in launches:
+        keys, warps, stages = shape(rows, wide, (k.bits, v.bits))
+        part, peak = (torch.empty((parts * T * H * width,), dtype=torch.float32, device=q.device) if parts > 1 else out for width in (D, 1))
+        grid = (B * G, -(-most * (H // G) // rows), parts)
+        _attend[grid](q, out, part, peak, *k[:3], *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *k.strides, tables.stride(0), T * H,
+                      D ** -0.5 * LOG2E, fewest, most, LEAST_KEYS, G, H // G, D, wide, block, k.bits, v.bits, rows, keys, parts > 1,
+                      num_warps=warps, num_stages=stages)
+        if parts > 1:
+            _merge[(H, most, B)](out, part, peak, query_start, parts, T * H, fewest, most, H, D, wide, MOST_SPLITS, num_warps=1)
+    return out
