@@ -39,18 +39,56 @@ MOST_SPLITS = 128
 LEAST_KEYS = 128                                        # of a split
 
 
+# How bytes become numbers, four at a time. A byte b below the byte 0x64 is the float16 1024 + b; below 0x43, if b < 128, the bfloat16 128 + b;
+# as the last of 0x4b000000, the float32 2^23 + b.
+K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
+    prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
+K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 $0, l, 0x64646464, 0x5150; prmt.b32 $1, l, 0x64646464, 0x5352; prmt.b32 $2, h, 0x64646464, 0x5150; prmt.b32 $3, h, 0x64646464, 0x5352;
+    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; sub.rn.f16x2 $2, $2, c; sub.rn.f16x2 $3, $3, c; }""")
+V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
+    sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
+    prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
+V4 = tl.constexpr("""{ .reg .b32 l, h, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
+    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 $0, l, 0x43434343, 0x5150; prmt.b32 $1, l, 0x43434343, 0x5352; prmt.b32 $2, h, 0x43434343, 0x5150; prmt.b32 $3, h, 0x43434343, 0x5352;
+    fma.rn.bf16x2 $0, $0, one, c; fma.rn.bf16x2 $1, $1, one, c; fma.rn.bf16x2 $2, $2, one, c; fma.rn.bf16x2 $3, $3, one, c; }""")
+
+
+@triton.jit
+def _order(WIDE: tl.constexpr, BITS: tl.constexpr):
+    """Which number of a vector is where in a tile. Of 4 bits the lower halves of the bytes come first: to interleave them would take longer."""
+    d = tl.arange(0, WIDE)
+    if BITS == 4:
+        d = d % (WIDE // 2) * 2 + d // (WIDE // 2)
+    return d
+
+
 @triton.jit
 def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`; in `_order`."""
     PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
     at = tl.arange(0, WIDE // PART)
     mask = seen[:, None]
     if D < WIDE:
         mask = mask & (at < D // PART)[None, :]
     x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
-    if BITS == 4:
-        x = tl.join((x & 15).to(tl.int8), (x >> 4).to(tl.int8)).reshape(x.shape[0], WIDE)
-    return x.to(dtype)
+    if BITS == 8 and dtype == tl.float16:
+        x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
+    elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
+        x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
+    elif BITS == 4:
+        if dtype == tl.float16:
+            low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
+        elif dtype == tl.bfloat16:
+            low, high = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), True, 4)
+        else:
+            low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
+        x = tl.trans(tl.join(low, high), 0, 2, 1).reshape(x.shape[0], WIDE)
+    else:
+        x = x.to(dtype)
+    return x
 
 
 @triton.jit
@@ -70,15 +108,15 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
         scores *= tl.load(k_scale + vectors, seen, 0).to(tl.float32)[None, :]
     if MASKED:
         scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+    if K_BITS < 16:
+        scores, scale = scores * scale[:, None], 1.0
     top = tl.maximum(m, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - top[:, None])
+    p = tl.exp2(scores * scale - top[:, None])                                    # [M, N]
     fade = tl.exp2(m - top)
     l = l * fade + tl.sum(p, 1)
     if V_BITS < 16:
         p *= tl.load(v_scale + vectors, seen, 0).to(tl.float32)[None, :]
-        wide: tl.constexpr = tl.float32 if x.dtype == tl.float32 else tl.bfloat16  # float16 would not hold small weights times small scales
-    else:
-        wide: tl.constexpr = v.dtype.element_ty
+    wide: tl.constexpr = v.dtype.element_ty if V_BITS == 16 else tl.float32 if x.dtype == tl.float32 else tl.bfloat16
     p = p.to(wide)
     if V_BITS == 4:
         drift = drift * fade + tl.sum(p.to(tl.float32) * tl.load(v_zero + vectors, seen, 0).to(tl.float32)[None, :], 1)
@@ -86,7 +124,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
     return o, drift, top, l
 
 
-@triton.jit(do_not_specialize=["q_token", "table_stride", "total", "fewest", "most", "least"])
+@triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
 def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head, block_stride, token_stride,
             head_stride, table_stride, total, scale, fewest, most, least, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
             S: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr):
@@ -98,14 +136,20 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(lengths + b) - n
-    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
+    row, d = tile * M + tl.arange(0, M), _order(WIDE, K_BITS)
     token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
     position = past + row // R
-    inner = inside[:, None] & (d < D)[None, :]
-    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)       # [M, WIDE]
+    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inside[:, None] & (d < D)[None, :], 0)     # [M, WIDE]
+    if K_BITS < 16:                                                               # as large as float16 has them
+        if x.dtype != tl.float32:
+            largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
+            x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
+            scale = scale * largest
+        else:
+            scale = scale + tl.zeros((M,), tl.float32)
     sums = tl.sum(x.to(tl.float32), 1)
     table += b * table_stride
-    base = g * head_stride.to(tl.int64)
+    base = g.to(tl.int64) * head_stride
     if not S:
         base += tl.load(table).to(tl.int64) * block_stride
 
@@ -128,6 +172,8 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if V_BITS == 4:
         o -= drift[:, None]
     o /= l[:, None]
+    d = _order(WIDE, V_BITS)
+    inner = inside[:, None] & (d < D)[None, :]
     place = token.to(tl.int64) * (G * R) + head                                   # [M], of T · H
     if SPLIT:
         place += tl.program_id(2) * total

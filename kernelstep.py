@@ -1,0 +1,123 @@
+"""The step of both caches on a GPU: all its places in one small buffer, and two kernels a layer.
+
+What a step knows of its texts is a few hundred numbers: the tokens' positions and slots, each text's queries, length and blocks. They are
+put together on the CPU and copied in one go; nothing is computed for a layer, and no layer waits for the host:
+
+    attend(layer, q, k, v)            store.py: k, v to their slots; flash.py: q looks back
+    attend_turned(layer, qkv, cos, sin)         the same of a whole projection [T, H + 2 G, D], rotation included
+
+For CUDA graphs a step is made for a `Bucket` instead, the largest shape that it will have, and `refill` puts other texts into the same
+tensors: what is captured once runs for all of them. Tokens that a refilled step does not have are stored nowhere (slot −1), and sequences
+that it does not have are empty.
+
+A contiguous cache is a paged one with a single block of `max_len` tokens a text.
+
+    L layers · N blocks · S tokens of a block · T tokens of a step · B sequences · H, G heads · D head size
+"""
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash import Launch, Pool, attend, plan, processors
+from kvquant import KVStore
+from store import store
+
+Span = tuple[Sequence[int], int, int]                   # of a text: its blocks, its length before and with the new tokens
+
+
+class Bucket(NamedTuple):
+    """The largest step that its tensors hold."""
+    sequences: int
+    each: int                                           # new tokens of a sequence
+    blocks: int                                         # of a sequence
+
+
+class Places(NamedTuple):
+    """Views of one buffer."""
+    positions: Tensor                                   # int64[T]
+    slots: Tensor                                       # int32[T]: block · S + place in it; −1: nowhere
+    query_start: Tensor                                 # int32[B + 1]
+    lengths: Tensor                                     # int32[B]
+    tables: Tensor                                      # int32[B, most]
+
+    @classmethod
+    def of(cls, buffer: Tensor, T: int, B: int, most: int) -> "Places":
+        sizes = [8 * T, 4 * T, 4 * B + 4, 4 * B, 4 * B * most]
+        positions, *rest = buffer.split(sizes)
+        slots, query_start, lengths, tables = (part.view(torch.int32) for part in rest)
+        return cls(positions.view(torch.int64), slots, query_start, lengths, tables.view(B, most))
+
+    @staticmethod
+    def bytes(T: int, B: int, most: int) -> int:
+        return 12 * T + 4 * (2 * B + 1 + B * most)
+
+
+class KernelStep:
+    """The new tokens of one forward pass, packed end to end, on a GPU; elsewhere for tests, in Triton's interpreter."""
+
+    def __init__(self, keys: "Tensor | KVStore", values: "Tensor | KVStore", spans: Sequence[Span], S: int, rows: bool = False,
+                 bucket: Bucket | None = None):
+        """keys, values: [L, N, S, G, D], or views that look so. rows: every text has one block. bucket: refilled later; else as large as needed."""
+        self.keys, self.values, self.S, self.block = keys, values, S, 0 if rows else S
+        first = keys if isinstance(keys, Tensor) else keys.parts[0]
+        self.device, self.kv_heads = first.device, first.shape[-2]
+        self.bucket, self.longest = bucket, bucket.blocks * S if bucket else max(stop for _, _, stop in spans)
+        self.counts = [bucket.each] * bucket.sequences if bucket else [stop - start for _, start, stop in spans]
+        self._shape = sum(self.counts), len(self.counts), bucket.blocks if bucket else max(len(blocks) for blocks, _, _ in spans)
+        self._launches: list[Launch] | None = None
+        self._buffer = torch.empty(Places.bytes(*self._shape), dtype=torch.uint8, device=self.device)
+        self.positions, self.slots, self.query_start, self.lengths, self.tables = Places.of(self._buffer, *self._shape)
+        self.refill(spans)
+
+    def refill(self, spans: Sequence[Span]) -> None:
+        """Other texts in the same tensors. ValueError, and nothing has changed, if they are more or longer than the bucket."""
+        T, B, most = self._shape
+        if self.bucket and (len(spans) > B or any(stop - start > self.bucket.each or len(blocks) > most for blocks, start, stop in spans)):
+            worst = max((stop - start for _, start, stop in spans), default=0), max((len(blocks) for blocks, _, _ in spans), default=0)
+            raise ValueError(f"{len(spans)} texts with up to {worst[0]} new tokens and {worst[1]} blocks do not fit {self.bucket}: take a larger bucket")
+        host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        fill(Places.of(host, T, B, most), spans, self.S)
+        self._buffer.copy_(host, non_blocking=True)                              # torch keeps pinned memory until it is copied
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
+        keys, values = Pool.of(self.keys[layer]), Pool.of(self.values[layer])
+        store(k, v, keys, values, self.slots, self.S)
+        return self._look_back(q, keys, values)
+
+    def attend_turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """qkv: [T, H + 2 G, D], q and k not yet rotated; cos, sin: [T, 1, D] -> [T, H, D]."""
+        G = self.kv_heads
+        keys, values = Pool.of(self.keys[layer]), Pool.of(self.values[layer])
+        q, k, v = qkv.split((qkv.shape[1] - 2 * G, G, G), dim=1)
+        return self._look_back(store(k, v, keys, values, self.slots, self.S, q, cos, sin), keys, values)
+
+    def _look_back(self, q: Tensor, keys: Pool, values: Pool) -> Tensor:
+        if self._launches is None:                                               # the same in all layers
+            self._launches = plan(self.counts, self.longest, q.shape[1], self.kv_heads, processors(self.device))
+        return attend(q, keys, values, self.tables, self.query_start, self.lengths, self._launches, self.block)
+
+
+def fill(places: Places, spans: Sequence[Span], S: int) -> None:
+    """Write what a step's texts are into tensors of zeros on the CPU. Nothing is done token by token."""
+    numbers = array("i")
+    for blocks, start, stop in spans:
+        numbers.extend((stop - start, start, stop, len(blocks)))
+    count, start, stop, blocks = torch.frombuffer(numbers, dtype=torch.int32).view(-1, 4).unbind(1)              # [B] each
+    B, T, most = len(spans), int(count.sum()), places.tables.shape[1]
+    tables = array("i")
+    for row, _, _ in spans:
+        tables.extend(row)
+        tables.frombytes(bytes(4 * (most - len(row))))
+    places.tables[:B] = torch.frombuffer(tables, dtype=torch.int32).view(B, most)
+    places.lengths[:B] = stop
+    places.query_start[B:] = T
+    places.query_start[1:B + 1] = count.cumsum(0)
+    owner = torch.repeat_interleave(count)                                                                      # [T]
+    position = torch.arange(T) + (start - places.query_start[:B])[owner]
+    places.positions[:T] = position
+    places.slots.fill_(-1)
+    places.slots[:T] = places.tables[owner, position // S] * S + position % S

@@ -1,0 +1,109 @@
+"""Storing new keys and values on a GPU: rotation and quantization in the pass that writes them.
+
+What comes out of the projection is read once: keys are turned by their positions (model.py), keys and values rounded to the cache's bits
+(quant.py), and written to their slots. Queries are turned in the same pass, if asked for. In plain torch these are some twenty passes.
+
+    slot = block · S + place in it          vector = block · block_stride + place · token_stride + head · head_stride
+
+One rule covers both caches: a row of the contiguous one is a block as long as the longest text. A negative slot stores nothing: that is
+what the padding of a captured graph has.
+
+Invariant: integers, scales and zeros are those of quant.py, to the bit. Hence true divisions, not the GPU's quick ones, and halves that
+round to even: beyond 2²³ · 1.5 a float32 has no fraction, so adding and subtracting it rounds as the machine does.
+
+Costs: each number read and written once; a launch a layer.
+
+    T tokens · H, G heads · R = H / G · D head size · S tokens of a block
+"""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash import Pool
+from quant import FAR, MOST4, MOST8, TINY
+
+WHOLE = tl.constexpr(12582912.0)                        # 1.5 · 2^23
+
+
+@triton.jit
+def _round(x):
+    """To the nearest whole number, halves to the even one; |x| < 2^22."""
+    return (x + WHOLE) - WHOLE
+
+
+@triton.jit
+def _round_up(x):
+    """The next number above x ≥ 0 that a bfloat16 holds, as a float32."""
+    return ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
+         TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
+    """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it."""
+    if BITS == 16:
+        tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
+    if BITS == 8:
+        scale = _round_up(tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 127.0), TINY), MOST8))
+        tl.store(pool + vector * D + at, _round(tl.div_rn(x, scale + tl.zeros_like(x))).to(tl.int8), inside)
+        tl.store(pool_scale + vector, scale.to(tl.bfloat16))
+    if BITS == 4:
+        low, high = tl.min(tl.where(inside, x, float("inf"))), tl.max(tl.where(inside, x, float("-inf")))
+        far = tl.maximum(high, -low)
+        scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
+        scale = _round_up(tl.where(far > 1e38, MOST4, scale))
+        zero = -_round(tl.div_rn(low, scale))
+        steps = tl.minimum(tl.maximum(_round(tl.div_rn(x, scale + tl.zeros_like(x))) + zero, 0.0), 15.0).to(tl.uint8)
+        first, second = tl.split(steps)                                           # [WIDE / 2] each
+        half = tl.arange(0, WIDE // 2)
+        tl.store(pool + vector * (D // 2) + half, first | (second << 4), half < D // 2)
+        tl.store(pool_scale + vector, scale.to(tl.bfloat16))
+        tl.store(pool_zero + vector, zero.to(tl.int16))
+
+
+@triton.jit
+def _turned(x, cos, sin, at, inside, D: tl.constexpr):
+    """Dimension pairs (i, i + D / 2) turned, as model.rotate does, roundings included. at: places in the vectors at x."""
+    own, other = tl.load(x + at, inside, 0), tl.load(x + (at - at % D) + (at % D + D // 2) % D, inside, 0)
+    half = (own.to(tl.float32) * tl.load(cos + at % D, inside, 0).to(tl.float32)).to(own.dtype).to(tl.float32)
+    return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(own.dtype)
+
+
+@triton.jit
+def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_scale, v_zero, q_token, q_head, k_token, k_head, v_token, v_head, S,
+           block_stride, token_stride, head_stride, G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+           K_BITS: tl.constexpr, V_BITS: tl.constexpr, TURN: tl.constexpr,
+           TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
+    """A program for (token, key/value head): its key, its value, and with TURN the R queries that look at them."""
+    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = 2 * tl.arange(0, WIDE // 2)[:, None] + tl.arange(0, 2)[None, :]          # pairs, as 4 bits are packed
+    inside = at < D
+    slot = tl.load(slots + t)
+    if TURN:
+        cos += t * D
+        sin += t * D
+        row, d = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+        inner = (row < R) & (d < D)
+        head = g * R + row
+        tl.store(turned + (t * G * R + head) * D + d, _turned(q + t * q_token + head * q_head, cos, sin, d, inner, D), inner)
+        x = _turned(k + t * k_token + g * k_head, cos, sin, at, inside, D)
+    else:
+        x = tl.load(k + t * k_token + g * k_head + at, inside, 0)
+    if slot >= 0:
+        vector = (slot // S).to(tl.int64) * block_stride + slot % S * token_stride + g * head_stride
+        _put(x.to(tl.float32), at, inside, keys, k_scale, k_zero, vector, D, WIDE, K_BITS, TINY, FAR, MOST8, MOST4)
+        y = tl.load(v + t * v_token + g * v_head + at, inside, 0)
+        _put(y.to(tl.float32), at, inside, values, v_scale, v_zero, vector, D, WIDE, V_BITS, TINY, FAR, MOST8, MOST4)
+
+
+def store(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor, S: int, q: Tensor | None = None, cos: Tensor | None = None,
+          sin: Tensor | None = None) -> Tensor | None:
+    """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens. With q: [T, H, D] and cos, sin: [T, 1, D], q and k are turned first -> q."""
+    T, G, D = k.shape
+    R = 1 if q is None else q.shape[1] // G
+    turned = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    wide = max(2, triton.next_power_of_2(D))
+    _store[(T, G)](q, k, v, turned, cos, sin, slots, *keys[:3], *values[:3], *((0, 0) if q is None else q.stride()[:2]), *k.stride()[:2], *v.stride()[:2], S,
+                   *keys.strides, G, R, triton.next_power_of_2(R), D, wide, keys.bits, values.bits, q is not None, TINY, FAR, MOST8, MOST4, num_warps=1)
+    return turned
