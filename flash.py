@@ -57,17 +57,8 @@ V4 = tl.constexpr("""{ .reg .b32 l, h, one, c; mov.b32 one, 0x3f803f80; mov.b32 
 
 
 @triton.jit
-def _order(WIDE: tl.constexpr, BITS: tl.constexpr):
-    """Which number of a vector is where in a tile. Of 4 bits the lower halves of the bytes come first: to interleave them would take longer."""
-    d = tl.arange(0, WIDE)
-    if BITS == 4:
-        d = d % (WIDE // 2) * 2 + d // (WIDE // 2)
-    return d
-
-
-@triton.jit
 def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`; in `_order`."""
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
     PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
     at = tl.arange(0, WIDE // PART)
     mask = seen[:, None]
@@ -85,7 +76,7 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
             low, high = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), True, 4)
         else:
             low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
-        x = tl.trans(tl.join(low, high), 0, 2, 1).reshape(x.shape[0], WIDE)
+        x = tl.join(low, high).reshape(x.shape[0], WIDE)
     else:
         x = x.to(dtype)
     return x
@@ -136,10 +127,11 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(lengths + b) - n
-    row, d = tile * M + tl.arange(0, M), _order(WIDE, K_BITS)
+    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
     token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
     position = past + row // R
-    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inside[:, None] & (d < D)[None, :], 0)     # [M, WIDE]
+    inner = inside[:, None] & (d < D)[None, :]
+    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)       # [M, WIDE]
     if K_BITS < 16:                                                               # as large as float16 has them
         if x.dtype != tl.float32:
             largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
@@ -155,7 +147,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
 
     begin, end = 0, past + tl.minimum(tile * M + M - 1, n * R - 1) // R + 1       # the keys that the last row sees
     if SPLIT:
-        share = tl.maximum(tl.cdiv(tl.cdiv(end, N), tl.num_programs(2)) * N, least)
+        share = tl.maximum(tl.cdiv(tl.cdiv(end, N), tl.num_programs(2)), tl.cdiv(least, N)) * N
         begin = tl.program_id(2) * share
         end = tl.minimum(end, begin + share)
     o, drift = tl.zeros((M, WIDE), tl.float32), tl.zeros((M,), tl.float32)
@@ -172,8 +164,6 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if V_BITS == 4:
         o -= drift[:, None]
     o /= l[:, None]
-    d = _order(WIDE, V_BITS)
-    inner = inside[:, None] & (d < D)[None, :]
     place = token.to(tl.int64) * (G * R) + head                                   # [M], of T · H
     if SPLIT:
         place += tl.program_id(2) * total
@@ -261,7 +251,8 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, lengths: Tensor, launches: Sequence[Launch], block: int = 0) -> Tensor:
+def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, lengths: Tensor, launches: Sequence[Launch], block: int = 0,
+           out: Tensor | None = None) -> Tensor:
     """Causal attention of the newest tokens of B sequences, whose keys and values are stored.
 
     q: [T, H, D], of which sequence b has rows query_start[b] to query_start[b + 1]; lengths: int32[B], keys of each, new ones among them;
@@ -269,7 +260,7 @@ def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, len
     no sequence are left as they come.
     """
     (T, H, D), G, B = q.shape, k.steps.shape[-2], len(lengths)
-    out, wide = torch.empty((T, H, D), dtype=q.dtype, device=q.device), max(16, triton.next_power_of_2(D))
+    out, wide = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out, max(16, triton.next_power_of_2(D))
     for fewest, most, rows, parts in launches:
         keys, warps, stages = shape(rows, wide, (k.bits, v.bits))
         part, peak = (torch.empty((parts * T * H * width,), dtype=torch.float32, device=q.device) if parts > 1 else out for width in (D, 1))

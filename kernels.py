@@ -27,6 +27,11 @@ from torch import Tensor
 FEW = 16                                                # up to so many queries, the heads of a group are rows of one product
 
 
+def fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a cache of `dtype` there is attended to in place, by Triton's kernels (kernelstep.py), rather than by what is in this file."""
+    return device.type == "cuda" and dtype != torch.float64
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one sequence's newest tokens. q: [n, H, D]; k, v: [G, m, D], m ≥ n -> [n, H, D]."""
     (n, H, D), (G, m, _) = q.shape, k.shape

@@ -85,6 +85,9 @@ class KernelStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
         keys, values = Pool.of(self.keys[layer]), Pool.of(self.values[layer])
+        if q.dtype == torch.float64:                                             # a quantized cache of a model that computes in it
+            store(k.float(), v.float(), keys, values, self.slots, self.S)
+            return self._look_back(q.float(), keys, values).double()
         store(k, v, keys, values, self.slots, self.S)
         return self._look_back(q, keys, values)
 

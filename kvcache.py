@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import attention
+from kernels import attention, fused
 from kvquant import GROUP, Bits, KVStore, key_bytes, store, vector_bytes
 
 Places = Sequence[Tensor | KVStore]                             # of one layer after the other
@@ -129,6 +129,10 @@ class KVCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
         """The step of these sequences, which were so long before."""
+        if fused(self.device, self.keys.dtype):
+            from kernelstep import KernelStep
+            spans = [([seq], start, self._lengths[seq]) for seq, start in starts]
+            return KernelStep(self.keys.transpose(2, 3), self.values.transpose(2, 3), spans, self.max_len, rows=True)
         return Step([(start, self._lengths[seq], self.keys[:, seq], self.values[:, seq]) for seq, start in starts], self.device)
 
     def truncate(self, seq: int, length: int) -> None:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from blocks import Key, Pool
-from kernels import FEW, attention, paged_attention
+from kernels import FEW, attention, fused, paged_attention
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
 from kvquant import Bits, KVStore, store
 
@@ -160,6 +160,10 @@ class PagedCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "PagedStep | Step":
         """The step of these sequences, which were so long before."""
+        if fused(self.device, self.keys.dtype):
+            from kernelstep import KernelStep
+            spans = [(self._texts[seq].blocks, start, self.length(seq)) for seq, start in starts]
+            return KernelStep(self.keys, self.values, spans, self.block_size)
         text, start = self._texts[starts[0][0]], starts[0][1]
         if len(starts) == 1 and in_order(text.blocks):                  # as in a contiguous cache
             rows = (kept[:, :, text.blocks[0] * self.block_size:] for kept in self.rows)
