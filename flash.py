@@ -22,9 +22,10 @@ Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 
 
     T tokens of a step · B sequences · H, G heads · R = H / G · D head size · S tokens of a block · M rows, N keys of a tile
 """
+import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +33,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvquant import KVStore
+
+if TYPE_CHECKING:
+    from crosscompile import Report
 
 LOWEST = tl.constexpr(-1e30)                            # below every score; unlike −∞ it may be subtracted from itself
 LOG2E = 1.4426950408889634
@@ -238,11 +242,21 @@ def splits(programs: int, longest: int, slots: int) -> int:
     return next(s for s, share in enumerate(full, 1) if share >= 0.9 * max(full))
 
 
-def shape(rows: int, wide: int, bits: tuple[int, int]) -> tuple[int, int, int]:
-    """N, num_warps and num_stages for M rows."""
-    if rows == 128:
-        return (64, 8, 3) if wide <= 128 else (32, 8, 2)
-    return (64 if max(bits) == 16 else 128) * 128 // max(128, wide), 4, 3
+def shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int) -> tuple[int, int, int]:
+    """N, num_warps and num_stages for M rows: as much in flight as registers and shared memory allow without spilling."""
+    exact, small = bits == (16, 16), max(1, wide // 128)
+    if rows == 16:
+        keys = 64 if wide > 64 and (exact or arch == 80) else 128
+        return keys // small, 4, 5 if exact and block else 3                     # the table of blocks is read one tile earlier still
+    if rows <= 64:
+        return 64 // small, 4 if exact or rows == 64 or wide == 64 else 8, 3
+    return (64 if wide == 64 or (exact and arch == 90) else 32) // small, 8, 3
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """90 for an H100, 80 for an A100, and for what is no GPU as for the first."""
+    return 10 * torch.cuda.get_device_capability(device)[0] + torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 90
 
 
 @cache
@@ -262,7 +276,7 @@ def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, len
     (T, H, D), G, B = q.shape, k.steps.shape[-2], len(lengths)
     out, wide = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out, max(16, triton.next_power_of_2(D))
     for fewest, most, rows, parts in launches:
-        keys, warps, stages = shape(rows, wide, (k.bits, v.bits))
+        keys, warps, stages = shape(rows, wide, (k.bits, v.bits), block, capability(q.device))
         part, peak = (torch.empty((parts * T * H * width,), dtype=torch.float32, device=q.device) if parts > 1 else out for width in (D, 1))
         grid = (B * G, -(-most * (H // G) // rows), parts)
         _attend[grid](q, out, part, peak, *k[:3], *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *k.strides, tables.stride(0), T * H,
@@ -271,3 +285,54 @@ def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, len
         if parts > 1:
             _merge[(H, most, B)](out, part, peak, query_start, parts, T * H, fewest, most, H, D, wide, MOST_SPLITS, num_warps=1)
     return out
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what the kernels need of a GPU that is not there. `python flash.py all`: two models, all tiles, sm_80 too.
+
+MODELS = {"8B": (32, 8, 128), "1B": (32, 8, 64)}        # H, G, D of Llama 3.1 and 3.2
+
+
+def compiled(arch: int, model: str, bits: tuple[int, int], rows: int, block: int = 16) -> "Report":
+    """The attention kernel for M rows of bfloat16, as it is compiled for blocks of `block` tokens (0: one block a text)."""
+    from crosscompile import compile_for
+    H, G, D = MODELS[model]
+    kinds, ints = {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}, dict.fromkeys(_attend.arg_names[13:22], "i32")
+    types = dict(zip(_attend.arg_names[4:10], kinds[bits[0]] + kinds[bits[1]]))
+    types |= ints | dict(q="*bf16", out="*bf16", table="*i32", query_start="*i32", lengths="*i32", q_token="i32:16", q_head="i32:16", block_stride="i32:16",
+                         scale="fp32", fewest="i32", most="i32", least="i32")
+    N, warps, stages = shape(rows, D, bits, block, arch)
+    split = rows < 128
+    fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, K_BITS=bits[0], V_BITS=bits[1], M=rows, N=N, SPLIT=split)
+    fixed |= {"head_stride" if block else "token_stride": 1} | {name: None for name, kind in types.items() if kind is None}
+    return compile_for(_attend, types | dict.fromkeys(("parts", "peaks"), "*fp32" if split else "*bf16"), fixed, arch, warps, stages)
+
+
+def merging(arch: int, D: int) -> "Report":
+    """The kernel that weighs the splits."""
+    from crosscompile import compile_for
+    types = dict(out="*bf16", parts="*fp32", peaks="*fp32", query_start="*i32", splits="i32", total="i32", fewest="i32", most="i32")
+    return compile_for(_merge, types, dict(H=32, D=D, WIDE=D, MOST=MOST_SPLITS), arch, 1)
+
+
+def table(archs: Sequence[int], models: Sequence[str], rows: Sequence[int]) -> list[list[Any]]:
+    """A row for each kernel: architecture, model, bits, M, registers, spills, shared memory, wgmma, programs a multiprocessor has registers for."""
+    found = []
+    for arch, model in [(arch, model) for arch in archs for model in models]:
+        for bits, M in [(bits, M) for bits in ((16, 16), (8, 8), (8, 4)) for M in rows]:
+            report = compiled(arch, model, bits, M)
+            found.append([arch, model, "{}/{}".format(*bits), M, *report[:3], report.wgmma, report.programs])
+        report = merging(arch, MODELS[model][2])
+        found.append([arch, model, "merge", 1, *report[:3], report.wgmma, report.programs])
+    return found
+
+
+def main(*arguments: str) -> None:
+    every = "all" in arguments
+    print(f"{'':6}{'model':>6}{'K/V':>7}{'rows':>6}{'registers':>11}{'spills':>8}{'shared':>9}{'wgmma':>7}{'programs':>10}")
+    for arch, *row in table((90, 80) if every else (90,), list(MODELS) if every else ["8B"], (16, 32, 64, 128) if every else (16, 128)):
+        print(f"sm_{arch:<3}" + "{:>6}{:>7}{:6}{:11}{:8}{:9,}{:7}{:10}".format(*row))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

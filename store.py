@@ -15,6 +15,9 @@ Costs: each number read and written once; a launch a layer.
 
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -107,3 +110,29 @@ def store(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor, S: int,
     _store[(T, G)](q, k, v, turned, cos, sin, slots, *keys[:3], *values[:3], *((0, 0) if q is None else q.stride()[:2]), *k.stride()[:2], *v.stride()[:2], S,
                    *keys.strides, G, R, triton.next_power_of_2(R), D, wide, keys.bits, values.bits, q is not None, TINY, FAR, MOST8, MOST4, num_warps=1)
     return turned
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what the kernel needs of a GPU that is not there, for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation.
+
+def table(archs: Sequence[int] = (90, 80)) -> list[list[Any]]:
+    """A row for each kernel: architecture, head size, bits of keys and values, registers, spills, shared memory."""
+    from crosscompile import compile_for
+    found, kinds = [], {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}
+    for arch, D, bits in [(arch, D, bits) for arch in archs for D in (128, 64) for bits in ((16, 16), (8, 8), (8, 4), (4, 4))]:
+        types = dict.fromkeys(("q", "k", "v", "turned", "cos", "sin"), "*bf16") | {"slots": "*i32", "S": "i32:16", "token_stride": "i32", "block_stride": "i32:16"}
+        types |= dict(zip(_store.arg_names[7:13], kinds[bits[0]] + kinds[bits[1]])) | dict.fromkeys(_store.arg_names[13:19], "i32:16")
+        fixed = dict(G=8, R=4, ROWS=4, D=D, WIDE=D, K_BITS=bits[0], V_BITS=bits[1], TURN=True, TINY=TINY, FAR=FAR, MOST8=MOST8, MOST4=MOST4, head_stride=1)
+        report = compile_for(_store, types, fixed | {name: None for name, kind in types.items() if kind is None}, arch, 1)
+        found.append([arch, D, bits, *report[:3]])
+    return found
+
+
+def main() -> None:
+    print(f"{'':6}{'D':>5}{'K/V':>7}{'registers':>11}{'spills':>8}{'shared':>8}")
+    for arch, D, (k, v), registers, spills, shared in table():
+        print(f"sm_{arch:<3}{D:5}{k:>4}/{v:<2}{registers:11}{spills:8}{shared:8,}")
+
+
+if __name__ == "__main__":
+    main()

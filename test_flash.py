@@ -1,5 +1,6 @@
 """Triton's attention and store beside plain torch: in the interpreter, as compiled for a GPU that is not there, and on one that is."""
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
@@ -51,17 +52,19 @@ def parts(kept: Kept) -> tuple[Tensor, ...]:
 
 
 class Texts:
-    """Random keys and values of some texts in a pool whose other places are poisoned, and queries of their newest tokens."""
+    """Random keys and values of some texts in a pool whose other places are poisoned, and queries of their newest tokens.
+
+    rows: every text has one block, of S tokens, laid out as in the contiguous cache.
+    """
 
     def __init__(self, counts: list[int], past: list[int], G: int, R: int, D: int, S: int, bits: tuple[int, int], rows: bool, seed: int,
                  dtype: torch.dtype = torch.float32):
         torch.manual_seed(seed)
         self.counts, self.lengths, self.S, B = counts, [n + m for n, m in zip(counts, past)], S, len(counts)
-        longest = max(self.lengths)
         if rows:
-            shape, self.tables = (B + 1, G, longest + 2, D), torch.randperm(B + 1)[:B, None]
+            shape, self.tables = (B + 1, G, S, D), torch.randperm(B + 1)[:B, None]
         else:
-            most = -(-longest // S)
+            most = -(-max(self.lengths) // S)
             shape, self.tables = (B * most + 1, S, G, D), torch.randperm(B * most + 1)[:B * most].view(B, most)
         pools = [room(shape, width, "cpu", dtype) for width in bits]
         for part in (part for pool in pools for part in parts(pool)):
@@ -74,7 +77,7 @@ class Texts:
     def _put(self, pool: Kept, b: int, x: Tensor) -> Tensor:
         """Where the tables say -> what was stored, [G, length, D]."""
         at = torch.arange(len(x))
-        blocks, within = (self.tables[b, at // self.S], at % self.S) if self.tables.shape[1] > 1 or len(x) <= self.S else (self.tables[b, 0 * at], at)
+        blocks, within = self.tables[b, at // self.S], at % self.S
         kept = room(x.shape, {1: 16, 2: 8, 3: 4}[len(parts(pool))], "cpu", x.dtype)
         kept.copy_(x)
         for place, numbers in zip(parts(pool), parts(kept)):
@@ -119,3 +122,255 @@ def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, se
         out, around = texts.attend(launches)
     torch.testing.assert_close(out, texts.expected(), atol=2e-5, rtol=2e-5)
     assert around.isnan().all()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("forced", [1, 4])
+def test_each_width_layout_and_way_to_split(bits, rows, forced):
+    """Few rows, many, none, one key; in the second the splits of a text that is short have no keys at all."""
+    texts = Texts([1, 0, 40, 1, 3], [0, 9, 30, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
+    launches = [launch._replace(splits=forced) for launch in plan(texts.counts, 201, 3, 1, 132)]
+    assert [launch.rows for launch in launches] == [16, 128] and launches[1].fewest == 4
+    out, around = texts.attend(launches)
+    torch.testing.assert_close(out, texts.expected(), atol=2e-5, rtol=2e-5)
+    assert around.isnan().all()
+
+
+def test_zeros_and_scales_far_apart():
+    """Keys that are all zero have a scale of 1e-30; others lie far from 0 with zeros of hundreds."""
+    for bits in ((8, 8), (4, 4)):
+        texts = Texts([4], [60], 1, 2, 64, 16, bits, False, seed=2)
+        for b, pool in enumerate((texts.k, texts.v)):
+            x = torch.randn(64, 1, 64) * torch.logspace(-6, 1, 64)[:, None, None] + 30 * (torch.arange(64) % 3 == b)[:, None, None]
+            x[::7] = 0
+            texts.plain[0][b] = texts._put(pool, 0, x)
+        out, _ = texts.attend(plan([4], 64, 2, 1, 132))
+        expected = texts.expected()
+        assert (out - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+def test_a_plan_fills_the_machine_from_shapes_alone():
+    H, G, processors = 32, 8, 132
+    assert plan([1], 64, H, G, processors) == [Launch(1, 1, 16, 1)]
+    one, = plan([1], 8192, H, G, processors)
+    assert 30 <= one.splits <= 64 and one.rows == 16                                                         # 8 programs would be 6 % of it
+    many, = plan([1] * 64, 8192, H, G, processors)
+    assert many.splits == 1                                                                                  # 512 programs are 1.94 rounds
+    assert plan([1] * 400, 8192, H, G, processors)[0].splits == 1
+    assert [launch.rows for launch in plan([5] * 4, 1024, H, G, processors)] == [32]
+    assert plan([1, 2000, 3, 0], 4096, H, G, processors) == [Launch(1, 3, 16, plan([1, 3], 4096, H, G, processors)[0].splits), Launch(4, 2000, 128, 1)]
+    assert plan([0, 0], 10, H, G, processors) == []
+    for count in range(1, 70):                                                                               # the last round is nearly full
+        found, = plan([1] * count, 32768, H, G, processors)
+        rounds = count * G * found.splits / (2 * processors)
+        assert rounds / -(-rounds // 1) > 0.8
+
+
+# ---- Storing ----------------------------------------------------------------------------------------------------------------------
+
+numbers = st.sampled_from([0.0, 1e-38, 1e-6, 1.0, 30.0, 1e4, 3e38])
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([6, 64, 80]), st.sampled_from(WIDTHS), st.booleans(), numbers, numbers, st.integers(0, 99))
+def test_storing_rounds_as_quant_does_to_the_bit(T, G, D, bits, rows, loud, offset, seed):
+    torch.manual_seed(seed)
+    S, N = 4, 5
+    kv = ((torch.rand(T, 2 * G + 1, D) * 2 - 1) * loud / 2 + offset / 4).to(DEVICE)
+    kv[0, 0] = 0
+    k, v = kv[:, :G], kv[:, G:2 * G]
+    pools = [room((N, G, S, D) if rows else (N, S, G, D), width, DEVICE, torch.float32) for width in bits]
+    for part in (part for pool in pools for part in parts(pool)):
+        part.fill_(77)
+    slots = torch.randperm(N * S)[:T].int()
+    slots[T // 2] = -1
+    expected = [Pool.of(pool if not rows else pool.transpose(1, 2)) for pool in ([part.clone() for part in parts(pool)][0] if width == 16 else
+                KVStore([part.clone() for part in parts(pool)]) for pool, width in zip(pools, bits))]
+    seen = [pool.transpose(1, 2) if rows else pool for pool in pools]                                        # [N, S, G, D]
+    store(k, v, *map(Pool.of, seen), slots.to(DEVICE), S)
+    kept = [t for t in range(T) if slots[t] >= 0]
+    for x, width, pool, wanted in zip((k, v), bits, seen, expected):
+        for numbers, place, found in zip(((x,), int8(x) if width == 8 else int4(x))[width < 16], wanted, parts(pool)):
+            place[slots[kept].long() // S, slots[kept].long() % S] = numbers[kept]
+            assert torch.equal(found, place)                                                                 # and nothing else has changed
+
+
+@pytest.mark.parametrize("R, D", [(1, 64), (3, 80), (4, 6)])
+def test_rotation_in_the_same_pass(R, D):
+    torch.manual_seed(R)
+    T, G = 3, 2
+    qkv, angles = torch.randn(T, G * (R + 2), D, device=DEVICE), torch.randn(T, 1, D // 2, device=DEVICE)
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((-angles, angles), -1).sin()
+    q, k, v = qkv.split((G * R, G, G), 1)
+    keys, values = torch.zeros(2, T, G, D, device=DEVICE)
+    before = qkv.clone()
+    with poisoned():
+        turned = store(k, v, Pool.of(keys[None]), Pool.of(values[None]), torch.arange(T, device=DEVICE).int(), T, q, cos, sin)
+    torch.testing.assert_close(turned, rotate(q, cos, sin))
+    torch.testing.assert_close(keys, rotate(k, cos, sin))
+    assert torch.equal(values, v) and torch.equal(qkv, before)
+
+
+# ---- Steps ------------------------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def in_triton() -> Iterator[None]:
+    """The caches' steps are those of a GPU, wherever their tensors are."""
+    with mock.patch.object(kvcache, "fused", lambda *_: True), mock.patch.object(paged, "fused", lambda *_: True):
+        yield
+
+
+def loud_llama() -> Llama:
+    llama = Llama(Config(**SMALL), DEVICE, seed=1)
+    for place in llama.places().values():
+        place.mul_(10)
+    return llama
+
+
+@pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
+@torch.inference_mode()
+def test_both_caches_give_the_same_logits_as_in_torch(bits):
+    llama = loud_llama()
+    c, tokens = llama.config, torch.arange(60, device=DEVICE) * 7 % 251
+    kinds = [lambda: llama.cache(40, 3, bits=bits),
+             lambda: paged.PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 12, 4, device=DEVICE, dtype=torch.float32, bits=bits)]
+
+    def run(make: Any) -> Tensor:
+        cache, logits = make(), []
+        a, b = cache.open(())[0], cache.open(())[0]
+        for sizes in ((9, 1), (1, 1), (2, 5)):
+            step = cache.extend([(a, tokens[:sizes[0]].tolist()), (b, tokens[30:30 + sizes[1]].tolist())])
+            logits.append(llama(torch.cat((tokens[:sizes[0]], tokens[30:30 + sizes[1]])), step))
+        cache.truncate(a, 7)
+        logits.append(llama(tokens[:2], cache.extend([(cache.fork(a), tokens[:2].tolist())])))
+        return torch.cat(logits)
+
+    for make in kinds:
+        with mock.patch.object(kvcache, "fused", lambda *_: False), mock.patch.object(paged, "fused", lambda *_: False):
+            expected = run(make)
+        with in_triton():
+            found = run(make)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_refilled_bucket_is_the_step_itself():
+    """Fewer texts and tokens than the bucket has: what is left over is stored nowhere and disturbs nothing."""
+    torch.manual_seed(3)
+    keys, values = torch.randn(2, 2, 9, 4, 2, 64, device=DEVICE).unbind()                                    # [L, N, S, G, D]
+    bucket = Bucket(sequences=3, each=2, blocks=3)
+    step = KernelStep(keys, values, [([1], 0, 2), ([2], 0, 2), ([3], 0, 2)], 4, bucket=bucket)
+    pointers = [x.data_ptr() for x in (step.positions, step.slots, step.query_start, step.lengths, step.tables)]
+    for spans in ([([5, 0, 8], 9, 11), ([4], 2, 3)], [([7], 0, 2)], [([6, 2], 3, 5), ([1], 0, 1), ([3, 4, 5], 10, 12)]):
+        step.refill(spans)
+        alone, T = KernelStep(keys.clone(), values.clone(), spans, 4), sum(stop - start for _, start, stop in spans)
+        qkv = torch.randn(6, 4 + 4, 64, device=DEVICE)
+        q, k, v = qkv.split((4, 2, 2), 1)
+        assert step.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)] and step.slots[T:].tolist() == [-1] * (6 - T)
+        assert step.slots[:T].tolist() == [blocks[i // 4] * 4 + i % 4 for blocks, start, stop in spans for i in range(start, stop)]
+        torch.testing.assert_close(step.attend(1, q, k, v)[:T], alone.attend(1, q[:T], k[:T], v[:T]))
+        assert torch.equal(keys, alone.keys) and torch.equal(values, alone.values)
+        cos, sin = torch.randn(2, 6, 1, 64, device=DEVICE)
+        turned = rotate(qkv[:, :6], cos, sin)
+        one = step.attend_turned(0, qkv, cos, sin)[:T]
+        torch.testing.assert_close(one, alone.attend(0, turned[:T, :4], turned[:T, 4:], v[:T]))
+    assert pointers == [x.data_ptr() for x in (step.positions, step.slots, step.query_start, step.lengths, step.tables)]
+    for spans in ([([1], 0, 3)], [([1, 2, 3, 4], 12, 13)], [([1], 0, 1)] * 4):
+        before = step._buffer.clone()
+        with pytest.raises(ValueError, match="do not fit Bucket.*: take a larger bucket"):
+            step.refill(spans)
+        assert torch.equal(before, step._buffer)
+
+
+@torch.inference_mode()
+def test_the_embedded_model_says_the_same():
+    llama = Llama.load("tiny", DEVICE, torch.float32)
+    prompt = torch.arange(5, 11, device=DEVICE)
+
+    def greedy() -> list[int]:
+        c = llama.config
+        cache = paged.PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 3, 4, device=DEVICE, dtype=torch.float32)
+        seq, tokens, text = cache.open(())[0], prompt, []
+        for _ in range(4):
+            tokens = llama(tokens, cache.extend([(seq, tokens.tolist())]), rows=slice(-1, None)).argmax(-1)
+            text += tokens.tolist()
+        return text
+
+    expected = greedy()
+    with in_triton():
+        assert greedy() == expected
+
+
+# ---- The compiler, and the machine ------------------------------------------------------------------------------------------------
+
+def emulate(asm: str, word: int, outputs: int) -> list[int]:
+    """What a few PTX instructions make of a word that comes after their outputs."""
+    registers: dict[str, int] = {f"${outputs}": word}
+
+    def pair(kind: torch.dtype, x: int) -> Tensor:
+        return torch.tensor([x], dtype=torch.int64).to(torch.int32).view(kind)
+
+    def bits(x: Tensor) -> int:
+        return int(x.view(torch.int32)) & 0xFFFFFFFF
+
+    for instruction in re.sub(r"\.reg[^;]*;", "", asm.strip("{} \n")).split(";"):
+        if not (parts := instruction.replace(",", " ").split()):
+            continue
+        name, out, *given = parts
+        values = [registers[x] if x in registers else int(re.sub("^0f", "0x", x), 0) for x in given]
+        if name == "prmt.b32":
+            source = (values[0] | values[1] << 32).to_bytes(8, "little")
+            registers[out] = sum(source[values[2] >> 4 * i & 15] << 8 * i for i in range(4))
+        elif name in ("sub.rn.f16x2", "sub.f32"):
+            kind = torch.float32 if name == "sub.f32" else torch.float16
+            registers[out] = bits(pair(kind, values[0]) - pair(kind, values[1]))
+        elif name == "fma.rn.bf16x2":
+            a, b, c = (pair(torch.bfloat16, x).double() for x in values)
+            registers[out] = bits((a * b + c).bfloat16())
+        else:
+            registers[out] = {"mov.b32": lambda a: a, "xor.b32": int.__xor__, "and.b32": int.__and__, "shr.u32": int.__rshift__}[name](*values)
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("name, dtype", [("K8", torch.float16), ("K4", torch.float16), ("V8", torch.bfloat16), ("V4", torch.bfloat16)])
+def test_bytes_become_numbers(name, dtype):
+    """The interpreter does not run these instructions, so they are followed one by one."""
+    for first in range(0, 256, 4):
+        packed = torch.tensor([first, first + 1, first + 2, first + 3], dtype=torch.uint8)
+        if name[1] == "8":
+            expected = packed.view(torch.int8)
+        else:
+            expected = torch.cat((packed & 15, packed >> 4))                                                 # two results: low halves, high halves
+        words = emulate(getattr(flash, name).value, int(packed.view(torch.int32)) & 0xFFFFFFFF, len(expected) // 2)
+        found = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(dtype)
+        if name != "K8" and name != "V8" or -128 not in expected.tolist():                                   # which is never stored
+            assert torch.equal(found, expected.to(dtype))
+
+
+def test_what_the_compiler_makes_of_the_kernels():
+    """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one."""
+    rows = apart("flash", "table", [90], ["8B", "1B"], [16, 32, 128]) + apart("flash", "table", [80], ["8B"], [16, 128])
+    assert len(rows) == 2 * 10 + 7
+    for arch, model, kind, M, registers, spills, shared, wgmma, programs in rows:
+        what = f"sm_{arch} {model} {kind} M = {M}: {registers} registers"
+        assert spills == 0 and shared <= SHARED[arch], what
+        assert (wgmma > 0) == (arch == 90 and M == 128), what
+        assert programs >= (1 if M > 16 else 3), what
+    for arch, D, bits, registers, spills, shared in apart("store", "table", [90, 80]):
+        assert spills == 0 and registers <= 128 and shared < 4096, f"sm_{arch} {D} {bits}"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter has no 16-bit products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("rows", [False, True])
+def test_16_bits_on_the_machine(dtype, bits, rows):
+    for counts, past in (([1] * 9, [1000 + 13 * i for i in range(9)]), ([5, 1, 8], [4000, 0, 333]), ([700, 1, 0, 33], [300, 77, 5, 2000]), ([16], [100])):
+        for D in (64, 80, 128):
+            texts = Texts(counts, past, 8, 4, D, 16 if not rows else 4005, bits, rows, 1, dtype)
+            longest, expected = max(texts.lengths), texts.expected()
+            for forced in (None, 5):
+                launches = plan(counts, longest, 32, 8, flash.processors(torch.device(DEVICE, 0)))
+                out, around = texts.attend(launches if forced is None else [launch._replace(splits=forced) for launch in launches])
+                assert (out.float() - expected).norm() < 1e-2 * expected.norm() and around.isnan().all()
