@@ -10,7 +10,8 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
   - Where the keys lie is told by a table of blocks. A contiguous cache is the same thing: blocks as long as a row, one for each text.
   - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
   - INT8 and INT4 become numbers in registers, and only the integers do. A key's scale multiplies its column of scores, a value's scale
-    its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d.
+    its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d. Steps are small whole
+    numbers, which 16 bits hold exactly: keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
   - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
@@ -18,7 +19,14 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
 
 Nothing is compiled for a length or a number of sequences: only for heads, head size, block size, bits and the few tile shapes below.
 
+Invariant: what no sequence of the step has, in the cache, in `out` or in a block's unused places, is neither read into a result nor written.
+
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, a half of 4 n² H D.
+
+Not covered: 4-bit keys by channel (kivi.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
+serve prompts on sm_90 better; sliding windows.
+
+Dao et al. 2022, FlashAttention (arXiv:2205.14135); Dao 2023, FlashAttention-2 (2307.08691); Dao et al. 2023, Flash-Decoding.
 
     T tokens of a step · B sequences · H, G heads · R = H / G · D head size · S tokens of a block · M rows, N keys of a tile
 """
@@ -172,7 +180,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if SPLIT:
         place += tl.program_id(2) * total
         tl.store(peaks + place, m + tl.log2(l), inside)
-        tl.store(parts + place[:, None] * D + d[None, :], o, inner & (begin < end))
+        tl.store(parts + place[:, None] * D + d[None, :], o, inner & (l > 0)[:, None])
     else:
         tl.store(out + place[:, None] * D + d[None, :], o.to(out.dtype.element_ty), inner)
 
@@ -250,7 +258,8 @@ def shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int) ->
         return keys // small, 4, 5 if exact and block else 3                     # the table of blocks is read one tile earlier still
     if rows <= 64:
         return 64 // small, 4 if exact or rows == 64 or wide == 64 else 8, 3
-    return (64 if wide == 64 or (exact and arch == 90) else 32) // small, 8, 3
+    roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)                     # `wgmma` takes fewer registers than what sm_80 has
+    return (64 if roomy else 32) // small, 8, 3
 
 
 @cache

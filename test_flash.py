@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -110,7 +110,8 @@ def move(kept: Kept) -> Kept:
 text = st.tuples(st.sampled_from([0, 1, 1, 2, 5, 17]), st.sampled_from([0, 0, 1, 30, 64, 150]))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.generate))                           # to shrink takes minutes here
+@example([(17, 64), (0, 0)], 1, 6, 64, 1, (8, 4), True, 3, 41)                                               # a split whose tiles all rows see whole
 @given(st.lists(text, min_size=1, max_size=3).filter(lambda some: any(n for n, _ in some)), st.integers(1, 2), st.integers(1, 8),
        st.sampled_from([64, 80, 128]), st.one_of(st.integers(1, 64), st.sampled_from([1, 16, 64])), st.sampled_from(WIDTHS), st.booleans(),
        st.sampled_from([1, 3]), st.integers(0, 99))
@@ -129,10 +130,11 @@ def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, se
 @pytest.mark.parametrize("forced", [1, 4])
 def test_each_width_layout_and_way_to_split(bits, rows, forced):
     """Few rows, many, none, one key; in the second the splits of a text that is short have no keys at all."""
-    texts = Texts([1, 0, 40, 1, 3], [0, 9, 30, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
+    texts = Texts([1, 0, 40, 1, 3], [0, 9, 90, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
     launches = [launch._replace(splits=forced) for launch in plan(texts.counts, 201, 3, 1, 132)]
     assert [launch.rows for launch in launches] == [16, 128] and launches[1].fewest == 4
-    out, around = texts.attend(launches)
+    with mock.patch("flash.LEAST_KEYS", 1):
+        out, around = texts.attend(launches)
     torch.testing.assert_close(out, texts.expected(), atol=2e-5, rtol=2e-5)
     assert around.isnan().all()
 
