@@ -130,7 +130,7 @@ def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, se
 @pytest.mark.parametrize("forced", [1, 4])
 def test_each_width_layout_and_way_to_split(bits, rows, forced):
     """Few rows, many, none, one key; in the second the splits of a text that is short have no keys at all."""
-    texts = Texts([1, 0, 40, 1, 3], [0, 9, 90, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
+    texts = Texts([1, 0, 40, 1, 3], [0, 9, 126, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
     launches = [launch._replace(splits=forced) for launch in plan(texts.counts, 201, 3, 1, 132)]
     assert [launch.rows for launch in launches] == [16, 128] and launches[1].fewest == 4
     with mock.patch("flash.LEAST_KEYS", 1):
@@ -352,8 +352,8 @@ def test_bytes_become_numbers(name, dtype):
 
 def test_what_the_compiler_makes_of_the_kernels():
     """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one."""
-    rows = apart("flash", "table", [90], ["8B", "1B"], [16, 32, 128]) + apart("flash", "table", [80], ["8B"], [16, 128])
-    assert len(rows) == 2 * 10 + 7
+    rows = apart("flash", "table", [90], ["8B", "1B"], [16, 128]) + apart("flash", "table", [80], ["8B"], [16, 128])
+    assert len(rows) == 3 * 7
     for arch, model, kind, M, registers, spills, shared, wgmma, programs in rows:
         what = f"sm_{arch} {model} {kind} M = {M}: {registers} registers"
         assert spills == 0 and shared <= SHARED[arch], what
