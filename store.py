@@ -120,7 +120,7 @@ def table(archs: Sequence[int] = (90, 80)) -> list[list[Any]]:
     from crosscompile import compile_for
     found, kinds = [], {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}
     for arch, D, bits in [(arch, D, bits) for arch in archs for D in (128, 64) for bits in ((16, 16), (8, 8), (8, 4), (4, 4))]:
-        types = dict.fromkeys(("q", "k", "v", "turned", "cos", "sin"), "*bf16") | {"slots": "*i32", "S": "i32:16", "token_stride": "i32", "block_stride": "i32:16"}
+        types = dict.fromkeys(("q", "k", "v", "turned", "cos", "sin"), "*bf16") | dict(slots="*i32", S="i32:16", token_stride="i32", block_stride="i32:16")
         types |= dict(zip(_store.arg_names[7:13], kinds[bits[0]] + kinds[bits[1]])) | dict.fromkeys(_store.arg_names[13:19], "i32:16")
         fixed = dict(G=8, R=4, ROWS=4, D=D, WIDE=D, K_BITS=bits[0], V_BITS=bits[1], TURN=True, TINY=TINY, FAR=FAR, MOST8=MOST8, MOST4=MOST4, head_stride=1)
         report = compile_for(_store, types, fixed | {name: None for name, kind in types.items() if kind is None}, arch, 1)
