@@ -1,5 +1,6 @@
 """What the tests share: small random models in folders of their own, such as a user might have."""
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from safetensors.torch import save_file
 
 from config import Config
 from model import Llama
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"                # before anybody imports Triton: its kernels are then run as Python
 
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")

@@ -17,8 +17,9 @@ multiplied with the INT8 weights, which CPUs do four times as fast as floats, an
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
-All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. Everywhere else (INT8 of very many rows,
-INT4 in float32 or on an older CPU, float64) weights become numbers, a tile of rows at a time, for the library's product.
+All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. On a GPU up to 64 rows have a kernel
+(weightonly.py). Everywhere else (INT8 of very many rows, INT4 in float32 or on an older CPU, float64) weights become numbers, a tile of
+rows at a time, for the library's product.
 
 Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
 
@@ -29,6 +30,7 @@ Not covered: training; float64 (which is for proofs) and float16 use the plain o
 import time
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +153,11 @@ def digit_bits() -> int:
     return 0
 
 
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 class QuantizedLinear(nn.Module):
     """y = x Wᵀ + b, with W in 8 or 4 bits (quant.py); x and y are of `dtype`.
 
@@ -197,8 +204,11 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, self.dtype)
 
     def path(self, rows: int) -> str:
-        """The product that a step of so many rows takes: "fused", which reads the integers; "packed" or "integers" (as stored), which add
-        whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
+        """The product that a step of so many rows takes: "kernel" (weightonly.py) or "fused", which read the integers; "packed" or "integers"
+        (as stored), which add whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
+        if self.scale is not None and self.scale.is_cuda and has_triton():
+            from weightonly import serves
+            return "kernel" if serves(rows, self.in_features, self.bits, self.group, self.dtype) else "tiles"
         if self.fused is not None and (self.bits == 4 or 0 < rows <= 4):
             return "fused"
         many = self.dtype == torch.bfloat16 and rows > 128                       # then making numbers pays
@@ -206,6 +216,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
         path = self.path(len(x))
+        if path == "kernel":
+            from weightonly import product
+            return product(x, self.values, self.scale, self.zero, self.group, self.bias)
         y = self.fused(x.contiguous()) if path == "fused" else self._tiles(x) if path == "tiles" else self._integers(x)
         return y if self.bias is None else y + self.bias
 
