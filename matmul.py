@@ -158,6 +158,11 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether Triton's kernels are for this tensor."""
+    return x.is_cuda and has_triton()
+
+
 class QuantizedLinear(nn.Module):
     """y = x Wᵀ + b, with W in 8 or 4 bits (quant.py); x and y are of `dtype`.
 
@@ -206,7 +211,7 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes: "kernel" (weightonly.py) or "fused", which read the integers; "packed" or "integers"
         (as stored), which add whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
-        if self.scale is not None and self.scale.is_cuda and has_triton():
+        if self.scale is not None and on_gpu(self.scale):
             from weightonly import serves
             return "kernel" if serves(rows, self.in_features, self.bits, self.group, self.dtype) else "tiles"
         if self.fused is not None and (self.bits == 4 or 0 < rows <= 4):

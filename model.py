@@ -20,6 +20,8 @@ Without a step, `llama(tokens)` is one sequence from its first token, with no ca
   - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads.
   - SwiGLU (Shazeer 2020).
 
+What a layer's network adds to x waits for the next norm, which adds it as it reads x: on a GPU that is one launch (fused.py).
+
 Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens it has.
 
     T tokens of a step · R rows asked for · C hidden_size · H query heads · G key/value heads · D head_dim
@@ -41,7 +43,7 @@ from kernels import attention
 from kivi import ChannelKVCache
 from kvcache import KVCache, tokens_that_fit
 from kvquant import Bits
-from matmul import Linear, QuantizedLinear
+from matmul import Linear, QuantizedLinear, on_gpu
 from quant import quantize
 from weights import Checkpoint, find
 
@@ -53,9 +55,26 @@ class Step(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
+def fuses(x: Tensor) -> bool:
+    """Whether fused.py has kernels for such a tensor: on a GPU, without gradients."""
+    return on_gpu(x) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + D/2) of x: [T, heads, D]. cos, sin: [T, 1, D], the first half of sin negated."""
+    if fuses(x):
+        import fused
+        return fused.rotate(x, cos, sin)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) · up. x: [T, 2 F], gate and up side by side -> [T, F]."""
+    if fuses(x):
+        import fused
+        return fused.swiglu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class RMSNorm(nn.Module):
@@ -69,6 +88,14 @@ class RMSNorm(nn.Module):
             return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[:, :x.shape[-1]]
         wide = x.float() if x.dtype.itemsize == 2 else x
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm: [T, C] each. None adds nothing."""
+        if fuses(x) and not self._forward_pre_hooks:                        # whoever looks on (calibrate.py) sees what the norm gets
+            import fused
+            return fused.add_norm(x, delta, self.weight, self.eps)
+        x = x if delta is None else x + delta
+        return x, self(x)
 
     def pack(self) -> None:
         """The mean of (x, −x) is 0, so its LayerNorm begins with the RMSNorm of x: on a CPU one kernel instead of six."""
@@ -99,13 +126,17 @@ class Layer(nn.Module):
         self.down_proj = make(config.intermediate_size, C, config.mlp_bias, **where)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:           # [T, C] -> [T, C]
+        x, delta = self.ahead(x, None, cos, sin, attend)
+        return x + delta
+
+    def ahead(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Any) -> tuple[Tensor, Tensor]:
+        """Of a stream x + delta: x + delta + attention, and what the network adds to that, for the next norm to add. [T, C] each."""
         T, H, G = len(x), self.heads, self.kv_heads
-        qkv = self.qkv_proj(self.input_norm(x)).view(T, H + 2 * G, self.head_dim)
-        qk, v = qkv.split((H + G, G), dim=1)
+        x, y = self.input_norm.add(x, delta)
+        qk, v = self.qkv_proj(y).view(T, H + 2 * G, self.head_dim).split((H + G, G), dim=1)
         q, k = rotate(qk, cos, sin).split((H, G), dim=1)
-        x = x + self.o_proj(attend(q, k, v).reshape(T, H * self.head_dim))
-        gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down_proj(F.silu(gate) * up)
+        x, y = self.post_norm.add(x, self.o_proj(attend(q, k, v).reshape(T, H * self.head_dim)))
+        return x, self.down_proj(swiglu(self.gate_up_proj(y)))
 
     def parts(self) -> list[tuple[Linear | QuantizedLinear, dict[str, int]]]:
         """The products, and what a checkpoint has of each, by name, with its rows: q, k and v are one product, gate and up another."""
@@ -298,10 +329,12 @@ class Llama(nn.Module):
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
         step = step or Alone(tokens)
         cos, sin = self.turns(step.positions)
-        x = self.look_up(tokens)                                                             # [T, C]
+        x, delta = self.look_up(tokens), None                                                # [T, C]
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, partial(step.attend, i))
-        return self.head(self.norm(x if rows is None else x[rows]))
+            x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i))
+        if rows is not None:
+            x, delta = x[rows], None if delta is None else delta[rows]
+        return self.head(self.norm.add(x, delta)[1])
 
 
 def is_small(config: Config) -> bool:

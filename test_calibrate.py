@@ -170,11 +170,9 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape):
     monkeypatch.setattr(calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double())
     llama, text = model(**shape), torch.arange(30)
     before, weights, layer = llama(text), {n: p.clone() for n, p in llama.places().items()}, llama.layers[1]
-    layer.register_forward_hook(lambda _, x, out: arrived.append(x[0]))
-    arrived: list[torch.Tensor] = []
-    llama(text)
     step = Alone(text)
-    seen = observe(layer, lambda: layer(arrived[0], *llama.turns(text), lambda q, k, v: step.attend(1, q, k, v)))
+    arrived = llama.layers[0](llama.look_up(text), *llama.turns(text), lambda q, k, v: step.attend(0, q, k, v))
+    seen = observe(layer, lambda: layer(arrived, *llama.turns(text), lambda q, k, v: step.attend(1, q, k, v)))
     fold(layer, seen, 4, 32)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
     changed = {name for name, place in llama.places().items() if not torch.equal(place, weights[name])}
