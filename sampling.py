@@ -8,7 +8,8 @@ a token is accepted, rejected or drawn only against distributions that something
     top-p         keep the fewest that hold at least a share p of what is left, the most probable first (Holtzman et al. 2020)
     min-p         keep those with at least min_p times the probability of the most probable (Nguyen et al. 2024)
 
-Ties go to the lower index, so that top-k keeps exactly k. Only the largest candidates are sorted, never the whole vocabulary.
+Ties go to the lower index, so that top-k keeps exactly k. Only the largest candidates are sorted, never the whole vocabulary; on a GPU none
+is, and nobody waits for a number (threshold.py).
 
 All randomness goes through a coin with two verbs: `accept(prob)` and `pick(probs)`. `Keyed` is the one used in production. It is
 counter-based: number i of a stream is a hash of (seed, position, role, i), with no state, so a text does not depend on who
@@ -23,6 +24,7 @@ Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is 
 """
 from copy import copy
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +85,9 @@ def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
 
 def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
     """Zero all but the n most probable of each row, n being what top-k and then top-p leave."""
+    if probs.is_cuda and find_spec("triton"):
+        from threshold import keep_top
+        return keep_top(probs, k, p)
     V = probs.shape[-1]
     k = torch.full_like(probs[:, :1], V) if k is None else torch.where((k < 1) | (k > V), V, k)
     k, p = k.long(), torch.ones_like(probs[:, :1]) if p is None else p
