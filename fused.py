@@ -105,7 +105,8 @@ def compiled(C: int, F: int, D: int, arch: int = 90, dtype: str = "bf16") -> lis
     size, kind = triton.next_power_of_2(C), f"*{dtype}"
     tensors = dict.fromkeys(("x", "delta", "weight", "total", "y", "cos", "sin"), kind)
     types = tensors | dict(C="i32:16", F="i32:16", D="i32:16", eps="fp32", heads="i32", row="i32:16", head="i32:16")
-    fixed = {_add_norm: (dict(SIZE=size), max(1, min(16, size // 512))), _rotate: (dict(HEADS=8, HALF=triton.next_power_of_2(D // 2)), 4), _swiglu: (dict(SIZE=1024), 4)}
+    fixed = {_add_norm: (dict(SIZE=size), max(1, min(16, size // 512))), _rotate: (dict(HEADS=8, HALF=triton.next_power_of_2(D // 2)), 4),
+             _swiglu: (dict(SIZE=1024), 4)}
     return [(kernel.__name__, *compile_for(kernel, {name: types[name] for name in kernel.arg_names if name not in constants}, constants, arch, num_warps)[:3])
             for kernel, (constants, num_warps) in fixed.items()]
 

@@ -14,13 +14,12 @@ and values and lets every token look back within its own sequence.
 
 Without a step, `llama(tokens)` is one sequence from its first token, with no cache: the plain specification.
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w, computed in at least float32.
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w, computed in at least float32. What a layer adds to x waits for the next norm,
+    which adds it as it reads x: on a GPU that is one launch (fused.py).
   - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that q · k
     depends on the distance alone. `llama3` scaling (Llama 3.1) slows the low frequencies down for long texts, `linear` all.
   - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads.
   - SwiGLU (Shazeer 2020).
-
-What a layer's network adds to x waits for the next norm, which adds it as it reads x: on a GPU that is one launch (fused.py).
 
 Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens it has.
 

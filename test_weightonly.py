@@ -38,8 +38,8 @@ def guarded(T: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 def test_equals_the_product_with_the_numbers(T, N, K, bits, group, dtype, wide, seed):
     torch.manual_seed(seed)
     q = quantize(torch.randn(N, K) + 0.3 * torch.randn(N, 1), bits, group)
-    q = q._replace(scale=q.scale.bfloat16() if wide and bits == 8 else q.scale)
-    x, bias = torch.randn(T, 2 * K, device=DEVICE).to(dtype)[:, ::2] if wide else torch.randn(T, K, device=DEVICE).to(dtype), torch.randn(N, device=DEVICE).to(dtype)
+    q = q._replace(scale=q.scale.float() if wide and bits == 8 else q.scale)
+    x, bias = torch.randn(T, 2 * K, device=DEVICE).to(dtype)[:, :: 2 if wide else 1][:, :K], torch.randn(N, device=DEVICE).to(dtype)
     whole, y = guarded(T, N, dtype)
     product(x, *(part if part is None else part.to(DEVICE) for part in q[:3]), group, bias if wide else None, out=y)
     assert whole.isnan().sum() == 64 and whole[:32].isnan().all() and whole[-32:].isnan().all()
@@ -55,14 +55,15 @@ def test_of_whole_numbers_every_term_is_there(bits, group, zeros, T, dtype):
     N, K = 41, 352
     M = -(-K // group)
     values = torch.randint(-127, 128, (N, K)).to(torch.int8) if bits == 8 else torch.randint(0, 256, (N, K // 2)).to(torch.uint8)
-    q = Quantized(values, torch.ones(N, 1) if bits == 8 else torch.ones(N, M).bfloat16(), None if bits == 8 else torch.randint(*zeros, (N, M)).to(torch.int16), K, group)
+    scale, zero = torch.ones(N, 1 if bits == 8 else M).bfloat16(), None if bits == 8 else torch.randint(*zeros, (N, M)).to(torch.int16)
+    q = Quantized(values, scale, zero, K, group)
     x = torch.zeros(T, K).scatter_(1, torch.randint(K, (T, 3)), 1).to(dtype)
     x[:, ::7] = 0.5
     if zeros[0] > 99:
         x[0, -1] = -x[0, :-1].sum()
     y = product(x.to(DEVICE), *(part if part is None else part.to(DEVICE) for part in q[:3]), group)
     expected = (x.double() @ exact(q).T).to(dtype)
-    torch.testing.assert_close(y.cpu(), expected, rtol=2.0**-7 if dtype == torch.bfloat16 else 0, atol=0)                 # the interpreter cuts off where a GPU rounds
+    torch.testing.assert_close(y.cpu(), expected, rtol=2.0**-7 if dtype == torch.bfloat16 else 0, atol=0)     # the interpreter cuts off
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -116,7 +117,8 @@ def test_the_assembly_makes_numbers_of_all_bytes():
 
 
 def table() -> list[list[int]]:
-    cases = [(1, "8B o", 4, "bf16", 90), (1, "1B o", 4, "bf16", 80), (64, "8B qkv", 4, "bf16", 90), (16, "8B qkv", 8, "bf16", 80), (5, "8B down", 8, "fp32", 90)]
+    cases = [(1, "8B o", 4, "bf16", 90), (1, "1B o", 4, "bf16", 80), (64, "8B qkv", 4, "bf16", 90), (16, "8B qkv", 8, "bf16", 80),
+             (5, "8B down", 8, "fp32", 90)]
     return [[T, arch, *weightonly.compiled(T, *SHAPES[shape], bits, 128, dtype, arch)] for T, shape, bits, dtype, arch in cases]
 
 

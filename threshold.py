@@ -46,13 +46,13 @@ def _level(keys, target, found, sums, next_found, next_sums, V, S, shift, FIRST:
         known = _found(found, sums, target, b, shift + 4, S, PIECES)
     if s == 0:
         tl.store(next_found + b, known)
-    tried = known | (tl.arange(0, 16).to(tl.int64) << shift)                                # [16]
+    tried = known | (tl.arange(0, 16).to(tl.int64) << shift)                                # [16]; negative: beyond the highest bit
     total = tl.zeros((16,), tl.float64)
     for start in tl.range(s * PIECE, tl.minimum(s * PIECE + PIECE, V), SIZE):
         at = start + tl.arange(0, SIZE)
         key = tl.load(keys + b.to(tl.int64) * V + at, mask=at < V, other=-1)
         value = key.to(tl.float64, bitcast=True) if MASS else tl.full((SIZE,), 1.0, tl.float64)
-        total += tl.sum(tl.where(key[None, :] >= tried[:, None], value[None, :], 0.0), 1)
+        total += tl.sum(tl.where((key[None, :] >= tried[:, None]) & (tried >= 0)[:, None], value[None, :], 0.0), 1)
     tl.store(next_sums + (b * S + s) * 16 + tl.arange(0, 16), total)
 
 
@@ -63,9 +63,9 @@ def _last(target, found, sums, out, S, PIECES: tl.constexpr):
 
 
 def largest(probs: Tensor, target: Tensor, mass: bool) -> Tensor:
-    """The largest v of which as many of a row's numbers as `target` are at least v, or of which such numbers' mass is; 0 where none is.
+    """The largest v such that `target` of a row's numbers are at least v, or their mass is `target`; 0 where there is none.
 
-    probs: float64[B, V] in [0, 1], target: float64[B, 1] -> float64[B, 1]
+    probs: float64[B, V] in [0, 1], target: float64[B, 1] above 0 -> float64[B, 1]
     """
     keys = probs.contiguous().view(torch.int64)
     if probs.is_cuda or knobs.runtime.interpret:
@@ -130,8 +130,9 @@ def keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
 def compiled(V: int, mass: bool, arch: int = 90) -> list[int]:
     """Registers, spills and shared memory of a level."""
     from crosscompile import compile_for
-    types = dict.fromkeys(("keys", "found", "next_found"), "*i64") | dict.fromkeys(("target", "sums", "next_sums"), "*fp64") | dict.fromkeys(("V", "S", "shift"), "i32")
-    return list(compile_for(_level, types, dict(FIRST=False, MASS=mass, PIECES=triton.next_power_of_2(triton.cdiv(V, PIECE)), PIECE=PIECE, SIZE=512), arch)[:3])
+    kinds = {"*i64": ("keys", "found", "next_found"), "*fp64": ("target", "sums", "next_sums"), "i32": ("V", "S", "shift")}
+    fixed = dict(FIRST=False, MASS=mass, PIECES=triton.next_power_of_2(triton.cdiv(V, PIECE)), PIECE=PIECE, SIZE=512)
+    return list(compile_for(_level, {name: kind for kind, names in kinds.items() for name in names}, fixed, arch)[:3])
 
 
 def main() -> None:
