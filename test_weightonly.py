@@ -13,7 +13,7 @@ from quant import Quantized, dequantize, quantize
 from weightonly import FEW, PIECES, ROWS, SHAPES, plan, product, serves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                                        # a CPU runs the kernels in the interpreter
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}                   # of what the terms add up to without their signs
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}                   # of what the terms add up to without their signs
 CASE = dict(T=st.one_of(st.integers(1, 9), st.integers(1, 20)), N=st.integers(1, 140), K=st.integers(1, 9).map(lambda n: 32 * n), bits=st.sampled_from([4, 8]),
             group=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(list(PIECES)), wide=st.booleans(), seed=st.integers(0, 99))
 

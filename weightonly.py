@@ -15,7 +15,8 @@ them on integers. So three operations a weight are all there is, and each is cho
 
 In the compiled loop for one row and 32 rows of W these are 2.7 operations a weight, with all that is around them; for 8 bits 3.4.
 
-float32 and float16 rows are split into three and two bfloat16 parts that add up to them exactly, each multiplied: as good as float32.
+float32 and float16 rows are split into three and two bfloat16 parts that add up to them exactly, each multiplied. What rounding is left
+is that of float32 sums, which of 4 bits, with the 128 in them, are some thirty times as large as what they stand for.
 
   - 1 to 8 rows: a program takes 16 or 32 rows of W, its warps different columns, and adds up their sums at the end.
   - 9 to 64 rows: 128 rows of W, which read x less often; where these are too few programs for the GPU, several share the columns and
