@@ -155,8 +155,8 @@ class Result:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first."""
-        return (len(self.tokens) - 1) / (self.total - self.first) if len(self.tokens) > 1 else None
+        """Tokens a second after the first; None where there are none, or all came in one round."""
+        return (len(self.tokens) - 1) / (self.total - self.first) if self.total > self.first else None
 
     def summary(self) -> str:
         rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""

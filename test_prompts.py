@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 
+from conftest import write_model
 from pretrained import Model
 from prompts import read_requests
 from request import Settings
@@ -75,3 +76,20 @@ def test_a_request_that_memory_cannot_hold_is_refused_alone(base, tmp_path, caps
 def test_bad_flags_of_batches(base, capsys, arguments, says):
     status, out, err = run(capsys, *arguments, "--target", base)
     assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize("draft, verify", [("model", "exact"), ("model", "coupled"), ("self", "exact")])
+def test_everything_at_once(base, tmp_path, capsys, draft, verify):
+    """16 mixed requests with drafts, INT8 weights, an INT8 cache and shared beginnings: each gets the tokens that it gets alone."""
+    beginning, file = "There was a little dog. ", tmp_path / "prompts.jsonl"
+    asked = [dict(prompt=beginning * (i % 3) + "and " * (i % 4) + "then", seed=i, gamma=1 + i % 3, max_tokens=4 + 3 * (i % 5), temperature=(0, 1, 0.7)[i % 3], top_k=(0, 9)[i % 2])
+             for i in range(16)]
+    file.write_text("\n".join(map(json.dumps, asked)))
+    common = ("--target", base, "--draft", write_model(tmp_path / "draft", seed=5, num_hidden_layers=1) if draft == "model" else "self", "--verify", verify, "--dtype", "float64", "--bits", "8", "--kv-bits", "8")
+    status, out, _ = run(capsys, "--prompts", file, *common, "--max-batch", "5")
+    results = {r["index"]: r for r in map(json.loads, out.splitlines())}
+    assert status == 0 and len(results) == 16
+    for i, line in enumerate(asked):
+        flags = [part for name in ("seed", "gamma", "max_tokens", "temperature", "top_k") for part in (f"--{name.replace('_', '-')}", line[name])]
+        _, alone, _ = run(capsys, line["prompt"], *common, *flags, "--json", "--kv", "contiguous")
+        assert results[i]["tokens"] == json.loads(alone)["tokens"]

@@ -63,3 +63,5 @@ def test_a_rate_needs_two_tokens():
     assert result.to_dict()["stats"]["tokens_per_second"] is None
     result.tokens, result.total = [5, 6, 7], 1.5
     assert result.to_dict()["stats"]["tokens_per_second"] == 2.0
+    result.total = result.first                                          # all in the first round: drafts that stood
+    assert result.to_dict()["stats"]["tokens_per_second"] is None and "tokens/s" not in result.summary()
