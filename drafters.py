@@ -39,8 +39,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvcache import Alone
 from kvquant import GROUP
-from model import Alone
 from request import Request
 from sampling import TEXT, Keyed, draft_role, probabilities
 

@@ -21,9 +21,9 @@ import torch
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from kivi import ChannelPagedCache, ring_bytes
-from kvcache import kv_bytes
+from kvcache import NoCache, kv_bytes
 from kvquant import Bits, widths
-from model import Llama, NoCache
+from model import Llama
 from paged import PagedCache, blocks_that_fit
 from pretrained import Model
 from request import Message, Request, Result, StopStrings

@@ -26,6 +26,7 @@ Invariant: row `seq` holds exactly the tokens [0, length(seq)); what lies beyond
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,6 +182,44 @@ class Step:
         new_k[layer].copy_(k)
         new_v[layer].copy_(v)
         return attention(q, all_k[layer].to(q.dtype), all_v[layer].to(q.dtype))
+
+
+class Alone:
+    """The step of one whole text without a cache."""
+
+    def __init__(self, tokens: Tensor):
+        self.positions = torch.arange(len(tokens), device=tokens.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k.transpose(0, 1), v.transpose(0, 1))
+
+
+class NoCache:
+    """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
+
+    max_len = sys.maxsize
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def open(self, tokens: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def length(self, seq: int) -> int:
+        return 0
+
+    def fits(self, requests: Any) -> bool:
+        return True
+
+    def extend(self, requests: Any) -> Alone:
+        (_, tokens), = requests
+        return Alone(torch.tensor(tokens, device=self.device))
+
+    def truncate(self, seq: int, length: int) -> None:
+        pass
+
+    def free(self, seq: int) -> None:
+        pass
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

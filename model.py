@@ -38,9 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Config, Quantization, inverse_frequencies
-from kernels import attention
 from kivi import ChannelKVCache
-from kvcache import KVCache, tokens_that_fit
+from kvcache import Alone, KVCache, tokens_that_fit
 from kvquant import Bits
 from matmul import Linear, QuantizedLinear, on_gpu
 from quant import quantize
@@ -152,44 +151,6 @@ class Layer(nn.Module):
             for kind, whole in linear.tensors().items():
                 places |= {f"{prefix}.{name}.{kind}": part for name, part in zip(rows, whole.split(list(rows.values())))}
         return places
-
-
-class Alone:
-    """The step of one whole text without a cache."""
-
-    def __init__(self, tokens: Tensor):
-        self.positions = torch.arange(len(tokens), device=tokens.device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k.transpose(0, 1), v.transpose(0, 1))
-
-
-class NoCache:
-    """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
-
-    max_len = sys.maxsize
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def open(self, tokens: Any) -> tuple[int, int]:
-        return 0, 0
-
-    def length(self, seq: int) -> int:
-        return 0
-
-    def fits(self, requests: Any) -> bool:
-        return True
-
-    def extend(self, requests: Any) -> Alone:
-        (_, tokens), = requests
-        return Alone(torch.tensor(tokens, device=self.device))
-
-    def truncate(self, seq: int, length: int) -> None:
-        pass
-
-    def free(self, seq: int) -> None:
-        pass
 
 
 class Llama(nn.Module):

@@ -23,22 +23,21 @@ Not covered: moving blocks to the CPU's memory; blocks that are shared before th
 
 Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
 
-    L layers · N blocks · S block_size · B texts of a step · T its tokens · n queries of a text · M keys · G, H, D heads, head size
+    L layers · N blocks · S block_size · G, D heads, head size
 """
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blocks import Key, Pool
-from kernels import FEW, attention, fused, paged_attention
+from kernels import fused
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
 from kvquant import Bits, KVStore, store
+from pagedstep import PagedStep, in_order
+
 
 @dataclass
 class Text:
@@ -235,77 +234,6 @@ class PagedCache:
             for i, block in enumerate(text.blocks):
                 used[block] = max(used.get(block, 0), min(self.block_size, len(text.tokens) - i * self.block_size))
         return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
-
-
-class PagedStep:
-    """The new tokens of one forward pass, packed end to end: their places in the blocks, and attention for them.
-
-    Sequences with few queries go through one call together; one with many has a call of its own. Where its blocks lie in order, as
-    they do while the pool is fresh, nothing is gathered: its past is a slice. (A lone text in order has the step of kvcache.py.)
-    """
-
-    def __init__(self, cache: PagedCache, starts: list[tuple[Text, int]]):
-        """starts: of each sequence of the step, the text (with its new tokens) and its length before."""
-        S, device, most = cache.block_size, cache.device, max(len(text.blocks) for text, _ in starts)
-        self.cache, tensor = cache, partial(torch.tensor, dtype=torch.int64, device=device)
-        lengths, counts = [len(text.tokens) for text, _ in starts], [len(text.tokens) - start for text, start in starts]
-        tables = tensor([text.blocks + text.blocks[:1] * (most - len(text.blocks)) for text, _ in starts])                  # [B, most]
-        owner = tensor([b for b, n in enumerate(counts) for _ in range(n)])                                                 # [T]
-        self.positions = tensor([position for (_, start), length in zip(starts, lengths) for position in range(start, length)])
-        self.slots = tables[owner, self.positions // S] * S + self.positions % S                                            # [T]
-        few = [b for b, n in enumerate(counts) if n <= FEW]
-        self.few, self.mask, self.many = None, None, []
-        if few:
-            whole = len(few) == len(starts)
-            self.few = gather_plan(tables if whole else tables[few], S, [lengths[b] for b in few], [counts[b] for b in few], None if whole else
-                                   tensor([i for i, b in enumerate(owner.tolist()) if counts[b] <= FEW]))
-        for b, (end, n) in enumerate(zip(accumulate(counts), counts)):
-            if n > FEW:
-                blocks, every = starts[b][0].blocks, torch.arange(lengths[b], device=device)
-                past = slice(blocks[0] * S, blocks[0] * S + lengths[b]) if in_order(blocks) else tables[b, every // S] * S + every % S
-                self.many.append((slice(end - n, end), past))
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        keys, values = (kept[layer].flatten(0, 1) for kept in (self.cache.keys, self.cache.values))       # [N · S, G, D]
-        keys.index_copy_(0, self.slots, k.to(keys.dtype))
-        values.index_copy_(0, self.slots, v.to(values.dtype))
-        if self.few is not None and self.mask is None:
-            self.mask = self.few.unseen.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, None]                 # [B, 1, n · R, M]
-        if self.few is not None and not self.many:
-            return paged_attention(q, keys, values, self.few.past, self.mask, self.few.place)
-        out = torch.empty_like(q)
-        if self.few is not None:
-            out[self.few.rows] = paged_attention(q[self.few.rows], keys, values, self.few.past, self.mask, self.few.place)
-        for own, past in self.many:
-            out[own] = attention(q[own], *(kept[past].transpose(0, 1).to(q.dtype) for kept in (keys, values)))
-        return out
-
-
-def in_order(blocks: list[int]) -> bool:
-    """Whether each block lies right after the one before."""
-    return all(block == blocks[0] + i for i, block in enumerate(blocks))
-
-
-class Few(NamedTuple):
-    """Sequences of a step with a few queries each, padded to the most."""
-    past: Tensor                                        # int64[B, M], the slots of each one's tokens, then its first over and over
-    unseen: Tensor                                      # float32[B, n, M], 0 where a query sees a key, else −∞
-    place: Tensor | None                                # int64[T'], where the queries are among B · n; None: everywhere
-    rows: Tensor | None                                 # int64[T'], where they are in the step; None: it has no others
-
-
-def gather_plan(tables: Tensor, S: int, lengths: list[int], counts: list[int], rows: Tensor | None) -> Few:
-    """tables: int64[B, most], blocks; lengths and counts: of each sequence, its tokens, and how many of them are new."""
-    n, device = max(counts), tables.device
-    every = torch.arange(max(lengths), device=device)                                                       # [M]
-    length, count = torch.tensor([lengths, counts], device=device)[:, :, None]                              # [B, 1]
-    past = torch.where(every < length, tables[:, every // S] * S + every % S, tables[:, :1] * S)
-    last = length - count + torch.arange(n, device=device)                                                  # [B, n], the last key seen
-    unseen = torch.zeros(len(tables), n, len(every), device=device).masked_fill_(every > last[:, :, None], float("-inf"))
-    ragged = any(own != n for own in counts)
-    place = torch.tensor([b * n + j for b, own in enumerate(counts) for j in range(own)], device=device) if ragged else None
-    return Few(past, unseen, place, rows)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

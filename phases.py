@@ -31,14 +31,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import speculative
 from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter
-from kvcache import Step
-from model import Alone
-from paged import PagedStep
+from kivi import ChannelStep
+from kvcache import Alone, Step
+from pagedstep import PagedStep
 from sampling import Keyed
 from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
-          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
+          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (ChannelStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
           (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
           (speculative, "verify", "sample"), (speculative, "couple", "sample")]
 

@@ -11,7 +11,8 @@ import quant
 from calibrate import DAMP, Moments, awq, errors, fold, gptq, observe, quantize_model
 from config import Config, Quantization
 from conftest import SMALL
-from model import Alone, Llama
+from kvcache import Alone
+from model import Llama
 from perplexity import perplexity
 from quant import dequantize, quantize, unpack4
 

@@ -34,7 +34,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: int) -> torc
     return attention(q[at:at + 1], keys.transpose(0, 1), values.transpose(0, 1))[0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.sampled_from(sorted(MAKE)), st.integers(0, 99), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 60)), min_size=1, max_size=6), st.booleans())
 def test_a_token_sees_its_own_group_as_it_is_and_the_others_in_4_bits(layout, seed, moves, fork):
     """The text grows, and is cut back, in many ways, beside another; what a token sees goes by its position alone."""
@@ -42,7 +42,7 @@ def test_a_token_sees_its_own_group_as_it_is_and_the_others_in_4_bits(layout, se
     for kept in (cache.rings.keys, *cache.keys.parts, *cache.values.parts):
         kept.fill_(float("nan") if kept.is_floating_point() else 77)                     # what was never written is never read
     seq, other = cache.open(())[0], cache.open(())[0]
-    beside = data(160, seed + 1)
+    beside, longest = data(160, seed + 1), 0
     for grows, cut in moves:
         before, mate = cache.length(seq), cache.length(other)
         grows = min(grows, 150 - before)
@@ -57,10 +57,10 @@ def test_a_token_sees_its_own_group_as_it_is_and_the_others_in_4_bits(layout, se
                 torch.testing.assert_close(out[i], expected(*(x[layer] for x in beside), at))
             for i, at in enumerate(range(before, before + grows)):
                 torch.testing.assert_close(out[3 + i], expected(q[layer], k[layer], v[layer], at))
-        length = max(0, cache.length(seq) - cut)
+        longest, length = max(longest, cache.length(seq)), max(0, cache.length(seq) - cut)
         cache.truncate(seq, length)
         assert length - GROUP < cache.length(seq) <= length
-        assert cache.length(seq) == length or cut > RING - GROUP                         # a little can always be taken back
+        assert cache.length(seq) == length or length // GROUP * GROUP < longest - RING    # the ring of its longest state has the last 32
         if fork:
             new = cache.fork(seq)
             cache.free(seq)

@@ -13,7 +13,8 @@ from conftest import SMALL
 from kernels import attention
 from kvcache import CacheFull, KVCache, Step
 from model import Llama
-from paged import PagedCache, PagedStep, blocks_that_fit
+from paged import PagedCache, blocks_that_fit
+from pagedstep import PagedStep
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 
