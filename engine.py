@@ -123,7 +123,7 @@ class Engine:
             drafter = NgramDrafter()
         self.caches = caches
         self.maker = Decoder(model.llama, caches[0], model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK if use_cache else max_len)
-        if isinstance(drafter, SelfDrafter):                                             # on a CPU its few bits cost more than they save:
+        if isinstance(drafter, SelfDrafter):                                             # where its few bits cost more than they save,
             self.maker.costs.draft.guess = drafter.estimate()                            # no draft is needed to see that
         self.batch = Batcher(self.maker, max_batch)
 
