@@ -56,7 +56,9 @@ class Pool:
             self.free.append(block)
 
     def publish(self, block: int, key: Key) -> int:
-        """The identity of what this block holds: a new one, or that of a block which holds the same and was there first."""
+        """The identity of what this block holds: the one it has, that of a block which holds the same and was there first, or a new one."""
+        if block in self.known:                         # under a parent that has gone since, and has come back as another
+            return self.known[block][1]
         if key in self.published:
             return self.known[self.published[key]][1]
         self.identities += 1

@@ -49,3 +49,18 @@ def test_the_first_block_with_some_tokens_is_the_one_that_is_found():
     pool.withdraw(a)
     pool.withdraw(a)
     assert pool.find((0, (1,))) is None
+
+
+def test_a_block_has_one_identity_even_if_its_parent_comes_back_as_another():
+    """The key it was published under must not stay behind: whoever met it again would look for a block that is not known."""
+    pool = Pool(4)
+    first, twin, block, _ = pool.take(4)
+    parent = pool.publish(first, (0, (1, 2)))
+    assert pool.publish(twin, (0, (1, 2))) == parent                     # its twin is not published, and goes by the other's identity
+    identity = pool.publish(block, (parent, (3, 4)))
+    pool.withdraw(first)                                                 # the parent goes; the twin is published in its place
+    again = pool.publish(twin, (0, (1, 2)))
+    assert again != parent and pool.publish(block, (again, (3, 4))) == identity
+    assert len(pool.published) == len(pool.known) and all(pool.published[key] == b for b, (key, _) in pool.known.items())
+    pool.withdraw(block)
+    assert pool.find((parent, (3, 4))) is None and pool.publish(block, (parent, (3, 4))) > identity
