@@ -268,12 +268,6 @@ def capability(device: torch.device) -> int:
     return 10 * torch.cuda.get_device_capability(device)[0] + torch.cuda.get_device_capability(device)[1] if device.type == "cuda" else 90
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Of this GPU; of what is none, as many as an H100 has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, lengths: Tensor, launches: Sequence[Launch], block: int = 0,
            out: Tensor | None = None) -> Tensor:
     """Causal attention of the newest tokens of B sequences, whose keys and values are stored.

@@ -17,7 +17,8 @@ al. 2022) and accumulates in float32.
     n queries · m keys · H query heads · G key/value heads · D head size
 """
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,9 +28,21 @@ from torch import Tensor
 FEW = 16                                                # up to so many queries, the heads of a group are rows of one product
 
 
-def fused(device: torch.device, dtype: torch.dtype) -> bool:
+@cache
+def on_gpu(device: torch.device) -> bool:
+    """Whether Triton's kernels are for what is there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Of this GPU; of what is none, as many as an H100 has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def in_place(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a cache of `dtype` there is attended to in place, by Triton's kernels (kernelstep.py), rather than by what is in this file."""
-    return device.type == "cuda" and dtype != torch.float64
+    return on_gpu(device) and dtype != torch.float64
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash import Launch, Pool, attend, plan, processors
+from flash import Launch, Pool, attend, plan
+from kernels import processors
 from kvquant import KVStore
 from store import store
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import attention, fused
+from kernels import attention, in_place
 from kvquant import GROUP, Bits, KVStore, key_bytes, store, vector_bytes
 
 Places = Sequence[Tensor | KVStore]                             # of one layer after the other
@@ -130,7 +130,7 @@ class KVCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
         """The step of these sequences, which were so long before."""
-        if fused(self.device, self.keys.dtype):
+        if in_place(self.device, self.keys.dtype):
             from kernelstep import KernelStep
             spans = [([seq], start, self._lengths[seq]) for seq, start in starts]
             return KernelStep(self.keys.transpose(2, 3), self.values.transpose(2, 3), spans, self.max_len, rows=True)

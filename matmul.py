@@ -30,12 +30,12 @@ Not covered: training; float64 (which is for proofs) and float16 use the plain o
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import on_gpu
 from quant import Quantized, dequantize, quantize, unpack4
 
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
@@ -153,16 +153,6 @@ def digit_bits() -> int:
     return 0
 
 
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether Triton's kernels are for this tensor."""
-    return x.is_cuda and has_triton()
-
-
 class QuantizedLinear(nn.Module):
     """y = x Wᵀ + b, with W in 8 or 4 bits (quant.py); x and y are of `dtype`.
 
@@ -211,7 +201,7 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes: "kernel" (weightonly.py) or "fused", which read the integers; "packed" or "integers"
         (as stored), which add whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
-        if self.scale is not None and on_gpu(self.scale):
+        if self.scale is not None and on_gpu(self.scale.device):
             from weightonly import serves
             return "kernel" if serves(rows, self.in_features, self.bits, self.group, self.dtype) else "tiles"
         if self.fused is not None and (self.bits == 4 or 0 < rows <= 4):

@@ -38,10 +38,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Config, Quantization, inverse_frequencies
+from kernels import on_gpu
 from kivi import ChannelKVCache
 from kvcache import Alone, KVCache, tokens_that_fit
 from kvquant import Bits
-from matmul import Linear, QuantizedLinear, on_gpu
+from matmul import Linear, QuantizedLinear
 from quant import quantize
 from weights import Checkpoint, find
 
@@ -55,7 +56,7 @@ class Step(Protocol):
 
 def fuses(x: Tensor) -> bool:
     """Whether fused.py has kernels for such a tensor: on a GPU, without gradients."""
-    return on_gpu(x) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
+    return on_gpu(x.device) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from blocks import Key, Pool
-from kernels import fused
+from kernels import in_place
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
 from kvquant import Bits, KVStore, store
 from pagedstep import PagedStep, in_order
@@ -159,7 +159,7 @@ class PagedCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "PagedStep | Step":
         """The step of these sequences, which were so long before."""
-        if fused(self.device, self.keys.dtype):
+        if in_place(self.device, self.keys.dtype):
             from kernelstep import KernelStep
             spans = [(self._texts[seq].blocks, start, self.length(seq)) for seq, start in starts]
             return KernelStep(self.keys, self.values, spans, self.block_size)

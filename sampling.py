@@ -24,11 +24,12 @@ Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is 
 """
 from copy import copy
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels import on_gpu
 
 Setting = float | int | Tensor | None      # one value, or one a row; None: no such filter
 
@@ -85,7 +86,7 @@ def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
 
 def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
     """Zero all but the n most probable of each row, n being what top-k and then top-p leave."""
-    if probs.is_cuda and find_spec("triton"):
+    if on_gpu(probs.device):
         from threshold import keep_top
         return keep_top(probs, k, p)
     V = probs.shape[-1]

@@ -26,7 +26,7 @@ from conftest import SMALL
 from config import Config
 from crosscompile import SHARED, apart
 from flash import Launch, Pool, attend, plan
-from kernels import attention
+from kernels import attention, processors
 from kernelstep import Bucket, KernelStep
 from kvquant import KVStore
 from kvquant import store as room
@@ -220,7 +220,7 @@ def test_rotation_in_the_same_pass(R, D):
 @contextmanager
 def in_triton() -> Iterator[None]:
     """The caches' steps are those of a GPU, wherever their tensors are."""
-    with mock.patch.object(kvcache, "fused", lambda *_: True), mock.patch.object(paged, "fused", lambda *_: True):
+    with mock.patch.object(kvcache, "in_place", lambda *_: True), mock.patch.object(paged, "in_place", lambda *_: True):
         yield
 
 
@@ -250,7 +250,7 @@ def test_both_caches_give_the_same_logits_as_in_torch(bits):
         return torch.cat(logits)
 
     for make in kinds:
-        with mock.patch.object(kvcache, "fused", lambda *_: False), mock.patch.object(paged, "fused", lambda *_: False):
+        with mock.patch.object(kvcache, "in_place", lambda *_: False), mock.patch.object(paged, "in_place", lambda *_: False):
             expected = run(make)
         with in_triton():
             found = run(make)
@@ -377,6 +377,6 @@ def test_16_bits_on_the_machine(dtype, bits, rows):
             texts = Texts(counts, past, 8, 4, D, 16 if not rows else 4005, bits, rows, 1, dtype)
             longest, expected = max(texts.lengths), texts.expected()
             for forced in (None, 5):
-                launches = plan(counts, longest, 32, 8, flash.processors(torch.device(DEVICE, 0)))
+                launches = plan(counts, longest, 32, 8, processors(torch.device(DEVICE, 0)))
                 out, around = texts.attend(launches if forced is None else [launch._replace(splits=forced) for launch in launches])
                 assert (out.float() - expected).norm() < 1e-2 * expected.norm() and around.isnan().all()

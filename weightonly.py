@@ -29,7 +29,6 @@ Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017): integers to fl
 
     T rows (tokens of a step) · K in_features · N out_features · M groups of a row · J bytes of a row · B groups at a time
 """
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+
+from kernels import processors
 
 ROWS = 64                                               # the most rows of x
 FEW = 8                                                 # up to so many, warps share a program's columns
@@ -212,11 +213,6 @@ def plan(T: int, N: int, K: int, bits: int, group: int, processors: int = 132) -
     cols, group = max(16, triton.next_power_of_2(T)), 128 if bits == 8 else group
     tiles, M = triton.cdiv(N, 128), triton.cdiv(K, group)
     return Plan(128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def constants(cut: Plan, K: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
