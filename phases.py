@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -73,7 +74,11 @@ class Phases:
     @contextmanager
     def watched(self) -> Iterator["Phases"]:
         """Every function of PHASES is in its phase."""
-        own = [(owner, name, vars(owner)[name], phase) for owner, name, phase in PHASES if name in vars(owner)]
+        phases = list(PHASES)
+        if torch.cuda.is_available() and find_spec("triton"):                   # which kernelstep.py needs
+            from kernelstep import KernelStep
+            phases.append((KernelStep, "attend", "attend"))
+        own = [(owner, name, vars(owner)[name], phase) for owner, name, phase in phases if name in vars(owner)]
         self.start = time.perf_counter()
         try:
             for owner, name, run, phase in own:
