@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,17 +95,34 @@ class Round:
         return self.coins if self.coupled else self.coins[::self.width]
 
 
-class Drafter(Protocol):
-    """What a round needs of a drafter."""
-    def open(self, request: Request) -> None: ...
-    def close(self, request: Request) -> None: ...
-    def lag(self, request: Request) -> int: ...
-    def follow(self, request: Request, length: int) -> None: ...
-    def fits(self, work: Sequence[Any]) -> bool: ...
-    def room(self, request: Request, most: int) -> int: ...
-    shares: bool
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]: ...
-    def keep(self, request: Request, length: int) -> None: ...
+class Drafter:
+    """What a round needs of a drafter; as it stands here, of one that keeps nothing."""
+
+    shares = False
+
+    def open(self, request: Request) -> None:
+        pass
+
+    def close(self, request: Request) -> None:
+        pass
+
+    def lag(self, request: Request) -> int:
+        return 0
+
+    def follow(self, request: Request, length: int) -> None:
+        pass
+
+    def fits(self, work: Sequence[Any]) -> bool:
+        return True
+
+    def keep(self, request: Request, length: int) -> None:
+        pass
+
+    def room(self, request: Request, most: int) -> int:
+        raise NotImplementedError
+
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
 
 def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round) -> tuple[Tensor, Tensor]:
@@ -126,10 +143,8 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
     return drafted, q
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A model with a cache of its own."""
-
-    shares = False
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
@@ -182,29 +197,16 @@ class ModelDrafter:
             self.cache.truncate(seq, min(self.cache.length(seq), length))
 
 
-class SelfDrafter:
-    """The target's INT4 copy (`Llama.rounded`), in the target's cache. Between rounds nothing of it is there."""
+class SelfDrafter(Drafter):
+    """The target's INT4 copy (`Llama.rounded`), in the target's cache. Between rounds nothing of it is there.
+
+    There is always room: what it writes, the last token and all drafts but one, is less than what the target will.
+    """
 
     shares = True
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
-
-    def open(self, request: Request) -> None:
-        pass
-
-    def close(self, request: Request) -> None:
-        pass
-
-    def lag(self, request: Request) -> int:
-        return 0
-
-    def follow(self, request: Request, length: int) -> None:
-        pass
-
-    def fits(self, work: Sequence[Any]) -> bool:
-        """What it writes, the last token and all drafts but one, is less than what the target will: if that fits, this does."""
-        return True
 
     def room(self, request: Request, most: int) -> int:
         """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)
@@ -221,9 +223,6 @@ class SelfDrafter:
             for seq, length in zip(seqs, before):
                 self.cache.truncate(seq, length)
 
-    def keep(self, request: Request, length: int) -> None:
-        pass
-
     @torch.inference_mode()
     def estimate(self) -> float:
         """Seconds of a drafted token, at least: of a token through one layer, as many times as there are layers."""
@@ -235,10 +234,8 @@ class SelfDrafter:
         return (time.perf_counter() - start) * len(llama.layers)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the last n tokens up in the text before them, the longest n first, and proposes what followed there."""
-
-    shares = False
 
     def __init__(self, longest: int = 3):
         self.longest = longest
@@ -249,15 +246,6 @@ class NgramDrafter:
 
     def close(self, request: Request) -> None:
         self.index.pop(request, None)
-
-    def lag(self, request: Request) -> int:
-        return 0
-
-    def follow(self, request: Request, length: int) -> None:
-        pass
-
-    def fits(self, work: Sequence[Any]) -> bool:
-        return True
 
     def room(self, request: Request, most: int) -> int:
         return len(self.look_up(request, most))
