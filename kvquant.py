@@ -131,25 +131,19 @@ class KVStore:
 
 @torch.inference_mode()
 def main() -> None:
-    import torch.nn.functional as F
-
     from distill import tell
     from kvcache import kv_bytes
     from model import Llama
+    from perplexity import perplexity
     llama = Llama.load("tiny", dtype=torch.float32)
     c, length = llama.config, 256
-    texts = tell(llama, 12, length - 1, c.eos_token_ids[0], seed=1).tokens.view(-1, length)
-    print(f"tiny, {texts[:, 1:].numel():,} tokens: bytes of a token's keys and values, and perplexity")
+    texts = list(tell(llama, 12, length - 1, c.eos_token_ids[0], seed=1).tokens.view(-1, length))
+    print(f"tiny, {12 * (length - 1):,} tokens: bytes of a token's keys and values, and perplexity")
     first = 0.0
     for name, bits in WIDTHS.items():
-        losses = []
-        for text in texts:
-            cache = llama.cache(length, bits=bits)
-            logits = llama(text, cache.extend([(cache.open(())[0], text.tolist())]))
-            losses.append(F.cross_entropy(logits[:-1], text[1:]))
-        perplexity = torch.stack(losses).mean().exp().item()
-        size, first = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, GROUP, torch.bfloat16, bits) // GROUP, first or perplexity
-        print(f"  {name:>4} bits {size:6,} {perplexity:9.4f} {100 * (perplexity / first - 1):+7.2f} %")
+        found = perplexity(llama, texts, bits)
+        size, first = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, GROUP, torch.bfloat16, bits) // GROUP, first or found
+        print(f"  {name:>4} bits {size:6,} {found:9.4f} {100 * (found / first - 1):+7.2f} %")
 
 
 if __name__ == "__main__":
