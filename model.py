@@ -198,7 +198,7 @@ class Llama(nn.Module):
         if bits != 16:
             config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config)), seed=None)
+        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), config.quantization is not None), seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
 
@@ -303,10 +303,12 @@ def is_small(config: Config) -> bool:
     return sum(place.numel() for place in Llama(config, "meta", seed=None).places().values()) <= 2**20
 
 
-def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False) -> torch.dtype:
+def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, quantized: bool = False) -> torch.dtype:
     """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; and where there are no instructions for
-    the checkpoint's, which is then many times slower: and says so."""
+    the checkpoint's, which is then many times slower: and says so; for quantized weights bfloat16, where there are instructions for it."""
     native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
+    if device.type == "cpu" and quantized and native and not small and stored == torch.float32:
+        return torch.bfloat16                                                       # matmul.py: integers are fastest beside it
     if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native and not small):
         return stored
     if not small:

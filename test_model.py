@@ -150,6 +150,8 @@ def test_the_default_dtype(monkeypatch):
             assert "float32" in str(told[0].message)
             told.clear()
             assert default_dtype(torch.bfloat16, cpu, small=True) == torch.float32 and not told
+            wide = [default_dtype(torch.float32, cpu, small, quantized=True) for small in (False, True)]       # integers are fastest beside bfloat16
+            assert wide == [torch.bfloat16 if native else torch.float32, torch.float32]
             assert default_dtype(torch.bfloat16, gpu, small=True) == torch.bfloat16
 
 
