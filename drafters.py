@@ -39,16 +39,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import send
 from kvcache import Alone
 from kvquant import GROUP
 from request import Request
-from sampling import TEXT, Keyed, draft_role, probabilities
+from sampling import TEXT, Keyed, Setting, draft_role, probabilities
+
+SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)        # of `probabilities`, and what changes nothing
 
 
 def pack(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens end to end: int64[T]; and where each piece's last one is: int64[len(pieces)]."""
-    ends = torch.tensor([end - 1 for end in accumulate(map(len, pieces))], device=device)
-    return torch.tensor([token for piece in pieces for token in piece], device=device), ends
+    ends = send([end - 1 for end in accumulate(map(len, pieces))], device)
+    return send([token for piece in pieces for token in piece], device), ends
 
 
 class Round:
@@ -60,29 +63,35 @@ class Round:
 
     def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype = torch.float32,
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, coupled: bool = False):
-        self.requests, self.gammas, self.vocab, self.device = requests, gammas, vocab, device
+        self.requests, self.gammas, self.vocab, self.device, self.coin = requests, gammas, vocab, device, coin
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities, whatever the model computes in
         self.coupled, self.width = coupled, 1 + max(gammas, default=0)                      # a text makes up to so many tokens
-        places = [(request.settings.seed, len(request.tokens) + j, TEXT) if coupled else (request.settings.seed, len(request.tokens), role)
-                  for request in requests for j, role in enumerate([TEXT, *map(draft_role, range(self.width - 1))])]
-        self.coins = coin(*torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3).unbind(1))    # int64[B · width] each
+        self.places = [(request.settings.seed, len(request.tokens) + j, TEXT) if coupled else (request.settings.seed, len(request.tokens), role)
+                       for request in requests for j, role in enumerate([TEXT, *map(draft_role, range(self.width - 1))])]
+        self.coins = coin(*send(self.places, device).view(-1, 3).unbind(1))                 # int64[B · width] each
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Room for what is drafted: int64[B, k], all −1, and float[B, k, V], all zero."""
         B, k = len(self.requests), max(self.gammas, default=0)
         return torch.full((B, k), -1, device=self.device), torch.zeros(B, k, self.vocab, dtype=self.dtype, device=self.device)
 
-    def probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """logits[i] under the settings of text rows[i]. Columns beyond the vocabulary are padding, which stands for no text."""
-        chosen = [self.requests[row].settings for row in rows]
-        return probabilities(logits[:, :self.vocab], *(self._column([getattr(s, name) for s in chosen], neutral)
-                                                       for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))))
+    def settings(self, name: str) -> list[float | None]:
+        """One of the settings, of each text."""
+        return [getattr(request.settings, name) for request in self.requests]
 
-    def _column(self, values: Sequence[float | None], neutral: float) -> float | Tensor | None:
-        """One value if all rows agree on it, which costs less; else one a row."""
-        if len(set(values)) <= 1:
-            return values[0] if values else None
-        return torch.tensor([neutral if value is None else value for value in values], dtype=torch.float64, device=self.device)
+    def columns(self, rows: Sequence[int]) -> list[Setting]:
+        """The settings of these texts, a row each: one value if all agree on it, which costs less."""
+        columns: list[Setting] = []
+        for name, neutral in SETTINGS.items():
+            every = self.settings(name)
+            values = [every[row] for row in rows]
+            same = len(set(values)) <= 1
+            columns.append((values or [None])[0] if same else send([neutral if value is None else value for value in values], self.device, torch.float64))
+        return columns
+
+    def probabilities(self, logits: Tensor, columns: Sequence[Setting]) -> Tensor:
+        """Of each row, under its settings. Columns beyond the vocabulary are padding, which stands for no text."""
+        return probabilities(logits[:, :self.vocab], *columns)
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
         """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""
@@ -134,7 +143,7 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
         step = extend([(seqs[b], new[b]) for b in live])
         tokens, last = pack([new[b] for b in live], round.device)
         logits = llama(tokens, step, rows=None if len(tokens) == len(live) else last)
-        probs = round.probabilities(logits, live)                                           # [len(live), V]
+        probs = round.probabilities(logits, round.columns(live))                            # [len(live), V]
         picked = round.draft_coin(j, live).pick(probs)
         where = slice(None) if len(live) == len(drafted) else live
         drafted[where, j], q[where, j] = picked, probs
@@ -195,6 +204,7 @@ class ModelDrafter(Drafter):
         if request in self.seqs:
             seq = self.seqs[request]
             self.cache.truncate(seq, min(self.cache.length(seq), length))
+            self.cache.settle(seq, request.tokens)
 
 
 class SelfDrafter(Drafter):

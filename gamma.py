@@ -22,9 +22,13 @@ together choose one γ, the one with the best mean of their gains.
 
 Not covered: that a token's acceptance depends on its neighbours'; a γ of its own for each text of a batch.
 """
+import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
+
+import torch
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -35,6 +39,23 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
     """Of speculation over plain decoding: a drafted token costs c plain passes, a pass over γ + 1 tokens w of them."""
     return expected_tokens(alpha, gamma) / (w + gamma * c)
+
+
+Mark = Any                                              # a moment: seconds, or what a GPU notes when it comes to it
+
+
+def mark(device: torch.device) -> Mark:
+    """Now; on a GPU, when it has done what it has been given, for which nobody waits."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Mark, end: Mark) -> float:
+    """Seconds. A GPU must have passed both."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class Measured:

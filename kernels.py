@@ -17,6 +17,7 @@ al. 2022) and accumulates in float32.
     n queries · m keys · H query heads · G key/value heads · D head size
 """
 import time
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -43,6 +44,13 @@ def processors(device: torch.device) -> int:
 def in_place(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a cache of `dtype` there is attended to in place, by Triton's kernels (kernelstep.py), rather than by what is in this file."""
     return on_gpu(device) and dtype != torch.float64
+
+
+def send(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """These numbers there, without waiting for what a GPU still has to do."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)         # torch keeps pinned memory until it is copied
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """The step of both caches on a GPU: all its places in one small buffer, and two kernels a layer.
 
 What a step knows of its texts is a few hundred numbers: the tokens' positions and slots, each text's queries, length and blocks. They are
-put together on the CPU and copied in one go; nothing is computed for a layer, and no layer waits for the host:
+put together on the CPU when they are first asked for, and copied in one go; nothing is computed for a layer, and no layer waits for the host:
 
     attend(layer, q, k, v)            store.py: k, v to their slots; flash.py: q looks back
     attend_turned(layer, qkv, cos, sin)         the same of a whole projection [T, H + 2 G, D], rotation included
 
-For CUDA graphs a step is made for a `Bucket` instead, the largest shape that it will have, and `refill` puts other texts into the same
-tensors: what is captured once runs for all of them. Tokens that a refilled step does not have are stored nowhere (slot −1), and sequences
-that it does not have are empty.
+For CUDA graphs (graphs.py) a step is made for a `Bucket` instead, the largest shape that it will have, and `refill` puts other texts into the
+same tensors: what is captured once runs for all of them. Tokens that a refilled step does not have are stored nowhere (slot −1), and
+sequences that it does not have are empty. And `following` makes the step of one more token of each text on the device, out of this one.
 
 A contiguous cache is a paged one with a single block of `max_len` tokens a text.
 
@@ -16,6 +16,8 @@ A contiguous cache is a paged one with a single block of `max_len` tokens a text
 """
 from array import array
 from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -62,34 +64,63 @@ class KernelStep:
     def __init__(self, keys: "Tensor | KVStore", values: "Tensor | KVStore", spans: Sequence[Span], S: int, rows: bool = False,
                  bucket: Bucket | None = None):
         """keys, values: [L, N, S, G, D], or views that look so. rows: every text has one block. bucket: refilled later; else as large as needed."""
-        self.keys, self.values, self.S, self.block = keys, values, S, 0 if rows else S
+        self.keys, self.values, self.spans, self.S, self.rows, self.bucket = keys, values, spans, S, rows, bucket
         first = keys if isinstance(keys, Tensor) else keys.parts[0]
         self.device, self.kv_heads = first.device, first.shape[-2]
-        self.bucket, self.longest = bucket, bucket.blocks * S if bucket else max(stop for _, _, stop in spans)
+        self.longest = bucket.blocks * S if bucket else max(stop for _, _, stop in spans)
         self.counts = [bucket.each] * bucket.sequences if bucket else [stop - start for _, start, stop in spans]
         self._shape = sum(self.counts), len(self.counts), bucket.blocks if bucket else max(len(blocks) for blocks, _, _ in spans)
         self._launches: list[Launch] | None = None
+
+    def of(self, bucket: Bucket) -> "KernelStep":
+        """A step of the same cache, to be refilled."""
+        return KernelStep(self.keys, self.values, (), self.S, self.rows, bucket)
+
+    @cached_property
+    def places(self) -> Places:
         self._buffer = torch.empty(Places.bytes(*self._shape), dtype=torch.uint8, device=self.device)
-        self.positions, self.slots, self.query_start, self.lengths, self.tables = Places.of(self._buffer, *self._shape)
-        self.refill(spans)
+        self._fill(self.spans)
+        return Places.of(self._buffer, *self._shape)
+
+    @property
+    def positions(self) -> Tensor:                      # int64[T]
+        return self.places.positions
 
     def refill(self, spans: Sequence[Span]) -> None:
         """Other texts in the same tensors. ValueError, and nothing has changed, if they are more or longer than the bucket."""
-        T, B, most = self._shape
+        _, B, most = self._shape
         if self.bucket and (len(spans) > B or any(stop - start > self.bucket.each or len(blocks) > most for blocks, start, stop in spans)):
             worst = max((stop - start for _, start, stop in spans), default=0), max((len(blocks) for blocks, _, _ in spans), default=0)
             raise ValueError(f"{len(spans)} texts with up to {worst[0]} new tokens and {worst[1]} blocks do not fit {self.bucket}: take a larger bucket")
+        self.spans = spans
+        if "places" in vars(self):
+            self._fill(spans)
+
+    def _fill(self, spans: Sequence[Span]) -> None:
         host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        fill(Places.of(host, T, B, most), spans, self.S)
+        fill(Places.of(host, *self._shape), spans, self.S)
         self._buffer.copy_(host, non_blocking=True)                              # torch keeps pinned memory until it is copied
+
+    def following(self, stop: Tensor) -> "KernelStep":
+        """The step of one more token of each text, by nothing but tensors on the device. stop: int32[B]; a text that has so many tokens
+        stores no more. -> its tokens are a row for each sequence of this step's."""
+        step, B = copy(self), len(stop)
+        _, _, _, lengths, tables = self.places
+        place = torch.minimum(lengths, stop - 1).clamp(min=0)
+        slots = tables.gather(1, (place // self.S)[:, None].long())[:, 0] * self.S + place % self.S
+        slots = torch.where(lengths < stop, slots, -1)
+        query_start = torch.arange(B + 1, dtype=torch.int32, device=self.device)
+        step.places = Places(lengths.long(), slots, query_start, torch.minimum(lengths + 1, stop), tables)
+        step.counts, step._launches = [1] * B, None
+        return step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
         keys, values = Pool.of(self.keys[layer]), Pool.of(self.values[layer])
         if q.dtype == torch.float64:                                             # a quantized cache of a model that computes in it
-            store(k.float(), v.float(), keys, values, self.slots, self.S)
+            store(k.float(), v.float(), keys, values, self.places.slots, self.S)
             return self._look_back(q.float(), keys, values).double()
-        store(k, v, keys, values, self.slots, self.S)
+        store(k, v, keys, values, self.places.slots, self.S)
         return self._look_back(q, keys, values)
 
     def attend_turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,12 +128,13 @@ class KernelStep:
         G = self.kv_heads
         keys, values = Pool.of(self.keys[layer]), Pool.of(self.values[layer])
         q, k, v = qkv.split((qkv.shape[1] - 2 * G, G, G), dim=1)
-        return self._look_back(store(k, v, keys, values, self.slots, self.S, q, cos, sin), keys, values)
+        return self._look_back(store(k, v, keys, values, self.places.slots, self.S, q, cos, sin), keys, values)
 
     def _look_back(self, q: Tensor, keys: Pool, values: Pool) -> Tensor:
         if self._launches is None:                                               # the same in all layers
             self._launches = plan(self.counts, self.longest, q.shape[1], self.kv_heads, processors(self.device))
-        return attend(q, keys, values, self.tables, self.query_start, self.lengths, self._launches, self.block)
+        _, _, query_start, lengths, tables = self.places
+        return attend(q, keys, values, tables, query_start, lengths, self._launches, 0 if self.rows else self.S)
 
 
 def fill(places: Places, spans: Sequence[Span], S: int) -> None:

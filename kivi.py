@@ -104,6 +104,7 @@ class Rings:
 class ChannelKeys:
     """What both caches do otherwise where keys have 4 bits. To be mixed in."""
     rings: Rings
+    in_place = False
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         self.rings.check()

@@ -128,9 +128,14 @@ class KVCache:
             self._lengths[seq] += len(tokens)
         return self._step(starts)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its steps are KernelSteps, which can be recorded (graphs.py)."""
+        return in_place(self.device, self.keys.dtype)
+
     def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
         """The step of these sequences, which were so long before."""
-        if in_place(self.device, self.keys.dtype):
+        if self.in_place:
             from kernelstep import KernelStep
             spans = [([seq], start, self._lengths[seq]) for seq, start in starts]
             return KernelStep(self.keys.transpose(2, 3), self.values.transpose(2, 3), spans, self.max_len, rows=True)
@@ -141,6 +146,9 @@ class KVCache:
         if not 0 <= length <= self.length(seq):
             raise ValueError(f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}")
         self._lengths[seq] = length
+
+    def settle(self, seq: int, text: Sequence[int]) -> None:
+        """Which tokens those were that `extend` was not told (−1). This layout has no use for them."""
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same past. In this layout that is a copy."""
@@ -197,7 +205,7 @@ class Alone:
 class NoCache:
     """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
 
-    max_len = sys.maxsize
+    max_len, in_place = sys.maxsize, False
 
     def __init__(self, device: torch.device):
         self.device = device

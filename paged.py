@@ -134,7 +134,8 @@ class PagedCache:
     def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> "PagedStep | Step":
         """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer.
 
-        publish: share the full blocks that came before; not where another model stored some of them (drafters.SelfDrafter).
+        publish: share the full blocks that came before; not where another model stored some of them (drafters.SelfDrafter). A token that is
+        not known yet is −1, until `settle` says: a block with one among its tokens is never found.
         Raises CacheFull, ValueError or KeyError before anything has changed.
         """
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
@@ -157,9 +158,14 @@ class PagedCache:
             text.blocks += [fresh.pop() for _ in range(-(-len(text.tokens) // self.block_size) - len(text.blocks))]
         return self._step(starts)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its steps are KernelSteps, which can be recorded (graphs.py)."""
+        return in_place(self.device, self.keys.dtype)
+
     def _step(self, starts: Sequence[tuple[int, int]]) -> "PagedStep | Step":
         """The step of these sequences, which were so long before."""
-        if in_place(self.device, self.keys.dtype):
+        if self.in_place:
             from kernelstep import KernelStep
             spans = [(self._texts[seq].blocks, start, self.length(seq)) for seq, start in starts]
             return KernelStep(self.keys, self.values, spans, self.block_size)
@@ -195,6 +201,14 @@ class PagedCache:
             raise ValueError(f"sequence {seq} has {len(text.tokens)} tokens: it cannot be truncated to {length}")
         del text.tokens[length:], text.chain[length // self.block_size:]
         self._release(text, -(-length // self.block_size))
+
+    def settle(self, seq: int, tokens: Sequence[int]) -> None:
+        """Which tokens those were that `extend` was not told: drafts, −1, which only the device knew. They are the newest, and are read off the text."""
+        kept = self._text(seq).tokens
+        at = len(kept)
+        while at and kept[at - 1] < 0:
+            at -= 1
+        kept[at:] = tokens[at:len(kept)]
 
     def _release(self, text: Text, keep: int) -> None:
         """All blocks but the first `keep`, the tail first."""

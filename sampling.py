@@ -69,7 +69,9 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
 
 def _column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as float64[B, 1]."""
-    values = torch.as_tensor(setting, dtype=torch.float64, device=rows.device)
+    if not isinstance(setting, Tensor):
+        return torch.full((len(rows), 1), setting, dtype=torch.float64, device=rows.device)  # filled there: nothing is copied
+    values = setting.to(rows.device, torch.float64)
     return (values.expand(len(rows)) if values.dim() == 0 else values.reshape(-1))[:, None]
 
 

@@ -28,7 +28,6 @@ Invariant: after a step each cache holds a prefix of its text, the target's all 
 
     B texts of a round · k the largest γ among them · V vocabulary · T tokens of a step · R rows of logits
 """
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -39,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters import Drafter, ModelDrafter, Round, pack
-from gamma import Auto, Costs, expected_tokens
+from gamma import Auto, Costs, between, expected_tokens, mark
+from kernels import send
 from kvcache import CacheFull
 from request import Request, Settings, Speculation, Taken
 from sampling import Keyed, accept_role
@@ -148,42 +148,46 @@ class Decoder:
         round = Round([w.request for w in rounds], [w.gamma for w in rounds], self.vocab, self.target.device, self.target.dtype, self.coin, self.coupled)
         before = [self.cache.length(w.request.seq) for w in work]
         try:
-            start = time.perf_counter()
+            start = mark(round.device)
             drafted, q = self.drafter.propose(round) if any(round.gammas) else round.nothing()
-            guesses, drawn = drafted.tolist(), time.perf_counter()
-            p = self._read(work, guesses, round)                                            # [B, k+1, V]
+            drawn = mark(round.device)
+            p = self._read(work, drafted, round)                                            # [B, k+1, V]
             accepted, token = couple(p, drafted, round.text_coin()) if self.coupled else verify(p, q, drafted, round.text_coin())
-            stood, last, end = accepted.tolist(), token.tolist(), time.perf_counter()
+            outcome = torch.cat((drafted, accepted[:, None], token[:, None]), 1).tolist()   # a GPU is waited for here, and only here
+            end = mark(round.device)
         except BaseException:                                                               # Ctrl-C too: what was promised was not stored
             self._take_back(work, before)
             raise
         if all(w.gamma and (self.drafter.shares or w.request.rounds and w.request.rounds[-1].drafted) for w in rounds):      # no draft had to catch up first
-            self.costs.saw_draft(max(round.gammas, default=0), drawn - start)
+            self.costs.saw_draft(max(round.gammas, default=0), between(start, drawn))
         if all(w.read == 1 and w.gamma is not None for w in work):
-            self.costs.saw_pass(len(work) + sum(round.gammas), end - drawn)
+            self.costs.saw_pass(len(work) + sum(round.gammas), between(drawn, end))
         self.together = round.requests
         for w, length in zip(work, before):
             if w.gamma is None and self.drafter is not None:
                 self.drafter.follow(w.request, length + w.read)
-        return {w.request: self._finish(w, *outcome, end - start) for w, *outcome in zip(rounds, guesses, stood, last)}
+        return {w.request: self._finish(w, guesses, stood, last, between(start, end)) for w, (*guesses, stood, last) in zip(rounds, outcome)}
 
-    def _read(self, work: Sequence[Work], guesses: list[list[int]], round: Round) -> Tensor:
-        """The target's distributions after the pending tokens and after each draft: float[B, k+1, V]; zero where a text drafted fewer."""
-        drafts = iter(guesses)
-        new = [self._pending(w) + ([] if w.gamma is None else next(drafts)[:w.gamma]) for w in work]
+    def _read(self, work: Sequence[Work], drafted: Tensor, round: Round) -> Tensor:
+        """The target's distributions after the pending tokens and after each draft: float[B, k+1, V]; zero where a text drafted fewer. Only the
+        device knows the drafts: draft i of them all is ~i among the tokens that are sent there, and −1 to the cache, until it is settled."""
+        B, k = drafted.shape
+        drafts = iter([[~(b * k + j) for j in range(gamma)] for b, gamma in enumerate(round.gammas)])
+        new = [self._pending(w) + ([] if w.gamma is None else next(drafts)) for w in work]
         tokens, _ = pack(new, round.device)
+        if k:
+            tokens = torch.where(tokens < 0, drafted.flatten()[(~tokens).clamp(min=0)], tokens)
         ends = list(accumulate(map(len, new)))
         rows = [row for w, end in zip(work, ends) if w.gamma is not None for row in range(end - w.gamma - 1, end)]
-        owner = [b for b, gamma in enumerate(round.gammas) for _ in range(gamma + 1)]       # [R], the text of each row
-        step = self.cache.extend([(w.request.seq, piece) for w, piece in zip(work, new)])
-        wanted = None if len(rows) == len(tokens) else torch.tensor(rows, dtype=torch.int64, device=round.device)
-        probs = round.probabilities(self.target(tokens, step, rows=wanted), owner)
-        B, k = len(guesses), max(round.gammas, default=0)
-        if len(rows) == B * (k + 1):
-            return probs.view(B, k + 1, probs.shape[-1])
-        p = probs.new_zeros(B, k + 1, probs.shape[-1])
-        p[owner, [j for gamma in round.gammas for j in range(gamma + 1)]] = probs
-        return p
+        owner = [b for b, gamma in enumerate(round.gammas) for _ in range(gamma + 1)]       # [R], the text of each row,
+        place = [b * (k + 1) + j for b, gamma in enumerate(round.gammas) for j in range(gamma + 1)]         # and its place in the result
+        step = self.cache.extend([(w.request.seq, [max(token, -1) for token in piece]) for w, piece in zip(work, new)])
+        wanted, columns = None if len(rows) == len(tokens) else send(rows, round.device), round.columns(owner)
+        whole = None if len(rows) == B * (k + 1) else send(place, round.device)             # all that is sent is on its way
+        probs = round.probabilities(self.target(tokens, step, rows=wanted), columns)
+        if whole is not None:
+            probs = probs.new_zeros(B * (k + 1), probs.shape[-1]).index_copy_(0, whole, probs)
+        return probs.view(B, k + 1, probs.shape[-1])
 
     def _pending(self, w: Work) -> list[int]:
         have = self.cache.length(w.request.seq)
@@ -194,8 +198,8 @@ class Decoder:
         request, new = w.request, [*drafted[:accepted], token]
         new = new[:next((i + 1 for i, token in enumerate(new) if token in request.ends), len(new))]
         own = "plain" if w.gamma == 0 else "bonus" if accepted == w.gamma else "corrected"
-        self._keep(request, len(request.tokens) + len(new) - 1)                             # all but the last token
         request.tokens += new
+        self._keep(request, len(request.tokens) - 1)                                        # all but the last token
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
         request.rounds.append(Taken(w.gamma, accepted, seconds, len(self.together)))
         self.auto[request].saw(w.gamma, accepted, seconds, len(self.together))
@@ -205,6 +209,7 @@ class Decoder:
         """In both caches, at most so many tokens of a text."""
         self.cache.truncate(request.seq, min(self.cache.length(request.seq), length))
         if self.drafter is not None:
+            self.cache.settle(request.seq, request.tokens)
             self.drafter.keep(request, length)
 
     def _take_back(self, work: Sequence[Work], before: Sequence[int]) -> None:
@@ -234,10 +239,10 @@ class Decoder:
         while self.drafter is not None and self.costs.plain() is None and len(request.tokens) - self.cache.length(request.seq) == 1:
             if not self.cache.fits([(request.seq, 1)]):
                 return
-            start, w = time.perf_counter(), Work(request, 1, 0)
-            round = Round([request], [0], self.vocab, self.target.device, self.target.dtype)
-            int(round.text_coin().pick(self._read([w], [[]], round)[:, 0]))
-            self.costs.saw_pass(1, time.perf_counter() - start)
+            round, w = Round([request], [0], self.vocab, self.target.device, self.target.dtype), Work(request, 1, 0)
+            start = mark(round.device)
+            int(round.text_coin().pick(self._read([w], round.nothing()[0], round)[:, 0]))
+            self.costs.saw_pass(1, between(start, mark(round.device)))
             self._keep(request, len(request.tokens) - 1)
 
 

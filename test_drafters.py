@@ -70,7 +70,7 @@ def test_each_row_has_its_own_settings_seed_and_place():
     requests = [Request([1] * (i + 1), setting) for i, setting in enumerate(chosen)]
     round, logits = Round(requests, [1, 2, 3, 0], 5, torch.device("cpu")), torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     rows = [2, 0, 1, 3, 0]
-    together = round.probabilities(logits, rows)
+    together = round.probabilities(logits, round.columns(rows))
     for got, row, one in zip(together, rows, logits):
         s = chosen[row]
         assert torch.allclose(got, probabilities(one[:5], s.temperature, s.top_k, s.top_p, s.min_p), atol=1e-7)

@@ -264,21 +264,21 @@ def test_a_refilled_bucket_is_the_step_itself():
     keys, values = torch.randn(2, 2, 9, 4, 2, 64, device=DEVICE).unbind()                                    # [L, N, S, G, D]
     bucket = Bucket(sequences=3, each=2, blocks=3)
     step = KernelStep(keys, values, [([1], 0, 2), ([2], 0, 2), ([3], 0, 2)], 4, bucket=bucket)
-    pointers = [x.data_ptr() for x in (step.positions, step.slots, step.query_start, step.lengths, step.tables)]
+    pointers = [x.data_ptr() for x in (step.positions, step.places.slots, step.places.query_start, step.places.lengths, step.places.tables)]
     for spans in ([([5, 0, 8], 9, 11), ([4], 2, 3)], [([7], 0, 2)], [([6, 2], 3, 5), ([1], 0, 1), ([3, 4, 5], 10, 12)]):
         step.refill(spans)
         alone, T = KernelStep(keys.clone(), values.clone(), spans, 4), sum(stop - start for _, start, stop in spans)
         qkv = torch.randn(6, 4 + 4, 64, device=DEVICE)
         q, k, v = qkv.split((4, 2, 2), 1)
-        assert step.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)] and step.slots[T:].tolist() == [-1] * (6 - T)
-        assert step.slots[:T].tolist() == [blocks[i // 4] * 4 + i % 4 for blocks, start, stop in spans for i in range(start, stop)]
+        assert step.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)] and step.places.slots[T:].tolist() == [-1] * (6 - T)
+        assert step.places.slots[:T].tolist() == [blocks[i // 4] * 4 + i % 4 for blocks, start, stop in spans for i in range(start, stop)]
         torch.testing.assert_close(step.attend(1, q, k, v)[:T], alone.attend(1, q[:T], k[:T], v[:T]))
         assert torch.equal(keys, alone.keys) and torch.equal(values, alone.values)
         cos, sin = torch.randn(2, 6, 1, 64, device=DEVICE)
         turned = rotate(qkv[:, :6], cos, sin)
         one = step.attend_turned(0, qkv, cos, sin)[:T]
         torch.testing.assert_close(one, alone.attend(0, turned[:T, :4], turned[:T, 4:], v[:T]))
-    assert pointers == [x.data_ptr() for x in (step.positions, step.slots, step.query_start, step.lengths, step.tables)]
+    assert pointers == [x.data_ptr() for x in (step.positions, step.places.slots, step.places.query_start, step.places.lengths, step.places.tables)]
     for spans in ([([1], 0, 3)], [([1, 2, 3, 4], 12, 13)], [([1], 0, 1)] * 4):
         before = step._buffer.clone()
         with pytest.raises(ValueError, match="do not fit Bucket.*: take a larger bucket"):
