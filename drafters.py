@@ -152,11 +152,19 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
     return drafted, q
 
 
+def writer(cache: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`write_drafts`, or a recording of it where the cache's steps can be recorded."""
+    if not cache.in_place:
+        return write_drafts
+    from graphs import Drafts
+    return Drafts()
+
+
 class ModelDrafter(Drafter):
     """A model with a cache of its own."""
 
     def __init__(self, llama: Any, cache: Any):
-        self.llama, self.cache = llama, cache
+        self.llama, self.cache, self.write = llama, cache, writer(cache)
         self.seqs: dict[Request, int] = {}              # a text that outgrew the draft's context is not among them
 
     def open(self, request: Request) -> None:
@@ -198,7 +206,7 @@ class ModelDrafter(Drafter):
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         seqs = [self.seqs.get(request, -1) for request in round.requests]
         unread = [request.tokens[self.cache.length(seq):] if gamma else [] for request, seq, gamma in zip(round.requests, seqs, round.gammas)]
-        return write_drafts(self.llama, self.cache.extend, seqs, unread, round)
+        return self.write(self.llama, self.cache.extend, seqs, unread, round)
 
     def keep(self, request: Request, length: int) -> None:
         if request in self.seqs:
@@ -216,7 +224,7 @@ class SelfDrafter(Drafter):
     shares = True
 
     def __init__(self, llama: Any, cache: Any):
-        self.llama, self.cache = llama, cache
+        self.llama, self.cache, self.write = llama, cache, writer(cache)
 
     def room(self, request: Request, most: int) -> int:
         """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)
@@ -228,7 +236,7 @@ class SelfDrafter(Drafter):
         seqs = [request.seq for request in round.requests]
         before = [self.cache.length(seq) for seq in seqs]
         try:
-            return write_drafts(self.llama, partial(self.cache.extend, publish=False), seqs, [request.tokens[-1:] for request in round.requests], round)
+            return self.write(self.llama, partial(self.cache.extend, publish=False), seqs, [request.tokens[-1:] for request in round.requests], round)
         finally:                                        # Ctrl-C too
             for seq, length in zip(seqs, before):
                 self.cache.truncate(seq, length)

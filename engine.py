@@ -121,9 +121,13 @@ class Engine:
             drafter = SelfDrafter(draft, caches[0])
         elif draft == "ngram":
             drafter = NgramDrafter()
+        target: Any = model.llama
+        if caches[0].in_place:
+            from graphs import Replayed
+            target = Replayed(model.llama)
         self.caches = caches
-        self.maker = Decoder(model.llama, caches[0], model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK if use_cache else max_len)
-        if isinstance(drafter, SelfDrafter):                                             # where its few bits cost more than they save,
+        self.maker = Decoder(target, caches[0], model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK if use_cache else max_len)
+        if isinstance(drafter, SelfDrafter) and target is model.llama:                   # where its few bits cost more than they save,
             self.maker.costs.draft.guess = drafter.estimate()                            # no draft is needed to see that
         self.batch = Batcher(self.maker, max_batch)
 

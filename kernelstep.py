@@ -72,6 +72,11 @@ class KernelStep:
         self._shape = sum(self.counts), len(self.counts), bucket.blocks if bucket else max(len(blocks) for blocks, _, _ in spans)
         self._launches: list[Launch] | None = None
 
+    @property
+    def where(self) -> int:
+        """Which cache it is."""
+        return (self.keys if isinstance(self.keys, Tensor) else self.keys.parts[0]).data_ptr()
+
     def of(self, bucket: Bucket) -> "KernelStep":
         """A step of the same cache, to be refilled."""
         return KernelStep(self.keys, self.values, (), self.S, self.rows, bucket)

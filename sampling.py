@@ -23,7 +23,7 @@ Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is 
     B rows, one request each · k drafted tokens · V vocabulary
 """
 from copy import copy
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,7 @@ def _mix(z: Tensor) -> Tensor:
     return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
 
 
-@lru_cache(maxsize=8)
+@cache                                                  # recordings (graphs.py) go on using them
 def _steps(count: int, device: torch.device) -> Tensor:
     """How far along their stream its first numbers are: int64[count]."""
     return torch.arange(1, count + 1, device=device) * GOLDEN
