@@ -186,3 +186,33 @@ def filled(round: Round, unread: Sequence[Sequence[int]], lengths: Sequence[int]
     for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
         row[:n] = torch.tensor([neutral if value is None else value for value in round.settings(name)], dtype=torch.float64)
     return host
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: how few shapes there are, and on a GPU what a recording saves.
+
+@torch.inference_mode()
+def main() -> None:
+    import time
+
+    from engine import paged
+    from model import Llama
+    shapes = {Bucket(rounded(texts), 1, rounded(blocks)) for texts in range(1, 65) for blocks in range(1, 257)}
+    print(f"1 to 64 texts of up to 4,096 tokens, in blocks of 16, decode in {len(shapes)} shapes, not {64 * 256:,}")
+    if not torch.cuda.is_available():
+        return print("what a recording saves can only be measured on a GPU, and PyTorch finds none here")
+    llama = Llama.load("tiny", "cuda", torch.bfloat16)
+    cache, tokens = paged(llama, 100, 1024), torch.tensor([1], device="cuda")
+    seq, _ = cache.open(())
+    for name, run in (("launched one by one", llama), ("recorded", Replayed(llama))):
+        for i in range(220):
+            if i == 20:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+            run(tokens, cache.extend([(seq, [1])]))
+        torch.cuda.synchronize()
+        print(f"a pass of tiny over one token, {name}: {(time.perf_counter() - start) / 200 * 1e6:.0f} microseconds")
+
+
+if __name__ == "__main__":
+    main()

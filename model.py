@@ -128,13 +128,19 @@ class Layer(nn.Module):
         x, delta = self.ahead(x, None, cos, sin, attend)
         return x + delta
 
-    def ahead(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Any) -> tuple[Tensor, Tensor]:
-        """Of a stream x + delta: x + delta + attention, and what the network adds to that, for the next norm to add. [T, C] each."""
+    def ahead(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Any, turned: Any = None) -> tuple[Tensor, Tensor]:
+        """Of a stream x + delta: x + delta + attention, and what the network adds to that, for the next norm to add. [T, C] each. turned: what
+        attends and rotates in one (kernelstep.py), if there is such a thing."""
         T, H, G = len(x), self.heads, self.kv_heads
         x, y = self.input_norm.add(x, delta)
-        qk, v = self.qkv_proj(y).view(T, H + 2 * G, self.head_dim).split((H + G, G), dim=1)
-        q, k = rotate(qk, cos, sin).split((H, G), dim=1)
-        x, y = self.post_norm.add(x, self.o_proj(attend(q, k, v).reshape(T, H * self.head_dim)))
+        qkv = self.qkv_proj(y).view(T, H + 2 * G, self.head_dim)
+        if turned is not None:
+            mixed = turned(qkv, cos, sin)
+        else:
+            qk, v = qkv.split((H + G, G), dim=1)
+            q, k = rotate(qk, cos, sin).split((H, G), dim=1)
+            mixed = attend(q, k, v)
+        x, y = self.post_norm.add(x, self.o_proj(mixed.reshape(T, H * self.head_dim)))
         return x, self.down_proj(swiglu(self.gate_up_proj(y)))
 
     def parts(self) -> list[tuple[Linear | QuantizedLinear, dict[str, int]]]:
@@ -291,8 +297,9 @@ class Llama(nn.Module):
         step = step or Alone(tokens)
         cos, sin = self.turns(step.positions)
         x, delta = self.look_up(tokens), None                                                # [T, C]
+        turned = getattr(step, "attend_turned", None) if fuses(x) else None
         for i, layer in enumerate(self.layers):
-            x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i))
+            x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i), turned and partial(turned, i))
         if rows is not None:
             x, delta = x[rows], None if delta is None else delta[rows]
         return self.head(self.norm.add(x, delta)[1])

@@ -77,7 +77,7 @@ class Phases:
         phases = list(PHASES)
         if torch.cuda.is_available() and find_spec("triton"):                   # which kernelstep.py needs
             from kernelstep import KernelStep
-            phases.append((KernelStep, "attend", "attend"))
+            phases += [(KernelStep, "attend", "attend"), (KernelStep, "attend_turned", "attend")]
         own = [(owner, name, vars(owner)[name], phase) for owner, name, phase in phases if name in vars(owner)]
         self.start = time.perf_counter()
         try:

@@ -17,6 +17,7 @@ from config import Config, Quantization
 from conftest import SMALL
 from crosscompile import apart
 from model import Llama, RMSNorm, rotate
+from test_flash import in_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                                        # a CPU runs the kernels in the interpreter
 # A rounding of each kind; the interpreter cuts 16 bits off where a GPU rounds.
@@ -102,6 +103,11 @@ def test_a_model_whose_every_kernel_runs(bits, monkeypatch):
     torch.testing.assert_close(llama(tokens, rows=rows), expected, rtol=1e-4, atol=1e-4)
     between, products = [name for name in launches if name != "product"], launches.count("product")
     assert between == ["add_norm", "rotate", "add_norm", "swiglu"] * 2 + ["add_norm"] and products == (0 if bits == 16 else 9)
+    launches.clear()
+    with in_triton():                                                           # a step with a cache rotates where it stores
+        cache = llama.cache(8)
+        torch.testing.assert_close(llama(tokens, cache.extend([(cache.open(())[0], range(5))]), rows), expected, rtol=1e-4, atol=1e-4)
+    assert [name for name in launches if name != "product"] == ["add_norm", "add_norm", "swiglu"] * 2 + ["add_norm"]
     assert bits == 16 or (llama.head.path(64), llama.head.path(65), llama.head.path(0)) == ("kernel", "tiles", "tiles")
 
 
