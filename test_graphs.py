@@ -116,7 +116,7 @@ def test_a_recorded_pass_is_the_models():
             steps = [kept.extend([(pair[which], piece) for pair, piece in zip(seqs, new)]) for which, kept in enumerate((cache, other))]
             torch.testing.assert_close(replayed(tokens, steps[0]), llama(tokens, steps[1]), atol=1e-4, rtol=1e-4)
         assert len(made) == 3                           # 1, 1, 1 in 3 blocks; 2, 2, 2 and what fits in it, in 4; 1, 1
-        rows = replayed(tokens, cache.extend([(mine, [1]) for mine, _ in seqs]), rows=slice(-1, None))
+        rows = replayed(torch.tensor([1] * 3, device=DEVICE), cache.extend([(mine, [1]) for mine, _ in seqs]), rows=slice(-1, None))
         assert len(rows) == 1 and len(made) == 3
 
 
