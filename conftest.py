@@ -1,6 +1,11 @@
 """What the tests share: small random models in folders of their own, such as a user might have."""
 import json
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,8 @@ from safetensors.torch import save_file
 
 from config import Config
 from model import Llama
+
+ROOT = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before anybody imports Triton: its kernels are then run as Python
@@ -43,11 +50,11 @@ def write_tokenizer(folder: Path, template: str | None = None) -> None:
 
 
 def write_model(folder: Path, template: str | None = None, seed: int = 0, generation: dict[str, Any] | None = None, scale: float = 12.0,
-                **config: Any) -> Path:
+                dtype: str = "float32", **config: Any) -> Path:
     """A model folder with random weights, large enough (`scale`) that its logits differ; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     llama = Llama(Config(**{**SMALL, **config}), seed=seed)
-    tensors = {name: (place * (1 if "norm" in name else scale)).contiguous() for name, place in llama.places().items()}
+    tensors = {name: (place * (1 if "norm" in name else scale)).contiguous().to(getattr(torch, dtype)) for name, place in llama.places().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))
     (folder / "generation_config.json").write_text(json.dumps(generation or {}))
@@ -71,3 +78,54 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread() -> None:
     """Products this small are up to thirty times slower on two threads of a busy machine than on one."""
     torch.set_num_threads(1)
+
+
+# ---- Processes of their own -----------------------------------------------------------------------------------------------------
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "meanwhile(function, *arguments): begins with the session; the fixture `meanwhile` waits for what it returned")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Any, ...], Future[Any]]]:
+    """What the selected tests ask of other processes runs beside the tests, one after the other, in the order of the tests."""
+    asked = dict.fromkeys(mark.args for item in request.session.items for mark in item.iter_markers("meanwhile"))
+    with ThreadPoolExecutor(1) as pool:
+        yield {(function, *arguments): pool.submit(function, *arguments) for function, *arguments in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def meanwhile(request: pytest.FixtureRequest, begun: dict[tuple[Any, ...], Future[Any]]) -> Callable[[], Any]:
+    """What this test's mark asked for, or the error that it ended with."""
+    return begun[request.node.get_closest_marker("meanwhile").args].result
+
+
+def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """python ARGUMENTS, on one thread."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+
+
+PEAK = """
+import sys, torch
+from model import Llama
+from pretrained import Model
+def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+torch.set_num_threads(1)
+folder, before, measured = sys.argv[1:]
+exec(before)
+open("/proc/self/clear_refs", "w").write("5")                          # the peak begins anew
+start = kilobytes("VmRSS")
+exec(measured)
+print(1024 * (kilobytes("VmHWM") - start))
+"""
+
+
+def peak(shape: str, before: str, measured: str) -> int:
+    """Bytes that a line of code takes at its peak, on top of what was there `before`: the libraries' own memory. Both may use `folder`, a random
+    model of this shape (JSON)."""
+    with tempfile.TemporaryDirectory() as folder:
+        write = "import json, pathlib, sys, conftest; conftest.write_model(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))"
+        for done in (program("-c", write, folder, shape), program("-c", PEAK, folder, before, measured)):
+            assert done.returncode == 0, done.stderr
+    return int(done.stdout)

@@ -9,11 +9,14 @@ with the tokens it made: where the weights are the same numbers they agree, up t
 
 Invariant: a peer that is not there is named, with the way to get it; it is never left out in silence.
 
-Not covered: peers' own batching and speculation.
+`RandomTransformers` is what gpu.py compares with: a model of true shapes, one request at a time or by its own continuous batching.
+
+Not covered: peers' own speculation.
 """
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -120,26 +123,59 @@ def llama_cpp(gguf: str) -> Contestant:
     return Contestant(f"llama.cpp {Path(gguf).stem.rsplit('.', 1)[-1].rsplit('-', 1)[-1]}", make)
 
 
-def random_transformers(config: Config, device: str, dtype: torch.dtype, prompt: int, count: int, turns: int) -> dict[str, float]:
-    """Seconds a token of a model of this shape, after a prompt: `generate` as it is, and on a GPU with its static cache, which it compiles for."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "max_position_embeddings", "tie_word_embeddings")
-    shape = LlamaConfig(**{name: getattr(config, name) for name in names}, bos_token_id=None, eos_token_id=None)
-    with torch.device(device):
-        model, tokens = LlamaForCausalLM(shape).to(dtype).eval(), torch.zeros(1, prompt, dtype=torch.int64)
+class RandomTransformers:
+    """A model of this shape with random weights, as transformers has it. Nobody stops early: there is no end of text."""
 
-    def seconds(new: int, **more: str) -> float:
-        start = time.perf_counter()
-        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, pad_token_id=0, **more)
+    def __init__(self, config: Config, device: str, dtype: torch.dtype):
+        from transformers import LlamaConfig, LlamaForCausalLM, logging
+        logging.set_verbosity_error()
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                 "max_position_embeddings", "tie_word_embeddings")
+        shape = LlamaConfig(**{name: getattr(config, name) for name in names}, bos_token_id=None, eos_token_id=None)
+        with torch.inference_mode(False), torch.device(device):                # its continuous batching has a thread of its own, in no such mode
+            self.model, self.device, self.vocab = LlamaForCausalLM(shape).to(dtype).eval().requires_grad_(False), device, config.vocab_size
+
+    def seconds(self, prompt: int, count: int, **more: str) -> float:
+        """`generate`, greedily."""
+        tokens, start = torch.zeros(1, prompt, dtype=torch.int64, device=self.device), time.perf_counter()
+        made = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0, **more)
         made[0, -1].item()                                                     # waits for the device
         return time.perf_counter() - start
 
-    spent = {}
-    for kind, more in (("transformers", {}), *([("its static cache", dict(cache_implementation="static"))] if device == "cuda" else [])):
-        seconds(count, **more)                                                 # once to warm up, or to compile
-        spent[kind] = median((seconds(count, **more) - seconds(1, **more)) / (count - 1) for _ in range(turns))
-    return spent
+    def seconds_a_token(self, prompt: int, count: int, turns: int) -> dict[str, float]:
+        """After a prompt: `generate` as it is, and on a GPU with its static cache, which it compiles for."""
+        spent = {}
+        for kind, more in (("transformers", {}), *([("its static cache", dict(cache_implementation="static"))] if self.device == "cuda" else [])):
+            self.seconds(prompt, count, **more)                                # once to warm up, or to compile
+            spent[kind] = median((self.seconds(prompt, count, **more) - self.seconds(prompt, 1, **more)) / (count - 1) for _ in range(turns))
+        return spent
+
+    def one_at_a_time(self, work: Sequence[tuple[int, int]]) -> float:
+        """Tokens a second of these (prompt, answer)."""
+        self.seconds(*work[0])                                                 # once to warm up
+        return sum(count for _, count in work) / sum(self.seconds(*one) for one in work)
+
+    def batched(self, work: Sequence[tuple[int, int]]) -> float:
+        """The same by its continuous batching, which warms up by itself: all arrive at once. RuntimeError for one that it did not serve whole."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(self.vocab, (prompt,), generator=generator).tolist() for prompt, _ in work]
+        settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(count for _, count in work))
+        size = WorkloadHints(max_prompt_length=max(map(len, prompts)), max_generated_length=settings.max_new_tokens, num_requests=len(work))
+        room = ContinuousBatchingConfig() if self.device == "cuda" else ContinuousBatchingConfig(num_blocks=64)         # or all of the main memory
+        begin = partial(self.model.continuous_batching_context_manager, settings, continuous_batching_config=room, workload_hints=size)
+        with torch.inference_mode(False), torch.no_grad(), begin() as manager:
+            start = time.perf_counter()
+            wanted = {manager.add_request(prompt, max_new_tokens=count): count for prompt, (_, count) in zip(prompts, work)}
+            while wanted:
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError(f"its loop ended with {len(wanted)} requests unserved")
+                if result is not None and result.is_finished():
+                    if result.error or len(result.generated_tokens) != wanted.pop(result.request_id):
+                        raise RuntimeError(result.error or f"{len(result.generated_tokens)} tokens are not as many as were asked for")
+            return sum(count for _, count in work) / (time.perf_counter() - start)
 
 
 # ---- In turns -------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The command: everything runs, what is kept is numbers, and what is not there is named."""
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,26 @@ import torch
 import bench
 import gpu
 import report
+from conftest import program
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory) -> dict:
-    """All of `bench.py --quick`, once."""
-    out = tmp_path_factory.mktemp("results") / "quick.json"
-    assert bench.main(["--quick", "--out", str(out)]) == 0
-    return json.loads(out.read_text())
+def everything(effort: str) -> dict:
+    """All that `bench.py` measures with such a flag."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = program("bench.py", effort, "--out", out := Path(folder, "quick.json"))
+        assert done.returncode == 0, done.stderr
+        return json.loads(out.read_text())
 
 
+MEASURED = pytest.mark.meanwhile(everything, "--quick")
+
+
+@pytest.fixture
+def quick(meanwhile) -> dict:
+    return meanwhile()
+
+
+@MEASURED
 def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
     assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste", "latency",
             "places", "blocks"} <= quick.keys()
@@ -27,6 +38,7 @@ def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
     assert len(report.sections(quick)) == 5
 
 
+@MEASURED
 def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(quick):
     rows = quick["stack"]
     assert [row["name"] for row in rows] == ["one at a time, no cache", "+ KV cache", "+ INT8 keys and values", "+ speculation (tiny-draft)",
@@ -38,6 +50,7 @@ def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(qu
     assert rows[0]["speed_up"] == rows[0]["gain"] == 1 and all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
 
 
+@MEASURED
 def test_waste_and_latency_by_layout_and_chunk(quick):
     shares = [row["waste"] for row in quick["waste"]]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0.4 and shares[-1] == 0
@@ -68,6 +81,7 @@ def test_each_gpu_case_runs_with_toy_shapes_and_fills_its_columns(name, monkeypa
     assert case["rows"] and {len(row) for row in case["rows"]} == {len(case["headers"])} and case["read_bandwidth"] > 0
 
 
+@MEASURED
 def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(tmp_path, monkeypatch, quick):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "m.json").write_text(json.dumps(quick))

@@ -119,6 +119,7 @@ def test_gradients_and_float64_take_the_plain_operations(monkeypatch):
         assert model.fuses(x)
 
 
-def test_nothing_spills():
-    for name, registers, spills, shared in apart("fused", "compiled", 4096, 14336, 128):
+@pytest.mark.meanwhile(apart, "fused", "compiled", 4096, 14336, 128)
+def test_nothing_spills(meanwhile):
+    for name, registers, spills, shared in meanwhile():
         assert spills == 0 and registers <= 64 and shared <= 1024, name

@@ -1,7 +1,6 @@
 """The command line and `generate`: the same text with and without a cache, exact ends, and one line for everything that is wrong."""
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import drafters
 import quant
 import generate as cli
-from conftest import write_model
+from conftest import program, write_model
 from generate import Model, generate
 from speculative import Decoder
 
@@ -284,11 +283,14 @@ def test_settings_that_are_not_honoured_are_told(tmp_path, capsys):
     assert "repetition_penalty 1.2" in err and "num_beams" not in err
 
 
-def test_it_runs_as_a_program(base):
-    root = Path(__file__).parent
-    done = subprocess.run([sys.executable, root / "generate.py", "Hi", "--target", base, "--max-tokens", "3", "--seed", "1"], capture_output=True)
-    assert done.returncode == 0 and b"seed 1" in done.stderr and done.stdout.endswith(b"\n")
-    bad = subprocess.run([sys.executable, root / "generate.py", "Hi", "--target", base, "--top-p", "7"], capture_output=True, text=True)
+def runs(target: str) -> list[subprocess.CompletedProcess[str]]:
+    return [program("generate.py", "Hi", "--target", target, *more) for more in (("--max-tokens", "3", "--seed", "1"), ("--top-p", "7"))]
+
+
+@pytest.mark.meanwhile(runs, "tiny")
+def test_it_runs_as_a_program(meanwhile):
+    done, bad = meanwhile()
+    assert done.returncode == 0 and "seed 1" in done.stderr and done.stdout.endswith("\n")
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "Traceback" not in bad.stderr and bad.stdout == ""
 
 

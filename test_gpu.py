@@ -1,9 +1,18 @@
-"""What does not need a GPU: the coin, random models, and the clock's arithmetic on toy shapes."""
+"""What does not need a GPU: the coin, random models, errors and peers on toy shapes; and on one, the CPU's own tokens."""
+import re
+
 import pytest
 import torch
 
 import gpu
+import gpukernels
+import gpumodels
+import gpuserving
+from gpumodels import QUICK, TOY
 from measure import weight_bytes
+from pretrained import Model
+
+ROOF = (1e10, 1e11)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
@@ -17,25 +26,109 @@ def test_the_coin_accepts_with_its_probability_whatever_the_models_say(alpha):
 
 
 def test_acceptance_in_the_production_loop_is_the_coins():
-    target, draft = (gpu.random_model(config, 16, gpu.QUICK) for _, config in gpu.QUICK.models)
-    made = gpu.engine(target, draft, 400, 400, 1)
+    target, draft = (gpumodels.random_model(config, 16, QUICK) for _, config in QUICK.models)
+    made = gpumodels.engine(target, draft, 400, 400, 1)
     made.maker.coin = gpu.Biased.of(0.8)
-    one = gpu.request(target, 8, 300, 1, gamma=3)
+    one = gpumodels.request(target, 8, 300, 1, gamma=3)
     list(made.batch.run([one]))
     assert len(one.tokens) == 308 and abs(one.acceptance - 0.8) < 0.08
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_random_models_are_finite_and_of_the_size_of_their_bits(bits):
-    llama = gpu.random_model(gpu.TOY, bits, gpu.QUICK)
+    llama = gpumodels.random_model(TOY, bits, QUICK)
     logits = llama(torch.arange(5))
     assert logits.isfinite().all() and logits.std() > 1e-3
-    share = weight_bytes(llama) / weight_bytes(gpu.random_model(gpu.TOY, 16, gpu.QUICK))
+    share = weight_bytes(llama) / weight_bytes(gpumodels.random_model(TOY, 16, QUICK))
     assert share == 1 if bits == 16 else share < {8: 0.4, 4: 0.4}[bits]
 
 
 def test_the_shapes_are_those_of_the_models():
     from model import Llama
-    for config, billions in ((gpu.LLAMA_8B, 8.03), (gpu.LLAMA_1B, 1.236)):
+    for config, billions in ((gpumodels.LLAMA_8B, 8.03), (gpumodels.LLAMA_1B, 1.236)):
         count = sum(place.numel() for place in Llama(config, "meta", seed=None).places().values())
         assert abs(count / 1e9 - billions) < 0.005
+
+
+# ---- Errors
+
+@torch.inference_mode()
+def test_errors_of_attention_are_those_of_rounding_and_the_kernels_own():
+    rows = {row[0].split(", ")[-2:][0] + " " + row[0].split("KV ")[1]: row[-1] for row in gpukernels.decode_attention(TOY, QUICK, ROOF)}
+    assert list(rows) == ["rows 16", "blocks 16", "blocks 8", "blocks 8/4", "blocks 4"]
+    rounding = {name: float(told.split(",")[0]) for name, told in rows.items()}
+    assert max(rounding["rows 16"], rounding["blocks 16"]) < 1e-6 and 1e-4 < rounding["blocks 8"] < 0.02 < rounding["blocks 8/4"] < rounding["blocks 4"] < 0.2
+    assert all(float(re.search(r", (\S+) beside what is stored", rows[name])[1]) < 1e-5 for name in ("blocks 8", "blocks 8/4"))
+
+
+@torch.inference_mode()
+def test_a_wrong_kernel_shows_beside_what_is_stored(monkeypatch):
+    from pagedstep import PagedStep
+    right = PagedStep.attend
+    monkeypatch.setattr(PagedStep, "attend", lambda *args: 1.003 * right(*args))
+    eight = next(row for row in gpukernels.decode_attention(TOY, QUICK, ROOF) if row[0].endswith("KV 8"))
+    assert eight[-1].endswith(", 3.0e-03 beside what is stored")
+
+
+@torch.inference_mode()
+def test_errors_of_products_are_within_their_rounding():
+    rows = gpukernels.products(QUICK, ROOF)
+    for row, bits in zip(rows, [16] * 3 + [8] * 3 + [4] * 3, strict=True):
+        assert row[0].endswith(f", {bits} bits")
+        rounding, own = (float(told.split()[0]) for told in (row[-1].split(", ")[0], row[-1].split(", ")[-1]))
+        assert own < 1e-4 and (rounding < 1e-6 if bits == 16 else {8: 1e-3, 4: 2e-2}[bits] < rounding < {8: 1e-2, 4: 0.2}[bits])
+
+
+# ---- The same tokens
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this is the CPU's own")
+@pytest.mark.parametrize("draft", [None, "tiny-draft"])
+def test_greedy_texts_of_the_embedded_pair_are_the_cpus_up_to_near_ties(draft):
+    assert all(gap < 1e-4 for gap in gpukernels.partings("cuda", draft, 64))
+
+
+@torch.inference_mode()
+def test_where_a_text_parts_the_gap_is_that_of_the_two_best(monkeypatch):
+    model, right = Model.load("tiny", "cpu", torch.float32), gpukernels.greedy
+    logits = model.llama(torch.tensor(model.encode(gpukernels.PROMPTS[1])))[-1].topk(2)
+
+    def wrong(model, draft, count):                                             # the second best token, once; and only on "the device"
+        texts = right(model, None, count)
+        if draft is not None:
+            texts[1][-count:] = [logits.indices[1].item()] * count
+        return texts
+    assert gpukernels.partings("cpu", "tiny-draft", 3) == []
+    monkeypatch.setattr(gpukernels, "greedy", wrong)
+    assert gpukernels.partings("cpu", "tiny-draft", 3) == [pytest.approx((logits.values[0] - logits.values[1]).item(), abs=1e-4)]
+
+
+# ---- Rows
+
+@torch.inference_mode()
+def test_by_the_clock_the_formula_is_that_of_the_gamma_that_was_taken():
+    target, draft = (gpumodels.random_model(config, 16, QUICK) for _, config in QUICK.models)
+    for gamma, streams in ((2, 1), (None, 2)):
+        *_, taken, told, gain, formula, share = gpu.speculate(target, draft, 16, 0.7, gamma, streams, QUICK)
+        assert taken == "2" if gamma else 0 <= float(taken.removeprefix("by the clock: ")) < 8
+        assert told == str(streams) and float(share) == pytest.approx(float(gain) / float(formula), rel=0.1) and float(formula) > 0
+
+
+class Fake:
+    def __init__(self, *shape): pass
+    def one_at_a_time(self, work): return 10.0 * len(work)
+    def batched(self, work): raise OSError("no such\nthing")
+
+
+@torch.inference_mode()
+def test_serving_beside_peers_and_what_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(gpuserving, "installed", lambda name: False)
+    alone = gpuserving.serving(QUICK, ROOF)
+    assert alone["notes"] == ["transformers is not installed here, so nothing is compared with it: pip install transformers"]
+    monkeypatch.setattr(gpuserving, "installed", lambda name: True)
+    monkeypatch.setattr(gpuserving, "RandomTransformers", Fake)
+    case = gpuserving.serving(QUICK, ROOF)
+    assert len(case["rows"]) == len(alone["rows"]) + 1
+    ours, theirs = case["rows"][0], case["rows"][2]
+    assert "one at a time by transformers, answers of at most 4 (ours: all 4)" in theirs[0] and theirs[1] == "10 tokens/s"
+    assert float(theirs[3]) == pytest.approx(float(ours[1].split()[0]) / 10, rel=0.02)
+    assert case["notes"] == ["no figure for 2 of them by transformers' continuous batching: OSError: no such thing"]

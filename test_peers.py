@@ -1,7 +1,9 @@
 """Peers: who is not there is named; ratios are of the same prompts; a model's name has no folder."""
 import pytest
+import torch
 
 import peers
+from gpumodels import TOY
 from measure import QUICK
 
 
@@ -48,3 +50,11 @@ def test_seconds_are_from_the_first_token_to_the_last():
 def test_a_name_has_no_folder(tmp_path):
     (tmp_path / "SmolLM2").mkdir()
     assert peers.label(str(tmp_path / "SmolLM2")) == "SmolLM2" and peers.label("owner/model") == "owner/model"
+
+
+@pytest.mark.skipif(not peers.installed("transformers"), reason="needs transformers: pip install transformers")
+@torch.inference_mode()
+def test_transformers_serves_random_weights_alone_and_together():
+    peer = peers.RandomTransformers(TOY, "cpu", torch.float32)
+    assert peer.seconds_a_token(4, 3, 1)["transformers"] > 0
+    assert peer.one_at_a_time([(8, 4), (5, 6)]) > 0 and peer.batched([(8, 4), (5, 6)]) > 0

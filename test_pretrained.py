@@ -1,13 +1,11 @@
 """Model folders: whose settings count, and every way a folder can be broken."""
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import write_model
+from conftest import peak, write_model
 from pretrained import Model
 from request import Settings
 from test_generate import PROMPT, run
@@ -63,24 +61,15 @@ def test_bad_folders(tmp_path, capsys, damage, says):
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
 
 
-PEAK = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from pretrained import Model
-def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-torch.set_num_threads(1)
-Model.load(sys.argv[1] + "/models/tiny", "cpu", torch.float32).int4_copy()
-model = Model.load(sys.argv[2], "cpu", torch.float32)
-open("/proc/self/clear_refs", "w").write("5")                          # the peak begins anew
-before = kilobytes("VmRSS")
-copy = model.int4_copy()
-print(kilobytes("VmHWM") - before)
+LARGE = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+BEFORE = """
+Model.load("models/tiny", "cpu", torch.float32).int4_copy()
+model = Model.load(folder, "cpu", torch.float32)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
-def test_the_int4_copy_takes_its_layers_bytes_and_a_tensor_on_the_way(tmp_path):
-    folder = write_model(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8, head_dim=64)
+@pytest.mark.meanwhile(peak, json.dumps(LARGE), BEFORE, "copy = model.int4_copy()")
+def test_the_int4_copy_takes_its_layers_bytes_and_a_tensor_on_the_way(meanwhile):
     layers = 6 * (512 * (8 + 2 * 2) * 64 + 512 * 512 + 3 * 512 * 2048)
-    done = subprocess.run([sys.executable, "-c", PEAK, str(Path(__file__).parent), str(folder)], capture_output=True, text=True, check=True)
-    assert layers * 2 > 40e6 and int(done.stdout) * 1024 < layers * 0.55 + 20e6, f"{int(done.stdout) / 1024:.0f} MiB at the peak for {layers / 1e6:.0f} million numbers"
+    assert layers * 2 > 40e6 and meanwhile() < layers * 0.55 + 20e6, f"{meanwhile() >> 20} MiB at the peak for {layers / 1e6:.0f} million numbers"

@@ -1,8 +1,6 @@
 """Quantized numbers are within half a step of what they stand for, a quantized folder is the model it came from, or it is refused."""
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import quant
 from config import Config, Quantization
-from conftest import write_model
+from conftest import SMALL, peak, write_model
 from model import Llama
 from quant import dequantize, from_int4, from_int8, int4, int8, pack4, quantize, round_up, unpack4
 
-ROOT = Path(__file__).parent
 MAX = torch.finfo(torch.float32).max
 KINDS = {"plain": lambda x: x, "zeros": lambda x: 0 * x, "constant": lambda x: 0 * x + x.flatten()[0], "largest": lambda x: (x.clamp(-3, 3) / 3) * MAX,
          "all at the largest": lambda x: x.sign() * MAX, "near the largest": lambda x: (0.9 + 0.1 * torch.sigmoid(x)) * MAX,
@@ -359,22 +356,11 @@ def test_the_size_of_a_model_is_that_of_its_file(small):
     assert quant.size(plain) * 2 == file.stat().st_size - int.from_bytes(file.read_bytes()[:8], "little") - 8           # in 16 bits: half
 
 
-PEAK = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from model import Llama
-def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-torch.set_num_threads(1)
-Llama.load(sys.argv[1] + "/test_data/mha", "cpu", torch.float32, bits=8)
-before = kilobytes("VmRSS")
-llama = Llama.load(sys.argv[2], "cpu", torch.float32, bits=int(sys.argv[3]))
-print(kilobytes("VmHWM") - before)
-"""
+LARGE = dict(tie_word_embeddings=False, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64, vocab_size=8192)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-def test_quantizing_at_load_never_has_the_plain_model_in_memory(tmp_path):
-    folder = write_model(tmp_path, tie_word_embeddings=False, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64, vocab_size=8192)
-    plain = (folder / "model.safetensors").stat().st_size
-    done = subprocess.run([sys.executable, "-c", PEAK, str(ROOT), str(folder), "8"], capture_output=True, text=True, check=True)
-    assert plain > 150e6 and int(done.stdout) * 1024 < plain / 4 + 100e6 < plain, f"{int(done.stdout) / 1024:.0f} MiB for {plain / 2**20:.0f}"
+@pytest.mark.meanwhile(peak, json.dumps(LARGE), 'Llama.load("test_data/mha", "cpu", torch.float32, bits=8)', 'llama = Llama.load(folder, "cpu", torch.float32, bits=8)')
+def test_quantizing_at_load_never_has_the_plain_model_in_memory(meanwhile):
+    plain = sum(place.numel() * 4 for place in Llama(Config(**SMALL | LARGE), "meta", seed=None).places().values())
+    assert plain > 150e6 and meanwhile() < plain / 4 + 100e6 < plain, f"{meanwhile() >> 20} MiB for {plain >> 20}"

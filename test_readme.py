@@ -2,7 +2,6 @@
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import generate
 import pictures
 import quant
 import report
+from conftest import program
 
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def test_a_page_shows_its_claim(page, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
-def test_nothing_runs_at_import():
-    names = ", ".join(sorted(page.removesuffix(".py") for page in pages()))
-    done = subprocess.run([sys.executable, "-c", f"import {names}"], cwd=HERE, capture_output=True, text=True, timeout=120)
+@pytest.mark.meanwhile(program, "-c", "import " + ", ".join(sorted(page.removesuffix(".py") for page in pages())))
+def test_nothing_runs_at_import(meanwhile):
+    done = meanwhile()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

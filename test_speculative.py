@@ -61,7 +61,7 @@ def law_of(kinds: Sequence[Kind], target=TARGET, draft=DRAFT) -> list[dict]:
                     for row, i in enumerate(chosen)]
         play(Decoder(target, toy_cache(n), 3, ModelDrafter(draft, toy_cache(n)), coin=walk), requests)
         return [(i, made(request)) for i, request in zip(chosen, requests)]
-    law = enumerate_law(run)
+    law = enumerate_law(run, width=64)
     return [{text: p for (kind, text), p in law.items() if kind == i} for i in range(len(kinds))]
 
 
@@ -108,7 +108,7 @@ def test_two_rows_are_independent_of_each_other():
         return [(made(a), made(b)) for a, b in zip(requests[::2], requests[1::2])]
     first, second = (targets_law(kind) for kind in kinds)
     product = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
-    assert distance(enumerate_law(run, group=2), product) < 1e-12 and len(product) > 50
+    assert distance(enumerate_law(run, group=2, width=32), product) < 1e-12 and len(product) > 50
 
 
 def test_a_rows_branch_does_not_depend_on_its_neighbours():

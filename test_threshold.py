@@ -88,8 +88,9 @@ def table() -> list[list[int]]:
     return [[arch, *threshold.compiled(128256, mass, arch)] for arch, mass in ((90, True), (80, False))]
 
 
-def test_nothing_spills():
-    for arch, registers, spills, shared in apart("test_threshold", "table"):
+@pytest.mark.meanwhile(apart, "test_threshold", "table")
+def test_nothing_spills(meanwhile):
+    for arch, registers, spills, shared in meanwhile():
         assert spills == 0 and registers <= 128 and shared <= SHARED[arch]
 
 

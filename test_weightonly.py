@@ -122,8 +122,9 @@ def table() -> list[list[int]]:
     return [[T, arch, *weightonly.compiled(T, *SHAPES[shape], bits, 128, dtype, arch)] for T, shape, bits, dtype, arch in cases]
 
 
-def test_nothing_spills_and_all_fits():
-    rows = apart("test_weightonly", "table")
+@pytest.mark.meanwhile(apart, "test_weightonly", "table")
+def test_nothing_spills_and_all_fits(meanwhile):
+    rows = meanwhile()
     for T, arch, registers, spills, shared, mma, wgmma in rows:
         assert spills == 0 and registers <= (128 if T == 1 else 255) and 0 < shared <= SHARED[arch]      # 128: two programs side by side
         assert (wgmma > 0) == (arch == 90 and T > FEW) and (mma > 0) != (wgmma > 0)

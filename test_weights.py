@@ -1,8 +1,6 @@
 """A checkpoint loads whole or not at all; a name leads to a folder or to one line that says the way out."""
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,12 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
 import weights
-from conftest import write_model
+from config import Config
+from conftest import SMALL, peak, write_model
 from model import Llama
 from vocabulary import read_json
 from weights import ALIASES, Checkpoint, find
 
-ROOT = Path(__file__).parent
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4), "c.bias": torch.zeros(2, 2)}
 
 
@@ -205,25 +203,16 @@ def test_only_what_is_needed_is_fetched():
 
 # ---- Memory
 
-PEAK = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from model import Llama
-def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-Llama.load(sys.argv[1] + "/test_data/mha", "cpu", getattr(torch, sys.argv[3]))            # the libraries' own memory comes before
-before = kilobytes("VmRSS")
-llama = Llama.load(sys.argv[2], "cpu", getattr(torch, sys.argv[3]))
-print(kilobytes("VmHWM") - before)
-"""
+LARGE = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64, vocab_size=8192, tie_word_embeddings=False)
+
+
+def loading(stored: str) -> pytest.MarkDecorator:
+    small, whole = (f'llama = Llama.load({folder}, "cpu", torch.float32)' for folder in ("'test_data/mha'", "folder"))
+    return pytest.mark.meanwhile(peak, json.dumps(LARGE | dict(dtype=stored)), small, whole)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize("stored, computed", [(torch.float32, "float32"), (torch.bfloat16, "float32")])
-def test_loading_never_takes_more_than_the_model_and_one_tensor(tmp_path, stored, computed):
-    shape = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64, vocab_size=8192)
-    folder = write_model(tmp_path, tie_word_embeddings=False, **shape)
-    tensors = {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors")
-    model, largest = sum(t.numel() * 4 for t in tensors.values()), max(t.numel() * 4 for t in tensors.values())
-    done = subprocess.run([sys.executable, "-c", PEAK, str(ROOT), str(folder), computed], capture_output=True, text=True, check=True)
-    assert model > 150e6 and int(done.stdout) * 1024 < model + largest + 12e6, f"{int(done.stdout) / 1024:.0f} MiB for {model / 2**20:.0f}"
+@pytest.mark.parametrize("stored", [pytest.param(stored, marks=loading(stored)) for stored in ("float32", "bfloat16")])
+def test_loading_never_takes_more_than_the_model_and_one_tensor(stored, meanwhile):
+    sizes = [place.numel() * 4 for place in Llama(Config(**SMALL | LARGE), "meta", seed=None).places().values()]
+    assert sum(sizes) > 150e6 and meanwhile() < sum(sizes) + max(sizes) + 12e6, f"{meanwhile() >> 20} MiB for {sum(sizes) >> 20}"
