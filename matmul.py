@@ -4,15 +4,15 @@ A step of one token multiplies one row by every weight of the model, so it costs
 a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second. And a step of five rows should
 cost hardly more than a step of one, since it reads the same bytes: speculative decoding and batching live on that.
 
-On a GPU the library sees to both. On a CPU it does not, and no order of the weight is best for both:
+On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
 
   - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
-    W_block xᵀ, which all cores share: W is read as fast as memory gives it, two to three times as fast.
+    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it.
   - A few rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
-    blocked order replaces the plain one, once. A single row then takes half as long again as with blocks, and more.
+    blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
 
-`Linear.pack()` gets ready for a lone text, which has one row a step, and a prompt: oneDNN reads a plain weight, too, and for many rows loses
-a tenth by it. `Linear.reorder()` is for who verifies drafts, or makes several texts at once (engine.py decides). `python matmul.py` shows both.
+`Linear.pack()` gets ready for a lone text: one row a step, and its prompt, for which oneDNN reads a plain weight, too, up to a tenth slower.
+`Linear.reorder()` is for who verifies drafts or makes several texts at once; engine.py decides. `python matmul.py` shows the difference.
 
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from kernels import on_gpu
 from quant import Quantized, dequantize, quantize, unpack4
 
-FEW = 4                                                 # up to so many rows, blocks of a plain weight are the fastest
+LONE = 2                                                # rows of a lone text's step, at most: a draft whose every token stood has two to read
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
 
 
@@ -57,7 +57,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W: [N, K] held plain, in blocks of rows that are views of it, or packed for this CPU.
+    """y = x Wᵀ + b, with W: [N, K] held plain, and for a lone text seen as blocks of rows, or packed for this CPU.
 
     `weight` is uninitialized until somebody fills it; where it is packed it may be None.
     """
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         self.light: Tensor | None = None                             # [N, K], laid out by columns: for one row and a small model
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.blocks is not None and len(x) <= FEW:
+        if self.blocks is not None and len(x) <= LONE:
             return self._in_blocks(x)
         if self.packed is None and self.blocks is None:
             return F.linear(x, self.weight, self.bias)
@@ -92,14 +92,14 @@ class Linear(nn.Module):
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes."""
-        if self.blocks is not None and rows <= FEW:
+        if self.blocks is not None and rows <= LONE:
             return "blocks"
         return "plain" if self.packed is None else "light" if self.light is not None and rows == 1 else "packed"
 
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Get ready for this CPU: in float32 for one row a step, with the weight as it is; in bfloat16, or where the model is small, or N
-        has no large blocks, for any. `keep` the plain weight in any case: an embedding uses it, too."""
+        """Get ready for this CPU. In float32: for a lone text, with the weight as it is. In bfloat16, where the model is small, and where N has
+        no blocks: in oneDNN's order, and the plain weight let go (`keep`: not, an embedding uses it too)."""
         if self.blocks is not None or self.packed is not None or not can_pack(self.weight):
             return
         block, wide = math.gcd(self.out_features, 64), self.weight.dtype == torch.float32

@@ -236,7 +236,8 @@ def gammas(effort: Effort) -> Rows:
     """Acceptance and speed-up against γ at temperature 1, a text at a time; γ None is chosen by the clock. Medians over texts."""
     plain, model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny", "tiny-draft"))      # drafts: weights in another order
     wanted: list[int | None] = [*effort.gammas, None]
-    runs = [[drafted(plain if gamma == 0 else model, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)] for i, opening in enumerate(effort.openings)]
+    runs = [[drafted(model if gamma != 0 else plain, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)]
+            for i, opening in enumerate(effort.openings)]
     return [against_plain(gamma, [(turn[0], turn[i]) for turn in runs]) for i, gamma in enumerate(wanted, 1)]
 
 
