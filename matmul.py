@@ -4,9 +4,15 @@ A step of one token multiplies one row by every weight of the model, so it costs
 a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second. And a step of five rows should
 cost hardly more than a step of one, since it reads the same bytes: speculative decoding and batching live on that.
 
-On a GPU the library sees to both. On a CPU it does not: a product of one to eight rows uses a fraction of the machine, because
-the weight lies in another order than the inner loop wants, and putting it in order costs more than multiplying. `Linear.pack()`
-does that once, when a model is loaded: oneDNN's blocked order replaces the plain one. `python matmul.py` shows the difference.
+On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
+
+  - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
+    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it.
+  - A few rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
+    blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
+
+`Linear.pack()` gets ready for a lone text: one row a step, and its prompt, for which oneDNN reads a plain weight, too, up to a tenth slower.
+`Linear.reorder()` is for who verifies drafts or makes several texts at once; engine.py decides. `python matmul.py` shows the difference.
 
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
@@ -21,12 +27,14 @@ All these sums are exact, so a row's result does not depend on the rows beside i
 (weightonly.py). Everywhere else (INT8 of very many rows, INT4 in float32 or on an older CPU, float64) weights become numbers, a tile of
 rows at a time, for the library's product.
 
-Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
+Invariant: the weights are in memory once, plain or packed (a packed head that is the embedding, too, stays plain beside it); `path(rows)`
+tells which product a step of so many rows takes.
 
 Not covered: training; float64 (which is for proofs) and float16 use the plain order.
 
     T rows (tokens of a step) · K in_features · N out_features · B base of the digits
 """
+import math
 import time
 from collections.abc import Callable
 from functools import cache
@@ -38,6 +46,7 @@ from torch import Tensor, nn
 from kernels import on_gpu
 from quant import Quantized, dequantize, quantize, unpack4
 
+LONE = 2                                                # rows of a lone text's step, at most: a draft whose every token stood has two to read
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
 
 
@@ -48,9 +57,9 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W: [N, K] held plain, or packed for this CPU.
+    """y = x Wᵀ + b, with W: [N, K] held plain, and for a lone text seen as blocks of rows, or packed for this CPU.
 
-    `weight` is uninitialized until somebody fills it; after `pack()` it may be None.
+    `weight` is uninitialized until somebody fills it; where it is packed it may be None.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False,
@@ -59,15 +68,23 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), requires_grad=False) if bias else None
+        self.blocks: Tensor | None = None                            # [N / 64, 64, K], the weight itself: for one row
         self.packed: Tensor | None = None                            # opaque: oneDNN's own order
         self.light: Tensor | None = None                             # [N, K], laid out by columns: for one row and a small model
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.packed is None:
+        if self.blocks is not None and len(x) <= LONE:
+            return self._in_blocks(x)
+        if self.packed is None and self.blocks is None:
             return F.linear(x, self.weight, self.bias)
         if self.light is not None and len(x) == 1:
             return F.linear(x, self.light, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight if self.packed is None else self.packed, self.bias, "none", [], "")
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        """Each block of W times xᵀ: [N / 64, 64, T], which is yᵀ."""
+        y = torch.bmm(self.blocks, x.t().expand(len(self.blocks), -1, -1)).view(self.out_features, len(x)).t().contiguous()
+        return y if self.bias is None else y + self.bias
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
@@ -75,18 +92,36 @@ class Linear(nn.Module):
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes."""
-        return "plain" if self.packed is None else "packed"
+        if self.blocks is not None and rows <= LONE:
+            return "blocks"
+        return "plain" if self.packed is None else "light" if self.light is not None and rows == 1 else "packed"
 
     @torch.no_grad()
     def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Put the weight in the order of the CPU's product and let the plain one go (`keep`: not, an embedding uses it too)."""
-        if self.packed is None and can_pack(self.weight):
-            if small and self.weight.dtype == torch.float32:
-                self.light = self.weight.detach().t().contiguous().t()
-            # The order depends on the number of rows that is announced; the one for 4 serves 1 to 512 rows well.
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 4)
-            if not keep:
-                self.weight = None
+        """Get ready for this CPU. In float32: for a lone text, with the weight as it is. In bfloat16, where the model is small, and where N has
+        no blocks: in oneDNN's order, and the plain weight let go (`keep`: not, an embedding uses it too)."""
+        if self.blocks is not None or self.packed is not None or not can_pack(self.weight):
+            return
+        block, wide = math.gcd(self.out_features, 64), self.weight.dtype == torch.float32
+        if small and wide:
+            self.light = self.weight.detach().t().contiguous().t()
+        if wide and not small and block >= 8 and torch.backends.mkl.is_available():
+            self.blocks = self.weight.detach().view(-1, block, self.in_features)
+        else:
+            self._reorder(keep)
+
+    def reorder(self, keep: bool = False) -> None:
+        """Get ready for a few rows a step: a weight that lies in blocks of rows is put in oneDNN's order, and the plain one let go."""
+        if self.blocks is not None:
+            self.blocks = None
+            self._reorder(keep)
+
+    @torch.no_grad()
+    def _reorder(self, keep: bool) -> None:
+        # The order depends on the number of rows that is announced; the one for 4 serves 1 to 512 rows well.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 4)
+        if not keep:
+            self.weight = None
 
 
 # ---- Quantized weights ----------------------------------------------------------------------------------------------------------
@@ -320,11 +355,14 @@ def main() -> None:
     library = [seconds(lambda: [F.linear(x, layer.weight) for layer in plain]) for x in inputs]
     for layer in plain:
         layer.pack()
+    blocks = [seconds(lambda: [layer(x) for layer in plain]) for x in inputs]
+    for layer in plain:
+        layer.reorder()
     packed = [seconds(lambda: [layer(x) for layer in plain]) for x in inputs]
     integers = [seconds(lambda: [layer(x) for layer in small]) for x in map(torch.Tensor.bfloat16, inputs)]
     print(f"{size / 1e6:.0f} MB of float32 weights; milliseconds, and how many times as long as reading them once")
-    print(f"{'rows':>6}{'F.linear':>16}{'packed':>16}{'INT8':>16}")
-    for t, *times in zip(rows, library, packed, integers):
+    print(f"{'rows':>6}{'F.linear':>16}{'lone text':>16}{'reordered':>16}{'INT8':>16}")
+    for t, *times in zip(rows, library, blocks, packed, integers):
         print(f"{t:6}" + "".join(f"{each * 1e3:9.1f} {each * roof / size:5.1f}x" for each in times) + f"  {small[0].path(t)}")
 
 

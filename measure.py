@@ -163,6 +163,11 @@ class Row(NamedTuple):
     bits: int = 16
     draft: bool = False
 
+    @property
+    def lone(self) -> bool:
+        """Whether a step has one row."""
+        return not self.draft and self.engine.get("max_batch", 1) == 1
+
 
 def stack_rows() -> list[Row]:
     alone, paged = dict(kv="contiguous"), dict(kv_bits="8", max_batch=16)
@@ -179,15 +184,15 @@ def stack_rows() -> list[Row]:
 def stack(effort: Effort) -> Rows:
     """Each row's texts in turns: the same requests, at temperature 0, which all arrive at once."""
     rows, draft = stack_rows(), Model.load("tiny-draft", "cpu", torch.float32)
-    models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
-    turns = [[stack_row(row, models[row.bits], draft, effort) for row in rows] for _ in range(effort.turns)]
+    models = {(row.bits, row.lone): Model.load("tiny", "cpu", torch.float32, row.bits) for row in rows}            # weights lie as an engine wants them
+    turns = [[stack_row(row, models[row.bits, row.lone], draft, effort) for row in rows] for _ in range(effort.turns)]
     base, told = [turn[0] for turn in turns], []
     for i, row in enumerate(rows):
         served, drafted = zip(*(turn[i] for turn in turns))
         told.append(dict(name=row.name, claims=row.claims, tokens_per_second=median(s.rate for s in served),
                          first_token=median(median(s.first) for s in served),
                          cache_bytes=max(s.held for s in served), in_flight=min(row.engine.get("max_batch", 1), effort.texts),
-                         weight_bytes=weight_bytes(models[row.bits].llama) + (weight_bytes(draft.llama) if row.draft else 0),
+                         weight_bytes=weight_bytes(models[row.bits, row.lone].llama) + (weight_bytes(draft.llama) if row.draft else 0),
                          speed_up=median(s.rate / b.rate for s, (b, _) in zip(served, base)),
                          same_texts=sum(a == b for a, b in zip(served[0].texts, base[0][0].texts)), texts=effort.texts, drafted=median(drafted)))
     for before, row in zip([told[0], *told], told):
@@ -212,23 +217,27 @@ def spread(count: int, longest: int, ratio: float = 5.0) -> list[int]:
 def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
     """One product of the embedded model (gate and up), of 1 and of 16 rows, in microseconds: why fewer bits are faster, or not."""
     torch.manual_seed(0)
-    weight, made = torch.randn(N, K), []
-    for bits in (32, 8, 4):
-        linear = Linear(K, N) if bits == 32 else QuantizedLinear(K, N, bits=bits)
-        linear.weight.copy_(weight) if bits == 32 else linear.put(quantize(weight, bits))
-        linear.pack()
-        made.append((bits, linear))
-    return [dict(bits=bits, rows=T, path=linear.path(T), microseconds=1e6 * seconds(lambda: linear(x), 50 * effort.turns)) for T in (1, 16)
-            for x in [torch.randn(T, K)] for bits, linear in made]
+    weight, told = torch.randn(N, K), []
+    for T in (1, 16):
+        x = torch.randn(T, K)
+        for bits in (32, 8, 4):
+            linear = Linear(K, N) if bits == 32 else QuantizedLinear(K, N, bits=bits)
+            linear.weight.copy_(weight) if bits == 32 else linear.put(quantize(weight, bits))
+            linear.pack()
+            if bits == 32 and T > 1:
+                linear.reorder()
+            told.append(dict(bits=bits, rows=T, path=linear.path(T), microseconds=1e6 * seconds(lambda: linear(x), 50 * effort.turns)))
+    return told
 
 
 # ---- Speculation ----------------------------------------------------------------------------------------------------------------
 
 def gammas(effort: Effort) -> Rows:
     """Acceptance and speed-up against γ at temperature 1, a text at a time; γ None is chosen by the clock. Medians over texts."""
-    model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
+    plain, model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny", "tiny-draft"))      # drafts: weights in another order
     wanted: list[int | None] = [*effort.gammas, None]
-    runs = [[drafted(model, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)] for i, opening in enumerate(effort.openings)]
+    runs = [[drafted(model if gamma != 0 else plain, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)]
+            for i, opening in enumerate(effort.openings)]
     return [against_plain(gamma, [(turn[0], turn[i]) for turn in runs]) for i, gamma in enumerate(wanted, 1)]
 
 

@@ -255,7 +255,7 @@ class Llama(nn.Module):
         return places | {f"lm_head.{kind}": whole for kind, whole in head.items()}
 
     def pack(self) -> "Llama":
-        """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
+        """Make ready to run a lone text on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
         small = is_small(self.config)
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -263,6 +263,12 @@ class Llama(nn.Module):
             elif isinstance(module, (Linear, QuantizedLinear)):
                 module.pack(keep=getattr(module, "weight", module) is self.embed, small=small)
         return self
+
+    def reorder(self) -> None:
+        """Make a packed float32 model ready for steps of a few rows, for verification and batches; all it had before was for one, and for prompts."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.reorder(keep=module.weight is self.embed)
 
     @property
     def device(self) -> torch.device:

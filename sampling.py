@@ -79,11 +79,19 @@ def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
     """float64[B, V] -> probabilities. Temperature 0 is a one-hot at the first of the largest logits."""
     if temperature is None or (not isinstance(temperature, Tensor) and temperature == 1):
         return rows.softmax(-1)
+    t = _column(temperature, rows)
+    zero, cpu = t == 0, rows.device.type == "cpu"                                            # a CPU may look at them; a GPU would have to wait
+    if cpu and bool(zero.all()):
+        return _hot(rows)
     rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
-    if not isinstance(temperature, Tensor) and temperature > 0:
-        return (rows / temperature).softmax(-1)
-    t, hot = _column(temperature, rows), torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1)
-    return torch.where(t == 0, hot, (rows / torch.where(t == 0, 1, t)).softmax(-1))
+    if not zero.any() if cpu else not isinstance(temperature, Tensor) and temperature > 0:
+        return (rows / t).softmax(-1)
+    return torch.where(zero, _hot(rows), (rows / torch.where(zero, 1, t)).softmax(-1))
+
+
+def _hot(rows: Tensor) -> Tensor:
+    """1 at the first of each row's largest."""
+    return torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1)
 
 
 def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:

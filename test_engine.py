@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from engine import Engine, Writer
+from model import Llama
 from pretrained import Model
 from request import Request, Settings
 
@@ -20,6 +21,16 @@ def writers(model: Model, count: int, twins: bool = True, **chosen) -> list[Writ
     for request in requests[1:]:
         request.twin = requests[0] if twins else None
     return [Writer(model, request, PROMPT, index=i) for i, request in enumerate(requests)]
+
+
+def test_weights_are_put_in_order_for_the_steps_that_will_come(model, monkeypatch):
+    """A lone text has steps of one row, and so has its draft; verification has a few, and in a batch everybody."""
+    draft, reordered = Model(Llama(model.llama.config, dtype=torch.float64), model.tokenizer, {}), []
+    monkeypatch.setattr(Llama, "reorder", lambda llama: reordered.append(llama))
+    for drafts, max_batch, expected in ((None, 1, []), ("ngram", 1, [model]), (None, 2, [model]), (draft, 1, [model]), (draft, 2, [model, draft])):
+        Engine(model, drafts, 64, 64, max_batch)
+        assert reordered == [one.llama for one in expected]
+        reordered.clear()
 
 
 @pytest.mark.parametrize("kv", ["paged", "contiguous"])

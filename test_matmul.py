@@ -30,18 +30,32 @@ def make(K: int, N: int, bias: bool, dtype: torch.dtype) -> Linear:
 def test_packed_and_plain_are_the_same_product(K, N, bias, small, dtype):
     linear = make(K, N, bias, dtype)
     W, b = linear.weight.double(), linear.bias.double() if bias else 0
-    for pack in (False, True, True):                                 # packing twice is packing once
-        if pack:
-            linear.pack(small=small)
+    blocks = dtype == torch.float32 and not small and N % 8 == 0
+    for ready in (None, linear.pack, linear.pack, linear.reorder, linear.reorder):       # twice is once
+        if ready is not None:
+            ready(**dict(small=small) if ready == linear.pack else {})
+            assert (linear.blocks is not None) == (blocks and ready == linear.pack) and (linear.packed is None) == (linear.blocks is not None or dtype == torch.float64)
         for T in range(21):                                          # of no row, too: a step may ask for no logits
             x = whole(T, K, dtype=dtype)
             y = linear(x)
-            assert y.dtype == dtype and y.shape == (T, N) and torch.equal(y.double(), x.double() @ W.T + b)
-    assert (linear.packed is not None) == (dtype != torch.float64)
+            assert y.dtype == dtype and y.shape == (T, N) and y.is_contiguous() and torch.equal(y.double(), x.double() @ W.T + b)
     assert (linear.light is not None) == (small and dtype == torch.float32)
     if linear.light is not None:                                     # of a small model, one row takes a way of its own
         linear.light.zero_()
         assert torch.equal(linear(whole(1, K, dtype=dtype)).double(), torch.zeros(1, N) + b) and torch.equal(linear(x).double(), x.double() @ W.T + b)
+
+
+@torch.inference_mode()
+def test_the_weights_are_in_memory_once():
+    """The blocks of a lone text's product are the weight itself, which a reordered one lets go; and each serves the steps that it is for."""
+    linear = make(64, 128, False, torch.float32)
+    linear.pack()
+    assert linear.blocks.data_ptr() == linear.weight.data_ptr() and linear.blocks.shape == (2, 64, 64)
+    assert [linear.path(T) for T in (1, 2, 3, 64)] == ["blocks", "blocks", "plain", "plain"]
+    linear.blocks = torch.zeros_like(linear.blocks)
+    assert [bool(linear(torch.rand(T, 64)).any()) for T in (1, 2, 3, 64)] == [False, False, True, True]
+    linear.reorder()
+    assert linear.blocks is linear.weight is None and linear.packed is not None and linear.path(1) == linear.path(64) == "packed"
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float64, 1e-13)])
@@ -73,16 +87,20 @@ def test_rows_may_be_views(dtype):
 
 @pytest.mark.parametrize("dtype", PACKABLE)
 def test_packing_lets_the_plain_weight_go_unless_it_is_shared(dtype):
-    linear = make(16, 24, False, dtype)
+    linear = make(16, 20, False, dtype)
     assert can_pack(linear.weight)
     linear.pack()
     assert linear.weight is None and not list(linear.parameters())
-    shared = make(16, 24, False, dtype)
+    shared = make(16, 20, False, dtype)
     weight, before = shared.weight, shared.weight.clone()
     shared.pack(keep=True)
     assert shared.weight is weight and torch.equal(weight, before) and shared.packed is not None
     x = whole(3, 16, dtype=dtype)
     assert torch.equal(shared(x), x @ before.T)
+    blocks = make(16, 64, False, torch.float32)
+    weight = blocks.weight
+    blocks.pack(keep=True), blocks.reorder(keep=True)
+    assert blocks.packed is not None and blocks.weight is weight
 
 
 def test_what_cannot_be_packed_stays_as_it_is():
