@@ -1,0 +1,108 @@
+"""Small integers become numbers in a kernel's registers: keys and values of 8 and 4 bits on their way from the cache to a product.
+
+A conversion of each integer by itself is slow: an instruction for every number, on a unit that has a quarter or a sixteenth of the others'
+width. But a float whose exponent is fixed has its whole numbers in its last bits. So a byte b, put below a constant byte, is a number
+already, and one subtraction for two of them takes the constant's share away:
+
+    float16   0x64 b         = 1024 + b                  bfloat16  0x43 b = 128 + b,  b < 128            float32  0x4b0000 b = 2²³ + b
+
+    _steps      vectors with a scale each: whole steps come back, exact in 16 bits; the caller multiplies scores by the keys' scales
+    _channels   groups of 16 keys with a scale and a zero for each channel (kivi.py): numbers come back, steps · scale + (−zero · scale)
+
+A thread that has several keys of one group reads the group's scales once for them. Hence the order of keys in what `_channels` returns:
+row i is token i // F of group i % F, for F groups.
+
+Invariant: of _steps, exact. Of _channels: in float32 what quant.py makes of them to the bit; in 16 bits within two roundings, of −zero · scale
+and of the sum.
+
+    N vectors of a tile · F groups, N = 16 F · D head size, WIDE the power of 2 from it on
+"""
+import triton
+import triton.language as tl
+
+from kvquant import GROUP
+
+TOKENS = tl.constexpr(GROUP)                            # of a group
+
+# Four bytes at a time, keys as float16 and values as bfloat16.
+K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
+    prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
+K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 $0, l, 0x64646464, 0x5150; prmt.b32 $1, l, 0x64646464, 0x5352; prmt.b32 $2, h, 0x64646464, 0x5150; prmt.b32 $3, h, 0x64646464, 0x5352;
+    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; sub.rn.f16x2 $2, $2, c; sub.rn.f16x2 $3, $3, c; }""")
+V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
+    sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
+    prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
+V4 = tl.constexpr("""{ .reg .b32 l, h, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
+    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 $0, l, 0x43434343, 0x5150; prmt.b32 $1, l, 0x43434343, 0x5352; prmt.b32 $2, h, 0x43434343, 0x5150; prmt.b32 $3, h, 0x43434343, 0x5352;
+    fma.rn.bf16x2 $0, $0, one, c; fma.rn.bf16x2 $1, $1, one, c; fma.rn.bf16x2 $2, $2, one, c; fma.rn.bf16x2 $3, $3, one, c; }""")
+
+
+@triton.jit
+def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
+    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
+    at = tl.arange(0, WIDE // PART)
+    mask = seen[:, None]
+    if D < WIDE:
+        mask = mask & (at < D // PART)[None, :]
+    x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
+    if BITS == 8 and dtype == tl.float16:
+        x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
+    elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
+        x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
+    elif BITS == 4:
+        if dtype == tl.float16:
+            low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
+        elif dtype == tl.bfloat16:
+            low, high = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), True, 4)
+        else:
+            low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
+        x = tl.join(low, high).reshape(x.shape[0], WIDE)
+    else:
+        x = x.to(dtype)
+    return x
+
+
+# The same for keys by channel, with a fused multiplication and addition: bytes, then scales and −zero · scale of even and of odd channels.
+C16 = tl.constexpr("""{ .reg .b32 l, h, c, p, q, r, s; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 p, l, 0x64646464, 0x5150; prmt.b32 q, l, 0x64646464, 0x5352; prmt.b32 r, h, 0x64646464, 0x5150; prmt.b32 s, h, 0x64646464, 0x5352;
+    sub.rn.f16x2 p, p, c; sub.rn.f16x2 q, q, c; sub.rn.f16x2 r, r, c; sub.rn.f16x2 s, s, c;
+    fma.rn.f16x2 $0, p, $5, $7; fma.rn.f16x2 $1, q, $6, $8; fma.rn.f16x2 $2, r, $9, $11; fma.rn.f16x2 $3, s, $10, $12; }""")
+CB16 = tl.constexpr("""{ .reg .b32 l, h, one, c, p, q, r, s; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
+    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 p, l, 0x43434343, 0x5150; prmt.b32 q, l, 0x43434343, 0x5352; prmt.b32 r, h, 0x43434343, 0x5150; prmt.b32 s, h, 0x43434343, 0x5352;
+    fma.rn.bf16x2 p, p, one, c; fma.rn.bf16x2 q, q, one, c; fma.rn.bf16x2 r, r, one, c; fma.rn.bf16x2 s, s, one, c;
+    fma.rn.bf16x2 $0, p, $5, $7; fma.rn.bf16x2 $1, q, $6, $8; fma.rn.bf16x2 $2, r, $9, $11; fma.rn.bf16x2 $3, s, $10, $12; }""")
+WORDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def _over_tokens(x, HALF: tl.constexpr):
+    """A number for each channel of F groups, for each of their tokens: [F, HALF] -> [16 F, HALF], a group's tokens F apart."""
+    return tl.broadcast_to(x[None], (TOKENS, x.shape[0], HALF)).reshape(TOKENS * x.shape[0], HALF)
+
+
+@triton.jit
+def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr):
+    """Groups of keys as numbers: [16 F, WIDE], 0 beyond D and where not `seen`. vectors, seen: of each key, [16 F]; groups, there: of their scales, [F]."""
+    HALF: tl.constexpr = WIDE // 2
+    d, at = tl.arange(0, WIDE), tl.arange(0, HALF)
+    mask, inner = seen[:, None], there[:, None]
+    if D < WIDE:
+        mask, inner = mask & (at < D // 2)[None, :], inner & (d < D)[None, :]
+    x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)
+    steps = tl.load(scale + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32)                            # [F, WIDE]
+    lowest = -tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) * steps
+    even, odd = tl.split(steps.to(dtype).reshape(F, HALF, 2))
+    even_low, odd_low = tl.split(lowest.to(dtype).reshape(F, HALF, 2))
+    even, odd, even_low, odd_low = _over_tokens(even, HALF), _over_tokens(odd, HALF), _over_tokens(even_low, HALF), _over_tokens(odd_low, HALF)
+    if dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(C16, WORDS, [x, even, even_low, odd, odd_low], (tl.float16, tl.float16), True, 4)
+    elif dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(CB16, WORDS, [x, even, even_low, odd, odd_low], (tl.bfloat16, tl.bfloat16), True, 4)
+    else:
+        low, high = (x & 15).to(dtype) * even + even_low, (x >> 4).to(dtype) * odd + odd_low
+    return tl.join(low, high).reshape(TOKENS * F, WIDE)
