@@ -64,7 +64,8 @@ def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, v_scale, v_zero, D: 
     wide: tl.constexpr = v.dtype.element_ty if V_BITS == 16 else tl.float32 if dtype == tl.float32 else tl.bfloat16
     p = p.to(wide)
     if V_BITS == 4:
-        drift = drift * fade + tl.sum(p.to(tl.float32) * tl.load(v_zero + vectors, seen, 0).to(tl.float32)[None, :], 1)
+        zero = tl.load(v_zero + vectors, seen, 0).to(tl.float32) + (16 if wide == tl.bfloat16 else 0)            # as `_steps` has them
+        drift = drift * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
     o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
     return o, drift, top, l
 

@@ -34,10 +34,17 @@ V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808
     prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
     sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
     prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
-V4 = tl.constexpr("""{ .reg .b32 l, h, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
-    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 $0, l, 0x43434343, 0x5150; prmt.b32 $1, l, 0x43434343, 0x5352; prmt.b32 $2, h, 0x43434343, 0x5150; prmt.b32 $3, h, 0x43434343, 0x5352;
-    fma.rn.bf16x2 $0, $0, one, c; fma.rn.bf16x2 $1, $1, one, c; fma.rn.bf16x2 $2, $2, one, c; fma.rn.bf16x2 $3, $3, one, c; }""")
+V4 = tl.constexpr("""{ .reg .b32 l, h; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
+    prmt.b32 $0, l, h, 0x4400; prmt.b32 $1, l, h, 0x5511; prmt.b32 $2, l, h, 0x6622; prmt.b32 $3, l, h, 0x7733;
+    lop3.b32 $0, $0, 0x00780078, 0x41804180, 0xea; lop3.b32 $1, $1, 0x00780078, 0x41804180, 0xea;
+    lop3.b32 $2, $2, 0x00780078, 0x41804180, 0xea; lop3.b32 $3, $3, 0x00780078, 0x41804180, 0xea; }""")
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """int32[N, K], two 16-bit numbers each -> [N, 2 K]."""
+    low, high = (x & 0xFFFF).to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
 
 
 @triton.jit
@@ -54,10 +61,10 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
         x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
     elif BITS == 4:
+        if dtype == tl.bfloat16:
+            return _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
         if dtype == tl.float16:
             low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
-        elif dtype == tl.bfloat16:
-            low, high = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), True, 4)
         else:
             low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
         x = tl.join(low, high).reshape(x.shape[0], WIDE)
@@ -66,16 +73,15 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     return x
 
 
-# The same for keys by channel, with a fused multiplication and addition: bytes, then scales and −zero · scale of even and of odd channels.
-C16 = tl.constexpr("""{ .reg .b32 l, h, c, p, q, r, s; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 p, l, 0x64646464, 0x5150; prmt.b32 q, l, 0x64646464, 0x5352; prmt.b32 r, h, 0x64646464, 0x5150; prmt.b32 s, h, 0x64646464, 0x5352;
-    sub.rn.f16x2 p, p, c; sub.rn.f16x2 q, q, c; sub.rn.f16x2 r, r, c; sub.rn.f16x2 s, s, c;
-    fma.rn.f16x2 $0, p, $5, $7; fma.rn.f16x2 $1, q, $6, $8; fma.rn.f16x2 $2, r, $9, $11; fma.rn.f16x2 $3, s, $10, $12; }""")
-CB16 = tl.constexpr("""{ .reg .b32 l, h, one, c, p, q, r, s; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
-    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 p, l, 0x43434343, 0x5150; prmt.b32 q, l, 0x43434343, 0x5352; prmt.b32 r, h, 0x43434343, 0x5150; prmt.b32 s, h, 0x43434343, 0x5352;
-    fma.rn.bf16x2 p, p, one, c; fma.rn.bf16x2 q, q, one, c; fma.rn.bf16x2 r, r, one, c; fma.rn.bf16x2 s, s, one, c;
-    fma.rn.bf16x2 $0, p, $5, $7; fma.rn.bf16x2 $1, q, $6, $8; fma.rn.bf16x2 $2, r, $9, $11; fma.rn.bf16x2 $3, s, $10, $12; }""")
+# Two channels of each of four bytes by scales $5 to $8, and what is added, $9 to $12. A nibble in bits 3 to 6 of a bfloat16 of 16 is 16 + n; in bits 4 to 7 of a
+# float16 of 64, 64 + n: `BIAS` of a type.
+CB16 = tl.constexpr("""{ .reg .b32 l, h, p, q, r, s; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
+    prmt.b32 p, l, h, 0x4400; prmt.b32 q, l, h, 0x5511; prmt.b32 r, l, h, 0x6622; prmt.b32 s, l, h, 0x7733;
+    lop3.b32 p, p, 0x00780078, 0x41804180, 0xea; lop3.b32 q, q, 0x00780078, 0x41804180, 0xea;
+    lop3.b32 r, r, 0x00780078, 0x41804180, 0xea; lop3.b32 s, s, 0x00780078, 0x41804180, 0xea;
+    fma.rn.bf16x2 $0, p, $5, $9; fma.rn.bf16x2 $1, q, $6, $10; fma.rn.bf16x2 $2, r, $7, $11; fma.rn.bf16x2 $3, s, $8, $12; }""")
+C16 = tl.constexpr(CB16.value.replace("shl.b32 l, $4, 3; shr.u32 h, $4, 1;", "shl.b32 l, $4, 4; mov.b32 h, $4;").replace(
+    "0x00780078, 0x41804180", "0x00f000f0, 0x54005400").replace("bf16x2", "f16x2"))
 WORDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
 
 
@@ -86,23 +92,29 @@ def _over_tokens(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def _pairs(x):
+    """[F, K, 2], numbers of 16 bits -> int32[F, K]. As a sum, whose parts no compiler works out again for each thread that wants it."""
+    return tl.sum((x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * tl.arange(0, 2)[None, None, :]), 2)
+
+
+@triton.jit
 def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr):
     """Groups of keys as numbers: [16 F, WIDE], 0 beyond D and where not `seen`. vectors, seen: of each key, [16 F]; groups, there: of their scales, [F]."""
     HALF: tl.constexpr = WIDE // 2
+    BIAS: tl.constexpr = 64 if dtype == tl.float16 else 16 if dtype == tl.bfloat16 else 0
     d, at = tl.arange(0, WIDE), tl.arange(0, HALF)
     mask, inner = seen[:, None], there[:, None]
     if D < WIDE:
         mask, inner = mask & (at < D // 2)[None, :], inner & (d < D)[None, :]
-    x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)
+    x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)                                      # [16 F, HALF]
     steps = tl.load(scale + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32)                            # [F, WIDE]
-    lowest = -tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) * steps
-    even, odd = tl.split(steps.to(dtype).reshape(F, HALF, 2))
-    even_low, odd_low = tl.split(lowest.to(dtype).reshape(F, HALF, 2))
-    even, odd, even_low, odd_low = _over_tokens(even, HALF), _over_tokens(odd, HALF), _over_tokens(even_low, HALF), _over_tokens(odd_low, HALF)
-    if dtype == tl.float16:
-        low, high = tl.inline_asm_elementwise(C16, WORDS, [x, even, even_low, odd, odd_low], (tl.float16, tl.float16), True, 4)
-    elif dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(CB16, WORDS, [x, even, even_low, odd, odd_low], (tl.bfloat16, tl.bfloat16), True, 4)
-    else:
-        low, high = (x & 15).to(dtype) * even + even_low, (x >> 4).to(dtype) * odd + odd_low
-    return tl.join(low, high).reshape(TOKENS * F, WIDE)
+    lowest = -(tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) + BIAS) * steps
+    steps, lowest = steps.to(dtype).reshape(F, HALF, 2), lowest.to(dtype).reshape(F, HALF, 2)
+    if dtype == tl.float32:
+        even, odd = tl.split(steps)
+        even_low, odd_low = tl.split(lowest)
+        low = (x & 15).to(dtype) * _over_tokens(even, HALF) + _over_tokens(even_low, HALF)
+        high = (x >> 4).to(dtype) * _over_tokens(odd, HALF) + _over_tokens(odd_low, HALF)
+        return tl.join(low, high).reshape(TOKENS * F, WIDE)
+    asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
+    return _halves(tl.inline_asm_elementwise(asm, WORDS, [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)], tl.int32, True, 4), dtype)
