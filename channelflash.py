@@ -149,7 +149,7 @@ def shape(rows: int, wide: int, block: int, arch: int) -> tuple[int, int, int]:
     if rows == 16:
         return (128 if arch >= 90 else 64) // small, 4, stages
     if rows <= 64:
-        return (64 if rows == 32 or arch >= 90 or narrow else 32) // small, 4, stages
+        return (64 if rows == 32 or arch >= 90 else 32) // small, 4, stages
     return (64 if narrow and arch >= 90 else 32) // small, 8, 3
 
 

@@ -16,12 +16,13 @@ Not covered: float64, which only kivi.py's own step has.
     L layers · U blocks, or rows · N groups of one · S tokens of a block · T tokens of a step · B sequences · H, G heads · D head size
 """
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import channelflash
-from channelstore import store
+import channelstore
 from flash import Pool, plan
 from kernels import processors
 from kernelstep import Bucket, KernelStep, Span
@@ -45,14 +46,14 @@ class ChannelKernelStep(KernelStep):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        fresh, _ = store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most)
+        fresh, _ = channelstore.store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most)
         return self._see(layer, q, fresh)
 
     def attend_turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """qkv: [T, H + 2 G, D], q and k not yet rotated; cos, sin: [T, 1, D] -> [T, H, D]."""
         G = self.kv_heads
         q, k, v = qkv.split((qkv.shape[1] - 2 * G, G, G), dim=1)
-        fresh, turned = store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most, q, cos, sin)
+        fresh, turned = channelstore.store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most, q, cos, sin)
         return self._see(layer, turned, fresh)
 
     def _places(self, layer: int) -> tuple[KVStore, Tensor, Pool]:
@@ -63,3 +64,30 @@ class ChannelKernelStep(KernelStep):
             self._launches = plan(self.counts, self.longest, q.shape[1], self.kv_heads, processors(self.device))
         keys, ring, values = self._places(layer)
         return channelflash.attend(q, keys, ring, fresh, values, self.tables, self.query_start, self.lengths, self._launches, self.block)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: the tables of a step that reads, verifies and decodes, and what its kernels need of a GPU that is not there.
+
+def kernels(wanted: Sequence[tuple[int, str, int]]) -> list[list[Any]]:
+    """(architecture, model, M) of attention, M = 0: storing -> its name, registers, spills, shared memory, wgmma, mma."""
+    found = []
+    for arch, model, M in wanted:
+        report = channelflash.compiled(arch, model, M) if M else channelstore.compiled(arch, model)
+        found.append([f"sm_{arch} {model} {f'attention of {M} rows' if M else 'storing'}", *report[:3], report.wgmma, report.count("mma.sync")])
+    return found
+
+
+def main() -> None:
+    texts = [("reads 40", [7, 2, 9], 2, 0, 40), ("verifies 5", [5, 0, 3], 0, 30, 35), ("decodes", [4], 1, 4, 5)]
+    print("blocks of 16 tokens, and the ring in the last column; which groups are rounded in this step, and which one is read from the ring")
+    for (name, _, _, start, stop), (row, _, _) in zip(texts, spans([text[1:] for text in texts])):
+        rounded = ", ".join(map(str, range(start // 16, stop // 16))) or "none"
+        print(f"  {name:11}{str(row):18}rounded: {rounded:6}as it is: {stop // 16 if stop % 16 else 'none'}")
+    print(f"{'':31}{'registers':>11}{'spills':>8}{'shared':>9}{'wgmma':>7}{'mma':>5}")
+    for name, registers, spills, shared, wgmma, mma in kernels([(90, "8B", 0), (90, "8B", 16), (90, "8B", 128)]):
+        print(f"  {name:29}{registers:11}{spills:8}{shared:9,}{wgmma:7}{mma:5}")
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,7 @@ Costs: each number read and written once; the last keys once more.
 
     T tokens of a step · B sequences · H, G heads · R = H / G · D head size · S tokens of a block
 """
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,11 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from channelflash import NEAR, RING
-from flash import Pool
+from flash import MODELS, Pool
 from kvquant import GROUP, KVStore
 from quant import FAR, MOST4, TINY
 from store import _on_grid, _turned
 from unpack import TOKENS
+
+if TYPE_CHECKING:
+    from crosscompile import Report
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _rows(x, token, stride, at, inside, cos, sin, D: tl.constexpr, TURN: tl.cons
 @triton.jit
 def _put(x, low, high, pool, pool_scale, pool_zero, vectors, scales, inside, new, D: tl.constexpr, WIDE: tl.constexpr,
          TINY: tl.constexpr, FAR: tl.constexpr, MOST4: tl.constexpr):
-    """Round x: [16, WIDE / 2, 2], on grids from low to high, and write it to vectors: [16, 1, 1]; grids to `scales`. new: which of the tokens; inside: of the grids."""
+    """Round x: [16, WIDE / 2, 2], on grids from low to high, and write it to vectors: [16, 1, 1], where `new`, and the grids to scales, where `inside`."""
     steps, scale, zero = _on_grid(x, low, high, TINY, FAR, MOST4)
     first, second = tl.split(steps)                                               # [16, WIDE / 2]
     at = tl.arange(0, WIDE // 2)[None, :]
@@ -66,12 +68,12 @@ def _store(q, k, v, turned, cos, sin, ring, fresh, keys, k_scale, k_zero, values
     i, half, pair = tl.arange(0, TOKENS)[:, None, None], tl.arange(0, WIDE // 2)[None, :, None], tl.arange(0, 2)[None, None, :]
     position, at = group * TOKENS + i, 2 * half + pair                            # [16, 1, 1], [1, WIDE / 2, 2]
     token, new, inside = begin + position - past, (position >= past) & (position < length), at < D
-    full, far = group * TOKENS + TOKENS <= length, n > NEAR
+    full, far = group * TOKENS + TOKENS <= length, n > NEAR                       # far: also the first group is full
     table += b * table_stride
     kept = tl.load(table + table_stride - 1).to(tl.int64) * RING
     slot = ((kept + position % RING) * G + g) * D + at
     x = _rows(k + g * k_head, token, k_token, at, new & inside, cos, sin, D, TURN).to(ring.dtype.element_ty)
-    x = tl.where(new, x, tl.load(ring + slot, (position < past) & inside & (full | far), 0))                    # [16, WIDE / 2, 2]
+    x = tl.where(new, x, tl.load(ring + slot, (position < past) & inside & full, 0))                    # [16, WIDE / 2, 2]
     tl.debug_barrier()                                                            # what was in the ring is read
     if piece < 2:
         newest = position + tl.maximum(length - 1 - position, 0) // RING * RING   # of all positions with this place in the ring
@@ -119,23 +121,21 @@ def store(k: Tensor, v: Tensor, keys: KVStore, ring: Tensor, values: Pool, table
 # ------------------------------------------------------------------------------------------------------------------------------
 # The demonstration: what the kernel needs of a GPU that is not there, for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation.
 
-def table(archs: Sequence[int] = (90, 80)) -> list[list[Any]]:
-    """A row for each kernel: architecture, head size, registers, spills, shared memory."""
+def compiled(arch: int, model: str) -> "Report":
+    """The kernel as it is compiled for blocks of bfloat16."""
     from crosscompile import compile_for
-    found, names = [], _store.arg_names
-    for arch, D in [(arch, D) for arch in archs for D in (128, 64)]:
-        types = dict.fromkeys(names[:8], "*bf16") | dict.fromkeys(names[8:14], "*bf16") | dict.fromkeys(names[14:17], "*i32")
-        types |= dict.fromkeys(("keys", "values"), "*u8") | dict.fromkeys(("k_zero", "v_zero"), "*i16") | dict.fromkeys(names[17:29], "i32:16")
-        types |= dict(token_stride="i32", table_stride="i32", groups="i32")
-        fixed = dict(G=8, R=4, D=D, WIDE=D, TURN=True, NEAR=NEAR, TINY=TINY, FAR=FAR, MOST4=MOST4, head_stride=1)
-        found.append([arch, D, *compile_for(_store, types, fixed, arch, 4)[:3]])
-    return found
+    H, G, D = MODELS[model]
+    names = _store.arg_names
+    types = dict.fromkeys(names[:14], "*bf16") | dict.fromkeys(names[14:17], "*i32") | dict.fromkeys(names[17:28], "i32:16")
+    types |= dict(keys="*u8", values="*u8", k_zero="*i16", v_zero="*i16", token_stride="i32", table_stride="i32", groups="i32")
+    fixed = dict(G=G, R=H // G, D=D, WIDE=D, TURN=True, NEAR=NEAR, TINY=TINY, FAR=FAR, MOST4=MOST4, head_stride=1)
+    return compile_for(_store, types, fixed, arch, 4)
 
 
 def main() -> None:
-    print(f"{'':6}{'D':>5}{'registers':>11}{'spills':>8}{'shared':>8}")
-    for arch, D, registers, spills, shared in table():
-        print(f"sm_{arch:<3}{D:5}{registers:11}{spills:8}{shared:8,}")
+    print(f"{'':6}{'model':>6}{'registers':>11}{'spills':>8}{'shared':>8}")
+    for arch, model in [(arch, model) for arch in (90, 80) for model in MODELS]:
+        print(f"sm_{arch:<3}{model:>6}" + "{:11}{:8}{:8,}".format(*compiled(arch, model)[:3]))
 
 
 if __name__ == "__main__":

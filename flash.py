@@ -11,7 +11,7 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
   - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
   - INT8 and INT4 become numbers in registers, and only the integers do. A key's scale multiplies its column of scores, a value's scale
     its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d. Steps are small whole
-    numbers, which 16 bits hold exactly: keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
+    numbers, which 16 bits hold exactly (unpack.py): keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
   - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
@@ -23,7 +23,7 @@ Invariant: what no sequence of the step has, in the cache, in `out` or in a bloc
 
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, a half of 4 n² H D.
 
-Not covered: 4-bit keys by channel (kivi.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
+Not covered: 4-bit keys by channel (channelflash.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
 serve prompts on sm_90 better; sliding windows.
 
 Dao et al. 2022, FlashAttention (arXiv:2205.14135); Dao 2023, FlashAttention-2 (2307.08691); Dao et al. 2023, Flash-Decoding.

@@ -1,7 +1,7 @@
 """Keys of 4 bits by channel in Triton's kernels, beside kivi.py's own step: the same bits are stored, and the same is seen."""
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from crosscompile import SHARED, apart
 from kernelstep import Bucket
 from kivi import ChannelKVCache, ChannelPagedCache
 from model import rotate
-from quant import from_int4, int4, pack4
+from quant import from_int4, int4, unpack4
 from test_flash import emulate, numbers, poisoned
 
 L, LONGEST = 2, 190
@@ -39,7 +39,7 @@ def everything(cache: Any) -> list[Tensor]:
 
 
 class Twins:
-    """Two caches of which the same is asked: one whose steps are kivi.py's own, one whose steps are the kernels'. What nobody wrote is poisoned."""
+    """Two caches of which the same is asked: the steps of one are kivi.py's own, of the other the kernels'. What nobody wrote is poisoned."""
 
     def __init__(self, layout: str, G: int, R: int, D: int, seed: int, splits: int | None = None, dtype: torch.dtype = torch.float32):
         self.pair = [MAKE[layout](G, D, dtype=dtype, device=DEVICE) for _ in "ab"]
@@ -67,7 +67,8 @@ class Twins:
         for cache, kernels in zip(self.pair, (False, True)):
             with mock.patch.object(kivi, "in_place", lambda *_: kernels):
                 step = cache.extend([(seq, [0] * n) for seq, n in texts])
-            with mock.patch.object(channelstep, "plan", forced), mock.patch("channelflash.LEAST_KEYS", 1), poisoned() if kernels else mock.MagicMock():
+            poison = poisoned() if kernels else nullcontext()
+            with mock.patch.object(channelstep, "plan", forced), mock.patch("channelflash.LEAST_KEYS", 1), poison:
                 out.append(step.attend(1, *heads))
         assert isinstance(step, ChannelKernelStep)
         return out[0], out[1]
@@ -77,14 +78,14 @@ class Twins:
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))                               # and nothing else was written
 
 
-moves = st.lists(st.tuples(st.sampled_from([1, 1, 2, 15, 16, 17, 18, 33, 50]), st.sampled_from([0, 0, 1, 5, 17, 40])), min_size=1, max_size=3)
+moves = st.lists(st.tuples(st.sampled_from([1, 2, 15, 16, 17, 20, 33]), st.sampled_from([0, 0, 1, 5, 17])), min_size=2, max_size=2)
 
 
-@settings(deadline=None, max_examples=7, phases=(Phase.explicit, Phase.generate))                            # to shrink takes minutes here
-@example("paged", 1, 4, 64, [(15, 0), (17, 0), (16, 0)], 1, 1)                                               # the most that the ring alone can tell
-@example("contiguous", 2, 1, 80, [(15, 0), (18, 20), (1, 0)], 3, 2)                                          # one more; cut; on
-@example("wide blocks", 1, 8, 128, [(60, 0), (50, 3), (3, 0)], 2, 3)                                         # rows that all see a tile whole, and ends of groups
-@given(st.sampled_from(sorted(MAKE)), st.integers(1, 2), st.integers(1, 8), st.sampled_from([64, 80, 128]), moves, st.sampled_from([1, 3]), st.integers(0, 99))
+@settings(deadline=None, max_examples=2, phases=(Phase.explicit, Phase.generate))                            # to shrink takes minutes here
+@example("paged", 1, 4, 64, [(15, 0), (17, 0)], 1, 1)                                                        # the most that the ring alone can tell
+@example("contiguous", 2, 1, 80, [(15, 0), (18, 20), (1, 0)], 2, 2)                                          # one more; cut; on
+@example("wide blocks", 1, 2, 128, [(50, 0), (33, 0)], 1, 3)    # tiles that all rows see whole, or only the later ones
+@given(st.sampled_from(sorted(MAKE)), st.just(1), st.integers(1, 4), st.sampled_from([64, 80, 128]), moves, st.sampled_from([1, 3]), st.integers(0, 99))
 def test_the_kernels_store_and_see_what_plain_torch_does(layout, G, R, D, moves, splits, seed):
     """A text grows, is cut back and goes on, beside one of which each step has a token."""
     twins = Twins(layout, G, R, D, seed, splits)
@@ -109,11 +110,6 @@ def test_a_fork_and_a_found_beginning():
     torch.testing.assert_close(*twins.grow([(found, 12), (twin, 1)]), atol=1e-5, rtol=1e-5)
 
 
-@contextmanager
-def same_places(*steps: ChannelKernelStep) -> Iterator[list[list[Tensor]]]:
-    yield [[x.clone() for x in (step.rings, *step.keys.parts, *step.values.parts)] for step in steps]
-
-
 def step_of(texts: list[tuple[list[int], int, int, int]], seed: int, bucket: Bucket | None = None) -> ChannelKernelStep:
     """Over a pool of its own, of random numbers: blocks of 16 tokens, two heads of 64 numbers."""
     random = torch.Generator().manual_seed(seed)
@@ -130,7 +126,7 @@ def test_a_refilled_bucket_is_the_step_itself_and_rotation_is_in_the_same_pass()
     bucket = Bucket(sequences=3, each=18, blocks=4)
     step = step_of([([1], 0, 0, 2), ([2], 1, 0, 2), ([3], 2, 0, 2)], 5, bucket)
     alone = step_of([([1], 0, 0, 2)], 5)
-    for i, texts in enumerate(([([5, 0, 8], 3, 31, 48), ([4], 0, 2, 3)], [([7, 6], 2, 0, 18)])):
+    for i, texts in enumerate(([([5, 0, 8], 3, 30, 48), ([4, 1], 0, 2, 20)], [([7, 6], 2, 0, 18)])):
         step.refill(spans(texts, bucket.blocks))
         alone = ChannelKernelStep(alone.keys, alone.rings, alone.values, spans(texts), 16)
         T, qkv = sum(stop - start for _, _, start, stop in texts), torch.randn(54, 4 + 4, 64, device=DEVICE)
@@ -161,25 +157,16 @@ def test_bytes_scales_and_zeros_become_numbers(name, dtype, bias):
         found = numbers(emulate(getattr(unpack, name).value, 4, int(steps[i, 3].view(torch.int32)) & 0xFFFFFFFF, *words), dtype)
         wanted = from_int4(steps[i, 3], scale[i, 0], zero[i, 0])
         assert (found.float() - wanted).abs().max() <= 0.1 * scale[i].float().max() + 2**-8 * wanted.abs().max()
-        exact = (pack4_inverse(steps[i, 3]) + bias) * scale[i, 0].double() + low.double()
+        exact = (unpack4(steps[i, 3]).double() + bias) * scale[i, 0].double() + low.double()
         assert torch.equal(found, exact.to(dtype))                                                           # one rounding, at the end
 
 
-def pack4_inverse(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).double()
-
-
 def test_what_the_compiler_makes_of_the_kernels():
-    """Nothing spilled in the kernels of a step, shared memory that fits, prompts by `wgmma` where there is one, and every product there."""
-    rows = apart("channelflash", "table", [90, 80], ["8B", "1B"], [16, 128])
-    assert len(rows) == 8
-    for arch, model, M, registers, spills, shared, wgmma, mma, programs in rows:
-        what = f"sm_{arch} {model} M = {M}: {registers} registers, {spills} spilled"
-        assert spills == 0 and shared <= SHARED[arch], what
-        assert (wgmma > 0) == (arch == 90 and M == 128) and wgmma + mma >= 12, what
-        assert programs >= (1 if M > 16 else 2), what
-    for arch, D, registers, spills, shared in apart("channelstore", "table"):
-        assert spills == 0 and registers <= 168 and shared <= 4096, f"sm_{arch} {D}: {registers} registers"
+    """Nothing spilled, shared memory that fits, prompts by `wgmma` where there is one, and every product there."""
+    wanted = [(arch, model, 16) for arch in (90, 80) for model in ("8B", "1B")] + [(90, "8B", 128), (80, "8B", 128), (90, "8B", 0), (80, "8B", 0)]
+    for (arch, _, M), (name, registers, spills, shared, wgmma, mma) in zip(wanted, apart("channelstep", "kernels", wanted)):
+        assert spills == 0 and shared <= (SHARED[arch] if M else 4096) and registers <= (255 if M else 192), f"{name}: {registers} registers, {spills} spilled"
+        assert not M or (wgmma > 0) == (arch == 90 and M == 128) and wgmma + mma >= 20, name
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter has no 16-bit products")

@@ -1,19 +1,23 @@
 """Small integers become numbers in a kernel's registers: keys and values of 8 and 4 bits on their way from the cache to a product.
 
-A conversion of each integer by itself is slow: an instruction for every number, on a unit that has a quarter or a sixteenth of the others'
-width. But a float whose exponent is fixed has its whole numbers in its last bits. So a byte b, put below a constant byte, is a number
-already, and one subtraction for two of them takes the constant's share away:
+To convert each by itself takes several instructions a number, some of them on a unit a fraction as wide as the others. But in a float whose
+exponent is fixed, the last bits are a whole number already. So an integer n is put into the last bits of a constant, two at a time, and what
+the constant adds is taken off where that costs least:
 
-    float16   0x64 b         = 1024 + b                  bfloat16  0x43 b = 128 + b,  b < 128            float32  0x4b0000 b = 2²³ + b
+    1024 + n    float16     a byte in bits 0 to 7             taken off at once
+    2²³ + n     float32     the same, for a byte of values    taken off at once
+      16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
+      64 + n    float16     a nibble in bits 4 to 7           keys by channel: in what is added, n · scale − zero · scale
 
-    _steps      vectors with a scale each: whole steps come back, exact in 16 bits; the caller multiplies scores by the keys' scales
-    _channels   groups of 16 keys with a scale and a zero for each channel (kivi.py): numbers come back, steps · scale + (−zero · scale)
+    _steps      vectors with a scale each: whole steps, exact; those of 4 bits as bfloat16 are 16 too large, `bias`
+    _channels   groups of sixteen keys with a scale and a zero for each channel (kivi.py): numbers, (n + bias) · scale + (−(zero + bias) · scale)
 
-A thread that has several keys of one group reads the group's scales once for them. Hence the order of keys in what `_channels` returns:
-row i is token i // F of group i % F, for F groups.
+What is loaded stays where the product wants it, if no two numbers change places: hence a byte's two nibbles are a pair of neighbours from the
+beginning. And a thread that has several keys of a group needs the group's scales once: hence the order of keys in `_channels`, where row i is
+token i // F of group i % F. F groups of a tile.
 
-Invariant: of _steps, exact. Of _channels: in float32 what quant.py makes of them to the bit; in 16 bits within two roundings, of −zero · scale
-and of the sum.
+Invariant: of _steps, exact. Of _channels: in float32 what quant.py makes of the same bits, exactly; in 16 bits one rounding of what is added, one
+of the sum.
 
     N vectors of a tile · F groups, N = 16 F · D head size, WIDE the power of 2 from it on
 """
@@ -24,7 +28,7 @@ from kvquant import GROUP
 
 TOKENS = tl.constexpr(GROUP)                            # of a group
 
-# Four bytes at a time, keys as float16 and values as bfloat16.
+# Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, which the last operand's nibbles number; lop3 with 0xea: (a & b) | c.
 K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
     prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
 K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
@@ -49,7 +53,8 @@ def _halves(x, dtype: tl.constexpr):
 
 @triton.jit
 def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], of which neither the columns from D on nor rows
+    that are not `seen` count."""
     PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
     at = tl.arange(0, WIDE // PART)
     mask = seen[:, None]
@@ -73,8 +78,7 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     return x
 
 
-# Two channels of each of four bytes by scales $5 to $8, and what is added, $9 to $12. A nibble in bits 3 to 6 of a bfloat16 of 16 is 16 + n; in bits 4 to 7 of a
-# float16 of 64, 64 + n: `BIAS` of a type.
+# The same for keys by channel: four bytes, then for each its two channels' scales, $5 to $8, and what is added, $9 to $12.
 CB16 = tl.constexpr("""{ .reg .b32 l, h, p, q, r, s; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
     prmt.b32 p, l, h, 0x4400; prmt.b32 q, l, h, 0x5511; prmt.b32 r, l, h, 0x6622; prmt.b32 s, l, h, 0x7733;
     lop3.b32 p, p, 0x00780078, 0x41804180, 0xea; lop3.b32 q, q, 0x00780078, 0x41804180, 0xea;
@@ -99,16 +103,19 @@ def _pairs(x):
 
 @triton.jit
 def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr):
-    """Groups of keys as numbers: [16 F, WIDE], 0 beyond D and where not `seen`. vectors, seen: of each key, [16 F]; groups, there: of their scales, [F]."""
+    """Groups of keys as numbers: [16 F, WIDE], 0 from D on and where not `seen`.
+
+    vectors, seen: of each key, [16 F]; groups, there: of their scales, [F].
+    """
     HALF: tl.constexpr = WIDE // 2
-    BIAS: tl.constexpr = 64 if dtype == tl.float16 else 16 if dtype == tl.bfloat16 else 0
+    bias: tl.constexpr = 64 if dtype == tl.float16 else 16 if dtype == tl.bfloat16 else 0
     d, at = tl.arange(0, WIDE), tl.arange(0, HALF)
     mask, inner = seen[:, None], there[:, None]
     if D < WIDE:
         mask, inner = mask & (at < D // 2)[None, :], inner & (d < D)[None, :]
     x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)                                      # [16 F, HALF]
     steps = tl.load(scale + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32)                            # [F, WIDE]
-    lowest = -(tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) + BIAS) * steps
+    lowest = -(tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) + bias) * steps
     steps, lowest = steps.to(dtype).reshape(F, HALF, 2), lowest.to(dtype).reshape(F, HALF, 2)
     if dtype == tl.float32:
         even, odd = tl.split(steps)
@@ -118,3 +125,32 @@ def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr
         return tl.join(low, high).reshape(TOKENS * F, WIDE)
     asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
     return _halves(tl.inline_asm_elementwise(asm, WORDS, [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)], tl.int32, True, 4), dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what the compiler makes of 4-bit numbers as they are cast, and as they are put together here.
+
+@triton.jit
+def _alone(x, out, TRICK: tl.constexpr):
+    """128 bytes of each of 64 rows -> 256 bfloat16 numbers."""
+    i, at = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    packed = tl.load(x + i * 128 + at)
+    if TRICK:
+        numbers = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [packed], tl.int32, True, 4), tl.bfloat16)
+    else:
+        numbers = tl.join((packed & 15).to(tl.bfloat16), (packed >> 4).to(tl.bfloat16)).reshape(64, 256)
+    tl.store(out + i * 256 + tl.arange(0, 256)[None, :], numbers)
+
+
+def main() -> None:
+    import re
+
+    from crosscompile import compile_for
+    for name, trick in (("cast, one by one", False), ("put together", True)):
+        report = compile_for(_alone, {"x": "*u8", "out": "*bf16"}, {"TRICK": trick}, 90)
+        some = re.findall(r"\b(cvt|and|or|shr|shl|prmt|lop3|bfe|sub|fma)\.", report.ptx)
+        print(f"{name:18} 128 numbers a thread: {len(some):4} instructions, {some.count('cvt')} of them conversions; {report.registers} registers")
+
+
+if __name__ == "__main__":
+    main()
