@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash import LEAST_KEYS, LOG2E, LOWEST, MODELS, Launch, Pool, _finish, _weigh, capability, joined
+from flash import LEAST_KEYS, LOG2E, LOWEST, MODELS, Launch, Pool, _finish, _grids, _weigh, capability, joined
 from kvquant import GROUP, KVStore
 from unpack import TOKENS, _channels
 
@@ -63,12 +63,13 @@ def _finished(start, end, base, x, own, o, drift, m, l, keys, k_scale, k_zero, v
         block = tl.load(table).to(tl.int64)
         vectors = base + block * block_stride + (group * TOKENS + token) * token_stride
         group, first = block * groups + group, block * groups + first
+    steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     numbers = _channels(keys, k_scale, k_zero, (group * G + g) * TOKENS + token, first * G + g, seen, there, D, WIDE, F, x.dtype)
     scores = tl.dot(x, tl.trans(numbers), input_precision="ieee")                 # [M, N]
     if MASKED:
         before = start + i % F * TOKENS
         scores = tl.where(before[None, :] < own[:, None], scores, float("-inf"))
-    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, v_scale, v_zero, D, WIDE, V_BITS, x.dtype)
+    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
 
 @triton.jit
@@ -82,10 +83,11 @@ def _own(start, end, base, x, position, o, drift, m, l, raw, v, v_scale, v_zero,
         vectors = base + tl.load(table + start // S).to(tl.int64) * block_stride + (start % S + token) * token_stride
     else:
         vectors = base + tl.load(table).to(tl.int64) * block_stride + keys * token_stride
+    steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     k = tl.load(raw[:, None] + d[None, :], seen[:, None] & (d < D)[None, :], 0).to(x.dtype)                     # [16, WIDE]
     scores = tl.dot(x, tl.trans(k), input_precision="ieee")                       # [M, 16]
     scores = tl.where((keys[None, :] <= position[:, None]) & (start == position // TOKENS * TOKENS)[:, None], scores, float("-inf"))
-    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, v_scale, v_zero, D, WIDE, V_BITS, x.dtype)
+    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least", "groups"])

@@ -53,19 +53,26 @@ LEAST_KEYS = 128                                        # of a split
 
 
 @triton.jit
-def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, v_scale, v_zero, D: tl.constexpr, WIDE: tl.constexpr, V_BITS: tl.constexpr, dtype: tl.constexpr):
+def _grids(v_scale, v_zero, vectors, seen, V_BITS: tl.constexpr):
+    """Scales and zeros of some values, [N] each. They are too small for a copy that nobody waits for, so a tile asks for them first and needs them last."""
+    scale = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0
+    return scale, tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0
+
+
+@triton.jit
+def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D: tl.constexpr, WIDE: tl.constexpr, V_BITS: tl.constexpr, dtype: tl.constexpr):
     """The equation above: what was, and the values of N more keys by their scores, [M, N], −∞ for those that a row does not see."""
     top = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - top[:, None])                                    # [M, N]
     fade = tl.exp2(m - top)
     l = l * fade + tl.sum(p, 1)
     if V_BITS < 16:
-        p *= tl.load(v_scale + vectors, seen, 0).to(tl.float32)[None, :]
+        p *= steps.to(tl.float32)[None, :]
     wide: tl.constexpr = v.dtype.element_ty if V_BITS == 16 else tl.float32 if dtype == tl.float32 else tl.bfloat16
     p = p.to(wide)
     if V_BITS == 4:
-        zero = tl.load(v_zero + vectors, seen, 0).to(tl.float32) + (16 if wide == tl.bfloat16 else 0)            # as `_steps` has them
-        drift = drift * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
+        bias: tl.constexpr = 16 if wide == tl.bfloat16 else 0                     # of `_steps`
+        drift = drift * fade + tl.sum(p.to(tl.float32) * (zeros.to(tl.float32) + bias)[None, :], 1)
     o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
     return o, drift, top, l
 
@@ -97,6 +104,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
         vectors = base + tl.load(table + keys // S, seen, 0).to(tl.int64) * block_stride + keys % S * token_stride
     else:
         vectors = base + keys * token_stride                                      # [N], int64
+    steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="ieee")     # [M, N]
     if K_BITS == 4:
         scores -= sums[:, None] * tl.load(k_zero + vectors, seen, 0).to(tl.float32)[None, :]
@@ -106,7 +114,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
         scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
     if K_BITS < 16:
         scores, scale = scores * scale[:, None], 1.0
-    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, v_scale, v_zero, D, WIDE, V_BITS, x.dtype)
+    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
