@@ -11,7 +11,7 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
   - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
   - INT8 and INT4 become numbers in registers, and only the integers do. A key's scale multiplies its column of scores, a value's scale
     its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d. Steps are small whole
-    numbers, which 16 bits hold exactly: keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
+    numbers, which 16 bits hold exactly (unpack.py): keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
   - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
@@ -23,7 +23,7 @@ Invariant: what no sequence of the step has, in the cache, in `out` or in a bloc
 
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, a half of 4 n² H D.
 
-Not covered: 4-bit keys by channel (kivi.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
+Not covered: 4-bit keys by channel (channelflash.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
 serve prompts on sm_90 better; sliding windows.
 
 Dao et al. 2022, FlashAttention (arXiv:2205.14135); Dao 2023, FlashAttention-2 (2307.08691); Dao et al. 2023, Flash-Decoding.
@@ -31,7 +31,7 @@ Dao et al. 2022, FlashAttention (arXiv:2205.14135); Dao 2023, FlashAttention-2 (
     T tokens of a step · B sequences · H, G heads · R = H / G · D head size · S tokens of a block · M rows, N keys of a tile
 """
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvquant import KVStore
+from unpack import _steps
 
 if TYPE_CHECKING:
     from crosscompile import Report
@@ -51,47 +52,46 @@ MOST_SPLITS = 128
 LEAST_KEYS = 128                                        # of a split
 
 
-# How bytes become numbers, four at a time. A byte b below the byte 0x64 is the float16 1024 + b; below 0x43, if b < 128, the bfloat16 128 + b;
-# as the last of 0x4b000000, the float32 2^23 + b.
-K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
-    prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
-K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 $0, l, 0x64646464, 0x5150; prmt.b32 $1, l, 0x64646464, 0x5352; prmt.b32 $2, h, 0x64646464, 0x5150; prmt.b32 $3, h, 0x64646464, 0x5352;
-    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; sub.rn.f16x2 $2, $2, c; sub.rn.f16x2 $3, $3, c; }""")
-V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
-    prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
-    sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
-    prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
-V4 = tl.constexpr("""{ .reg .b32 l, h, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc300c300;
-    and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 $0, l, 0x43434343, 0x5150; prmt.b32 $1, l, 0x43434343, 0x5352; prmt.b32 $2, h, 0x43434343, 0x5150; prmt.b32 $3, h, 0x43434343, 0x5352;
-    fma.rn.bf16x2 $0, $0, one, c; fma.rn.bf16x2 $1, $1, one, c; fma.rn.bf16x2 $2, $2, one, c; fma.rn.bf16x2 $3, $3, one, c; }""")
+@triton.jit
+def _grids(v_scale, v_zero, vectors, seen, V_BITS: tl.constexpr):
+    """Scales and zeros of some values, [N] each. They are too small for a copy that nobody waits for, so a tile asks for them first and needs them last."""
+    scale = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0
+    return scale, tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0
 
 
 @triton.jit
-def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], 0 beyond D and where not `seen`."""
-    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
-    at = tl.arange(0, WIDE // PART)
-    mask = seen[:, None]
-    if D < WIDE:
-        mask = mask & (at < D // PART)[None, :]
-    x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
-    if BITS == 8 and dtype == tl.float16:
-        x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
-    elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
-        x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
-    elif BITS == 4:
-        if dtype == tl.float16:
-            low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
-        elif dtype == tl.bfloat16:
-            low, high = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), True, 4)
-        else:
-            low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
-        x = tl.join(low, high).reshape(x.shape[0], WIDE)
+def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D: tl.constexpr, WIDE: tl.constexpr, V_BITS: tl.constexpr, dtype: tl.constexpr):
+    """The equation above: what was, and the values of N more keys by their scores, [M, N], −∞ for those that a row does not see."""
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - top[:, None])                                    # [M, N]
+    fade = tl.exp2(m - top)
+    l = l * fade + tl.sum(p, 1)
+    if V_BITS < 16:
+        p *= steps.to(tl.float32)[None, :]
+    wide: tl.constexpr = v.dtype.element_ty if V_BITS == 16 else tl.float32 if dtype == tl.float32 else tl.bfloat16
+    p = p.to(wide)
+    if V_BITS == 4:
+        bias: tl.constexpr = 16 if wide == tl.bfloat16 else 0                     # of `_steps`
+        drift = drift * fade + tl.sum(p.to(tl.float32) * (zeros.to(tl.float32) + bias)[None, :], 1)
+    o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
+    return o, drift, top, l
+
+
+@triton.jit
+def _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+            V_BITS: tl.constexpr, SPLIT: tl.constexpr):
+    """Write what the rows come to, or their part of it. token, head, inside: [M]; inner: [M, WIDE]."""
+    if V_BITS == 4:
+        o -= drift[:, None]
+    o /= l[:, None]
+    d = tl.arange(0, WIDE)
+    place = token.to(tl.int64) * H + head                                   # [M], of T · H
+    if SPLIT:
+        place += tl.program_id(2) * total
+        tl.store(peaks + place, m + tl.log2(l), inside)
+        tl.store(parts + place[:, None] * D + d[None, :], o, inner & (l > 0)[:, None])
     else:
-        x = x.to(dtype)
-    return x
+        tl.store(out + place[:, None] * D + d[None, :], o.to(out.dtype.element_ty), inner)
 
 
 @triton.jit
@@ -104,6 +104,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
         vectors = base + tl.load(table + keys // S, seen, 0).to(tl.int64) * block_stride + keys % S * token_stride
     else:
         vectors = base + keys * token_stride                                      # [N], int64
+    steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="ieee")     # [M, N]
     if K_BITS == 4:
         scores -= sums[:, None] * tl.load(k_zero + vectors, seen, 0).to(tl.float32)[None, :]
@@ -113,18 +114,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
         scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
     if K_BITS < 16:
         scores, scale = scores * scale[:, None], 1.0
-    top = tl.maximum(m, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - top[:, None])                                    # [M, N]
-    fade = tl.exp2(m - top)
-    l = l * fade + tl.sum(p, 1)
-    if V_BITS < 16:
-        p *= tl.load(v_scale + vectors, seen, 0).to(tl.float32)[None, :]
-    wide: tl.constexpr = v.dtype.element_ty if V_BITS == 16 else tl.float32 if x.dtype == tl.float32 else tl.bfloat16
-    p = p.to(wide)
-    if V_BITS == 4:
-        drift = drift * fade + tl.sum(p.to(tl.float32) * tl.load(v_zero + vectors, seen, 0).to(tl.float32)[None, :], 1)
-    o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
-    return o, drift, top, l
+    return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
@@ -173,16 +163,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     for start in tl.range(begin, end, N):
         o, drift, m, l = _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
                                token_stride, scale, S, D, WIDE, K_BITS, V_BITS, N, True)
-    if V_BITS == 4:
-        o -= drift[:, None]
-    o /= l[:, None]
-    place = token.to(tl.int64) * (G * R) + head                                   # [M], of T · H
-    if SPLIT:
-        place += tl.program_id(2) * total
-        tl.store(peaks + place, m + tl.log2(l), inside)
-        tl.store(parts + place[:, None] * D + d[None, :], o, inner & (l > 0)[:, None])
-    else:
-        tl.store(out + place[:, None] * D + d[None, :], o.to(out.dtype.element_ty), inner)
+    _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT)
 
 
 @triton.jit(do_not_specialize=["splits", "total", "fewest", "most"])
@@ -276,17 +257,27 @@ def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, len
     tables: int32[B, most], the blocks of each, of `block` tokens; 0: one block each, as long as it takes. -> [T, H, D]; rows that belong to
     no sequence are left as they come.
     """
-    (T, H, D), G, B = q.shape, k.steps.shape[-2], len(lengths)
-    out, wide = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out, max(16, triton.next_power_of_2(D))
-    for fewest, most, rows, parts in launches:
-        keys, warps, stages = shape(rows, wide, (k.bits, v.bits), block, capability(q.device))
+    H, G, D = q.shape[1], k.steps.shape[-2], q.shape[2]
+    wide = max(16, triton.next_power_of_2(D))
+
+    def one(launch: Launch, grid: tuple[int, int, int], out: Tensor, part: Tensor, peak: Tensor) -> None:
+        keys, warps, stages = shape(launch.rows, wide, (k.bits, v.bits), block, capability(q.device))
+        _attend[grid](q, out, part, peak, *k[:3], *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *k.strides, tables.stride(0), len(q) * H,
+                      D ** -0.5 * LOG2E, launch.fewest, launch.most, LEAST_KEYS, G, H // G, D, wide, block, k.bits, v.bits, launch.rows, keys,
+                      launch.splits > 1, num_warps=warps, num_stages=stages)
+    return joined(one, q, G, query_start, launches, out)
+
+
+def joined(one: Callable[..., None], q: Tensor, G: int, query_start: Tensor, launches: Sequence[Launch], out: Tensor | None) -> Tensor:
+    """one(launch, grid, out, part, peak): run a kernel, which writes to `out`, or, where there are splits, their parts and peaks -> out, all joined."""
+    (T, H, D), B = q.shape, len(query_start) - 1
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out
+    for launch in launches:
+        fewest, most, rows, parts = launch
         part, peak = (torch.empty((parts * T * H * width,), dtype=torch.float32, device=q.device) if parts > 1 else out for width in (D, 1))
-        grid = (B * G, -(-most * (H // G) // rows), parts)
-        _attend[grid](q, out, part, peak, *k[:3], *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *k.strides, tables.stride(0), T * H,
-                      D ** -0.5 * LOG2E, fewest, most, LEAST_KEYS, G, H // G, D, wide, block, k.bits, v.bits, rows, keys, parts > 1,
-                      num_warps=warps, num_stages=stages)
+        one(launch, (B * G, -(-most * (H // G) // rows), parts), out, part, peak)
         if parts > 1:
-            _merge[(H, most, B)](out, part, peak, query_start, parts, T * H, fewest, most, H, D, wide, MOST_SPLITS, num_warps=1)
+            _merge[(H, most, B)](out, part, peak, query_start, parts, T * H, fewest, most, H, D, max(16, triton.next_power_of_2(D)), MOST_SPLITS, num_warps=1)
     return out
 
 

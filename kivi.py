@@ -20,25 +20,28 @@ left, the whole group is forgotten (`truncate` may keep up to 15 tokens fewer th
 Invariant: what is stored depends on the text alone, and the ring of an open sequence holds the keys of its unfinished group.
 
 Cost: an attention of its own for each text and each group that a step touches: one for a text that decodes, more than in batches of the
-other caches. Memory: 32 keys in 16 bits for each text that can be open.
+other caches; on a GPU two kernels a layer, whatever the texts (channelstep.py). Memory: 32 keys in 16 bits for each text that can be open.
 
-Not covered: a kernel that reads these keys in place; 2 bits.
+Not covered: 2 bits.
 
 Liu et al. 2024, KIVI (arXiv:2402.02750): groups of 32 tokens, the newest 128 in 16 bits; per-channel outliers of keys, figure 2.
 
     L layers · N groups · U blocks, or rows · G, H, D heads, head size · n queries of a text, m = its tokens · F finished groups
 """
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kernels import attention
+from kernels import attention, in_place
 from kvcache import CacheFull, KVCache
 from kvquant import GROUP, KVStore
 from paged import PagedCache
 from quant import int4
+
+if TYPE_CHECKING:
+    from channelstep import ChannelKernelStep
 
 RING = 2 * GROUP                                        # the newest keys of a text that are kept as they were
 
@@ -124,9 +127,11 @@ class ChannelKeys:
     def bytes(self) -> int:
         return super().bytes + self.rings.keys.nbytes
 
-    def _step(self, starts: Sequence[tuple[int, int]]) -> "ChannelStep":
+    def _step(self, starts: Sequence[tuple[int, int]]) -> "ChannelStep | ChannelKernelStep":
         for seq, _ in starts:
             self.rings.grown(seq, self.length(seq))
+        if in_place(self.device, self.rings.keys.dtype):
+            return self._in_place([(self._blocks(seq), self.rings.of[seq], start, self.length(seq)) for seq, start in starts])
         return ChannelStep([Span(start, self.length(seq), self.rings.keys[:, self.rings.of[seq]], *self._where(seq)) for seq, start in starts])
 
 
@@ -145,6 +150,13 @@ class ChannelKVCache(ChannelKeys, KVCache):
         self.rings.fork(seq, new)
         self._lengths[new] = length
         return new
+
+    def _blocks(self, seq: int) -> list[int]:
+        return [seq]
+
+    def _in_place(self, texts: Sequence[tuple[list[int], int, int, int]]) -> "ChannelKernelStep":
+        from channelstep import ChannelKernelStep, spans
+        return ChannelKernelStep(self.keys, self.rings.keys, self.values.transpose(2, 3), spans(texts), self.max_len, rows=True)
 
     def _where(self, seq: int) -> tuple[ChannelStore, Tensor, Tensor | KVStore, Tensor]:
         tokens = torch.arange(self.length(seq), device=self.device)
@@ -172,6 +184,13 @@ class ChannelPagedCache(ChannelKeys, PagedCache):
         self.rings.open(new, 0)
         self.rings.fork(seq, new)
         return new
+
+    def _blocks(self, seq: int) -> list[int]:
+        return self._text(seq).blocks
+
+    def _in_place(self, texts: Sequence[tuple[list[int], int, int, int]]) -> "ChannelKernelStep":
+        from channelstep import ChannelKernelStep, spans
+        return ChannelKernelStep(self.keys, self.rings.keys, self.values, spans(texts), self.block_size)
 
     def _where(self, seq: int) -> tuple[ChannelStore, Tensor, Tensor | KVStore, Tensor]:
         blocks, S = torch.tensor(self._text(seq).blocks, device=self.device), self.block_size

@@ -76,8 +76,9 @@ class Phases:
         """Every function of PHASES is in its phase."""
         phases = list(PHASES)
         if torch.cuda.is_available() and find_spec("triton"):                   # which kernelstep.py needs
+            from channelstep import ChannelKernelStep
             from kernelstep import KernelStep
-            phases += [(KernelStep, "attend", "attend"), (KernelStep, "attend_turned", "attend")]
+            phases += [(KernelStep, "attend", "attend"), (KernelStep, "attend_turned", "attend"), (ChannelKernelStep, "attend", "attend")]
         own = [(owner, name, vars(owner)[name], phase) for owner, name, phase in phases if name in vars(owner)]
         self.start = time.perf_counter()
         try:

@@ -80,11 +80,11 @@ def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
     if temperature is None or (not isinstance(temperature, Tensor) and temperature == 1):
         return rows.softmax(-1)
     t = _column(temperature, rows)
-    zero, cpu = t == 0, rows.device.type == "cpu"                                            # a CPU may look at them; a GPU would have to wait
-    if cpu and bool(zero.all()):
+    zero, look = t == 0, not on_gpu(rows.device)                                             # a GPU would have to be waited for
+    if look and bool(zero.all()):
         return _hot(rows)
     rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
-    if not zero.any() if cpu else not isinstance(temperature, Tensor) and temperature > 0:
+    if not zero.any() if look else not isinstance(temperature, Tensor) and temperature > 0:
         return (rows / t).softmax(-1)
     return torch.where(zero, _hot(rows), (rows / torch.where(zero, 1, t)).softmax(-1))
 

@@ -42,6 +42,16 @@ def _round_up(x):
 
 
 @triton.jit
+def _on_grid(x, low, high, TINY: tl.constexpr, FAR: tl.constexpr, MOST4: tl.constexpr):
+    """The 4-bit grid from low to high, of any shape that x can be divided by, and which of its steps are nearest to x -> steps, scale, zero."""
+    far = tl.maximum(high, -low)
+    scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
+    scale = _round_up(tl.where(far > 1e38, MOST4, scale))
+    zero = -_round(tl.div_rn(low, scale))
+    return tl.minimum(tl.maximum(_round(tl.div_rn(x, scale + tl.zeros_like(x))) + zero, 0.0), 15.0).to(tl.uint8), scale, zero
+
+
+@triton.jit
 def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
          TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
     """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it."""
@@ -53,11 +63,7 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
         low, high = tl.min(tl.where(inside, x, float("inf"))), tl.max(tl.where(inside, x, float("-inf")))
-        far = tl.maximum(high, -low)
-        scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
-        scale = _round_up(tl.where(far > 1e38, MOST4, scale))
-        zero = -_round(tl.div_rn(low, scale))
-        steps = tl.minimum(tl.maximum(_round(tl.div_rn(x, scale + tl.zeros_like(x))) + zero, 0.0), 15.0).to(tl.uint8)
+        steps, scale, zero = _on_grid(x, low, high, TINY, FAR, MOST4)
         first, second = tl.split(steps)                                           # [WIDE / 2] each
         half = tl.arange(0, WIDE // 2)
         tl.store(pool + vector * (D // 2) + half, first | (second << 4), half < D // 2)

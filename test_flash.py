@@ -19,9 +19,9 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads it when it is imported, which is here or in another test like this
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-import flash
 import kvcache
 import paged
+import unpack
 from conftest import SMALL
 from config import Config
 from crosscompile import SHARED, apart
@@ -31,7 +31,7 @@ from kernelstep import Bucket, KernelStep
 from kvquant import KVStore
 from kvquant import store as room
 from model import Llama, rotate
-from quant import int4, int8
+from quant import int4, int8, unpack4
 from store import store
 
 WIDTHS = [(16, 16), (8, 8), (8, 4), (4, 4)]
@@ -307,9 +307,9 @@ def test_the_embedded_model_says_the_same():
 
 # ---- The compiler, and the machine ------------------------------------------------------------------------------------------------
 
-def emulate(asm: str, word: int, outputs: int) -> list[int]:
-    """What a few PTX instructions make of a word that comes after their outputs."""
-    registers: dict[str, int] = {f"${outputs}": word}
+def emulate(asm: str, outputs: int, *words: int) -> list[int]:
+    """What a few PTX instructions make of words that come after their outputs."""
+    registers = {f"${outputs + i}": word for i, word in enumerate(words)}
 
     def pair(kind: torch.dtype, x: int) -> Tensor:
         return torch.tensor([x], dtype=torch.int64).to(torch.int32).view(kind)
@@ -328,12 +328,22 @@ def emulate(asm: str, word: int, outputs: int) -> list[int]:
         elif name in ("sub.rn.f16x2", "sub.f32"):
             kind = torch.float32 if name == "sub.f32" else torch.float16
             registers[out] = bits(pair(kind, values[0]) - pair(kind, values[1]))
-        elif name == "fma.rn.bf16x2":
-            a, b, c = (pair(torch.bfloat16, x).double() for x in values)
-            registers[out] = bits((a * b + c).bfloat16())
+        elif name in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            kind = torch.bfloat16 if "bf16" in name else torch.float16
+            a, b, c = (pair(kind, x).double() for x in values)
+            registers[out] = bits((a * b + c).to(kind))
+        elif name == "lop3.b32":
+            assert values[3] == 0xEA                                                                         # the table of (a & b) | c
+            registers[out] = values[0] & values[1] | values[2]
         else:
-            registers[out] = {"mov.b32": lambda a: a, "xor.b32": int.__xor__, "and.b32": int.__and__, "shr.u32": int.__rshift__}[name](*values)
+            registers[out] = {"mov.b32": lambda a: a, "xor.b32": int.__xor__, "and.b32": int.__and__, "shr.u32": int.__rshift__,
+                              "shl.b32": lambda a, b: a << b & 0xFFFFFFFF}[name](*values)
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def numbers(words: list[int], dtype: torch.dtype) -> Tensor:
+    """Two in a word."""
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32).view(dtype)
 
 
 @pytest.mark.parametrize("name, dtype", [("K8", torch.float16), ("K4", torch.float16), ("V8", torch.bfloat16), ("V4", torch.bfloat16)])
@@ -341,13 +351,10 @@ def test_bytes_become_numbers(name, dtype):
     """The interpreter does not run these instructions, so they are followed one by one."""
     for first in range(0, 256, 4):
         packed = torch.tensor([first, first + 1, first + 2, first + 3], dtype=torch.uint8)
-        if name[1] == "8":
-            expected = packed.view(torch.int8)
-        else:
-            expected = torch.cat((packed & 15, packed >> 4))                                                 # two results: low halves, high halves
-        words = emulate(getattr(flash, name).value, int(packed.view(torch.int32)) & 0xFFFFFFFF, len(expected) // 2)
-        found = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(dtype)
-        if name != "K8" and name != "V8" or -128 not in expected.tolist():                                   # which is never stored
+        expected = {"8": packed.view(torch.int8), "K4": torch.cat((packed & 15, packed >> 4)),               # K4: two results, low halves and high halves
+                    "V4": unpack4(packed) + 16}[name if name in ("K4", "V4") else "8"]
+        found = numbers(emulate(getattr(unpack, name).value, len(expected) // 2, int(packed.view(torch.int32)) & 0xFFFFFFFF), dtype)
+        if name[1] != "8" or -128 not in expected.tolist():                                                  # which is never stored
             assert torch.equal(found, expected.to(dtype))
 
 

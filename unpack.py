@@ -1,0 +1,156 @@
+"""Small integers become numbers in a kernel's registers: keys and values of 8 and 4 bits on their way from the cache to a product.
+
+To convert each by itself takes several instructions a number, some of them on a unit a fraction as wide as the others. But in a float whose
+exponent is fixed, the last bits are a whole number already. So an integer n is put into the last bits of a constant, two at a time, and what
+the constant adds is taken off where that costs least:
+
+    1024 + n    float16     a byte in bits 0 to 7             taken off at once
+    2²³ + n     float32     the same, for a byte of values    taken off at once
+      16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
+      64 + n    float16     a nibble in bits 4 to 7           keys by channel: in what is added, n · scale − zero · scale
+
+    _steps      vectors with a scale each: whole steps, exact; those of 4 bits as bfloat16 are 16 too large, `bias`
+    _channels   groups of sixteen keys with a scale and a zero for each channel (kivi.py): numbers, (n + bias) · scale + (−(zero + bias) · scale)
+
+What is loaded stays where the product wants it, if no two numbers change places: hence a byte's two nibbles are a pair of neighbours from the
+beginning. And a thread that has several keys of a group needs the group's scales once: hence the order of keys in `_channels`, where row i is
+token i // F of group i % F. F groups of a tile.
+
+Invariant: of _steps, exact. Of _channels: in float32 what quant.py makes of the same bits, exactly; in 16 bits one rounding of what is added, one
+of the sum.
+
+    N vectors of a tile · F groups, N = 16 F · D head size, WIDE the power of 2 from it on
+"""
+import triton
+import triton.language as tl
+
+from kvquant import GROUP
+
+TOKENS = tl.constexpr(GROUP)                            # of a group
+
+# Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, which the last operand's nibbles number; lop3 with 0xea: (a & b) | c.
+K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
+    prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
+K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
+    prmt.b32 $0, l, 0x64646464, 0x5150; prmt.b32 $1, l, 0x64646464, 0x5352; prmt.b32 $2, h, 0x64646464, 0x5150; prmt.b32 $3, h, 0x64646464, 0x5352;
+    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; sub.rn.f16x2 $2, $2, c; sub.rn.f16x2 $3, $3, c; }""")
+V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
+    sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
+    prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
+V4 = tl.constexpr("""{ .reg .b32 l, h; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
+    prmt.b32 $0, l, h, 0x4400; prmt.b32 $1, l, h, 0x5511; prmt.b32 $2, l, h, 0x6622; prmt.b32 $3, l, h, 0x7733;
+    lop3.b32 $0, $0, 0x00780078, 0x41804180, 0xea; lop3.b32 $1, $1, 0x00780078, 0x41804180, 0xea;
+    lop3.b32 $2, $2, 0x00780078, 0x41804180, 0xea; lop3.b32 $3, $3, 0x00780078, 0x41804180, 0xea; }""")
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """int32[N, K], two 16-bit numbers each -> [N, 2 K]."""
+    low, high = (x & 0xFFFF).to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@triton.jit
+def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Some of a pool's vectors, in whole steps of their scales if they have one: [N, WIDE], of which neither the columns from D on nor rows
+    that are not `seen` count."""
+    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
+    at = tl.arange(0, WIDE // PART)
+    mask = seen[:, None]
+    if D < WIDE:
+        mask = mask & (at < D // PART)[None, :]
+    x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
+    if BITS == 8 and dtype == tl.float16:
+        x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
+    elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
+        x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
+    elif BITS == 4:
+        if dtype == tl.bfloat16:
+            return _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
+        if dtype == tl.float16:
+            low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
+        else:
+            low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
+        x = tl.join(low, high).reshape(x.shape[0], WIDE)
+    else:
+        x = x.to(dtype)
+    return x
+
+
+# The same for keys by channel: four bytes, then for each its two channels' scales, $5 to $8, and what is added, $9 to $12.
+CB16 = tl.constexpr("""{ .reg .b32 l, h, p, q, r, s; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
+    prmt.b32 p, l, h, 0x4400; prmt.b32 q, l, h, 0x5511; prmt.b32 r, l, h, 0x6622; prmt.b32 s, l, h, 0x7733;
+    lop3.b32 p, p, 0x00780078, 0x41804180, 0xea; lop3.b32 q, q, 0x00780078, 0x41804180, 0xea;
+    lop3.b32 r, r, 0x00780078, 0x41804180, 0xea; lop3.b32 s, s, 0x00780078, 0x41804180, 0xea;
+    fma.rn.bf16x2 $0, p, $5, $9; fma.rn.bf16x2 $1, q, $6, $10; fma.rn.bf16x2 $2, r, $7, $11; fma.rn.bf16x2 $3, s, $8, $12; }""")
+C16 = tl.constexpr(CB16.value.replace("shl.b32 l, $4, 3; shr.u32 h, $4, 1;", "shl.b32 l, $4, 4; mov.b32 h, $4;").replace(
+    "0x00780078, 0x41804180", "0x00f000f0, 0x54005400").replace("bf16x2", "f16x2"))
+WORDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def _over_tokens(x, HALF: tl.constexpr):
+    """A number for each channel of F groups, for each of their tokens: [F, HALF] -> [16 F, HALF], a group's tokens F apart."""
+    return tl.broadcast_to(x[None], (TOKENS, x.shape[0], HALF)).reshape(TOKENS * x.shape[0], HALF)
+
+
+@triton.jit
+def _pairs(x):
+    """[F, K, 2], numbers of 16 bits -> int32[F, K]. As a sum, whose parts no compiler works out again for each thread that wants it."""
+    return tl.sum((x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * tl.arange(0, 2)[None, None, :]), 2)
+
+
+@triton.jit
+def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr):
+    """Groups of keys as numbers: [16 F, WIDE], 0 from D on and where not `seen`.
+
+    vectors, seen: of each key, [16 F]; groups, there: of their scales, [F].
+    """
+    HALF: tl.constexpr = WIDE // 2
+    bias: tl.constexpr = 64 if dtype == tl.float16 else 16 if dtype == tl.bfloat16 else 0
+    d, at = tl.arange(0, WIDE), tl.arange(0, HALF)
+    mask, inner = seen[:, None], there[:, None]
+    if D < WIDE:
+        mask, inner = mask & (at < D // 2)[None, :], inner & (d < D)[None, :]
+    x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)                                      # [16 F, HALF]
+    steps = tl.load(scale + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32)                            # [F, WIDE]
+    lowest = -(tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) + bias) * steps
+    steps, lowest = steps.to(dtype).reshape(F, HALF, 2), lowest.to(dtype).reshape(F, HALF, 2)
+    if dtype == tl.float32:
+        even, odd = tl.split(steps)
+        even_low, odd_low = tl.split(lowest)
+        low = (x & 15).to(dtype) * _over_tokens(even, HALF) + _over_tokens(even_low, HALF)
+        high = (x >> 4).to(dtype) * _over_tokens(odd, HALF) + _over_tokens(odd_low, HALF)
+        return tl.join(low, high).reshape(TOKENS * F, WIDE)
+    asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
+    return _halves(tl.inline_asm_elementwise(asm, WORDS, [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)], tl.int32, True, 4), dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: what the compiler makes of 4-bit numbers as they are cast, and as they are put together here.
+
+@triton.jit
+def _alone(x, out, TRICK: tl.constexpr):
+    """128 bytes of each of 64 rows -> 256 bfloat16 numbers."""
+    i, at = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    packed = tl.load(x + i * 128 + at)
+    if TRICK:
+        numbers = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [packed], tl.int32, True, 4), tl.bfloat16)
+    else:
+        numbers = tl.join((packed & 15).to(tl.bfloat16), (packed >> 4).to(tl.bfloat16)).reshape(64, 256)
+    tl.store(out + i * 256 + tl.arange(0, 256)[None, :], numbers)
+
+
+def main() -> None:
+    import re
+
+    from crosscompile import compile_for
+    for name, trick in (("cast, one by one", False), ("put together", True)):
+        report = compile_for(_alone, {"x": "*u8", "out": "*bf16"}, {"TRICK": trick}, 90)
+        some = re.findall(r"\b(cvt|and|or|shr|shl|prmt|lop3|bfe|sub|fma)\.", report.ptx)
+        print(f"{name:18} 128 numbers a thread: {len(some):4} instructions, {some.count('cvt')} of them conversions; {report.registers} registers")
+
+
+if __name__ == "__main__":
+    main()
