@@ -1,7 +1,7 @@
 """The step of the caches whose keys have 4 bits by channel, on a GPU: kernelstep.py's one buffer, and two kernels a layer.
 
 What such a step needs beyond the others' is which ring is whose. It stands where everything stands that the host tells a step, in the table
-of blocks: a text's row is as wide as the widest, and its last column is the number of its ring.
+of blocks: a text's row ends with the number of its ring, which fills the row to the width of the widest.
 
     tables      [ block  block  block   ·    ·   | ring ]        attend(layer, q, k, v)      channelstore.py: k, v to their places, full groups
                 [ block    ·      ·     ·    ·   | ring ]                                    rounded; channelflash.py: q looks back
@@ -29,32 +29,37 @@ from kernelstep import Bucket, KernelStep, Span
 from kvquant import KVStore
 
 
-def spans(texts: Sequence[tuple[Sequence[int], int, int, int]], width: int = 0) -> list[Span]:
-    """Of each text its blocks, its ring, its length before and with the new tokens -> the same with rows of the tables: the ring in the last column."""
-    width = width or 1 + max(len(blocks) for blocks, _, _, _ in texts)
-    return [([*blocks, *[ring] * (width - len(blocks))], start, stop) for blocks, ring, start, stop in texts]
+def spans(texts: Sequence[tuple[Sequence[int], int, int, int]]) -> list[Span]:
+    """Of each text its blocks, its ring, its length before and with the new tokens -> the same with the ring after the blocks."""
+    return [([*blocks, ring], start, stop) for blocks, ring, start, stop in texts]
 
 
 class ChannelKernelStep(KernelStep):
     """The new tokens of one forward pass, packed end to end, on a GPU; elsewhere for tests, in Triton's interpreter."""
 
     def __init__(self, keys: KVStore, rings: Tensor, values: KVStore, spans: Sequence[Span], S: int, rows: bool = False, bucket: Bucket | None = None):
-        """keys: [L, U, N, G, 16, D]; rings: [L, texts, 32, G, D]; values: [L, U, S, G, D], or a view that looks so. spans: those of `spans`,
-        as wide as the bucket has blocks, if there is one."""
+        """keys: [L, U, N, G, 16, D]; rings: [L, texts, 32, G, D]; values: [L, U, S, G, D], or a view that looks so. spans: those of `spans`;
+        a bucket has room for the ring among its blocks."""
         super().__init__(values, values, spans, S, rows, bucket)
         self.keys, self.rings, self.most = keys, rings, max(self.counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        fresh, _ = channelstore.store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most)
+        fresh, _ = channelstore.store(k, v, *self._places(layer), *self._texts(), self.S, self.most)
         return self._see(layer, q, fresh)
 
     def attend_turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """qkv: [T, H + 2 G, D], q and k not yet rotated; cos, sin: [T, 1, D] -> [T, H, D]."""
         G = self.kv_heads
         q, k, v = qkv.split((qkv.shape[1] - 2 * G, G, G), dim=1)
-        fresh, turned = channelstore.store(k, v, *self._places(layer), self.tables, self.query_start, self.lengths, self.S, self.most, q, cos, sin)
+        fresh, turned = channelstore.store(k, v, *self._places(layer), *self._texts(), self.S, self.most, q, cos, sin)
         return self._see(layer, turned, fresh)
+
+    def of(self, bucket: Bucket) -> "ChannelKernelStep":
+        return ChannelKernelStep(self.keys, self.rings, self.values, (), self.S, self.rows, bucket)
+
+    def _texts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.places.tables, self.places.query_start, self.places.lengths
 
     def _places(self, layer: int) -> tuple[KVStore, Tensor, Pool]:
         return self.keys[layer], self.rings[layer], Pool.of(self.values[layer])
@@ -63,7 +68,7 @@ class ChannelKernelStep(KernelStep):
         if self._launches is None:                                               # the same in all layers
             self._launches = plan(self.counts, self.longest, q.shape[1], self.kv_heads, processors(self.device))
         keys, ring, values = self._places(layer)
-        return channelflash.attend(q, keys, ring, fresh, values, self.tables, self.query_start, self.lengths, self._launches, self.block)
+        return channelflash.attend(q, keys, ring, fresh, values, *self._texts(), self._launches, 0 if self.rows else self.S)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from kernels import send
+from kivi import ChannelKeys
 from kvcache import Alone
 from kvquant import GROUP
 from request import Request
@@ -153,8 +154,8 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
 
 
 def writer(cache: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`write_drafts`, or a recording of it where the cache's steps can be recorded."""
-    if not cache.in_place:
+    """`write_drafts`, or a recording of it where the cache's steps can be made on the device (not of keys that are rounded by the group)."""
+    if not cache.in_place or isinstance(cache, ChannelKeys):
         return write_drafts
     from graphs import Drafts
     return Drafts()

@@ -44,7 +44,7 @@ class Places(NamedTuple):
     slots: Tensor                                       # int32[T]: block · S + place in it; −1: nowhere
     query_start: Tensor                                 # int32[B + 1]
     lengths: Tensor                                     # int32[B]
-    tables: Tensor                                      # int32[B, most]
+    tables: Tensor                                      # int32[B, most]; what a text has no block for is as its last one
 
     @classmethod
     def of(cls, buffer: Tensor, T: int, B: int, most: int) -> "Places":
@@ -152,7 +152,7 @@ def filled(T: int, B: int, most: int, spans: Sequence[Span], S: int) -> bytearra
         starts.append(len(positions))
         lengths.append(stop)
         tables.extend(blocks)
-        tables.frombytes(bytes(4 * (most - len(blocks))))
+        tables.extend([blocks[-1] if blocks else 0] * (most - len(blocks)))      # the last, for what reads ahead; and channelstep.py reads it
     slots.extend([-1] * (T - len(slots)))
     starts.extend(starts[-1:] * (B + 1 - len(starts)))
     return bytearray().join(part.tobytes().ljust(size, b"\0") for part, size in zip((positions, slots, starts, lengths, tables), Places.sizes(T, B, most)))

@@ -107,7 +107,6 @@ class Rings:
 class ChannelKeys:
     """What both caches do otherwise where keys have 4 bits. To be mixed in."""
     rings: Rings
-    in_place = False
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         self.rings.check()
@@ -127,10 +126,14 @@ class ChannelKeys:
     def bytes(self) -> int:
         return super().bytes + self.rings.keys.nbytes
 
+    @property
+    def in_place(self) -> bool:
+        return in_place(self.device, self.rings.keys.dtype)
+
     def _step(self, starts: Sequence[tuple[int, int]]) -> "ChannelStep | ChannelKernelStep":
         for seq, _ in starts:
             self.rings.grown(seq, self.length(seq))
-        if in_place(self.device, self.rings.keys.dtype):
+        if self.in_place:
             return self._in_place([(self._blocks(seq), self.rings.of[seq], start, self.length(seq)) for seq, start in starts])
         return ChannelStep([Span(start, self.length(seq), self.rings.keys[:, self.rings.of[seq]], *self._where(seq)) for seq, start in starts])
 

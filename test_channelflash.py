@@ -117,7 +117,7 @@ def step_of(texts: list[tuple[list[int], int, int, int]], seed: int, bucket: Buc
     cache.rings.keys.copy_(torch.randn(cache.rings.keys.shape, generator=random))
     cache.keys.copy_(torch.randn(L, 9, 1, 2, 16, 64, generator=random).to(DEVICE))
     cache.values.copy_(torch.randn(L, 9, 16, 2, 64, generator=random).to(DEVICE))
-    return ChannelKernelStep(cache.keys, cache.rings.keys, cache.values, spans(texts, bucket.blocks if bucket else 0), 16, bucket=bucket)
+    return ChannelKernelStep(cache.keys, cache.rings.keys, cache.values, spans(texts), 16, bucket=bucket)
 
 
 @torch.inference_mode()
@@ -127,7 +127,7 @@ def test_a_refilled_bucket_is_the_step_itself_and_rotation_is_in_the_same_pass()
     step = step_of([([1], 0, 0, 2), ([2], 1, 0, 2), ([3], 2, 0, 2)], 5, bucket)
     alone = step_of([([1], 0, 0, 2)], 5)
     for i, texts in enumerate(([([5, 0, 8], 3, 30, 48), ([4, 1], 0, 2, 20)], [([7, 6], 2, 0, 18)])):
-        step.refill(spans(texts, bucket.blocks))
+        step.refill(spans(texts))
         alone = ChannelKernelStep(alone.keys, alone.rings, alone.values, spans(texts), 16)
         T, qkv = sum(stop - start for _, _, start, stop in texts), torch.randn(54, 4 + 4, 64, device=DEVICE)
         cos, sin = torch.randn(2, 54, 1, 64, device=DEVICE)
@@ -140,7 +140,7 @@ def test_a_refilled_bucket_is_the_step_itself_and_rotation_is_in_the_same_pass()
         torch.testing.assert_close(found[:T], expected, atol=1e-5, rtol=1e-5)
         for one, other in zip((step.rings, *step.values.parts), (alone.rings, *alone.values.parts)):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    assert step.positions[:18].tolist() == list(range(18)) and step.tables[0, :2].tolist() == [7, 6] and step.tables[0, -1] == 2
+    assert step.positions[:18].tolist() == list(range(18)) and step.places.tables[0, :2].tolist() == [7, 6] and step.places.tables[0, -1] == 2
 
 
 # ---- The compiler, and the machine ------------------------------------------------------------------------------------------------
