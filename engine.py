@@ -106,7 +106,7 @@ class Engine:
         bits = widths(kv_bits)
         self.model, models = model, [model.llama] + ([draft.llama] if isinstance(draft, Model) else [])
         drafter: Drafter | None = None
-        for llama in models if max_batch > 1 else models[:draft is not None]:            # who is to have steps of a few rows
+        for llama in models if max_batch > 1 else ():                                    # who is to have steps of many rows
             llama.reorder()
         if not use_cache:
             if draft is not None or max_batch > 1 or bits != (16, 16):

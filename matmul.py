@@ -7,12 +7,13 @@ cost hardly more than a step of one, since it reads the same bytes: speculative 
 On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
 
   - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
-    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it.
-  - A few rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
+    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. Up to four rows, drafts that are verified, nothing
+    is faster.
+  - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
     blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
 
-`Linear.pack()` gets ready for a lone text: one row a step, and its prompt, for which oneDNN reads a plain weight, too, up to a tenth slower.
-`Linear.reorder()` is for who verifies drafts or makes several texts at once; engine.py decides. `python matmul.py` shows the difference.
+`Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, for which oneDNN reads a plain weight, too, up to a tenth slower.
+`Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference.
 
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
 is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
@@ -46,7 +47,7 @@ from torch import Tensor, nn
 from kernels import on_gpu
 from quant import Quantized, dequantize, quantize, unpack4
 
-LONE = 2                                                # rows of a lone text's step, at most: a draft whose every token stood has two to read
+FEW = 4                                                 # up to so many rows, blocks of a plain weight are no slower than anything else
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
 
 
@@ -73,7 +74,7 @@ class Linear(nn.Module):
         self.light: Tensor | None = None                             # [N, K], laid out by columns: for one row and a small model
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.blocks is not None and len(x) <= LONE:
+        if self.blocks is not None and len(x) <= FEW:
             return self._in_blocks(x)
         if self.packed is None and self.blocks is None:
             return F.linear(x, self.weight, self.bias)
@@ -92,7 +93,7 @@ class Linear(nn.Module):
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes."""
-        if self.blocks is not None and rows <= LONE:
+        if self.blocks is not None and rows <= FEW:
             return "blocks"
         return "plain" if self.packed is None else "light" if self.light is not None and rows == 1 else "packed"
 
@@ -111,7 +112,7 @@ class Linear(nn.Module):
             self._reorder(keep)
 
     def reorder(self, keep: bool = False) -> None:
-        """Get ready for a few rows a step: a weight that lies in blocks of rows is put in oneDNN's order, and the plain one let go."""
+        """Get ready for many rows a step: a weight that lies in blocks of rows is put in oneDNN's order, and the plain one let go."""
         if self.blocks is not None:
             self.blocks = None
             self._reorder(keep)

@@ -165,8 +165,8 @@ class Row(NamedTuple):
 
     @property
     def lone(self) -> bool:
-        """Whether a step has one row."""
-        return not self.draft and self.engine.get("max_batch", 1) == 1
+        """Whether a step has few rows."""
+        return self.engine.get("max_batch", 1) == 1
 
 
 def stack_rows() -> list[Row]:
@@ -234,10 +234,9 @@ def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
 
 def gammas(effort: Effort) -> Rows:
     """Acceptance and speed-up against γ at temperature 1, a text at a time; γ None is chosen by the clock. Medians over texts."""
-    plain, model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny", "tiny-draft"))      # drafts: weights in another order
+    model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
     wanted: list[int | None] = [*effort.gammas, None]
-    runs = [[drafted(model if gamma != 0 else plain, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)]
-            for i, opening in enumerate(effort.openings)]
+    runs = [[drafted(model, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)] for i, opening in enumerate(effort.openings)]
     return [against_plain(gamma, [(turn[0], turn[i]) for turn in runs]) for i, gamma in enumerate(wanted, 1)]
 
 

@@ -265,7 +265,7 @@ class Llama(nn.Module):
         return self
 
     def reorder(self) -> None:
-        """Make a packed float32 model ready for steps of a few rows, for verification and batches; all it had before was for one, and for prompts."""
+        """Make a packed float32 model ready for batches; what it had before was for a lone text."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.reorder(keep=module.weight is self.embed)

@@ -3,7 +3,8 @@
     python .ci/steps.py SMOLLM2     (a folder with a model)
 
 INT8 and INT4 are as `--bits` makes them, in the type that is this CPU's own for the model; both are compared with float32. The goals are, for
-INT8, 1.6 times float32 at one row, and never below 0.9. What is required is less: these machines are shared.
+INT8, 1.6 times float32 at one row, and never below 0.9. It was 2.0, until float32 itself became 1.5 times as fast there (matmul.py: blocks of
+a plain weight); now it is 1.2 to 1.4. What is required is less: these machines are shared.
 """
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 from model import Llama
 
 ROWS, TURNS = (1, 4, 16, 64, 256), 9
-REQUIRED = {1: 1.4}                                     # times float32; of other widths 0.75
+REQUIRED = {1: 1.1}                                     # times float32; of other widths 0.75
 
 
 def step(llama: Llama, rows: int) -> float:
@@ -40,7 +41,7 @@ def main(folder: str) -> int:
     print(f"{'rows':>6}" + "".join(f"{name:>10}" for name in models) + "    INT8 is  INT4 is  times as fast   INT8's product")
     for rows in ROWS:
         if rows > 1:
-            models["float32"].reorder()                                         # as for verification and batches
+            models["float32"].reorder()                                         # as for batches
         turns = [{name: step(llama, rows) for name, llama in models.items()} for _ in range(TURNS if rows < 64 else 5)]
         took = {name: median(turn[name] for turn in turns) for name in models}
         gains = {name: median(turn["float32"] / turn[name] for turn in turns) for name in ("INT8", "INT4")}

@@ -102,7 +102,7 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
     roof = median(read_bandwidth() for _ in range(3))
     print(f"      which reads {read / ours / roof:.0%} of what this machine's memory can give")
     few = Llama.load(model.folder, "cpu", torch.float32)
-    few.reorder()                                                               # as for verification
+    few.reorder()                                                               # as for batches
     cost = five_over_one(model.llama, few, prompt)
     require(cost <= 1.6, f"a pass of 5 tokens costs {cost:.2f} times a pass of one")
 
