@@ -62,7 +62,7 @@ def test_lengths_are_spread_and_names_are_files():
 
 def test_bytes_of_weights_are_those_of_the_numbers():
     from config import Quantization
-    from gpu import TOY
+    from gpumodels import TOY
     from model import Llama
     plain = Llama(TOY, dtype=torch.float32)
     assert measure.weight_bytes(plain) == 4 * sum(place.numel() for place in plain.places().values()) == measure.weight_bytes(plain.pack())
