@@ -5,22 +5,25 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from crosscompile import SHARED, apart
 
 
-def test_the_same_code_becomes_other_instructions():
-    for arch, rows, registers, spills, shared, wgmma, mma, copies in apart("crosscompile", "demonstration"):
+@pytest.mark.meanwhile(apart, "crosscompile", "demonstration")
+def test_the_same_code_becomes_other_instructions(meanwhile):
+    for arch, rows, registers, spills, shared, wgmma, mma, copies in meanwhile():
         assert 16 < registers <= 255 and spills == 0 and 0 < shared <= SHARED[arch] and copies > 0
         assert (wgmma > 0) == (arch == 90 and rows == 128) and (mma > 0) != (wgmma > 0)
 
 
-def squeezed(num_warps: int) -> list[int]:
+def squeezed(*warps: int) -> list[list[int]]:
     from crosscompile import _product, compile_for
-    report = compile_for(_product, {"a": "*bf16", "b": "*bf16", "out": "*fp32", "K": "i32"}, {"ROWS": 128, "N": 128}, 80, num_warps)
-    return [report.registers, report.spills, report.programs]
+    signature = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "K": "i32"}
+    reports = [compile_for(_product, signature, {"ROWS": 128, "N": 128}, 80, num_warps) for num_warps in warps]
+    return [[report.registers, report.spills, report.programs] for report in reports]
 
 
-def test_spills_are_seen_and_programs_counted():
-    registers, spills, programs = apart("test_crosscompile", "squeezed", 4)
+@pytest.mark.meanwhile(apart, "test_crosscompile", "squeezed", 4, 8)
+def test_spills_are_seen_and_programs_counted(meanwhile):
+    (registers, spills, programs), eight = meanwhile()
     assert (registers, programs) == (255, 2) and spills > 100                                     # 128 sums a thread, beside everything else
-    assert apart("test_crosscompile", "squeezed", 8)[1:] == [0, 1]
+    assert eight[1:] == [0, 1]
 
 
 def incomplete() -> list[str]:
@@ -30,7 +33,12 @@ def incomplete() -> list[str]:
     return []
 
 
-def test_what_is_refused():
-    apart("test_crosscompile", "incomplete")
+@pytest.mark.meanwhile(apart, "test_crosscompile", "incomplete")
+def test_what_is_refused(meanwhile):
+    assert meanwhile() == []
+
+
+@pytest.mark.meanwhile(apart, "crosscompile", "gone")
+def test_what_goes_wrong_there_is_told_here(meanwhile):
     with pytest.raises(RuntimeError, match="crosscompile.gone failed:(.|\n)*has no attribute 'gone'"):
-        apart("crosscompile", "gone")
+        meanwhile()
