@@ -177,16 +177,16 @@ def attend(q: Tensor, keys: KVStore, ring: Tensor, fresh: Tensor, v: Pool, table
 # ------------------------------------------------------------------------------------------------------------------------------
 # The demonstration: what the kernel needs of a GPU that is not there. `python channelflash.py all`: two models, all tiles, sm_80 too.
 
-def compiled(arch: int, model: str, rows: int, block: int = 16, tile: Sequence[int] | None = None) -> "Report":
-    """The attention kernel for M rows of bfloat16, as it is compiled for blocks of `block` tokens (0: one block a text)."""
+def compiled(arch: int, model: str, rows: int, block: int = 16, kind: str = "bf16") -> "Report":
+    """The attention kernel for M rows of bfloat16 (or another kind), as it is compiled for blocks of `block` tokens (0: one block a text)."""
     from crosscompile import compile_for
     H, G, D = MODELS[model]
-    N, warps, stages = tile or shape(rows, D, block, arch)
+    N, warps, stages = shape(rows, D, block, arch)
     split = rows < 128
-    types = dict.fromkeys(("q", "out", "k_scale", "ring", "fresh", "v_scale"), "*bf16") | dict.fromkeys(("k_zero", "v_zero"), "*i16")
+    types = dict.fromkeys(("q", "out", "ring", "fresh"), f"*{kind}") | dict(k_scale="*bf16", k_zero="*i16", v_scale="*bf16", v_zero="*i16")
     types |= dict.fromkeys(("table", "query_start", "lengths"), "*i32") | dict.fromkeys(("keys", "v"), "*u8")
     types |= dict.fromkeys(_attend.arg_names[15:27], "i32") | dict(q_token="i32:16", q_head="i32:16", block_stride="i32:16", scale="fp32")
-    types |= dict.fromkeys(("parts", "peaks"), "*fp32" if split else "*bf16")
+    types |= dict.fromkeys(("parts", "peaks"), "*fp32" if split else f"*{kind}")
     fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, V_BITS=4, M=rows, N=N, SPLIT=split, NEAR=NEAR) | {"head_stride" if block else "token_stride": 1}
     return compile_for(_attend, types, fixed, arch, warps, stages)
 

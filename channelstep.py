@@ -74,12 +74,12 @@ class ChannelKernelStep(KernelStep):
 # ------------------------------------------------------------------------------------------------------------------------------
 # The demonstration: the tables of a step that reads, verifies and decodes, and what its kernels need of a GPU that is not there.
 
-def kernels(wanted: Sequence[tuple[int, str, int]]) -> list[list[Any]]:
-    """(architecture, model, M) of attention, M = 0: storing -> its name, registers, spills, shared memory, wgmma, mma."""
+def kernels(wanted: Sequence[tuple[int, str, int, str]]) -> list[list[Any]]:
+    """(architecture, model, M, kind of numbers) of attention, M = 0: storing -> its name, registers, spills, shared memory, wgmma, mma."""
     found = []
-    for arch, model, M in wanted:
-        report = channelflash.compiled(arch, model, M) if M else channelstore.compiled(arch, model)
-        found.append([f"sm_{arch} {model} {f'attention of {M} rows' if M else 'storing'}", *report[:3], report.wgmma, report.count("mma.sync")])
+    for arch, model, M, kind in wanted:
+        report = channelflash.compiled(arch, model, M, kind=kind) if M else channelstore.compiled(arch, model)
+        found.append([f"sm_{arch} {model} {f'attention, {M} rows' if M else 'storing'}, {kind}", *report[:3], report.wgmma, report.count("mma.sync")])
     return found
 
 
@@ -89,9 +89,9 @@ def main() -> None:
     for (name, _, _, start, stop), (row, _, _) in zip(texts, spans([text[1:] for text in texts])):
         rounded = ", ".join(map(str, range(start // 16, stop // 16))) or "none"
         print(f"  {name:11}{str(row):18}rounded: {rounded:6}as it is: {stop // 16 if stop % 16 else 'none'}")
-    print(f"{'':31}{'registers':>11}{'spills':>8}{'shared':>9}{'wgmma':>7}{'mma':>5}")
-    for name, registers, spills, shared, wgmma, mma in kernels([(90, "8B", 0), (90, "8B", 16), (90, "8B", 128)]):
-        print(f"  {name:29}{registers:11}{spills:8}{shared:9,}{wgmma:7}{mma:5}")
+    print(f"{'':35}{'registers':>11}{'spills':>8}{'shared':>9}{'wgmma':>7}{'mma':>5}")
+    for name, registers, spills, shared, wgmma, mma in kernels([(90, "8B", M, "bf16") for M in (0, 16, 128)]):
+        print(f"  {name:33}{registers:11}{spills:8}{shared:9,}{wgmma:7}{mma:5}")
 
 
 if __name__ == "__main__":

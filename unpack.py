@@ -65,14 +65,13 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
         x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
     elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
         x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
-    elif BITS == 4:
-        if dtype == tl.bfloat16:
-            return _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
-        if dtype == tl.float16:
-            low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
-        else:
-            low, high = (x & 15).to(dtype), (x >> 4).to(dtype)
+    elif BITS == 4 and dtype == tl.float16:
+        low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
         x = tl.join(low, high).reshape(x.shape[0], WIDE)
+    elif BITS == 4 and dtype == tl.bfloat16:
+        x = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
+    elif BITS == 4:
+        x = tl.join((x & 15).to(dtype), (x >> 4).to(dtype)).reshape(x.shape[0], WIDE)
     else:
         x = x.to(dtype)
     return x
@@ -122,9 +121,12 @@ def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr
         even_low, odd_low = tl.split(lowest)
         low = (x & 15).to(dtype) * _over_tokens(even, HALF) + _over_tokens(even_low, HALF)
         high = (x >> 4).to(dtype) * _over_tokens(odd, HALF) + _over_tokens(odd_low, HALF)
-        return tl.join(low, high).reshape(TOKENS * F, WIDE)
-    asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
-    return _halves(tl.inline_asm_elementwise(asm, WORDS, [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)], tl.int32, True, 4), dtype)
+        numbers = tl.join(low, high).reshape(TOKENS * F, WIDE)
+    else:
+        asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
+        words = [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)]
+        numbers = _halves(tl.inline_asm_elementwise(asm, WORDS, words, tl.int32, True, 4), dtype)
+    return numbers
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
