@@ -134,8 +134,10 @@ class Decoder:
         if self.drafter is None or most < 1:
             return 0
         fixed = request.settings.gamma
-        alphas = [self.auto[other].alpha for other in self.together if not other.finish_reason]
-        wanted = self.auto[request].choose(most, alphas) if fixed is None else min(fixed, most)
+        if fixed is None:
+            wanted = self.auto[request].choose(most, [self.auto[other].alpha for other in self.together if not other.finish_reason])
+        else:
+            wanted = min(fixed, most)
         if wanted and fixed is None and self.drafter.lag(request) > self.budget:            # it has not drafted for long:
             self.drafter.follow(request, len(request.tokens) - self.drafter.lag(request) + self.budget)      # it catches up in chunks
             return 0

@@ -161,11 +161,14 @@ def test_bytes_scales_and_zeros_become_numbers(name, dtype, bias):
         assert torch.equal(found, exact.to(dtype))                                                           # one rounding, at the end
 
 
-def test_what_the_compiler_makes_of_the_kernels():
+WANTED = (*((arch, model, 16, "bf16") for arch in (90, 80) for model in ("8B", "1B")), *((arch, "8B", M, "bf16") for arch in (90, 80) for M in (128, 0)),
+          (90, "1B", 16, "fp16"), (80, "1B", 16, "fp32"))
+
+
+@pytest.mark.meanwhile(apart, "channelstep", "kernels", WANTED)
+def test_what_the_compiler_makes_of_the_kernels(meanwhile):
     """Nothing spilled, shared memory that fits, prompts by `wgmma` where there is one, and every product there."""
-    wanted = [(arch, model, 16, "bf16") for arch in (90, 80) for model in ("8B", "1B")]
-    wanted += [(arch, "8B", M, "bf16") for arch in (90, 80) for M in (128, 0)] + [(90, "1B", 16, "fp16"), (80, "1B", 16, "fp32")]
-    for (arch, _, M, kind), (name, registers, spills, shared, wgmma, mma) in zip(wanted, apart("channelstep", "kernels", wanted)):
+    for (arch, _, M, kind), (name, registers, spills, shared, wgmma, mma) in zip(WANTED, meanwhile(), strict=True):
         assert shared <= (SHARED[arch] if M else 4096), name
         if kind != "fp32":                                               # which is for proofs
             assert spills == 0 and registers <= (255 if M else 192), f"{name}: {registers} registers, {spills} spilled"

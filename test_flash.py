@@ -2,7 +2,6 @@
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import nan
 from typing import Any
@@ -358,12 +357,15 @@ def test_bytes_become_numbers(name, dtype):
             assert torch.equal(found, expected.to(dtype))
 
 
-def test_what_the_compiler_makes_of_the_kernels():
+def compiled(*kinds: tuple[int, str]) -> tuple[list[Any], list[Any]]:
+    """Attention's rows for each architecture and model, and storing's."""
+    return [row for arch, model in kinds for row in apart("flash", "table", [arch], [model], [16, 128])], apart("store", "table", [90, 80])
+
+
+@pytest.mark.meanwhile(compiled, (90, "8B"), (80, "8B"), (90, "1B"))
+def test_what_the_compiler_makes_of_the_kernels(meanwhile):
     """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one."""
-    asked = [("flash", "table", [arch], [model], [16, 128]) for arch, model in ((90, "8B"), (80, "8B"), (90, "1B"))] + [("store", "table", [90, 80])]
-    with ThreadPoolExecutor(2) as both:                                  # each is a process of its own
-        *attention, stored = both.map(lambda arguments: apart(*arguments), asked)
-    rows = [row for part in attention for row in part]
+    rows, stored = meanwhile()
     assert len(rows) == 3 * 7
     for arch, model, kind, M, registers, spills, shared, wgmma, programs in rows:
         what = f"sm_{arch} {model} {kind} M = {M}: {registers} registers"
