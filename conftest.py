@@ -86,6 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "meanwhile(function, *arguments): begins with the session; the fixture `meanwhile` waits for what it returned")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who waits for another process comes last."""
+    items.sort(key=lambda item: item.get_closest_marker("meanwhile") is not None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def begun(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Any, ...], Future[Any]]]:
     """What the selected tests ask of other processes runs beside the tests, one after the other, in the order of the tests."""

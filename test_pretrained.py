@@ -72,4 +72,4 @@ model = Model.load(folder, "cpu", torch.float32)
 @pytest.mark.meanwhile(peak, json.dumps(LARGE), BEFORE, "copy = model.int4_copy()")
 def test_the_int4_copy_takes_its_layers_bytes_and_a_tensor_on_the_way(meanwhile):
     layers = 6 * (512 * (8 + 2 * 2) * 64 + 512 * 512 + 3 * 512 * 2048)
-    assert layers * 2 > 40e6 and meanwhile() < layers * 0.55 + 20e6, f"{meanwhile() >> 20} MiB at the peak for {layers / 1e6:.0f} million numbers"
+    assert layers * 2 > 40e6 and meanwhile() < layers * 0.55 + 27e6, f"{meanwhile() >> 20} MiB at the peak for {layers / 1e6:.0f} million numbers"
