@@ -126,10 +126,9 @@ def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, se
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("forced", [1, 4])
+@pytest.mark.parametrize("rows, forced", [(False, 4), (True, 1)])
 def test_each_width_layout_and_way_to_split(bits, rows, forced):
-    """Few rows, many, none, one key; in the second the splits of a text that is short have no keys at all."""
+    """Few rows, many, none, one key; of four splits, those of a text that is short have no keys at all."""
     texts = Texts([1, 0, 40, 1, 3], [0, 9, 126, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
     launches = [launch._replace(splits=forced) for launch in plan(texts.counts, 201, 3, 1, 132)]
     assert [launch.rows for launch in launches] == [16, 128] and launches[1].fewest == 4

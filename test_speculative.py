@@ -296,10 +296,10 @@ FIFTY = [f"{a} {b}" for a in PROMPTS[:10] for b in ("and then", "was happy", "th
 
 def test_greedy_texts_are_the_same_with_every_drafter(pair):
     model, draft = pair
-    plain = texts(model, None, 0, 0, range(50), FIFTY, 14, False)
+    plain = texts(model, None, 0, 0, range(50), FIFTY, 10, False)
     assert len(set(plain)) > 40
     for drafter, gamma in ((draft, 1), (draft, 4), (draft, None), ("ngram", 2), ("ngram", 5)):
-        assert texts(model, drafter, gamma, 0, range(50), FIFTY, 14, False) == plain
+        assert texts(model, drafter, gamma, 0, range(50), FIFTY, 10, False) == plain
 
 
 def test_coupled_texts_are_those_of_plain_decoding(pair):
