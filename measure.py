@@ -233,11 +233,12 @@ def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
 # ---- Speculation ----------------------------------------------------------------------------------------------------------------
 
 def gammas(effort: Effort) -> Rows:
-    """Acceptance and speed-up against γ at temperature 1, a text at a time; γ None is chosen by the clock. Medians over texts."""
-    model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
+    """Acceptance and speed-up against γ at temperature 1, a text at a time, in the type that is the CPU's own for the pair; γ None is chosen by the
+    clock. Medians over texts."""
+    model, draft = (Model.load(name, "cpu") for name in ("tiny", "tiny-draft"))
     wanted: list[int | None] = [*effort.gammas, None]
     runs = [[drafted(model, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)] for i, opening in enumerate(effort.openings)]
-    return [against_plain(gamma, [(turn[0], turn[i]) for turn in runs]) for i, gamma in enumerate(wanted, 1)]
+    return [against_plain(gamma, [(turn[0], turn[i]) for turn in runs]) | dict(dtype=str(model.llama.dtype)[6:]) for i, gamma in enumerate(wanted, 1)]
 
 
 def drafted(model: Model, draft: Any, gamma: int | None, opening: str, seed: int, count: int, coupled: bool = False) -> tuple[Request, Decoder]:

@@ -90,7 +90,7 @@ def gammas(results: Results) -> Section:
     cells = [(str(row["gamma"]) if row["gamma"] is not None else f"by the clock: {row['drafted']:.1f}", f"{row['acceptance']:.2f}", f"{row['draft_cost']:.2f}",
               f"{row['pass_cost']:.2f}" if "pass_cost" in row else "", times(row["speed_up"]), times(row["formula"]) if "formula" in row else "",
               times(row["formula_flat"]) if "formula_flat" in row else "") for row in rows]
-    return Section("Speculation, tiny with tiny-draft, temperature 1, one text at a time",
+    return Section(f"Speculation, tiny with tiny-draft, {rows[0]['dtype']}, temperature 1, one text at a time",
                    ("γ", "acceptance α", "a draft's cost c", "a pass's cost w", "measured", "formula", "formula, w = 1"), cells,
                    ["Costs are over a plain step. Formula: (1 − α^(γ+1)) / (1 − α) / (w + γ c)."])
 
