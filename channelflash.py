@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash import LEAST_KEYS, LOG2E, LOWEST, MODELS, Launch, Pool, _finish, _grids, _weigh, capability, joined
+from flash import LEAST_KEYS, LOG2E, LOWEST, MODELS, Launch, Pool, _finish, _grids, _queries, _weigh, capability, joined
 from kvquant import GROUP, KVStore
 from unpack import TOKENS, _channels
 
@@ -102,11 +102,7 @@ def _attend(q, out, parts, peaks, keys, k_scale, k_zero, ring, fresh, v, v_scale
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(lengths + b) - n
-    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
-    token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
-    position = past + row // R
-    inner = inside[:, None] & (d < D)[None, :]
-    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)       # [M, WIDE]
+    x, token, head, position, inside, inner = _queries(q, first, n, past, tile, g, q_token, q_head, R, D, WIDE, M)
     table += b * table_stride
     base = g.to(tl.int64) * head_stride
 

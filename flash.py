@@ -117,6 +117,16 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
     return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
 
+@triton.jit
+def _queries(q, first, n, past, tile, g, q_token, q_head, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr):
+    """A tile of M rows of a sequence -> their queries [M, WIDE]; the token, the head, and the place in its text that each is of; whether it is one."""
+    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
+    token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
+    inner = inside[:, None] & (d < D)[None, :]
+    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)
+    return x, token, head, past + row // R, inside, inner
+
+
 @triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
 def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head, block_stride, token_stride,
             head_stride, table_stride, total, scale, fewest, most, least, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
@@ -129,11 +139,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(lengths + b) - n
-    row, d = tile * M + tl.arange(0, M), tl.arange(0, WIDE)
-    token, head, inside = first + row // R, g * R + row % R, row < n * R          # [M]
-    position = past + row // R
-    inner = inside[:, None] & (d < D)[None, :]
-    x = tl.load(q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + d[None, :], inner, 0)       # [M, WIDE]
+    x, token, head, position, inside, inner = _queries(q, first, n, past, tile, g, q_token, q_head, R, D, WIDE, M)
     if K_BITS < 16:                                                               # as large as float16 has them
         if x.dtype != tl.float32:
             largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
