@@ -3,8 +3,8 @@
 What such a step needs beyond the others' is which ring is whose. It stands where everything stands that the host tells a step, in the table
 of blocks: a text's row ends with the number of its ring, which fills the row to the width of the widest.
 
-    tables      [ block  block  block   ·    ·   | ring ]        attend(layer, q, k, v)      channelstore.py: k, v to their places, full groups
-                [ block    ·      ·     ·    ·   | ring ]                                    rounded; channelflash.py: q looks back
+    tables      [ block  block  block  ring ]        attend(layer, q, k, v)      channelstore.py: k, v to their places, full groups
+                [ block  ring   ring   ring ]                                    rounded; channelflash.py: q looks back
 
 Which groups a step finishes, whose raw keys are where, and what each query sees follow on the device from a text's length and its new tokens.
 So nothing is computed for a layer, no layer waits for the host, and a captured graph stays valid while texts grow.

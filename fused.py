@@ -7,11 +7,11 @@ a row between two products costs launches, not arithmetic; written as single ope
     rotate      the pairs (i, i + D/2) of q and k turn              [T, heads, D], out of the product that holds v too
     swiglu      silu(gate) · up                                     [T, 2 F] -> [T, F]
 
-What a product adds to the residual stream waits until the next norm reads the stream: addition and norm are one pass over it. With the
-library's products a decoding layer is then eleven launches at most:
+What a product adds to the residual stream waits until the next norm reads the stream: addition and norm are one pass over it. With a cache,
+rotation is part of the store (store.py). With the library's products a decoding layer is then ten launches at most:
 
-    1 add_norm   2 qkv_proj   3 rotate   4 store k, v   5 attention   6 its merge, where a long text was split   7 o_proj
-    8 add_norm   9 gate_up_proj   10 swiglu   11 down_proj
+    1 add_norm   2 qkv_proj   3 q and k turned, k and v stored   4 attention   5 its merge, where a long text was split   6 o_proj
+    7 add_norm   8 gate_up_proj   9 swiglu   10 down_proj
 
 Each is computed in float32 and rounded where the plain operations of model.py round, so that 16-bit results are theirs up to the order of
 the sum. Not covered: gradients, float64, what runs on a CPU: those take the plain operations, which are the specification.

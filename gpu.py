@@ -114,7 +114,6 @@ def speculate(target: Llama, draft: Llama, bits: int, alpha: float, gamma: int |
             f"{gain / formula:.2f}"]
 
 
-
 CASES: dict[str, Callable[[Scale, Roof], Case]] = dict(kernels=kernels, decode=decode, speculation=speculation, serving=serving)
 
 

@@ -14,6 +14,7 @@ One cache holds several sequences, each in a row of its own. Its verbs are those
     cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
     step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed; publish=False: nobody else may find them
     cache.truncate(seq, length)          forgets what comes after: a rejected draft, the next turn of a chat
+    cache.settle(seq, tokens)            says which tokens those were that `extend` was not told (−1): drafts that only the device knew
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
 A `Step` is what the forward pass sees: positions to rotate by, and `attend`, which stores the new keys and values and then
@@ -147,8 +148,8 @@ class KVCache:
             raise ValueError(f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}")
         self._lengths[seq] = length
 
-    def settle(self, seq: int, text: Sequence[int]) -> None:
-        """Which tokens those were that `extend` was not told (−1). This layout has no use for them."""
+    def settle(self, seq: int, tokens: Sequence[int]) -> None:
+        """This layout has no use for tokens: it shares nothing."""
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same past. In this layout that is a copy."""

@@ -7,8 +7,8 @@ cost hardly more than a step of one, since it reads the same bytes: speculative 
 On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
 
   - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
-    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. Up to four rows, drafts that are verified, nothing
-    is faster.
+    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. Up to four rows, as where drafts are verified, no
+    other order is much faster.
   - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
     blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
 
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from kernels import on_gpu
 from quant import Quantized, dequantize, quantize, unpack4
 
-FEW = 4                                                 # up to so many rows, blocks of a plain weight are no slower than anything else
+FEW = 4                                                 # up to so many rows, blocks of a plain weight are about as fast as any order
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
 
 
