@@ -35,9 +35,10 @@ from torch import Tensor, nn
 
 from config import Config, Quantization
 from kvcache import Alone
-from matmul import Linear, QuantizedLinear
+from matmul import Linear
 from model import Layer, Llama, product
 from quant import Quantized, check, dequantize, grid, pack4, quantize, round4, spread
+from quantmatmul import QuantizedLinear
 
 DAMP = 0.1                                              # of H's mean diagonal is added to it: 0.01 in the paper, with 16 times the text
 

@@ -29,10 +29,11 @@ from kernels import attention
 from kivi import ChannelPagedCache
 from kvcache import KVCache, kv_bytes
 from kvquant import WIDTHS, Bits, store
-from matmul import Linear, QuantizedLinear
+from matmul import Linear
 from paged import PagedCache
 from pretrained import Model
 from quant import dequantize, quantize
+from quantmatmul import QuantizedLinear
 from request import Request, Settings
 
 PROMPTS = ("Once upon a time", "The little dog", "Lily saw", "One day, Tom", "Mom said", "A big red ball", "In the park", "The sun was")

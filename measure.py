@@ -34,12 +34,13 @@ from batcher import Batcher
 from distill import tell
 from engine import Engine
 from gamma import expected_tokens
-from matmul import Linear, QuantizedLinear, read_bandwidth, seconds
+from matmul import Linear, read_bandwidth, seconds
 from model import Llama
 from paged import PagedCache
 from perplexity import recipes, table
 from pretrained import Model
 from quant import pieces, quantize
+from quantmatmul import QuantizedLinear
 from request import Request, Settings
 from speculative import Decoder
 from tokenizer import Tokenizer

@@ -42,8 +42,9 @@ from kernels import on_gpu
 from kivi import ChannelKVCache
 from kvcache import Alone, KVCache, tokens_that_fit
 from kvquant import Bits
-from matmul import Linear, QuantizedLinear
+from matmul import Linear
 from quant import quantize
+from quantmatmul import QuantizedLinear
 from weights import Checkpoint, find
 
 

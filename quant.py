@@ -17,7 +17,7 @@ would not be reached any more). A scale is at least 1e-30: all-zero groups are e
     over a block of tokens, since some channels of keys are large in all of them (KIVI): `int4(keys, dim=-2)`.
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder (calibrate.py has GPTQ and AWQ,
-matmul.py the products, weightonly.py those of a GPU); `--table` measures all of them (perplexity.py); with no flags it shows what the bits
+quantmatmul.py the products, weightonly.py those of a GPU); `--table` measures all of them (perplexity.py); with no flags it shows what the bits
 cost on the embedded model.
 
 Not covered: NF4, FP8, quantized activations (SmoothQuant).

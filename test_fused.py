@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import fused
-import matmul
 import model
+import quantmatmul
 import weightonly
 from config import Config, Quantization
 from conftest import SMALL
@@ -93,10 +93,10 @@ def test_a_model_whose_every_kernel_runs(bits, monkeypatch):
         llama.fill(plain.places().items())
     tokens, launches, rows = torch.arange(5, device=DEVICE), [], torch.tensor([1, 4], device=DEVICE)
     monkeypatch.setattr(model, "on_gpu", lambda x: False)
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: False)
+    monkeypatch.setattr(quantmatmul, "on_gpu", lambda x: False)
     expected = llama(tokens, rows=rows)
     monkeypatch.setattr(model, "on_gpu", lambda x: True)
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(quantmatmul, "on_gpu", lambda x: True)
     for page, name in [(fused, "add_norm"), (fused, "rotate"), (fused, "swiglu"), (weightonly, "product")]:
         made = getattr(page, name)
         monkeypatch.setattr(page, name, lambda *args, made=made, name=name: launches.append(name) or made(*args))
