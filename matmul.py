@@ -7,12 +7,12 @@ cost hardly more than a step of one, since it reads the same bytes: speculative 
 On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
 
   - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
-    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. Up to four rows, as where drafts are verified, no
-    other order is much faster.
+    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. So are a few rows, as where drafts are verified, while
+    xᵀ is small enough to stay beside each block; where it is not, oneDNN's product takes a plain weight, too.
   - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
     blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
 
-`Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, for which oneDNN reads a plain weight, too, up to a tenth slower.
+`Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, which is the slower for it the shorter it is.
 `Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference.
 
 A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 4                                                 # up to so many rows, blocks of a plain weight are about as fast as any order
+SMALL = 3072                                            # numbers of x up to which blocks of a plain weight are the fastest way to multiply by it
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -61,7 +61,7 @@ class Linear(nn.Module):
         self.light: Tensor | None = None                             # [N, K], laid out by columns: for one row and a small model
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.blocks is not None and len(x) <= FEW:
+        if self.blocks is not None and x.numel() <= SMALL:
             return self._in_blocks(x)
         if self.packed is None and self.blocks is None:
             return F.linear(x, self.weight, self.bias)
@@ -80,7 +80,7 @@ class Linear(nn.Module):
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes."""
-        if self.blocks is not None and rows <= FEW:
+        if self.blocks is not None and rows * self.in_features <= SMALL:
             return "blocks"
         return "plain" if self.packed is None else "light" if self.light is not None and rows == 1 else "packed"
 
