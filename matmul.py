@@ -10,7 +10,8 @@ On a GPU the library sees to both. On a CPU it does not, and in float32 no order
     W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. So are a few rows, as where drafts are verified, while
     xᵀ is small enough to stay beside each block; where it is not, oneDNN's product takes a plain weight, too.
   - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
-    blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has.
+    blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has;
+    with AVX-512 a little less if the row is one of five, the others zero: five rows are what oneDNN reads memory fastest for.
 
 `Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, which is the slower for it the shorter it is.
 `Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference.
@@ -36,6 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SMALL = 3072                                            # numbers of x up to which blocks of a plain weight are the fastest way to multiply by it
+FIVE = torch.backends.cpu.get_cpu_capability() == "AVX512"      # whether oneDNN multiplies five rows by a packed weight sooner than one
+LARGE = 1 << 20                                         # numbers of W from which on that is worth a copy of x
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -67,6 +70,12 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self.light is not None and len(x) == 1:
             return F.linear(x, self.light, self.bias)
+        if FIVE and self.packed is not None and len(x) < 5 and self.in_features * self.out_features > LARGE:
+            return self._product(F.pad(x, (0, 0, 0, 5 - len(x))))[:len(x)]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """By oneDNN, of a weight in its order or in the plain one."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight if self.packed is None else self.packed, self.bias, "none", [], "")
 
     def _in_blocks(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+import matmul
 from matmul import Linear, can_pack, read_bandwidth, seconds
 
 PACKABLE = [torch.float32, torch.bfloat16]
@@ -54,6 +55,26 @@ def test_the_weights_are_in_memory_once():
     assert [bool(linear(torch.rand(T, 64)).any()) for T in (1, 48, 49, 64)] == [False, False, True, True]
     linear.reorder()
     assert linear.blocks is linear.weight is None and linear.packed is not None and linear.path(1) == linear.path(64) == "packed"
+
+
+@pytest.mark.parametrize("dtype", PACKABLE)
+@torch.inference_mode()
+def test_fewer_than_five_rows_are_multiplied_as_five(dtype, monkeypatch):
+    """Where that is sooner: of a large weight in oneDNN's order. What is added is not in the result."""
+    monkeypatch.setattr(matmul, "FIVE", True)
+    linear, seen = make(31, 40, True, dtype), []
+    W, b = linear.weight.double(), linear.bias.double()
+    linear.pack()
+    linear.reorder()
+    product = linear._product
+    linear._product = lambda x: (seen.append(len(x)), product(x))[1]
+    for most, rows in ((31 * 40, [0, 1, 4, 5, 6]), (31 * 40 - 1, [5, 5, 5, 5, 6])):
+        monkeypatch.setattr(matmul, "LARGE", most)
+        for T in (0, 1, 4, 5, 6):
+            x = whole(T, 31, dtype=dtype)
+            assert torch.equal(linear(x).double(), x.double() @ W.T + b)
+        assert seen == rows
+        seen.clear()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7), (torch.float64, 1e-13)])
