@@ -78,13 +78,12 @@ def causal(n: int, m: int, repeats: int, dtype: torch.dtype, device: torch.devic
 def paged_attention(q: Tensor, keys: Any, values: Any, past: Tensor, mask: Tensor, place: Tensor | None = None) -> Tensor:
     """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
 
-    q: [T, H, D]; keys, values: [slots, G, D], or in fewer bits (kvquant.py); past: int64[B, M], the slots of each sequence's tokens, in order, padded with any of its own;
-    mask: [B, 1, n · R, M], 0 or −∞, what each of a sequence's n queries sees, R = H / G times over. Where not all sequences have n queries,
-    place: int64[T] says where these are among B · n. -> [T, H, D]
+    q: [T, H, D]; keys, values: [G, slots, D], or in fewer bits (kvquant.py); past: int64[B, G, M], where the vectors of each sequence's tokens are
+    among the G · slots, head by head, in order, padded with any of its own; mask: [B, 1, n · R, M], 0 or −∞, what each of a sequence's n queries
+    sees, R = H / G times over. Where not all sequences have n queries, place: int64[T] says where these are among B · n. -> [T, H, D]
     """
-    (_, H, D), (B, M) = q.shape, past.shape
-    k, v = (kept.index_select(0, past.flatten()).unflatten(0, (B, M)).transpose(1, 2).to(q.dtype) for kept in (keys, values))      # [B, G, M, D]
-    G = k.shape[1]
+    (_, H, D), (B, G, M) = q.shape, past.shape
+    k, v = (kept.flatten(0, 1).index_select(0, past.flatten()).to(q.dtype).view(B, G, M, D) for kept in (keys, values))
     R, n = H // G, mask.shape[2] // (H // G)
     if place is not None:
         q = q.new_zeros(B * n, H, D).index_copy_(0, place, q)

@@ -45,7 +45,7 @@ class PagedStep:
         self.positions = tensor([position for (_, start), length in zip(starts, lengths) for position in range(start, length)])
         self.slots = tables[owner, self.positions // S] * S + self.positions % S                                            # [T]
         few = [b for b, n in enumerate(counts) if n <= FEW]
-        self.few, self.mask, self.many = None, None, []
+        self.few, self.vectors, self.mask, self.many = None, None, None, []
         if few:
             whole = len(few) == len(starts)
             self.few = gather_plan(tables if whole else tables[few], S, [lengths[b] for b in few], [counts[b] for b in few], None if whole else
@@ -58,18 +58,20 @@ class PagedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        keys, values = (kept[layer].flatten(0, 1) for kept in (self.cache.keys, self.cache.values))       # [N · S, G, D]
-        keys.index_copy_(0, self.slots, k.to(keys.dtype))
-        values.index_copy_(0, self.slots, v.to(values.dtype))
-        if self.few is not None and self.mask is None:
-            self.mask = self.few.unseen.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, None]                 # [B, 1, n · R, M]
+        keys, values = (kept[layer] for kept in self.cache.rows)                                            # [G, N · S, D]
+        keys.index_copy_(1, self.slots, k.transpose(0, 1).to(keys.dtype))
+        values.index_copy_(1, self.slots, v.transpose(0, 1).to(values.dtype))
+        if self.few is not None and self.vectors is None:                                                   # the same in all layers
+            (_, H, _), G = q.shape, k.shape[1]
+            self.vectors = self.few.past[:, None] + torch.arange(G, device=q.device)[:, None] * (self.cache.pool.total * self.cache.block_size)
+            self.mask = self.few.unseen.to(q.dtype).repeat_interleave(H // G, 1)[:, None]                   # [B, 1, n · R, M]
         if self.few is not None and not self.many:
-            return paged_attention(q, keys, values, self.few.past, self.mask, self.few.place)
+            return paged_attention(q, keys, values, self.vectors, self.mask, self.few.place)
         out = torch.empty_like(q)
         if self.few is not None:
-            out[self.few.rows] = paged_attention(q[self.few.rows], keys, values, self.few.past, self.mask, self.few.place)
+            out[self.few.rows] = paged_attention(q[self.few.rows], keys, values, self.vectors, self.mask, self.few.place)
         for own, past in self.many:
-            out[own] = attention(q[own], *(kept[past].transpose(0, 1).to(q.dtype) for kept in (keys, values)))
+            out[own] = attention(q[own], *(kept[:, past].to(q.dtype) for kept in (keys, values)))
         return out
 
 
