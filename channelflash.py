@@ -65,7 +65,7 @@ def _finished(start, end, base, x, own, o, drift, m, l, keys, k_scale, k_zero, v
         group, first = block * groups + group, block * groups + first
     steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     numbers = _channels(keys, k_scale, k_zero, (group * G + g) * TOKENS + token, first * G + g, seen, there, D, WIDE, F, x.dtype)
-    scores = tl.dot(x, tl.trans(numbers), input_precision="ieee")                 # [M, N]
+    scores = tl.dot(x, tl.trans(numbers), input_precision="tf32x3")                 # [M, N]
     if MASKED:
         before = start + i % F * TOKENS
         scores = tl.where(before[None, :] < own[:, None], scores, float("-inf"))
@@ -85,7 +85,7 @@ def _own(start, end, base, x, position, o, drift, m, l, raw, v, v_scale, v_zero,
         vectors = base + tl.load(table).to(tl.int64) * block_stride + keys * token_stride
     steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
     k = tl.load(raw[:, None] + d[None, :], seen[:, None] & (d < D)[None, :], 0).to(x.dtype)                     # [16, WIDE]
-    scores = tl.dot(x, tl.trans(k), input_precision="ieee")                       # [M, 16]
+    scores = tl.dot(x, tl.trans(k), input_precision="tf32x3")                       # [M, 16]
     scores = tl.where((keys[None, :] <= position[:, None]) & (start == position // TOKENS * TOKENS)[:, None], scores, float("-inf"))
     return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
@@ -140,8 +140,10 @@ def _attend(q, out, parts, peaks, keys, k_scale, k_zero, ring, fresh, v, v_scale
     _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT)
 
 
-def shape(rows: int, wide: int, block: int, arch: int) -> tuple[int, int, int]:
-    """N, num_warps and num_stages for M rows: as much in flight as registers and shared memory allow without spilling."""
+def shape(rows: int, wide: int, block: int, arch: int, size: int = 2) -> tuple[int, int, int]:
+    """N, num_warps and num_stages for M rows of numbers of `size` bytes: as much in flight as registers and shared memory allow without spilling."""
+    if size == 4:
+        return 16, 4 if rows == 16 else 8, 2                                          # as in flash.py
     small, narrow = max(1, wide // 128), wide <= 64
     stages = 5 if block else 3                                                    # the table of blocks is read a tile earlier still
     if rows == 16:
@@ -163,7 +165,7 @@ def attend(q: Tensor, keys: KVStore, ring: Tensor, fresh: Tensor, v: Pool, table
     wide = max(32, triton.next_power_of_2(D))
 
     def one(launch: Launch, grid: tuple[int, int, int], out: Tensor, part: Tensor, peak: Tensor) -> None:
-        N, warps, stages = shape(launch.rows, wide, block, capability(q.device))
+        N, warps, stages = shape(launch.rows, wide, block, capability(q.device), q.dtype.itemsize)
         _attend[grid](q, out, part, peak, *keys.parts, ring, fresh, *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *v.strides,
                       tables.stride(0), len(q) * H, D ** -0.5 * LOG2E, launch.fewest, launch.most, LEAST_KEYS, groups, G, H // G, D, wide, block, v.bits,
                       launch.rows, N, launch.splits > 1, NEAR, num_warps=warps, num_stages=stages)
@@ -177,7 +179,7 @@ def compiled(arch: int, model: str, rows: int, block: int = 16, kind: str = "bf1
     """The attention kernel for M rows of bfloat16 (or another kind), as it is compiled for blocks of `block` tokens (0: one block a text)."""
     from crosscompile import compile_for
     H, G, D = MODELS[model]
-    N, warps, stages = shape(rows, D, block, arch)
+    N, warps, stages = shape(rows, D, block, arch, 4 if kind == "fp32" else 2)
     split = rows < 128
     types = dict.fromkeys(("q", "out", "ring", "fresh"), f"*{kind}") | dict(k_scale="*bf16", k_zero="*i16", v_scale="*bf16", v_zero="*i16")
     types |= dict.fromkeys(("table", "query_start", "lengths"), "*i32") | dict.fromkeys(("keys", "v"), "*u8")

@@ -73,7 +73,7 @@ def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D: tl.
     if V_BITS == 4:
         bias: tl.constexpr = 16 if wide == tl.bfloat16 else 0                     # of `_steps`
         drift = drift * fade + tl.sum(p.to(tl.float32) * (zeros.to(tl.float32) + bias)[None, :], 1)
-    o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="ieee")
+    o = tl.dot(p, _steps(v, vectors, seen, D, WIDE, V_BITS, wide), o * fade[:, None], input_precision="tf32x3")
     return o, drift, top, l
 
 
@@ -105,7 +105,7 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
     else:
         vectors = base + keys * token_stride                                      # [N], int64
     steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
-    scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="ieee")     # [M, N]
+    scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="tf32x3")     # [M, N]
     if K_BITS == 4:
         scores -= sums[:, None] * tl.load(k_zero + vectors, seen, 0).to(tl.float32)[None, :]
     if K_BITS < 16:
@@ -237,8 +237,10 @@ def splits(programs: int, longest: int, slots: int) -> int:
     return next(s for s, share in enumerate(full, 1) if share >= 0.9 * max(full))
 
 
-def shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int) -> tuple[int, int, int]:
-    """N, num_warps and num_stages for M rows: as much in flight as registers and shared memory allow without spilling."""
+def shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int, size: int = 2) -> tuple[int, int, int]:
+    """N, num_warps and num_stages for M rows of numbers of `size` bytes: as much in flight as registers and shared memory allow without spilling."""
+    if size == 4:
+        return 16, 4 if rows == 16 else 8, 2                                     # for exactness: each product is three of shorter numbers
     exact, small = bits == (16, 16), max(1, wide // 128)
     if rows == 16:
         keys = 64 if wide > 64 and (exact or arch == 80) else 128
@@ -267,7 +269,7 @@ def attend(q: Tensor, k: Pool, v: Pool, tables: Tensor, query_start: Tensor, len
     wide = max(16, triton.next_power_of_2(D))
 
     def one(launch: Launch, grid: tuple[int, int, int], out: Tensor, part: Tensor, peak: Tensor) -> None:
-        keys, warps, stages = shape(launch.rows, wide, (k.bits, v.bits), block, capability(q.device))
+        keys, warps, stages = shape(launch.rows, wide, (k.bits, v.bits), block, capability(q.device), q.dtype.itemsize)
         _attend[grid](q, out, part, peak, *k[:3], *v[:3], tables, query_start, lengths, q.stride(0), q.stride(1), *k.strides, tables.stride(0), len(q) * H,
                       D ** -0.5 * LOG2E, launch.fewest, launch.most, LEAST_KEYS, G, H // G, D, wide, block, k.bits, v.bits, launch.rows, keys,
                       launch.splits > 1, num_warps=warps, num_stages=stages)
@@ -293,19 +295,19 @@ def joined(one: Callable[..., None], q: Tensor, G: int, query_start: Tensor, lau
 MODELS = {"8B": (32, 8, 128), "1B": (32, 8, 64)}        # H, G, D of Llama 3.1 and 3.2
 
 
-def compiled(arch: int, model: str, bits: tuple[int, int], rows: int, block: int = 16) -> "Report":
-    """The attention kernel for M rows of bfloat16, as it is compiled for blocks of `block` tokens (0: one block a text)."""
+def compiled(arch: int, model: str, bits: tuple[int, int], rows: int, block: int = 16, kind: str = "bf16") -> "Report":
+    """The attention kernel for M rows of bfloat16 (or another kind), as it is compiled for blocks of `block` tokens (0: one block a text)."""
     from crosscompile import compile_for
     H, G, D = MODELS[model]
-    kinds, ints = {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}, dict.fromkeys(_attend.arg_names[13:22], "i32")
+    kinds, ints = {16: (f"*{kind}", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}, dict.fromkeys(_attend.arg_names[13:22], "i32")
     types = dict(zip(_attend.arg_names[4:10], kinds[bits[0]] + kinds[bits[1]]))
-    types |= ints | dict(q="*bf16", out="*bf16", table="*i32", query_start="*i32", lengths="*i32", q_token="i32:16", q_head="i32:16", block_stride="i32:16",
+    types |= ints | dict(q=f"*{kind}", out=f"*{kind}", table="*i32", query_start="*i32", lengths="*i32", q_token="i32:16", q_head="i32:16", block_stride="i32:16",
                          scale="fp32", fewest="i32", most="i32", least="i32")
-    N, warps, stages = shape(rows, D, bits, block, arch)
+    N, warps, stages = shape(rows, D, bits, block, arch, 4 if kind == "fp32" else 2)
     split = rows < 128
     fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, K_BITS=bits[0], V_BITS=bits[1], M=rows, N=N, SPLIT=split)
     fixed |= {"head_stride" if block else "token_stride": 1} | {name: None for name, kind in types.items() if kind is None}
-    return compile_for(_attend, types | dict.fromkeys(("parts", "peaks"), "*fp32" if split else "*bf16"), fixed, arch, warps, stages)
+    return compile_for(_attend, types | dict.fromkeys(("parts", "peaks"), "*fp32" if split else f"*{kind}"), fixed, arch, warps, stages)
 
 
 def merging(arch: int, D: int) -> "Report":

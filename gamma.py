@@ -54,7 +54,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(start: Mark, end: Mark) -> float:
-    """Seconds. A GPU must have passed both."""
+    """Seconds. A GPU must have passed both: whoever asks has waited for something that came after."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 

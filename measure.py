@@ -68,12 +68,12 @@ class Effort:
     gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     count: int = 128                                    # tokens of a text by which γ is measured
     openings: Sequence[str] = OPENINGS
-    load: float = 6.0                                   # seconds for which requests arrive
+    load: int = 24                                      # short requests of a mixed load
     many: int = 96                                      # texts whose caches are looked at
     methods: tuple[str, ...] = ("rtn", "gptq")          # by which weights get 4 bits
 
 
-QUICK = Effort(turns=1, texts=3, longest=6, gammas=(2,), count=12, openings=OPENINGS[:1], load=0.3, many=6, methods=("rtn",))
+QUICK = Effort(turns=1, texts=3, longest=6, gammas=(2,), count=12, openings=OPENINGS[:1], load=2, many=6, methods=("rtn",))
 
 
 # ---- The machine ----------------------------------------------------------------------------------------------------------------

@@ -155,13 +155,13 @@ class Decoder:
             drawn = mark(round.device)
             p = self._read(work, drafted, round)                                            # [B, k+1, V]
             accepted, token = couple(p, drafted, round.text_coin()) if self.coupled else verify(p, q, drafted, round.text_coin())
-            outcome = torch.cat((drafted, accepted[:, None], token[:, None]), 1).tolist()   # a GPU is waited for here, and only here
-            end = mark(round.device)
+            outcome, end = torch.cat((drafted, accepted[:, None], token[:, None]), 1), mark(round.device)
+            outcome = outcome.tolist()                                                      # a GPU is waited for here, and only here
         except BaseException:                                                               # Ctrl-C too: what was promised was not stored
             self._take_back(work, before)
             raise
-        if all(w.gamma and (self.drafter.shares or w.request.rounds and w.request.rounds[-1].drafted) for w in rounds):      # no draft had to catch up first
-            self.costs.saw_draft(max(round.gammas, default=0), between(start, drawn))
+        if rounds and all(w.gamma and (self.drafter.shares or w.request.rounds and w.request.rounds[-1].drafted) for w in rounds):
+            self.costs.saw_draft(max(round.gammas), between(start, drawn))                  # no draft had to catch up first
         if all(w.read == 1 and w.gamma is not None for w in work):
             self.costs.saw_pass(len(work) + sum(round.gammas), between(drawn, end))
         self.together = round.requests
@@ -243,8 +243,9 @@ class Decoder:
                 return
             round, w = Round([request], [0], self.vocab, self.target.device, self.target.dtype), Work(request, 1, 0)
             start = mark(round.device)
-            int(round.text_coin().pick(self._read([w], round.nothing()[0], round)[:, 0]))
-            self.costs.saw_pass(1, between(start, mark(round.device)))
+            token, end = round.text_coin().pick(self._read([w], round.nothing()[0], round)[:, 0]), mark(round.device)
+            token.tolist()                                                                  # waits
+            self.costs.saw_pass(1, between(start, end))
             self._keep(request, len(request.tokens) - 1)
 
 

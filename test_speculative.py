@@ -1,4 +1,5 @@
 """Speculative sampling: its output law by enumeration, beside the target's own; planted bugs; and with real models, the same tokens."""
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -506,3 +507,37 @@ def test_gamma_follows_how_the_drafts_fare(good):
     play(maker, [request])
     drafted = [taken.drafted for taken in request.rounds]
     assert drafted[0] == 1 and (max(drafted) > 30 if good else sum(drafted[20:]) < 0.5 * len(drafted[20:]))
+
+
+@torch.inference_mode()
+def test_times_are_read_when_the_device_was_waited_for(monkeypatch):
+    """A GPU cannot tell what lies between two marks before it has passed both. Chunks of a prompt wait for nothing, so they are not timed."""
+    marks, passed, tolist = [], [0], Tensor.tolist
+
+    def mark(device: torch.device) -> int:
+        marks.append(None)
+        return len(marks)
+
+    def waits(x: Tensor) -> list:
+        if x.numel() and sys._getframe(1).f_globals["__name__"] == "speculative":           # of an empty tensor nothing is copied
+            passed[0] = len(marks)
+        return tolist(x)
+
+    def between(start: int, end: int) -> float:
+        assert start <= end <= passed[0]
+        return 1.0
+    for name, stand_in in (("mark", mark), ("between", between)):
+        monkeypatch.setattr(speculative, name, stand_in)
+    monkeypatch.setattr(Tensor, "tolist", waits)
+    maker = Decoder(TARGET, toy_cache(2), 3, ModelDrafter(DRAFT, toy_cache(2)), budget=3)
+    requests = [Request(list(prompt), Settings(seed=1, max_tokens=3, gamma=1), ()) for prompt in ((1, 2, 1, 2), (2,))]
+    maker.open(requests[0])
+    assert maker.step([maker.plan(requests[0])]) == {}                          # a chunk, and nothing else
+    maker.close(requests[0])
+    play(maker, requests)
+    again = Request([1, 2, 1], Settings(seed=1, max_tokens=3, gamma=1), ())
+    maker = Decoder(TARGET, toy_cache(2), 3, ModelDrafter(DRAFT, toy_cache(2)))
+    maker.open(again)
+    maker.step([maker.plan(again)])
+    maker.measure_plain(again)
+    assert maker.costs.plain() == 1.0 and len(marks) > 10

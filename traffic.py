@@ -25,7 +25,7 @@ from torch import Tensor
 from batcher import Batcher, timeline
 from engine import Engine
 from kvcache import KVCache
-from measure import Effort, Rows, serve, spread
+from measure import Effort, Rows, Served, serve, spread
 from paged import PagedCache
 from pretrained import Model
 from request import Request, Settings
@@ -116,21 +116,26 @@ def blocks() -> list[dict[str, str]]:
 # ---- Serving --------------------------------------------------------------------------------------------------------------------
 
 def latency(effort: Effort) -> Rows:
-    """Short texts are written while long prompts arrive: seconds between tokens and to the first, where a step reads all of a prompt, or chunks."""
-    model = Model.load("tiny", "cpu", torch.float32)
-    coin = random.Random(3)
-    arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(6) for _ in range(round(6 * effort.load)))]
-    arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(3) for _ in range(max(1, round(3 * effort.load))))]
+    """Short texts are written while long prompts arrive: seconds between tokens and to the first, where a step reads all of a prompt, or chunks.
+    They arrive at random, over twice the time in which this machine makes them all when they are there from the start."""
+    model, coin = Model.load("tiny", "cpu", torch.float32), random.Random(3)
+    arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(2) for _ in range(effort.load))]
+    arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(1) for _ in range(max(1, effort.load // 2)))]
     budgets = [("a whole prompt", 1024), ("chunks of 128", 128)]
-    turns = [[under_load(model, arrivals, budget) for _, budget in budgets] for _ in range(effort.turns)]
+    slower = 2 * under_load(model, [(0.0, *sizes) for _, *sizes in arrivals], 1024).seconds / max(at for at, *_ in arrivals)
+    arrivals = [(slower * at, *sizes) for at, *sizes in arrivals]
+    turns = [[percentiles(under_load(model, arrivals, budget)) for _, budget in budgets] for _ in range(effort.turns)]
     return [dict(step=name, budget=budget, **{key: median(turn[i][key] for turn in turns) for key in turns[0][0]}) for i, (name, budget) in enumerate(budgets)]
 
 
-def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget: int) -> dict[str, float]:
-    """Percentiles. arrivals: (seconds, tokens of the prompt, tokens to make)."""
+def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget: int) -> Served:
+    """arrivals: (seconds, tokens of the prompt, tokens to make)."""
     engine = Engine(model, None, 64 * 1024, 1024, 64, prefix_cache=False)
     engine.maker.budget = budget
-    served = serve(engine.batch, engine.caches, [(at, request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)])
+    return serve(engine.batch, engine.caches, [(at, request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)])
+
+
+def percentiles(served: Served) -> dict[str, float]:
     share = lambda times, percent: sorted(times)[min(len(times) - 1, int(percent / 100 * len(times)))]
     return {f"{name}_p{percent}": share(times, percent) for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 95, 99)}
 
