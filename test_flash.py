@@ -356,15 +356,17 @@ def test_bytes_become_numbers(name, dtype):
             assert torch.equal(found, expected.to(dtype))
 
 
-def compiled(*kinds: tuple[int, str]) -> tuple[list[Any], list[Any]]:
-    """Attention's rows for each architecture and model, and storing's."""
-    return [row for arch, model in kinds for row in apart("flash", "table", [arch], [model], [16, 128])], apart("store", "table", [90, 80])
+def compiled(*kinds: tuple[int, str]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Attention's rows for each architecture and model, storing's, and what attention takes in float32."""
+    rows = [row for arch, model in kinds for row in apart("flash", "table", [arch], [model], [16, 128])]
+    return rows, apart("store", "table", [90, 80]), [apart("flash", "compiled", arch, "8B", [8, 4], 128, 0, "fp32") for arch in SHARED]
 
 
 @pytest.mark.meanwhile(compiled, (90, "8B"), (80, "8B"), (90, "1B"))
 def test_what_the_compiler_makes_of_the_kernels(meanwhile):
-    """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one."""
-    rows, stored = meanwhile()
+    """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one. In float32, which is for
+    exactness, tiles that fit, and tensor cores: products of single numbers would be unrolled, which takes the compiler minutes."""
+    rows, stored, wide = meanwhile()
     assert len(rows) == 3 * 7
     for arch, model, kind, M, registers, spills, shared, wgmma, programs in rows:
         what = f"sm_{arch} {model} {kind} M = {M}: {registers} registers"
@@ -373,6 +375,8 @@ def test_what_the_compiler_makes_of_the_kernels(meanwhile):
         assert programs >= (1 if M > 16 else 3), what
     for arch, D, bits, registers, spills, shared in stored:
         assert spills == 0 and registers <= 128 and shared < 4096, f"sm_{arch} {D} {bits}"
+    for most, (_, spills, shared, ptx, _) in zip(SHARED.values(), wide):
+        assert shared <= most and spills < 1024 and ".tf32" in ptx
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter has no 16-bit products")
