@@ -59,11 +59,9 @@ def decode(scale: Scale, roof: Roof) -> Case:
 
 
 def plain_seconds(llama: Llama, scale: Scale) -> float:
+    """Between tokens, by the wall clock."""
     longest = scale.context + scale.count
-    one = request(llama, scale.context, scale.count, 0)
-    for _ in engine(llama, None, longest, longest, 1).batch.run([one]):
-        pass
-    return median(taken.seconds for taken in one.rounds[1:])
+    return median(at_once(engine(llama, None, longest, longest, 1), [request(llama, scale.context, scale.count, 0)]).gaps)
 
 
 # ---- Speculation ----------------------------------------------------------------------------------------------------------------
