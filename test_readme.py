@@ -57,6 +57,13 @@ def test_every_command_is_accepted(command):
         assert words[0] in ("python", "python3", "pytest", "printf", "echo", "pip"), command
 
 
+def test_the_python_in_it_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    found: dict[str, object] = {}
+    exec(block, found)
+    assert capsys.readouterr().out.strip() and found["logits"].shape[0] == 3
+
+
 @pytest.mark.parametrize("page", QUICK)
 def test_a_page_shows_its_claim(page, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{page}.py"])
