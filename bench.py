@@ -30,17 +30,14 @@ import report
 import traffic
 from kvcache import CacheFull
 from measure import QUICK, Effort
+from shell import Parser, say, status
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="bench.py", description="Every claim, measured on the machine at hand.", allow_abbrev=False)
+    p = Parser("bench.py", "Every claim, measured on the machine at hand.")
     what = p.add_mutually_exclusive_group()
     what.add_argument("--against", metavar="PEER", help=f"compare with {' or '.join(peers.PACKAGES)}: the same prompts on the same weights, in turns")
     what.add_argument("--gpu", choices=list(gpu.CASES), help="on a GPU: models of true shapes with random weights")
@@ -128,14 +125,7 @@ def tell(results: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parser().parse_args(arguments))
-    except (ValueError, OSError, CacheFull) as error:
-        say(f"error: {' '.join(str(error).split())}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return status(lambda: run(parser().parse_args(arguments)), CacheFull)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from gqa import cache_bytes, merge_heads
 from model import Llama
 from muon import Optimizer, has_bfloat16
 from request import Request, Settings
+from shell import Parser, say, status
 from speculative import Decoder
 from stories import Text, hold_out, read_stories
 from tokenizer import Tokenizer
@@ -275,10 +276,6 @@ def fits(args: argparse.Namespace, target: Config, vocab_size: int) -> None:
         raise ValueError(f"--length {args.length}: {args.target} was made for at most {target.max_position_embeddings} tokens; give fewer")
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def distill(args: argparse.Namespace) -> None:
     """The whole of it: text, target, student; measure, learn, measure, save."""
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
@@ -315,7 +312,7 @@ def distill(args: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description="Train a small Llama to imitate a larger one, or from text alone.")
+    p = Parser("distill.py", "Train a small Llama to imitate a larger one, or from text alone.")
     p.add_argument("--target", help="the model to imitate: an alias, a Hub id or a folder (tiny, unless --from-scratch or --from)")
     p.add_argument("--from", dest="start", metavar="NAME", help="the student starts as this model (default: random weights)")
     p.add_argument("--from-scratch", action="store_true", help="no target: learn from the text alone, with a vocabulary of its own")
@@ -348,15 +345,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    try:
-        distill(args)
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        say(f"stopped; the same command goes on from the last checkpoint in {args.out}")
-        return 130
-    return 0
+    return status(lambda: distill(args), interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}")
 
 
 if __name__ == "__main__":

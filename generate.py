@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -38,6 +38,7 @@ from phases import profiled
 from pretrained import Model
 from prompts import Line, read_requests
 from request import MAX_TOKENS, Message, Request, Result, Settings
+from shell import Parser, refuse, say
 from weights import EMBEDDED
 
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -72,20 +73,6 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
 # ------------------------------------------------------------------------------------------------------------------------------
 # The command line
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
-
-
-def fail(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def write(piece: str) -> None:
     print(piece, end="", flush=True)
 
@@ -97,7 +84,7 @@ def gamma(text: str) -> int | str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="generate.py", description="Continue a text, answer, or chat, with a Llama.", allow_abbrev=False)
+    p = Parser("generate.py", "Continue a text, answer, or chat, with a Llama.")
     p.add_argument("prompt", nargs="?", help="text to continue or to answer; '-' reads standard input; nothing, at a terminal: chat")
     p.add_argument("--target", default="tiny", metavar="NAME",
                    help="1B, 3B, 8B, 70B (Llama 3.x Instruct, from the Hub), a Hub id, a folder, or tiny, which is in this repository (default)")
@@ -330,12 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as args.profiling:
             return work(args, settings)
     except torch.OutOfMemoryError:
-        fail("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu")
+        return refuse("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu")
     except (ValueError, OSError, CacheFull) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())       # whoever read the text has gone
             return 0
-        fail(str(error))
+        return refuse(str(error))
     except KeyboardInterrupt:
         return 130
 

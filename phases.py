@@ -98,8 +98,10 @@ class Phases:
 @contextmanager
 def profiled(file: str) -> Iterator[None]:
     """What is done inside is traced into this file, and told in five lines."""
-    with open(file, "w", encoding="utf-8"):             # refuses now what cannot be written
-        pass
+    try:
+        open(file, "w", encoding="utf-8").close()       # refuses now what cannot be written
+    except OSError as error:
+        raise ValueError(f"--profile {file} cannot be written: {error.strerror}; name a file in a folder that is there") from None
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities) as trace, Phases().watched() as phases:
         yield

@@ -38,6 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shell import Parser, say, status
+
 if TYPE_CHECKING:
     from config import Quantization
     from model import Llama
@@ -180,10 +182,6 @@ def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int,
 COPIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def quantized(name: str | Path, how: "Quantization | None", texts: Sequence[Tensor] = (), device: str | None = None,
               dtype: torch.dtype | None = None, progress: Callable[[str], None] = say) -> "Llama":
     """The model of this name, quantized layer by layer; not packed."""
@@ -249,7 +247,7 @@ def pieces(file: str, tokenizer: "Tokenizer", length: int, count: int, calibrate
 # ---- The command line -----------------------------------------------------------------------------------------------------------
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="quant.py", description="Store a model's weights in 8 or 4 bits.", allow_abbrev=False)
+    p = Parser("quant.py", "Store a model's weights in 8 or 4 bits.")
     p.add_argument("name", help="the model: an alias, a Hub id or a folder")
     p.add_argument("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
     p.add_argument("--method", default="rtn", choices=["rtn", "gptq", "awq", "awq+gptq"], help="round to nearest (rtn, the default), or calibrated on --data")
@@ -296,14 +294,7 @@ def run(args: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     from perplexity import main as demonstration
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        run(parse(arguments)) if arguments else demonstration()
-    except (ValueError, OSError) as error:
-        say(f"error: {' '.join(str(error).split())}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return status(lambda: run(parse(arguments)) if arguments else demonstration())
 
 
 if __name__ == "__main__":
