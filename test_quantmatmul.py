@@ -33,6 +33,30 @@ def test_a_quantized_product_is_that_of_the_numbers_it_stands_for(bits, K, N, ke
     assert least <= linear.nbytes <= least + 3 * q.scale.nbytes                            # the weights are there once
 
 
+@pytest.mark.skipif(digit_bits() != 8, reason="this CPU adds digits of 8 bits inexactly, or has no such product")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_large_weights_lie_in_the_librarys_order(dtype, monkeypatch):
+    """One row and two are filled up to six digits, and what is added is not in the result."""
+    monkeypatch.setattr(quantmatmul, "FIVE", True)
+    K, N = 33, 17
+    q, rows = quantize(torch.randn(N, K), 8), []
+    product = quantmatmul.packed_product
+    monkeypatch.setattr(quantmatmul, "packed_product", lambda x, *more: rows.append(len(x)) or product(x, *more))
+    for large, padded in ((N * K, False), (N * K // 4, True)):
+        monkeypatch.setattr(quantmatmul, "LARGE", large)
+        linear = QuantizedLinear(K, N, dtype=dtype, bits=8)
+        linear.put(q)
+        linear.pack()
+        assert (linear.path(1) == "packed") == (padded or dtype == torch.float32) and (linear.values is None) == (linear.path(1) == "packed")
+        for T in (0, 1, 2, 3, 130):
+            x = torch.randn(T, K).to(dtype)
+            most = x.double().abs() @ dequantize(*q, dtype=torch.float64).abs().T
+            assert ((linear(x).double() - x.double() @ dequantize(*q, dtype=torch.float64).T).abs() <= ROUNDING[dtype] * most).all()
+        assert rows == ([0, 6, 6, 6, 260] if padded else [0, 2, 4, 6, 260] if dtype == torch.float32 else [])
+        rows.clear()
+
+
 @torch.inference_mode()
 def test_which_product_a_quantized_step_takes():
     def paths(K: int, N: int = 16, bits: int = 8, group: int = 64, **where) -> list[str]:
