@@ -30,6 +30,7 @@ Not covered: training; float64 (which is for proofs) and float16 use the plain o
 """
 import math
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -45,6 +46,19 @@ def can_pack(weight: Tensor) -> bool:
     """Whether this build of PyTorch has oneDNN's packed product for such a weight."""
     return (weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
             and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
+
+
+def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, quantized: bool = False) -> torch.dtype:
+    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; and where there are no instructions for
+    the checkpoint's, which is then many times slower: and says so; for quantized weights bfloat16, where there are instructions for it."""
+    native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
+    if device.type == "cpu" and quantized and native and not small and stored == torch.float32:
+        return torch.bfloat16                                                       # integers are fastest beside it
+    if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native and not small):
+        return stored
+    if not small:
+        warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
+    return torch.float32
 
 
 class Linear(nn.Module):

@@ -27,7 +27,6 @@ Cost: 2 · parameters operations a token, and reading every weight once a step, 
     F intermediate_size · V vocab_size
 """
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ from kernels import on_gpu
 from kivi import ChannelKVCache
 from kvcache import Alone, KVCache, tokens_that_fit
 from kvquant import Bits
-from matmul import Linear
+from matmul import Linear, default_dtype
 from quant import quantize
 from quantmatmul import QuantizedLinear
 from weights import Checkpoint, find
@@ -315,19 +314,6 @@ class Llama(nn.Module):
 def is_small(config: Config) -> bool:
     """Whether this model's numbers lie in a core's cache: 4 MB in float32."""
     return sum(place.numel() for place in Llama(config, "meta", seed=None).places().values()) <= 2**20
-
-
-def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, quantized: bool = False) -> torch.dtype:
-    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; and where there are no instructions for
-    the checkpoint's, which is then many times slower: and says so; for quantized weights bfloat16, where there are instructions for it."""
-    native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-    if device.type == "cpu" and quantized and native and not small and stored == torch.float32:
-        return torch.bfloat16                                                       # matmul.py: integers are fastest beside it
-    if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native and not small):
-        return stored
-    if not small:
-        warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
-    return torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

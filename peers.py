@@ -30,9 +30,8 @@ import torch
 
 from config import Config
 from engine import Engine
-from matmul import read_bandwidth
+from matmul import default_dtype, read_bandwidth
 from measure import Effort, weight_bytes
-from model import default_dtype
 from pretrained import Model
 from request import Request, Settings
 from weights import find

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import model as page
 from conftest import SMALL, write_model
-from model import Config, Llama, RMSNorm, default_dtype, inverse_frequencies, rotate
+from matmul import default_dtype
+from model import Config, Llama, RMSNorm, inverse_frequencies, rotate
 
 DATA = Path(__file__).parent / "test_data"
 EXPECTED = load_file(DATA / "expected.safetensors")
