@@ -28,7 +28,6 @@ Frantar et al. 2023 (arXiv:2210.17323); Lin et al. 2023 (2306.00978); Frantar & 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K] · G, R, D key/value heads, query heads a head, head size
 """
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from config import Config, Quantization
 from kvcache import Alone
 from matmul import Linear
 from model import Layer, Llama, product
-from quant import Quantized, check, dequantize, grid, pack4, quantize, round4, spread
+from quant import Quantized, check, dequantize, grid, pack4, quantize
 from quantmatmul import QuantizedLinear
 
 DAMP = 0.1                                              # of H's mean diagonal is added to it: 0.01 in the paper, with 16 times the text

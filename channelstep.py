@@ -18,7 +18,6 @@ Not covered: float64, which only kivi.py's own step has.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import channelflash

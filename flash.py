@@ -16,8 +16,8 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
   - A step with both short and long new texts has a launch for each: 16 to 64 rows, or 128, which on sm_90 is a `wgmma`.
-  - float32 is for exactness. Each product is three of the tensor cores' shorter numbers (`tf32x3`), which leave out less than 2⁻²⁰ of it; made one
-    by one, the products would be unrolled, and a kernel would take the compiler a minute.
+  - float32 is for exactness. Each product is three of the tensor cores' shorter numbers (`tf32x3`), which leave out less than 2⁻²⁰ of it; by
+    single numbers the products would be unrolled: ten seconds of compiling for a kernel that keeps ten kilobytes a thread in memory.
 
 Nothing is compiled for a length or a number of sequences: only for heads, head size, block size, bits and the few tile shapes below.
 

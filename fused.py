@@ -89,7 +89,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up. x: [T, 2 F], gate first, contiguous -> [T, F]."""
-    (T, width), F = x.shape, x.shape[1] // 2
+    T, F = len(x), x.shape[1] // 2
     y = torch.empty(T, F, device=x.device, dtype=x.dtype)
     if T:
         _swiglu[T, triton.cdiv(F, 1024)](x, y, F, 1024, num_warps=4)

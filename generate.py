@@ -38,7 +38,7 @@ from phases import profiled
 from pretrained import Model
 from prompts import Line, read_requests
 from request import MAX_TOKENS, Message, Request, Result, Settings
-from shell import Parser, refuse, say
+from shell import Parser, say, status
 from weights import EMBEDDED
 
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -306,10 +306,7 @@ def work(args: argparse.Namespace, settings: Settings) -> int:
     return chat(args, settings)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    warnings.showwarning = lambda message, *rest: say(f"note: {message}")
-    sys.stdout.reconfigure(errors="replace")
+def run(args: argparse.Namespace) -> int:
     try:
         check_flags(args)
         settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
@@ -317,14 +314,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as args.profiling:
             return work(args, settings)
     except torch.OutOfMemoryError:
-        return refuse("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu")
-    except (ValueError, OSError, CacheFull) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())       # whoever read the text has gone
-            return 0
-        return refuse(str(error))
-    except KeyboardInterrupt:
-        return 130
+        raise ValueError("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu") from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())           # whoever read the text has gone
+        return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    warnings.showwarning = lambda message, *rest: say(f"note: {message}")
+    sys.stdout.reconfigure(errors="replace")
+    return status(lambda: run(args), CacheFull)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from gpumodels import Case, Roof, Scale, clock, relative
 from kernels import attention
 from kivi import ChannelPagedCache
 from kvcache import KVCache, kv_bytes
-from kvquant import WIDTHS, Bits, store
+from kvquant import WIDTHS, store
 from matmul import Linear
 from paged import PagedCache
 from pretrained import Model

@@ -57,10 +57,8 @@ def cache_bytes(llama: Llama, tokens: int) -> int:
 
 def main() -> None:
     from distill import Recipe, Training, measure, tell
-    from tokenizer import Tokenizer
-    from weights import find
 
-    llama, tokenizer = Llama.load("tiny", dtype=torch.float32, trainable=True), Tokenizer.load(find("tiny"))
+    llama = Llama.load("tiny", dtype=torch.float32, trainable=True)
     told = tell(llama, 16, 129, llama.config.eos_token_ids[0], seed=1)                      # what it says itself is what it must go on saying
     held = tell(llama, 8, 129, llama.config.eos_token_ids[0], seed=2)
     merged = merge_heads(llama, 1)

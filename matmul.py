@@ -11,7 +11,7 @@ On a GPU the library sees to both. On a CPU it does not, and in float32 no order
     xᵀ is small enough to stay beside each block; where it is not, oneDNN's product takes a plain weight, too.
   - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
     blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has;
-    with AVX-512 a little less if the row is one of five, the others zero: five rows are what oneDNN reads memory fastest for.
+    with AVX-512 less if the row is one of five, the others zero, in bfloat16 too: five rows are what oneDNN reads memory fastest for.
 
 `Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, which is the slower for it the shorter it is.
 `Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference.
@@ -61,6 +61,11 @@ def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False
     return torch.float32
 
 
+def five(x: Tensor, numbers: int) -> Tensor:
+    """x: [T, K], with rows of zeros up to five, where that multiplies sooner by a packed weight of so many numbers."""
+    return F.pad(x, (0, 0, 0, 5 - len(x))) if FIVE and len(x) < 5 and numbers > LARGE else x
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b, with W: [N, K] held plain, and for a lone text seen as blocks of rows, or packed for this CPU.
 
@@ -84,13 +89,10 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self.light is not None and len(x) == 1:
             return F.linear(x, self.light, self.bias)
-        if FIVE and self.packed is not None and len(x) < 5 and self.in_features * self.out_features > LARGE:
-            return self._product(F.pad(x, (0, 0, 0, 5 - len(x))))[:len(x)]
-        return self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        """By oneDNN, of a weight in its order or in the plain one."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight if self.packed is None else self.packed, self.bias, "none", [], "")
+        if self.packed is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        y = torch.ops.mkldnn._linear_pointwise(five(x, self.in_features * self.out_features), self.packed, self.bias, "none", [], "")
+        return y[:len(x)]
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """Each block of W times xᵀ: [N / 64, 64, T], which is yᵀ."""

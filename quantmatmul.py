@@ -1,8 +1,8 @@
 """x Wᵀ with weights of 8 or 4 bits: less to read, and three ways to multiply.
 
-In bfloat16 the library has products of a few rows with integers. In float32, for more rows, and for weights larger than a CPU's caches,
-`QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with the INT8
-weights, which CPUs do four times as fast as floats, and
+In bfloat16 the library has products of a few rows with integers. In float32, for more rows, and for large weights `QuantizedLinear` multiplies
+whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do four
+times as fast as floats, and
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
@@ -12,7 +12,7 @@ rows at a time, for the library's product.
 
 Invariant: the weights are in memory once; `path(rows)` tells which product a step of so many rows takes.
 
-Not covered: a product of one row of INT8 that reads memory as fast as float32's does (matmul.py): it takes 1.5 to 3 times as long as reading.
+Not covered: a product of one row of INT8 that reads memory as fast as float32's does (`python quantmatmul.py`, `python matmul.py`).
 
     T rows (tokens of a step) · K in_features · N out_features · B base of the digits
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import on_gpu
-from matmul import FIVE, LARGE
+from matmul import LARGE, five
 from quant import Quantized, dequantize, quantize, unpack4
 
 TILE = {8: 1 << 21, 4: 1 << 17}                         # weights of so many bits that become numbers at a time
@@ -174,9 +174,7 @@ class QuantizedLinear(nn.Module):
         T, bits = len(x), digit_bits()
         digit, largest = digits(x.float(), bits)                                 # [2 T, K], [T, 1]
         if self.packed is not None:
-            if FIVE and 0 < T <= 2 and self.in_features * self.out_features > LARGE:
-                digit = F.pad(digit, (0, 0, 0, 6 - 2 * T))                       # as in matmul.py
-            y = packed_product(digit, self.packed, self.steps, 1 << bits - 1)    # [2 T or 6, N]
+            y = packed_product(five(digit, self.in_features * self.out_features), self.packed, self.steps, 1 << bits - 1)    # [2 T or 5, N]
             return torch.add(y[:T], y[T:2 * T], alpha=1 << bits).mul_(largest).to(x.dtype)
         signed = digit.sub_(128).view(torch.int8)                                # this product takes signed digits only
         parts = [torch._int_mm(signed, part.T) for part in self.values.split(4096)]                              # in parts it is faster
@@ -190,13 +188,14 @@ class QuantizedLinear(nn.Module):
         reads rows of W, so they stay as they are)."""
         if self.path(1) != "tiles" or self.scale.device.type != "cpu":
             return
-        own = keep or self.in_features * self.out_features <= 2 * LARGE or self.in_features >= 1 << 16 or digit_bits() != 8     # or oneDNN's is faster
-        if self.dtype == torch.bfloat16 and (own or self.bits == 4):
+        large = self.in_features * self.out_features > 2 * LARGE and self.in_features < 1 << 16 and digit_bits() == 8
+        stored = keep or self.dtype == torch.bfloat16 and not large              # of 8 bits: as they are; oneDNN's order is for the others
+        if self.dtype == torch.bfloat16 and (stored or self.bits == 4):
             self.fused = fused8(self) if self.bits == 8 else None if keep else fused4(self)
         if self.dtype == torch.float64 or self.bits == 4 or not 1 < self.in_features < 1 << 16 or not digit_bits():
             return                                                               # 2^16 products fill 32 bits; of one, _int_mm is wrong
         self.steps = self.scale[:, 0].float() / most(digit_bits())               # [N]
-        if keep or own and self.dtype == torch.bfloat16:
+        if stored:
             self.sums = self.values.sum(1, dtype=torch.int32)
         else:
             self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None

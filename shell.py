@@ -33,14 +33,13 @@ class Parser(argparse.ArgumentParser):
         sys.exit(refuse(f"{message} (see --help)"))
 
 
-def status(run: Callable[[], object], *mistakes: type[Exception], interrupted: str = "") -> int:
-    """Run it. ValueError, OSError and `mistakes` are a user's. interrupted: what to say after Ctrl-C."""
+def status(run: Callable[[], int | None], *mistakes: type[Exception], interrupted: str = "") -> int:
+    """Run it -> its own status, if it has one. ValueError, OSError and `mistakes` are a user's. interrupted: what to say after Ctrl-C."""
     try:
-        run()
+        return run() or 0
     except (ValueError, OSError, *mistakes) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
         if interrupted:
             say(interrupted)
         return 130
-    return 0

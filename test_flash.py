@@ -365,7 +365,7 @@ def compiled(*kinds: tuple[int, str]) -> tuple[list[Any], list[Any], list[Any]]:
 @pytest.mark.meanwhile(compiled, (90, "8B"), (80, "8B"), (90, "1B"))
 def test_what_the_compiler_makes_of_the_kernels(meanwhile):
     """For 8B and 1B, all widths: nothing spilled, shared memory that fits, prompts by `wgmma` where there is one. In float32, which is for
-    exactness, tiles that fit, and tensor cores: products of single numbers would be unrolled, which takes the compiler minutes."""
+    exactness, tiles that fit, and tensor cores: products of single numbers would be unrolled, and spilled."""
     rows, stored, wide = meanwhile()
     assert len(rows) == 3 * 7
     for arch, model, kind, M, registers, spills, shared, wgmma, programs in rows:

@@ -1,5 +1,5 @@
 """CUDA graphs: a tape records what is launched on a CPU, with the numbers it was launched with, as a graph does on a GPU."""
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any

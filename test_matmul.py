@@ -66,8 +66,8 @@ def test_fewer_than_five_rows_are_multiplied_as_five(dtype, monkeypatch):
     W, b = linear.weight.double(), linear.bias.double()
     linear.pack()
     linear.reorder()
-    product = linear._product
-    linear._product = lambda x: (seen.append(len(x)), product(x))[1]
+    filled = matmul.five
+    monkeypatch.setattr(matmul, "five", lambda *of: (made := filled(*of), seen.append(len(made)))[0])
     for most, rows in ((31 * 40, [0, 1, 4, 5, 6]), (31 * 40 - 1, [5, 5, 5, 5, 6])):
         monkeypatch.setattr(matmul, "LARGE", most)
         for T in (0, 1, 4, 5, 6):

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import measure
+import traffic
 from batcher import Batcher
 from kvcache import KVCache
 from paged import PagedCache
@@ -18,6 +19,20 @@ def test_arrivals_are_waited_for_and_every_token_is_counted():
     assert served.tokens == 12 and [len(text) for text in served.texts] == [4, 2, 6] and served.seconds > 0.05
     assert len(served.first) == 3 and len(served.gaps) == 9 and all(0 < at < served.seconds for at in served.first)
     assert served.held == cache.bytes and served.read == served.steps * cache.bytes and served.rate == 12 / served.seconds
+
+
+def test_a_mixed_load_comes_at_half_the_machines_pace(monkeypatch):
+    """A machine that makes all of it in 7 seconds gets it over 14; and percentiles are those of what it says."""
+    loads, told = [], measure.Served(7.0, 1, [0.3] * 100, [i / 100 for i in range(100)], 0, 1, 0, [])
+    monkeypatch.setattr(traffic.Model, "load", lambda *_: None)
+    monkeypatch.setattr(traffic, "under_load", lambda model, arrivals, budget: loads.append((budget, arrivals)) or told)
+    rows = traffic.latency(measure.QUICK)
+    (_, at_once), *turns = loads
+    assert [budget for budget, _ in turns] == [row["budget"] for row in rows] == [1024, 128]
+    assert {at for at, *_ in at_once} == {0.0} and sorted(sizes for _, *sizes in at_once) == [[24, 64], [24, 64], [900, 16]]
+    for _, arrivals in turns:
+        assert max(at for at, *_ in arrivals) == pytest.approx(14.0) and [sizes for _, *sizes in arrivals] == [sizes for _, *sizes in at_once]
+    assert (rows[0]["between_p50"], rows[0]["between_p99"], rows[0]["first_p95"]) == (0.5, 0.99, 0.3)
 
 
 def test_live_blocks_are_what_a_paged_cache_holds():

@@ -9,7 +9,7 @@ def raising(error: BaseException) -> None:
 
 
 def test_the_status_says_how_it_went(capsys):
-    assert status(lambda: print("done")) == 0 and capsys.readouterr() == ("done\n", "")
+    assert status(lambda: 3) == 3 and status(lambda: print("done")) == 0 and capsys.readouterr() == ("done\n", "")
     for error, kinds in ((ValueError("it is 3:\n  it must be 4"), ()), (FileNotFoundError(2, "No such file", "x"), ()), (KeyError("x"), (KeyError,))):
         assert status(lambda: raising(error), *kinds) == 2
         out, err = capsys.readouterr()

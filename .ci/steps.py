@@ -4,7 +4,7 @@
 
 INT8 and INT4 are as `--bits` makes them, in the type that is this CPU's own for the model; both are compared with float32. The goals are, for
 INT8, 1.6 times float32 at one row, and never below 0.9. At one row it is missed: float32 is read in blocks there (matmul.py), nearly as fast as
-memory allows, and INT8 is 1.1 to 1.5 times that. What is required is less: these machines are shared.
+memory allows, and INT8 is 1.1 to 1.3 times that. What is required is less: these machines are shared.
 """
 import sys
 import time
