@@ -1,6 +1,7 @@
 """What a program owes a shell: one line for what went wrong, and a status that says so.
 
     0      done
+    1      done, but for what is named on the way (a bad line of `--prompts`)
     2      the user asked for what cannot be: `error: ` with the value, the rule and the way out, on standard error
     130    Ctrl-C
 
