@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import native
 from config import Config
 from model import Llama
 
@@ -78,6 +79,14 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread() -> None:
     """Products this small are up to thirty times slower on two threads of a busy machine than on one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["C", "no C"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether native.py has a library: once as it is here, and once without."""
+    if request.param == "no C":
+        monkeypatch.setattr(native, "library", lambda: None)
+    return native.library() is not None
 
 
 # ---- Processes of their own -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kernels import attention, in_place
 from kvquant import GROUP, Bits, KVStore, key_bytes, store, vector_bytes
+from nativestep import NativeStep, attends
 
 Places = Sequence[Tensor | KVStore]                             # of one layer after the other
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +82,7 @@ class KVCache:
             size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
             raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
                             "ask for a smaller max_len") from None
-        self.max_len, self.device = max_len, torch.device(device)
+        self.max_len, self.device, self.dtype = max_len, torch.device(device), dtype
         self._lengths: dict[int, int] = {}                               # of the open sequences
         self._rows = list(reversed(range(sequences)))                    # rows that nobody has
 
@@ -136,10 +137,12 @@ class KVCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
         """The step of these sequences, which were so long before."""
+        spans, places = [([seq], start, self._lengths[seq]) for seq, start in starts], (self.keys.transpose(2, 3), self.values.transpose(2, 3))
         if self.in_place:
             from kernelstep import KernelStep
-            spans = [([seq], start, self._lengths[seq]) for seq, start in starts]
-            return KernelStep(self.keys.transpose(2, 3), self.values.transpose(2, 3), spans, self.max_len, rows=True)
+            return KernelStep(*places, spans, self.max_len, rows=True)
+        if self.dtype != torch.float64 and attends(*places, spans):
+            return NativeStep(*places, spans, self.max_len)
         return Step([(start, self._lengths[seq], self.keys[:, seq], self.values[:, seq]) for seq, start in starts], self.device)
 
     def truncate(self, seq: int, length: int) -> None:

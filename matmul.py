@@ -4,20 +4,16 @@ A step of one token multiplies one row by every weight of the model, so it costs
 a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second. And a step of five rows should
 cost hardly more than a step of one, since it reads the same bytes: speculative decoding and batching live on that.
 
-On a GPU the library sees to both. On a CPU it does not, and in float32 no order of the weights is best for both:
+On a GPU the library sees to both. On a CPU it does not, and no order of the weights is best for both:
 
-  - One row. The library's product of a row and Wᵀ keeps one core busy. W as it is, cut into blocks of 64 rows, is a batch of small products
-    W_block xᵀ, which all cores share: then W is read nearly as fast as memory gives it. So are a few rows, as where drafts are verified, while
-    xᵀ is small enough to stay beside each block; where it is not, oneDNN's product takes a plain weight, too.
+  - A few rows: W as it is, read on and on by each core (native.py). Of the library's products, the one of a row and Wᵀ keeps one core busy.
   - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
-    blocked order replaces the plain one, once. But for one row it takes up to twice as long as blocks, the more the fewer columns W has;
-    with AVX-512 less if the row is one of five, the others zero, in bfloat16 too: five rows are what oneDNN reads memory fastest for.
+    blocked order replaces the plain one, once. For a few rows it takes up to twice as long, the more the fewer columns W has;
+    with AVX-512 less if one to four rows are filled up to five, with zeros: five are what it reads memory fastest for.
 
 `Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, which is the slower for it the shorter it is.
-`Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference.
-
-A model that lies in a core's cache, as a draft may, is another case: nothing is read from memory, and what a product of one row costs
-is the call. The library's own product of x and Wᵀ, with Wᵀ laid out row after row, is the lightest: three times as fast there.
+`Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference. Where native.py finds no
+compiler, everything is in oneDNN's order.
 
 Weights of 8 and 4 bits have products of their own (quantmatmul.py).
 
@@ -28,7 +24,6 @@ Not covered: training; float64 (which is for proofs) and float16 use the plain o
 
     T rows (tokens of a step) · K in_features · N out_features
 """
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -37,7 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALL = 3072                                            # numbers of x up to which blocks of a plain weight are the fastest way to multiply by it
+import native
+
 FIVE = torch.backends.cpu.get_cpu_capability() == "AVX512"      # whether oneDNN multiplies five rows by a packed weight sooner than one
 LARGE = 1 << 20                                         # numbers of W from which on that is worth a copy of x
 
@@ -48,15 +44,18 @@ def can_pack(weight: Tensor) -> bool:
             and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
 
 
-def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, quantized: bool = False) -> torch.dtype:
-    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; and where there are no instructions for
-    the checkpoint's, which is then many times slower: and says so; for quantized weights bfloat16, where there are instructions for it."""
-    native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-    if device.type == "cpu" and quantized and native and not small and stored == torch.float32:
-        return torch.bfloat16                                                       # integers are fastest beside it
-    if device.type != "cpu" or stored in (torch.float32, torch.float64) or (stored == torch.bfloat16 and native and not small):
+def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, bits: int = 16) -> torch.dtype:
+    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; for weights of 8 bits, where native.py serves
+    them; and where there are no instructions for the checkpoint's, which is then many times slower: and says so. For other weights of 8 and 4
+    bits bfloat16, where there are instructions for it."""
+    if device.type != "cpu" or stored == torch.float64:
         return stored
-    if not small:
+    fast = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
+    if small or bits == 8 and native.library() is not None:
+        return torch.float32
+    if fast and (bits < 16 or stored == torch.bfloat16):                            # integers are fastest beside it
+        return torch.bfloat16
+    if stored != torch.float32:
         warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
     return torch.float32
 
@@ -67,7 +66,7 @@ def five(x: Tensor, numbers: int) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with W: [N, K] held plain, and for a lone text seen as blocks of rows, or packed for this CPU.
+    """y = x Wᵀ + b, with W: [N, K] held plain, or packed for this CPU.
 
     `weight` is uninitialized until somebody fills it; where it is packed it may be None.
     """
@@ -78,26 +77,19 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), requires_grad=False) if bias else None
-        self.blocks: Tensor | None = None                            # [N / 64, 64, K], the weight itself: for one row
+        self.few: Tensor | None = None                               # the weight itself, if native.py multiplies a few rows by it
         self.packed: Tensor | None = None                            # opaque: oneDNN's own order
-        self.light: Tensor | None = None                             # [N, K], laid out by columns: for one row and a small model
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.blocks is not None and x.numel() <= SMALL:
-            return self._in_blocks(x)
-        if self.packed is None and self.blocks is None:
+        if self.few is not None and x.shape[0] <= native.ROWS:
+            y = native.product(x, self.few)
+            return y if self.bias is None else y + self.bias
+        if self.packed is None and self.few is None:
             return F.linear(x, self.weight, self.bias)
-        if self.light is not None and len(x) == 1:
-            return F.linear(x, self.light, self.bias)
         if self.packed is None:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         y = torch.ops.mkldnn._linear_pointwise(five(x, self.in_features * self.out_features), self.packed, self.bias, "none", [], "")
         return y[:len(x)]
-
-    def _in_blocks(self, x: Tensor) -> Tensor:
-        """Each block of W times xᵀ: [N / 64, 64, T], which is yᵀ."""
-        y = torch.bmm(self.blocks, x.t().expand(len(self.blocks), -1, -1)).view(self.out_features, len(x)).t().contiguous()
-        return y if self.bias is None else y + self.bias
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
@@ -105,28 +97,23 @@ class Linear(nn.Module):
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes."""
-        if self.blocks is not None and rows * self.in_features <= SMALL:
-            return "blocks"
-        return "plain" if self.packed is None else "light" if self.light is not None and rows == 1 else "packed"
+        return "native" if self.few is not None and rows <= native.ROWS else "plain" if self.packed is None else "packed"
 
     @torch.no_grad()
-    def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Get ready for this CPU. In float32: for a lone text, with the weight as it is. In bfloat16, where the model is small, and where N has
-        no blocks: in oneDNN's order, and the plain weight let go (`keep`: not, an embedding uses it too)."""
-        if self.blocks is not None or self.packed is not None or not can_pack(self.weight):
+    def pack(self, keep: bool = False) -> None:
+        """Get ready for a lone text on this CPU: with the weight as it is, where native.py serves it; otherwise in oneDNN's order, and the plain
+        weight let go (`keep`: not, an embedding uses it too)."""
+        if self.few is not None or self.packed is not None or not can_pack(self.weight):
             return
-        block, wide = math.gcd(self.out_features, 64), self.weight.dtype == torch.float32
-        if small and wide:
-            self.light = self.weight.detach().t().contiguous().t()
-        if wide and not small and block >= 8 and torch.backends.mkl.is_available():
-            self.blocks = self.weight.detach().view(-1, block, self.in_features)
+        if native.multiplies(self.weight):
+            self.few = self.weight.detach()
         else:
             self._reorder(keep)
 
     def reorder(self, keep: bool = False) -> None:
-        """Get ready for many rows a step: a weight that lies in blocks of rows is put in oneDNN's order, and the plain one let go."""
-        if self.blocks is not None:
-            self.blocks = None
+        """Get ready for many rows a step: a weight that lies as it was is put in oneDNN's order, and the plain one let go."""
+        if self.few is not None:
+            self.few = None
             self._reorder(keep)
 
     @torch.no_grad()

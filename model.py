@@ -36,12 +36,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import native
 from config import Config, Quantization, inverse_frequencies
 from kernels import on_gpu
 from kivi import ChannelKVCache
 from kvcache import Alone, KVCache, tokens_that_fit
 from kvquant import Bits
 from matmul import Linear, default_dtype
+from nativestep import NativeStep
 from quant import quantize
 from quantmatmul import QuantizedLinear
 from weights import Checkpoint, find
@@ -54,24 +56,25 @@ class Step(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
-def fuses(x: Tensor) -> bool:
-    """Whether fused.py has kernels for such a tensor: on a GPU, without gradients."""
-    return on_gpu(x.device) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
+def fuses(x: Tensor, *others: Tensor | None) -> Any:
+    """Who does what is between the products in one launch each, for such tensors: fused.py on a GPU, native.py on a CPU; None: plain torch."""
+    if on_gpu(x.device) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled()):
+        import fused
+        return fused
+    return native if native.serves(x, *others) else None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + D/2) of x: [T, heads, D]. cos, sin: [T, 1, D], the first half of sin negated."""
-    if fuses(x):
-        import fused
-        return fused.rotate(x, cos, sin)
+    if own := fuses(x, cos, sin):
+        return own.rotate(x, cos, sin)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up. x: [T, 2 F], gate and up side by side -> [T, F]."""
-    if fuses(x):
-        import fused
-        return fused.swiglu(x)
+    if own := fuses(x):
+        return own.swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -90,9 +93,8 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm: [T, C] each. None adds nothing."""
-        if fuses(x) and not self._forward_pre_hooks:                        # whoever looks on (calibrate.py) sees what the norm gets
-            import fused
-            return fused.add_norm(x, delta, self.weight, self.eps)
+        if (own := fuses(x, delta, self.weight)) and not self._forward_pre_hooks:       # whoever looks on (calibrate.py) sees what the norm gets
+            return own.add_norm(x, delta, self.weight, self.eps)
         x = x if delta is None else x + delta
         return x, self(x)
 
@@ -131,7 +133,7 @@ class Layer(nn.Module):
     def ahead(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Any, turned: Any = None) -> tuple[Tensor, Tensor]:
         """Of a stream x + delta: x + delta + attention, and what the network adds to that, for the next norm to add. [T, C] each. turned: what
         attends and rotates in one (kernelstep.py), if there is such a thing."""
-        T, H, G = len(x), self.heads, self.kv_heads
+        T, H, G = x.shape[0], self.heads, self.kv_heads
         x, y = self.input_norm.add(x, delta)
         qkv = self.qkv_proj(y).view(T, H + 2 * G, self.head_dim)
         if turned is not None:
@@ -175,6 +177,7 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = embed if config.tie_word_embeddings else make()
         frequencies = inverse_frequencies(config).to(device)
+        self.few: native.Layers | None = None                                               # all layers in one call, for a few tokens on a CPU
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)       # [D]
         if seed is not None:
             self._randomize(seed)
@@ -204,7 +207,7 @@ class Llama(nn.Module):
         if bits != 16:
             config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), config.quantization is not None), seed=None)
+        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), config.quantization.bits if config.quantization else 16), seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
 
@@ -229,7 +232,7 @@ class Llama(nn.Module):
             layer.input_norm, layer.post_norm = own.input_norm, own.post_norm
         copy.fill((name, checkpoint.read(name)) for name in sources if name.startswith("model.layers.") and not name.endswith("norm.weight"))
         for linear in (linear for layer in copy.layers for linear, _ in layer.parts()):
-            linear.pack(small=is_small(config))
+            linear.pack()
         return copy
 
     @torch.no_grad()
@@ -256,19 +259,20 @@ class Llama(nn.Module):
 
     def pack(self) -> "Llama":
         """Make ready to run a lone text on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
-        small = is_small(self.config)
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.pack()
             elif isinstance(module, (Linear, QuantizedLinear)):
-                module.pack(keep=getattr(module, "weight", module) is self.embed, small=small)
+                module.pack(keep=getattr(module, "weight", module) is self.embed)
+        self.few = native.Layers.of(self.layers, self.norm)
         return self
 
     def reorder(self) -> None:
-        """Make a packed float32 model ready for batches; what it had before was for a lone text."""
+        """Make a packed model ready for batches; what it had before was for a lone text."""
+        self.few = None
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.reorder(keep=module.weight is self.embed)
+            if isinstance(module, (Linear, QuantizedLinear)):
+                module.reorder(keep=getattr(module, "weight", module) is self.embed)
 
     @property
     def device(self) -> torch.device:
@@ -303,6 +307,9 @@ class Llama(nn.Module):
         step = step or Alone(tokens)
         cos, sin = self.turns(step.positions)
         x, delta = self.look_up(tokens), None                                                # [T, C]
+        if self.few is not None and isinstance(step, NativeStep) and step.whole and x.shape[0] <= native.ROWS:
+            y = step.through(self.few, x, cos, sin)
+            return self.head(y if rows is None else y[rows])
         turned = getattr(step, "attend_turned", None) if fuses(x) else None
         for i, layer in enumerate(self.layers):
             x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i), turned and partial(turned, i))

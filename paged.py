@@ -36,6 +36,7 @@ from blocks import Key, Pool
 from kernels import in_place
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
 from kvquant import Bits, KVStore, store
+from nativestep import NativeStep, attends
 from pagedstep import PagedStep, in_order
 
 
@@ -86,7 +87,8 @@ class PagedCache:
             size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype, bits)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None
         self.rows = [kept.flatten(1, 2).transpose(1, 2) for kept in (self.keys, self.values)]            # the same, as [L, G, N · S, D]
-        self.block_size, self.max_len, self.device, self.prefix_sharing = block_size, longest, torch.device(device), prefix_sharing
+        self.block_size, self.max_len, self.prefix_sharing = block_size, longest, prefix_sharing
+        self.device, self.dtype = torch.device(device), dtype
         self.pool, self._texts, self._opened = Pool(blocks), dict[int, Text](), 0
 
     def _room_for_keys(self, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor | KVStore:
@@ -174,10 +176,12 @@ class PagedCache:
 
     def _step(self, starts: Sequence[tuple[int, int]]) -> "PagedStep | Step":
         """The step of these sequences, which were so long before."""
+        spans = [(self._texts[seq].blocks, start, self.length(seq)) for seq, start in starts]
         if self.in_place:
             from kernelstep import KernelStep
-            spans = [(self._texts[seq].blocks, start, self.length(seq)) for seq, start in starts]
             return KernelStep(self.keys, self.values, spans, self.block_size)
+        if self.dtype != torch.float64 and attends(self.keys, self.values, spans):
+            return NativeStep(self.keys, self.values, spans, self.block_size)
         text, start = self._texts[starts[0][0]], starts[0][1]
         if len(starts) == 1 and in_order(text.blocks):                  # as in a contiguous cache
             rows = (kept[:, :, text.blocks[0] * self.block_size:] for kept in self.rows)

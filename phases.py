@@ -34,12 +34,14 @@ import speculative
 from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter
 from kivi import ChannelStep
 from kvcache import Alone, Step
+from nativestep import NativeStep
 from pagedstep import PagedStep
 from sampling import Keyed
 from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
-          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (ChannelStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
+          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (NativeStep, "attend_turned", "attend"),
+          (ChannelStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
           (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
           (speculative, "verify", "sample"), (speculative, "couple", "sample")]
 
@@ -84,8 +86,10 @@ class Phases:
         try:
             for owner, name, run, phase in own:
                 setattr(owner, name, self.named(run, phase))
+            NativeStep.whole = False                                            # layer by layer, so that attention can be told from the rest
             yield self
         finally:
+            NativeStep.whole = True
             self._turn()
             for owner, name, run, _ in own:
                 setattr(owner, name, run)

@@ -1,18 +1,18 @@
-"""x Wᵀ with weights of 8 or 4 bits: less to read, and three ways to multiply.
+"""x Wᵀ with weights of 8 or 4 bits: less to read, and four ways to multiply.
 
-In bfloat16 the library has products of a few rows with integers. In float32, for more rows, and for large weights `QuantizedLinear` multiplies
-whole numbers: a row of x is written in 16 bits, as two digits to the base 256, each digit is multiplied with the INT8 weights, which CPUs do four
-times as fast as floats, and
+A few rows by INT8 are native.py's, where there is a compiler: the integers become float32 in a core's registers, and a row takes hardly longer than
+reading them. For more rows, and without it, `QuantizedLinear` multiplies whole numbers: a row of x is written in 16 bits, as two digits to the base
+256, each digit is multiplied with the INT8 weights, which CPUs do four times as fast as floats, and
 
     x Wᵀ ≈ step · (Σ low · w + 256 Σ high · w) · scale,         step = max|x| / 32639         (a bfloat16 x would be 60 times coarser)
 
-All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. On a GPU up to 64 rows have a kernel
-(weightonly.py). Everywhere else (INT8 of very many rows, INT4 in float32 or on an older CPU, float64) weights become numbers, a tile of
-rows at a time, for the library's product.
+All these sums are exact, so a row's result does not depend on the rows beside it, to the bit. In bfloat16 the library has products of a few rows
+with integers, too. On a GPU up to 64 rows have a kernel (weightonly.py). Everywhere else (INT8 of very many rows, INT4 in float32 or on an older
+CPU, float64) weights become numbers, a tile of rows at a time, for the library's product.
+
+As with floats (matmul.py), `pack()` gets ready for a lone text, with the integers as they are, and `reorder()` for many, in the library's order.
 
 Invariant: the weights are in memory once; `path(rows)` tells which product a step of so many rows takes.
-
-Not covered: a product of one row of INT8 that reads memory as fast as float32's does (`python quantmatmul.py`, `python matmul.py`).
 
     T rows (tokens of a step) · K in_features · N out_features · B base of the digits
 """
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import native
 from kernels import on_gpu
 from matmul import LARGE, five
 from quant import Quantized, dequantize, quantize, unpack4
@@ -110,6 +111,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scale", empty(*shape, dtype=torch.bfloat16))
         self.register_buffer("zero", empty(*shape, dtype=torch.int16) if bits == 4 else None)
         self.bias = nn.Parameter(empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.few: Tensor | None = None                                           # `values`, if native.py multiplies a few rows by them
         self.packed: Tensor | None = None                                        # oneDNN's own order
         self.sums: Tensor | None = None                                          # int32[N]: of the rows of `values`
         self.fused: Callable[[Tensor], Tensor] | None = None                     # a product of the library's with integers
@@ -138,17 +140,22 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, self.dtype)
 
     def path(self, rows: int) -> str:
-        """The product that a step of so many rows takes: "kernel" (weightonly.py) or "fused", which read the integers; "packed" or "integers"
+        """The product that a step of so many rows takes: "kernel" (weightonly.py), "native" or "fused", which read the integers; "packed" or "integers"
         (as stored), which add whole numbers; or "tiles", which makes numbers of some rows of W at a time."""
         if self.scale is not None and on_gpu(self.scale.device):
             from weightonly import serves
             return "kernel" if serves(rows, self.in_features, self.bits, self.group, self.dtype) else "tiles"
+        if self.few is not None and rows <= native.ROWS:
+            return "native"
         if self.fused is not None and (self.bits == 4 or 0 < rows <= 4):
             return "fused"
         many = self.dtype == torch.bfloat16 and rows > 128                       # then making numbers pays
         return "packed" if self.packed is not None else "integers" if self.sums is not None and not many else "tiles"
 
     def forward(self, x: Tensor) -> Tensor:                                      # [T, K] -> [T, N]
+        if self.few is not None and x.shape[0] <= native.ROWS:
+            y = native.product(x, self.few, self.scale)
+            return y if self.bias is None else y + self.bias
         path = self.path(len(x))
         if path == "kernel":
             from weightonly import product
@@ -183,18 +190,37 @@ class QuantizedLinear(nn.Module):
         return torch.add(y[:T], y[T:].float(), alpha=1 << bits).mul_(self.steps).mul_(largest).to(x.dtype)
 
     @torch.no_grad()
-    def pack(self, keep: bool = False, small: bool = False) -> None:
-        """Get ready for this CPU: for the library's products with integers, as they are stored or in its own order (`keep`: an embedding
-        reads rows of W, so they stay as they are)."""
-        if self.path(1) != "tiles" or self.scale.device.type != "cpu":
+    def pack(self, keep: bool = False) -> None:
+        """Get ready for a lone text on this CPU: with the integers as they are, where native.py serves them; otherwise as for many."""
+        if self.few is not None or self.path(1) != "tiles" or self.scale.device.type != "cpu":
             return
+        if self.bits == 8 and self.dtype in (torch.float32, torch.bfloat16) and native.multiplies(self.values):
+            self.few = self.values
+            if self._adds_exactly():
+                self.steps, self.sums = self.scale[:, 0].float() / most(digit_bits()), self.values.sum(1, dtype=torch.int32)
+        else:
+            self._ready(keep)
+
+    def reorder(self, keep: bool = False) -> None:
+        """Get ready for many rows a step."""
+        if self.few is not None:
+            self.few = self.sums = None
+            self._ready(keep)
+
+    def _adds_exactly(self) -> bool:
+        """Whether whole numbers are multiplied: 2^16 products fill 32 bits; of one, _int_mm is wrong."""
+        return self.dtype != torch.float64 and self.bits == 8 and 1 < self.in_features < 1 << 16 and digit_bits() > 0
+
+    @torch.no_grad()
+    def _ready(self, keep: bool) -> None:
+        """The library's products with integers, as they are stored or in its own order (`keep`: an embedding reads rows of W, so they stay)."""
         large = self.in_features * self.out_features > 2 * LARGE and self.in_features < 1 << 16 and digit_bits() == 8
         stored = keep or self.dtype == torch.bfloat16 and not large              # as they are; in oneDNN's order large ones are 1.2 to 2.9 times
                                                                                  # as fast up to some 200 rows, and a seventh slower beyond
         if self.dtype == torch.bfloat16 and (stored or self.bits == 4):
             self.fused = fused8(self) if self.bits == 8 else None if keep else fused4(self)
-        if self.dtype == torch.float64 or self.bits == 4 or not 1 < self.in_features < 1 << 16 or not digit_bits():
-            return                                                               # 2^16 products fill 32 bits; of one, _int_mm is wrong
+        if not self._adds_exactly():
+            return
         self.steps = self.scale[:, 0].float() / most(digit_bits())               # [N]
         if stored:
             self.sums = self.values.sum(1, dtype=torch.int32)

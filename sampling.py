@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import native
 from kernels import on_gpu
 
 Setting = float | int | Tensor | None      # one value, or one a row; None: no such filter
@@ -177,7 +178,7 @@ class Keyed:
         return part
 
     def ahead(self, V: int) -> None:
-        if self.noise is None and len(self.place) * V <= LITTLE:
+        if self.noise is None and len(self.place) * V <= LITTLE and native.library() is None:
             self.noise = self._exponential(_steps(V, self.place.device))
 
     def accept(self, prob: Tensor) -> Tensor:
@@ -188,6 +189,8 @@ class Keyed:
         """probs: float[B, V] -> int64[B], an index with these probabilities (one of probability 0 only if all are)."""
         if self.noise is not None:
             return (probs / self.noise).argmax(-1)
+        if probs.device.type == "cpu" and probs.shape[1] and native.library() is not None:
+            return native.pick(probs, self.place, self.role)
         steps = _steps(probs.shape[1], probs.device)
         if probs.numel() <= LITTLE or probs.device.type != "cpu" or probs.amin() > 0:
             return (probs / self._exponential(steps)).argmax(-1)

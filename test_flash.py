@@ -19,6 +19,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import kvcache
+import native
 import paged
 import unpack
 from conftest import SMALL
@@ -218,7 +219,8 @@ def test_rotation_in_the_same_pass(R, D):
 @contextmanager
 def in_triton() -> Iterator[None]:
     """The caches' steps are those of a GPU, wherever their tensors are."""
-    with mock.patch.object(kvcache, "in_place", lambda *_: True), mock.patch.object(paged, "in_place", lambda *_: True):
+    with (mock.patch.object(kvcache, "in_place", lambda *_: True), mock.patch.object(paged, "in_place", lambda *_: True),
+          mock.patch.object(native, "library", lambda: None)):
         yield
 
 
@@ -248,7 +250,7 @@ def test_both_caches_give_the_same_logits_as_in_torch(bits):
         return torch.cat(logits)
 
     for make in kinds:
-        with mock.patch.object(kvcache, "in_place", lambda *_: False), mock.patch.object(paged, "in_place", lambda *_: False):
+        with mock.patch.object(kvcache, "in_place", lambda *_: False), mock.patch.object(paged, "in_place", lambda *_: False), mock.patch.object(native, "library", lambda: None):
             expected = run(make)
         with in_triton():
             found = run(make)

@@ -8,6 +8,7 @@ import gpu
 import gpukernels
 import gpumodels
 import gpuserving
+import native
 from gpumodels import QUICK, TOY
 from measure import weight_bytes
 from pretrained import Model
@@ -64,6 +65,7 @@ def test_errors_of_attention_are_those_of_rounding_and_the_kernels_own():
 @torch.inference_mode()
 def test_a_wrong_kernel_shows_beside_what_is_stored(monkeypatch):
     from pagedstep import PagedStep
+    monkeypatch.setattr(native, "library", lambda: None)                # so that this is the step
     right = PagedStep.attend
     monkeypatch.setattr(PagedStep, "attend", lambda *args: 1.003 * right(*args))
     eight = next(row for row in gpukernels.decode_attention(TOY, QUICK, ROOF) if row[0].endswith("KV 8"))

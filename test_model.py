@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import model as page
+import native
 from conftest import SMALL, write_model
 from matmul import default_dtype
 from model import Config, Llama, RMSNorm, inverse_frequencies, rotate
@@ -38,12 +38,13 @@ def test_logits_equal_those_of_transformers(case, monkeypatch):
     check(Llama.load(DATA / case, "cpu", torch.float32))
     assert relative(Llama.load(DATA / case, "cpu", torch.float64)(tokens), logits) < 1e-5
     assert relative(Llama.load(DATA / case, "cpu", torch.bfloat16)(tokens), logits) < 0.1
-    monkeypatch.setattr(page, "is_small", lambda config: False)         # as larger models are: for a lone text, and then for a few rows
     llama = Llama.load(DATA / case, "cpu", torch.float32)
-    for blocks in (True, False):
-        assert ("blocks" in {linear.path(1) for layer in llama.layers for linear, _ in layer.parts()}) == blocks
+    for few in (native.library() is not None, False):                   # for a lone text, and then for many
+        assert {linear.path(1) for layer in llama.layers for linear, _ in layer.parts()} == {"native" if few else "packed"}
         check(llama)
         llama.reorder()
+    monkeypatch.setattr(native, "library", lambda: None)
+    check(Llama.load(DATA / case, "cpu", torch.float32))
 
 
 def test_the_cases_cover_what_they_should():
@@ -147,28 +148,33 @@ def test_a_tied_head_that_is_there_twice_must_agree(tmp_path):
         Llama.load(folder)
 
 
-def test_the_default_dtype(monkeypatch):
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_default_dtype(short, compiler, monkeypatch):
+    """short: whether this CPU has instructions for bfloat16."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    for native in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            assert default_dtype(torch.float32, cpu) == torch.float32 and default_dtype(torch.bfloat16, gpu) == torch.bfloat16
-            assert not told
-            assert default_dtype(torch.float16, cpu) == torch.float32 and len(told) == 1
-            assert default_dtype(torch.bfloat16, cpu) == (torch.bfloat16 if native else torch.float32) and len(told) == (1 if native else 2)
-            assert "float32" in str(told[0].message)
-            told.clear()
-            assert default_dtype(torch.bfloat16, cpu, small=True) == torch.float32 and not told
-            wide = [default_dtype(torch.float32, cpu, small, quantized=True) for small in (False, True)]       # integers are fastest beside bfloat16
-            assert wide == [torch.bfloat16 if native else torch.float32, torch.float32]
-            assert default_dtype(torch.bfloat16, gpu, small=True) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: short, raising=False)
+    monkeypatch.setattr(native, "library", lambda: compiler or None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert default_dtype(torch.float32, cpu) == torch.float32 and default_dtype(torch.bfloat16, gpu) == torch.bfloat16
+        assert default_dtype(torch.float64, cpu, bits=8) == torch.float64 and not told
+        assert default_dtype(torch.float16, cpu) == torch.float32 and len(told) == 1
+        assert default_dtype(torch.bfloat16, cpu) == (torch.bfloat16 if short else torch.float32) and len(told) == (1 if short else 2)
+        assert "float32" in str(told[0].message)
+        told.clear()
+        assert default_dtype(torch.bfloat16, cpu, small=True) == torch.float32 and not told
+        for stored in (torch.float32, torch.bfloat16):                  # integers are fastest beside bfloat16, but for those that native.py reads
+            wide = [default_dtype(stored, cpu, small, bits) for bits in (8, 4) for small in (False, True)]
+            assert wide == [torch.bfloat16 if short and not compiler else torch.float32, torch.float32, torch.bfloat16 if short else torch.float32, torch.float32]
+        assert default_dtype(torch.bfloat16, gpu, small=True) == torch.bfloat16
+        assert default_dtype(torch.bfloat16, gpu, bits=8) == torch.bfloat16
 
 
 def test_nothing_is_left_uninitialized(tmp_path, monkeypatch):
     """Every parameter is filled: poisoned memory never shows."""
     original = torch.empty
-    monkeypatch.setattr(page.torch, "empty", lambda *args, **where: original(*args, **where).fill_(math.nan))
+    monkeypatch.setattr(torch, "empty", lambda *args, **where: original(*args, **where).fill_(math.nan))
     for case in CASES:
         llama = Llama.load(DATA / case, "cpu", torch.float32, trainable=True)
         assert not any(p.isnan().any() for p in llama.parameters())

@@ -200,7 +200,7 @@ def test_a_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape, b
     assert small.config.quantization == Quantization(bits, group, head, "rtn") and small.dtype == torch.float64
     torch.testing.assert_close(small(text), expected, rtol=1e-9, atol=1e-9)
     fast = Llama.load(tmp_path / "out", "cpu")
-    assert fast.dtype == torch.float32 and {p.path(1) for p, _ in fast.layers[0].parts()} <= {"packed", "tiles"}
+    assert fast.dtype == torch.float32 and {p.path(1) for p, _ in fast.layers[0].parts()} <= {"native", "packed", "tiles"}
     torch.testing.assert_close(fast(text).double(), expected, rtol=1e-2, atol=1e-3 * expected.abs().max().item())
 
 

@@ -14,15 +14,15 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-4, torch.bfloat16: 2.0**-7}
 @pytest.mark.parametrize("bits, K, N", [(8, 64, 40), (8, 33, 17), (8, 1, 5), (8, 16, 1), (4, 64, 48), (4, 33, 17), (4, 160, 16)])
 @pytest.mark.parametrize("keep", [False, True])
 @torch.inference_mode()
-def test_a_quantized_product_is_that_of_the_numbers_it_stands_for(bits, K, N, keep, dtype):
+def test_a_quantized_product_is_that_of_the_numbers_it_stands_for(bits, K, N, keep, dtype, compiler):
     torch.manual_seed(K + N)
     q, bias = quantize(torch.randn(N, K), bits, 64), torch.randn(N).to(dtype)             # of 160 columns, the last group is short
     linear = QuantizedLinear(K, N, True, dtype=dtype, bits=bits, group=64)
     linear.put(q), linear.bias.copy_(bias)
     W = dequantize(*q, dtype=torch.float64)
-    for pack in (False, True, True):
-        if pack:
-            linear.pack(keep=keep)
+    for ready in (None, linear.pack, linear.pack, linear.reorder, linear.reorder):
+        if ready:
+            ready(keep=keep)
         for T in (*range(20), 130):
             x = torch.randn(T, 2 * K).to(dtype)[:, ::2]
             y, most = linear(x), x.double().abs() @ W.abs().T + bias.double().abs()
@@ -50,6 +50,7 @@ def test_large_weights_lie_in_the_librarys_order(dtype, monkeypatch):
         linear = QuantizedLinear(K, N, dtype=dtype, bits=8)
         linear.put(q)
         linear.pack()
+        linear.reorder()
         assert (linear.path(1) == "packed") == (padded or dtype == torch.float32) and (linear.values is None) == (linear.path(1) == "packed")
         for T in (0, 1, 2, 3, 130):
             x = torch.randn(T, K).to(dtype)
@@ -60,11 +61,15 @@ def test_large_weights_lie_in_the_librarys_order(dtype, monkeypatch):
 
 
 @torch.inference_mode()
-def test_which_product_a_quantized_step_takes():
+def test_which_product_a_quantized_step_takes(compiler):
     def paths(K: int, N: int = 16, bits: int = 8, group: int = 64, **where) -> list[str]:
         linear = QuantizedLinear(K, N, bits=bits, group=group, **where)
         linear.put(quantize(torch.randn(N, K), bits, group))
         linear.pack()
+        lone = [linear.path(T) for T in (0, 8, 9, 128, 129)]
+        if compiler and bits == 8 and linear.dtype != torch.float64:
+            assert lone == ["native"] * 2 + ([whole] * 3 if linear.dtype == torch.float32 and K > 1 else ["tiles"] * 3 if K == 1 else [whole] * 2 + ["tiles"])
+            linear.reorder()
         return [linear.path(T) for T in (0, 1, 4, 5, 128, 129)]
 
     whole = "integers" if digit_bits() else "tiles"

@@ -1,15 +1,18 @@
 """`probabilities` against a reference that sorts and loops; the coin against its own definition, and at its edges."""
 import math
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import native
 import sampling
-from sampling import GOLDEN, TEXT, Keyed, accept_role, check_settings, draft_role, probabilities
+from sampling import GOLDEN, MIX1, MIX2, TEXT, Keyed, accept_role, check_settings, draft_role, probabilities
 
+in_torch = mock.patch.object(native, "library", lambda: None)        # as where there is no compiler
 TIED = st.integers(-240, 240).map(lambda n: n / 8)
 NUMBER = {torch.float32: st.floats(-2.0**127, 2.0**127, width=32), torch.float64: st.floats(-1.7e308, 1.7e308)}
 SETTING = dict(temperature=st.sampled_from([0, 1e-300, 1e-6, 0.3, 1, 2.5, 1e6]), top_k=st.sampled_from([None, 0, 1, 2, 3, 11, 400, 2**31]),
@@ -205,6 +208,7 @@ class OnAGpu(torch.Tensor):
     device = device("cpu")
 
 
+@in_torch
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-2**63, 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=4), st.integers(0, 9))
 def test_the_bits_are_those_of_splitmix64(rows, j):
@@ -220,6 +224,7 @@ def test_the_published_sequence():
     assert [z % 2**64 for z in sampling._mix(states).tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
+@in_torch
 def test_every_key_has_a_stream_of_its_own():
     roles = [TEXT, *map(draft_role, range(50)), *map(accept_role, range(50))]
     assert len(set(roles)) == len(roles)
@@ -246,6 +251,7 @@ def test_a_row_is_a_function_of_its_own_key():
         assert torch.equal(coin.pick(probs), coin.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
 
 
+@in_torch
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 50), st.booleans(), st.integers(-2**63, 2**63 - 1), st.data())
 def test_a_coin_of_some_rows_and_noise_made_ahead_change_nothing(B, V, ahead, seed, data):
@@ -267,6 +273,42 @@ def test_noise_is_made_ahead_only_where_it_is_little():
     coin = Keyed(torch.arange(3), torch.arange(3))
     coin.ahead(2**15 // 3 + 1)
     assert coin.noise is None and coin[1:].noise is None
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C here")
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 5), st.integers(1, 600), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(-2**63, 2**63 - 1), st.floats(0, 1))
+def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
+    """For rows with roles of their own or one for all, and where many tokens, or all, have probability 0."""
+    generator = torch.Generator().manual_seed(V)
+    probs = torch.where(torch.rand(B, V, generator=generator) < hidden, 0, torch.rand(B, V, generator=generator)).to(dtype)
+    coin = Keyed(torch.tensor([seed]).expand(B), torch.arange(B), torch.arange(B) if each else draft_role(B))
+    picked = coin.pick(probs)
+    with in_torch:
+        assert torch.equal(picked, coin.pick(probs))
+    assert torch.equal(coin.pick(probs.T.contiguous().T), picked)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C here")
+@pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
+def test_c_makes_noise_of_extreme_bits(bits, u):
+    """Places whose first number of the stream has these bits: what `_mix` makes of them is undone, a step at a time."""
+    def unshift(z: int, by: int) -> int:
+        whole = z
+        for _ in range(64 // by + 1):
+            whole = z ^ whole >> by
+        return whole
+    for at in range(3):
+        z = unshift(bits % 2**64, 31) * pow(MIX2, -1, 2**64) % 2**64
+        z = unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64
+        start = (unshift(z, 30) - (at + 1) * GOLDEN) % 2**64                                         # of the stream whose number `at` it is
+        z = unshift(start, 31) * pow(MIX2, -1, 2**64) % 2**64
+        place = unshift(unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64, 30)
+        coin = Keyed(torch.tensor([0]), torch.tensor([0]))
+        coin.place = torch.tensor([[place - 2**64 if place >= 2**63 else place]])
+        probs = torch.full((1, 3), 1e-300, dtype=torch.float64)
+        probs[0, at] = 1
+        assert coin._uniform(TEXT, torch.arange(1, 4) * GOLDEN)[0, at] == u and coin.pick(probs).item() == at
 
 
 @pytest.mark.parametrize("size", [4, 2**15])
@@ -293,6 +335,7 @@ def test_the_edges_of_the_uniform(u, dtype, monkeypatch):
         assert coin.pick(row).item() == coin.pick(row.as_subclass(OnAGpu)).item() == only
 
 
+@in_torch
 @pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
 def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(bits, u, monkeypatch):
     monkeypatch.setattr(sampling, "_mix", lambda z: torch.full_like(z, bits))

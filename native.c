@@ -1,0 +1,331 @@
+// What a step of a few tokens does on a CPU: native.py says why, compiles it, and has the Python of each function. Numbers are float32 where nothing
+// else is said, arrays contiguous, the last index fastest.
+//
+//     T tokens · K, N in and out features · C hidden size · F intermediate size · H, G query and key/value heads · D head size · V vocabulary
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+#ifdef __AVX512F__
+enum { LANES = 16 };                                // numbers in a register
+#else
+enum { LANES = 8 };
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+INLINE vec load_f32(const float *p) { return *(const vec *)p; }
+#ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
+INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16); }
+INLINE vec load_i8(const int8_t *p) { return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
+#elif defined __AVX2__
+INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16); }
+INLINE vec load_i8(const int8_t *p) { return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+#else
+INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16); }
+INLINE vec load_i8(const int8_t *p) { return __builtin_convertvector(__builtin_convertvector(*(const bytes *)p, ints), vec); }
+#endif
+INLINE float one_f32(float x) { return x; }
+INLINE float one_i8(int8_t x) { return x; }
+INLINE float one_bf16(uint16_t x) { union { uint32_t i; float f; } u = { (uint32_t)x << 16 }; return u.f; }
+
+INLINE float sum(vec v) {
+    union { vec all; eight half[LANES / 8]; } u = { v };
+    union { eight all; four half[2]; } w = { LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
+    four f = w.half[0] + w.half[1];
+    return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+// ---- Products ----------------------------------------------------------------------------------------------------------------
+
+// Rows n and m of W, times T rows of x.
+#define PAIR(kind, type, T)                                                                                             \
+static void pairs_##kind##T(const float *x, const type *w, const uint16_t *scale, float *y, long first, long last, long N, long K) { \
+    long half = (last - first + 1) / 2;                                                                                 \
+    for (long n = first; n < first + half; n++) {                                                                       \
+        long m = n + half < last ? n + half : n;                                                                        \
+        const type *a = w + n * K, *b = w + m * K;                                                                      \
+        vec s[T][2];                                                                                                    \
+        UNROLL for (int t = 0; t < T; t++) s[t][0] = s[t][1] = (vec){0};                                                \
+        long k = 0;                                                                                                     \
+        for (; k + LANES <= K; k += LANES) {                                                                            \
+            vec u = load_##kind(a + k), v = load_##kind(b + k);                                                         \
+            UNROLL for (int t = 0; t < T; t++) { vec z = load_f32(x + t * K + k); s[t][0] += u * z; s[t][1] += v * z; } \
+        }                                                                                                               \
+        for (; k < K; k++)                                                                                              \
+            UNROLL for (int t = 0; t < T; t++) { float z = x[t * K + k]; s[t][0][0] += one_##kind(a[k]) * z; s[t][1][0] += one_##kind(b[k]) * z; } \
+        float one = scale ? one_bf16(scale[n]) : 1, two = scale ? one_bf16(scale[m]) : 1;                               \
+        UNROLL for (int t = 0; t < T; t++) { y[t * N + n] = sum(s[t][0]) * one; y[t * N + m] = sum(s[t][1]) * two; }    \
+    }                                                                                                                   \
+}
+
+// y = x Wᵀ, x: [T, K], w: [N, K], scale: bfloat16[N] or none.
+#define PRODUCT(kind, type)                                                                                             \
+PAIR(kind, type, 1) PAIR(kind, type, 2) PAIR(kind, type, 3) PAIR(kind, type, 4)                                         \
+PAIR(kind, type, 5) PAIR(kind, type, 6) PAIR(kind, type, 7) PAIR(kind, type, 8)                                         \
+void product_##kind(const float *x, const type *w, const uint16_t *scale, float *y, long T, long N, long K) {           \
+    static void (*const pairs[])(const float *, const type *, const uint16_t *, float *, long, long, long, long) =      \
+        { 0, pairs_##kind##1, pairs_##kind##2, pairs_##kind##3, pairs_##kind##4, pairs_##kind##5, pairs_##kind##6, pairs_##kind##7, pairs_##kind##8 }; \
+    _Pragma("omp parallel if (N * K > 1 << 16)")                                                                        \
+    {                                                                                                                   \
+        long threads = omp_get_num_threads(), me = omp_get_thread_num();                                                \
+        pairs[T](x, w, scale, y, N * me / threads, N * (me + 1) / threads, N, K);                                       \
+    }                                                                                                                   \
+}
+PRODUCT(f32, float)
+PRODUCT(bf16, uint16_t)
+PRODUCT(i8, int8_t)
+
+// ---- Between the products ----------------------------------------------------------------------------------------------------
+
+INLINE float exponential(float x) {                 // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    float n = x * 1.44269504f + 12582912.f - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1 + r * (1 + r * (0.5f + r * (0.16666667f + r * (0.041666667f + r * (0.0083333338f + r * 0.0013888889f)))));
+    union { int32_t i; float f; } u = { ((int32_t)n + 127) << 23 };
+    return p * u.f;
+}
+
+// The pairs (i, i + D/2) of a head; the first half of sin is negated. Without cos, they are turned already.
+INLINE void turn(const float *x, const float *cos, const float *sin, float *y, long D) {
+    long half = D / 2;
+    if (!cos) memcpy(y, x, D * sizeof *y);
+    else
+        for (long i = 0; i < half; i++) {
+            float one = x[i], two = x[i + half];
+            y[i] = one * cos[i] + two * sin[i];
+            y[i + half] = two * cos[i + half] + one * sin[i + half];
+        }
+}
+
+// total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and not written.
+void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y, long T, long C, float eps) {
+    #pragma omp parallel for if (T * C > 1 << 15)
+    for (long t = 0; t < T; t++) {
+        const float *a = x + t * C, *b = delta + t * C;
+        float *s = total + t * C, *out = y + t * C, square = 0;
+        if (delta) {
+            #pragma omp simd reduction(+:square)
+            for (long i = 0; i < C; i++) { float z = a[i] + b[i]; s[i] = z; square += z * z; }
+        } else {
+            #pragma omp simd reduction(+:square)
+            for (long i = 0; i < C; i++) square += a[i] * a[i];
+        }
+        float by = 1 / sqrtf(square / C + eps);
+        const float *z = delta ? s : a;
+        for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
+    }
+}
+
+// x: [T, heads, D], `row` numbers between tokens
+void rotate(const float *x, const float *cos, const float *sin, float *y, long T, long heads, long D, long row) {
+    #pragma omp parallel for if (T * heads * D > 1 << 15)
+    for (long t = 0; t < T; t++)
+        for (long h = 0; h < heads; h++) turn(x + t * row + h * D, cos + t * D, sin + t * D, y + (t * heads + h) * D, D);
+}
+
+// silu(gate) · up. x: [T, 2 F] -> y: [T, F]
+void swiglu(const float *x, float *y, long T, long F) {
+    #pragma omp parallel for collapse(2) if (T * F > 1 << 14)
+    for (long t = 0; t < T; t++)
+        for (long at = 0; at < F; at += 1024) {
+            const float *gate = x + t * 2 * F + at, *up = gate + F;
+            float *out = y + t * F + at;
+            long n = F - at < 1024 ? F - at : 1024;
+            #pragma omp simd
+            for (long i = 0; i < n; i++) out[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+        }
+}
+
+// ---- Attention ---------------------------------------------------------------------------------------------------------------
+
+// Vectors of D numbers, float32, bfloat16, or INT8 with a scale each. Vector j of text b: in block tables[b, j / S], place j % S of it;
+// vectors between blocks and between heads: block, head.
+typedef struct { void *numbers; uint16_t *scale; long kind; } Kept;
+typedef struct { Kept keys, values; const int64_t *table; long S, block, head; } Past;
+
+INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to even
+    union { float f; uint32_t i; } u = { x };
+    return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
+}
+
+// Store a vector, rounded as its cache is.
+static void keep(Kept at, long vector, const float *x, long D) {
+    if (at.kind == 0) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
+    else if (at.kind == 1)
+        for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
+    else {                                          // quant.py: grid8, int8_at
+        float most = 0;
+        for (long d = 0; d < D; d++) most = fabsf(x[d]) > most ? fabsf(x[d]) : most;
+        union { float f; uint32_t i; } u = { most / 127 };
+        u.f = u.f < 1e-30f ? 1e-30f : u.f > 2.679e36f ? 2.679e36f : u.f;
+        at.scale[vector] = (u.i + 0xFFFF) >> 16;
+        for (long d = 0; d < D; d++) ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / one_bf16(at.scale[vector]));
+    }
+}
+
+// p: q · k of the keys 0 to last of head g; then out: the sum of their values times p.
+#define LOOK(kind, type)                                                                                                \
+static void scores_##kind(const float *q, Past at, long g, long last, long D, float by, float *p) {                     \
+    for (long first = 0; first <= last; first += at.S) {                                                                \
+        long vector = at.table[first / at.S] * at.block + g * at.head, stop = last + 1 < first + at.S ? last + 1 : first + at.S; \
+        const type *k = (const type *)at.keys.numbers + vector * D;                                                     \
+        for (long j = first; j < stop; j++, k += D) {                                                                   \
+            vec s = {0};                                                                                                \
+            long d = 0;                                                                                                 \
+            for (; d + LANES <= D; d += LANES) s += load_f32(q + d) * load_##kind(k + d);                               \
+            for (; d < D; d++) s[0] += q[d] * one_##kind(k[d]);                                                         \
+            p[j] = sum(s) * by;                                                                                         \
+        }                                                                                                               \
+        if (at.keys.scale) for (long j = first; j < stop; j++) p[j] *= one_bf16(at.keys.scale[vector + j - first]);     \
+    }                                                                                                                   \
+}                                                                                                                       \
+static void blend_##kind(Past at, long g, long last, long D, const float *p, float *out) {                                \
+    for (long d = 0, parts; d < D; d += parts * LANES) {                                                                \
+        parts = D - d < 4 * LANES ? 1 : 4;                                                                              \
+        vec s[4] = {{0}};                                                                                               \
+        for (long first = 0; first <= last; first += at.S) {                                                            \
+            const type *v = (const type *)at.values.numbers + (at.table[first / at.S] * at.block + g * at.head) * D + d; \
+            long stop = last + 1 < first + at.S ? last + 1 : first + at.S;                                              \
+            if (parts == 4) for (long j = first; j < stop; j++, v += D) UNROLL for (int i = 0; i < 4; i++) s[i] += p[j] * load_##kind(v + i * LANES); \
+            else if (D - d >= LANES) for (long j = first; j < stop; j++, v += D) s[0] += p[j] * load_##kind(v);         \
+            else for (long j = first; j < stop; j++, v += D) for (int i = 0; i < D - d; i++) s[0][i] += p[j] * one_##kind(v[i]); \
+        }                                                                                                               \
+        memcpy(out + d, s, (D - d < parts * LANES ? D - d : parts * LANES) * sizeof *out);                              \
+    }                                                                                                                   \
+}
+LOOK(f32, float)
+LOOK(bf16, uint16_t)
+LOOK(i8, int8_t)
+
+// What a query sees: the keys 0 to last of one head. p: room for last + 1 numbers.
+static void look_back(const float *q, Past at, long g, long last, long D, float *p, float *out) {
+    static void (*const scores[])(const float *, Past, long, long, long, float, float *) = { scores_f32, scores_bf16, scores_i8 };
+    static void (*const blend[])(Past, long, long, long, const float *, float *) = { blend_f32, blend_bf16, blend_i8 };
+    scores[at.keys.kind](q, at, g, last, D, 1 / sqrtf(D), p);
+    float most = -INFINITY, all = 0;
+    for (long j = 0; j <= last; j++) most = p[j] > most ? p[j] : most;
+    #pragma omp simd reduction(+:all)
+    for (long j = 0; j <= last; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
+    if (at.values.scale)
+        for (long j = 0; j <= last; j++) p[j] *= one_bf16(at.values.scale[at.table[j / at.S] * at.block + j % at.S + g * at.head]);
+    blend[at.values.kind](at, g, last, D, p, out);
+    for (long d = 0; d < D; d++) out[d] /= all;
+}
+
+// Rotate q and k, store k and v, and let each token look back in its own text. qkv: [T, H + 2 G, D]; cos, sin: [T, D] or none: already turned.
+typedef struct { Past past; const int64_t *positions, *owner; long most, work; } Step;
+
+void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step, long at, long T, long H, long G, long D) {
+    Past past = step->past;                         // of this layer: `at` vectors from the first
+    long row = (H + 2 * G) * D, longest = 0, sizes[] = { 4, 2, 1 };
+    for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
+        kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
+        if (kept->scale) kept->scale += at;
+    }
+    for (long t = 0; t < T; t++) {
+        long j = step->positions[t], place = past.table[step->owner[t] * step->most + j / past.S] * past.block + j % past.S;
+        longest = j > longest ? j : longest;
+        for (long g = 0; g < G; g++) {
+            const float *k = qkv + t * row + (H + g) * D;
+            float turned[D];
+            turn(k, cos ? cos + t * D : 0, cos ? sin + t * D : 0, turned, D);
+            keep(past.keys, place + g * past.head, turned, D);
+            keep(past.values, place + g * past.head, k + G * D, D);
+        }
+    }
+    #pragma omp parallel if (step->work * (H + 2 * G) * D > 1 << 15)
+    {
+        float *p = malloc((longest + 1 + D) * sizeof *p), *q = p + longest + 1;
+        #pragma omp for collapse(2) schedule(static)
+        for (long t = 0; t < T; t++)
+            for (long h = 0; h < H; h++) {
+                Past own = past;
+                own.table += step->owner[t] * step->most;
+                turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q, D);
+                look_back(q, own, h / (H / G), step->positions[t], D, p, out + (t * H + h) * D);
+            }
+        free(p);
+    }
+}
+
+// ---- All layers --------------------------------------------------------------------------------------------------------------
+
+// A model's layers and its last norm, as model.py has them; what is added to the stream x waits in delta for the next norm. A weight with a scale is INT8.
+typedef struct { const void *w; const uint16_t *scale; const float *bias; long N, K; } Weight;
+typedef struct { const float *input_norm, *post_norm; Weight qkv, o, gate_up, down; } Layer;
+
+static void multiply(const float *x, const Weight *w, float *y, long T) {
+    if (w->scale) product_i8(x, w->w, w->scale, y, T, w->N, w->K);
+    else product_f32(x, w->w, 0, y, T, w->N, w->K);
+    if (w->bias)
+        for (long t = 0; t < T; t++) for (long n = 0; n < w->N; n++) y[t * w->N + n] += w->bias[n];
+}
+
+void layers(const Layer *l, long L, const float *norm, float *x, float *out, float *room, const float *cos, const float *sin, const Step *step,
+            long layer, long T, long H, long G, long D, float eps) {
+    long C = l->qkv.K, wide = l->gate_up.N > l->qkv.N ? l->gate_up.N : l->qkv.N;
+    float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
+    for (long i = 0; i < L; i++, l++) {
+        add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, eps);
+        multiply(y, &l->qkv, a, T);
+        attend(a, cos, sin, b, step, i * layer, T, H, G, D);
+        multiply(b, &l->o, delta, T);
+        add_norm(x, delta, l->post_norm, x, y, T, C, eps);
+        multiply(y, &l->gate_up, a, T);
+        swiglu(a, b, T, l->down.K);
+        multiply(b, &l->down, delta, T);
+    }
+    add_norm(x, delta, norm, x, out, T, C, eps);
+}
+
+// ---- The coin ----------------------------------------------------------------------------------------------------------------
+
+INLINE uint64_t mix(uint64_t z) {                   // sampling.py: SplitMix64's finalizer
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    return z ^ z >> 31;
+}
+
+INLINE double exponential_of(uint64_t z) {          // −log u of a u in (0, 1) with 52 random bits; log(2^n m) = n log 2 + 2 artanh((m − 1) / (m + 1))
+    union { double d; uint64_t i; } u = { (double)(int64_t)(z >> 12) * 0x1p-52 + 0x1p-53 };
+    int64_t n = (int64_t)(u.i - 0x3FE6A09E667F3BCD) >> 52;
+    u.i -= (uint64_t)n << 52;                       // m: from √½ to √2
+    double s = (u.d - 1) / (u.d + 1), w = s * s;
+    double p = 1./19 + w * (1./21 + w * (1./23));
+    p = 1./3 + w * (1./5 + w * (1./7 + w * (1./9 + w * (1./11 + w * (1./13 + w * (1./15 + w * (1./17 + w * p)))))));
+    return -(n * 0.6931471803691238 + (2 * s + (2 * s * w * p + n * 1.9082149292705877e-10)));
+}
+
+// argmax of p / E, for each row: an index with these probabilities.
+#define PICK(kind, type)                                                                                                \
+void pick_##kind(const type *probs, const int64_t *place, const int64_t *role, long step, int64_t *picked, long B, long V) { \
+    _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                                           \
+    for (long b = 0; b < B; b++) {                                                                                      \
+        uint64_t start = mix((uint64_t)(place[b] ^ role[b * step]));                                                    \
+        double best = -1, score[256];                                                                                   \
+        for (long at = 0; at < V; at += 256) {                                                                          \
+            long n = V - at < 256 ? V - at : 256;                                                                       \
+            const type *p = probs + b * V + at;                                                                         \
+            type most = 0;                                                                                              \
+            for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                                              \
+            if (most == 0 && best >= 0) continue;                                                                       \
+            for (long i = 0; i < n; i++) score[i] = p[i] / exponential_of(mix(start + (uint64_t)(at + i + 1) * 0x9E3779B97F4A7C15)); \
+            for (long i = 0; i < n; i++) if (score[i] > best) { best = score[i]; picked[b] = at + i; }                  \
+        }                                                                                                               \
+    }                                                                                                                   \
+}
+PICK(f32, float)
+PICK(f64, double)

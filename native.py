@@ -1,0 +1,292 @@
+"""A few tokens on a CPU, in C: what a decoding step does there, as fast as memory can be read.
+
+A step of one token reads every weight once and multiplies it once: two operations for four bytes. A core has time to spare, if the next bytes
+are always under way. Two things decide whether they are.
+
+The order in which a core asks for them. It fetches ahead for whoever reads on and on in one place; so each thread has a stretch of W of its own,
+and reads it as two streams, row n of its first half and row n of its second:
+
+    thread 0    W[0] W[1] … →       thread 1    W[N/2] W[N/2 + 1] … →           sixteen numbers at a time, times those of each of T rows of x,
+                W[N/4] … →                      W[3N/4] … →                     in registers: W passes once for all of them
+
+INT8 and bfloat16 become float32 in registers, and a row of INT8 has its scale when its sum is done; x is never rounded.
+
+And what lies between. Memory stands still while Python finds the next operation, a few microseconds each, some three hundred times a token. So what
+a layer does between two products is one call (as fused.py's on a GPU), attention reads keys and values where they lie and takes another, and
+where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py): `Layers`.
+
+A row's numbers do not depend on how many rows there are, to the bit: what is drafted and verified here is what one row a step makes.
+
+It is C, because PyTorch has nothing faster for one row (matmul.py). It is compiled when first needed, in a few seconds, by the gcc that Triton asks
+for, too; kept in the user's cache folder; and shares PyTorch's threads. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch
+does it, and gives the same up to the order of sums.
+
+Invariant: what is computed here is what matmul.py, quantmatmul.py, model.py, kernels.py and sampling.py say.
+
+Not covered: float64 and float16, weights of 4 bits, a whole model of bfloat16 in one call, gradients, other systems than Linux.
+
+    T rows (tokens of a step) · K in_features · N out_features · C hidden_size · F intermediate_size · H, G heads · D head_dim · V vocab_size
+"""
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.c").read_text(encoding="utf-8")
+ROWS = 8                                                # at most, in a product
+KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+_products: dict[torch.dtype, Any] = {}
+
+
+# ---- The compiler ---------------------------------------------------------------------------------------------------------------
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """What the C above became, or None where it cannot be had: `why_not()` says why."""
+    return None if why_not() else _load(_built())
+
+
+@cache
+def why_not() -> str:
+    """Why there is no library, in a few words; empty if there is one."""
+    if os.environ.get("LLAMA_NATIVE") == "0":
+        return "LLAMA_NATIVE=0"
+    if platform.system() != "Linux":
+        return f"{platform.system()} is not Linux"
+    if _compiler() is None:
+        return "no C compiler (gcc, or what CC names)"
+    if _threads() is None:
+        return "this PyTorch does not share its threads (no libgomp)"
+    try:
+        _load(_built())
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the C compiler failed: {error}"
+    return ""
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC", "gcc"))
+
+
+@cache
+def _threads() -> str | None:
+    """The OpenMP library that PyTorch has in use: a second one would bring threads of its own."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return next((line.split(maxsplit=5)[5] for line in maps if "/libgomp" in line), None)
+
+
+@cache
+def _built() -> Path:
+    """The library's file, compiled if this source was not compiled for this CPU before."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), platform.machine())
+    name = hashlib.sha256("\n".join((SOURCE, cpu, _threads(), _compiler(), *FLAGS)).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama-native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:                                                              # nowhere to keep it: compiled for this process alone
+        folder = Path(tempfile.mkdtemp())
+    target = folder / f"{name}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:                 # whoever comes second finds it whole, or not at all
+            source, made = Path(scratch, "native.c"), Path(scratch, "native.so")
+            source.write_text(SOURCE)
+            subprocess.run([_compiler(), *FLAGS, str(source), _threads(), "-lm", "-o", str(made)], check=True, capture_output=True, timeout=120)
+            os.replace(made, target)
+    return target
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    lib, P, L = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_long
+    for kind in KINDS.values():
+        getattr(lib, f"product_{kind}").argtypes = [P, P, P, P, L, L, L]
+    _products.update({dtype: getattr(lib, f"product_{kind}") for dtype, kind in KINDS.items()})
+    lib.add_norm.argtypes = [P, P, P, P, P, L, L, ctypes.c_float]
+    lib.rotate.argtypes = [P, P, P, P, L, L, L, L]
+    lib.swiglu.argtypes = [P, P, L, L]
+    lib.attend.argtypes = [P] * 5 + [L] * 5
+    lib.pick_f32.argtypes = lib.pick_f64.argtypes = [P, P, P, L, P, L, L]
+    lib.layers.argtypes = [P, L] + [P] * 7 + [L] * 5 + [ctypes.c_float]
+    return lib
+
+
+# ---- The operations -------------------------------------------------------------------------------------------------------------
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether there is C for such tensors: float32 on a CPU, without gradients."""
+    for x in tensors:
+        if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu" or x.requires_grad and torch.is_grad_enabled()):
+            return False
+    return library() is not None
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether there is a product of a few rows by such a weight: [N, K]."""
+    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.is_contiguous() and library() is not None
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x Wᵀ. x: [T, K], T ≤ ROWS, float32 or bfloat16; weight: [N, K], one that `multiplies`; scale: bfloat16[N], of int8 -> [T, N], as x."""
+    (T, K), (N, _), dtype = x.shape, weight.shape, x.dtype
+    wide = x if dtype == torch.float32 else x.float()
+    if not wide.is_contiguous():
+        wide = wide.contiguous()
+    y = torch.empty(T, N)
+    if T:
+        _products[weight.dtype](wide.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), y.data_ptr(), T, N, K)
+    return y if dtype == torch.float32 else y.to(dtype)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and its RMSNorm. x, delta: [T, C] (None: nothing is added, and x returned)."""
+    (T, C), x = x.shape, x.contiguous()
+    y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    delta = None if delta is None else delta.contiguous()
+    library().add_norm(x.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), total.data_ptr(), y.data_ptr(), T, C, eps)
+    return total, y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """model.rotate. x: [T, heads, D], heads whole; cos, sin: [T, 1, D], the first half of sin negated."""
+    T, heads, D = x.shape
+    x, y = x if x.stride()[1:] == (D, 1) else x.contiguous(), torch.empty(T, heads, D)
+    library().rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), T, heads, D, x.stride(0))
+    return y
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) · up. x: [T, 2 F], gate first -> [T, F]."""
+    T, F = x.shape[0], x.shape[1] // 2
+    y = torch.empty(T, F)
+    library().swiglu(x.contiguous().data_ptr(), y.data_ptr(), T, F)
+    return y
+
+
+class _Kept(ctypes.Structure):
+    _fields_ = [("numbers", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("kind", ctypes.c_long)]
+
+
+class _Past(ctypes.Structure):
+    _fields_ = [("keys", _Kept), ("values", _Kept), ("table", ctypes.c_void_p)] + [(name, ctypes.c_long) for name in ("S", "block", "head")]
+
+
+class Step(ctypes.Structure):
+    """Where the tokens of a pass belong, for `attend`; nativestep.py makes it."""
+
+    _fields_ = [("past", _Past), ("positions", ctypes.c_void_p), ("owner", ctypes.c_void_p), ("most", ctypes.c_long), ("work", ctypes.c_long)]
+
+    @classmethod
+    def of(cls, keys: Sequence[Tensor], values: Sequence[Tensor], positions: Tensor, owner: Tensor, tables: Tensor, S: int, seen: int) -> "Step":
+        """keys, values: numbers [L, N, S, G, D], and of INT8 a scale for each vector, alike in memory; positions, owner: int64[T], of each token;
+        tables: int64[B, most], of each text; seen: keys, by all queries. It holds addresses: the tensors must outlive it."""
+        D, (_, block, _, head, _) = keys[0].shape[-1], keys[0].stride()
+        kept = [_Kept(numbers.data_ptr(), scale[0].data_ptr() if scale else None, list(KINDS).index(numbers.dtype)) for numbers, *scale in (keys, values)]
+        return cls(_Past(*kept, tables.data_ptr(), S, block // D, head // D), positions.data_ptr(), owner.data_ptr(), tables.shape[1], seen)
+
+
+def attend(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: int, at: int) -> Tensor:
+    """Rotate q and k, store k and v, and attend. qkv: [T, H + 2 G, D]; cos, sin: [T, 1, D], or None, where q and k are turned already; at: vectors
+    before this layer's -> [T, H, D]"""
+    (T, heads, D), qkv = qkv.shape, qkv.contiguous()
+    out, turned = torch.empty(T, heads - 2 * G, D), (None, None) if cos is None else (cos.data_ptr(), sin.data_ptr())
+    library().attend(qkv.data_ptr(), *turned, out.data_ptr(), ctypes.byref(step), at, T, heads - 2 * G, G, D)
+    return out
+
+
+def pick(probs: Tensor, place: Tensor, role: Tensor | int) -> Tensor:
+    """sampling.Keyed.pick. probs: float32 or float64 [B, V], V > 0; place: int64[B, 1]; role: int64[B, 1] or one for all -> int64[B]."""
+    (B, V), probs = probs.shape, probs.contiguous()
+    place = place.expand(B, 1).contiguous()
+    each, picked = isinstance(role, Tensor), torch.zeros(B, dtype=torch.int64)
+    role = role.contiguous() if each else torch.tensor([role])
+    run = library().pick_f64 if probs.dtype == torch.float64 else library().pick_f32
+    run(probs.data_ptr(), place.data_ptr(), role.data_ptr(), int(each), picked.data_ptr(), B, V)
+    return picked
+
+
+# ---- All layers in one call -----------------------------------------------------------------------------------------------------
+
+class _Weight(ctypes.Structure):
+    _fields_ = [("w", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("N", ctypes.c_long), ("K", ctypes.c_long)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [("input_norm", ctypes.c_void_p), ("post_norm", ctypes.c_void_p)] + [(name, _Weight) for name in ("qkv", "o", "gate_up", "down")]
+
+
+class Layers:
+    """The layers of a model whose products are all this page's, and its last norm: what model.Llama does for a few tokens, without a Python between
+    two operations.
+
+    It holds addresses, and the tensors that lie there; who moves a weight makes it anew.
+    """
+
+    def __init__(self, layers: Any, norm: Any):
+        own, self.held = (_Layer * len(layers))(), []
+        for place, layer in zip(own, layers):
+            place.input_norm, place.post_norm = self._at(layer.input_norm.weight), self._at(layer.post_norm.weight)
+            for name, linear in (("qkv", layer.qkv_proj), ("o", layer.o_proj), ("gate_up", layer.gate_up_proj), ("down", layer.down_proj)):
+                setattr(place, name, _Weight(self._at(linear.few), self._at(getattr(linear, "scale", None)), self._at(linear.bias),
+                                             linear.out_features, linear.in_features))
+        first = layers[0]
+        self.own, self.count, self.norm, self.eps, self.heads, self.kv_heads = own, len(layers), self._at(norm.weight), norm.eps, first.heads, first.kv_heads
+        self.head_dim = first.head_dim
+        self.room = 2 * (first.qkv_proj.in_features + max(first.gate_up_proj.out_features, first.qkv_proj.out_features))
+
+    def _at(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    @staticmethod
+    def of(layers: Any, norm: Any) -> "Layers | None":
+        """None where some product or norm is not this page's."""
+        linears = [linear for layer in layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
+        plain = all(linear.few is not None and linear.few.dtype != torch.bfloat16 for linear in linears)
+        norms = [norm.weight for layer in layers for norm in (layer.input_norm, layer.post_norm)]
+        return Layers(layers, norm) if plain and serves(norm.weight, *norms) else None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, at: int) -> Tensor:
+        """What the head multiplies: [T, C]. x: [T, C], T ≤ ROWS; it is written on. cos, sin: [T, 1, D]; at: vectors of a layer's keys."""
+        T, out, room = x.shape[0], torch.empty_like(x), torch.empty(x.shape[0] * self.room)
+        library().layers(self.own, self.count, self.norm, x.data_ptr(), out.data_ptr(), room.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+                         ctypes.byref(step), at, T, self.heads, self.kv_heads, self.head_dim, self.eps)
+        return out
+
+
+# ------------------------------------------------------------------------------------------------------------------------------
+# The demonstration: how much of what memory gives a product of a few rows takes.
+
+@torch.inference_mode()
+def main() -> None:
+    from matmul import read_bandwidth, seconds
+    from quant import quantize
+    if library() is None:
+        print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it.")
+        return
+    roof, wide = read_bandwidth(), [torch.randn(1536, 576) for _ in range(64)]                                   # 226 MB
+    short, small = [w.bfloat16() for w in wide], [quantize(w, 8) for w in wide]
+    print(f"this machine reads {roof / 1e9:.1f} GB/s; the share of it that products of so many rows by 64 matrices of 1536 x 576 read")
+    print(f"{'rows':>6}{'PyTorch float32':>18}{'float32':>12}{'bfloat16':>12}{'INT8':>12}")
+    for T in (1, 2, 4, 8):
+        x = torch.randn(T, 576)
+        ways = [(4, lambda: [torch.nn.functional.linear(x, w) for w in wide]), (4, lambda: [product(x, w) for w in wide]),
+                (2, lambda: [product(x, w) for w in short]), (1, lambda: [product(x, q.values, q.scale) for q in small])]
+        shares = [64 * 1536 * 576 * size / seconds(run, 5) / roof for size, run in ways]
+        print(f"{T:6}{shares[0]:18.0%}" + "".join(f"{share:12.0%}" for share in shares[1:]))
+
+
+if __name__ == "__main__":
+    main()
