@@ -225,7 +225,7 @@ def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
             linear = Linear(K, N) if bits == 32 else QuantizedLinear(K, N, bits=bits)
             linear.weight.copy_(weight) if bits == 32 else linear.put(quantize(weight, bits))
             linear.pack()
-            if bits == 32 and T > 1:
+            if T > 1:
                 linear.reorder()
             told.append(dict(bits=bits, rows=T, path=linear.path(T), microseconds=1e6 * seconds(lambda: linear(x), 50 * effort.turns)))
     return told

@@ -30,7 +30,7 @@ import torch
 
 from config import Config
 from engine import Engine
-from matmul import default_dtype, read_bandwidth
+from matmul import read_bandwidth
 from measure import Effort, weight_bytes
 from pretrained import Model
 from request import Request, Settings
@@ -70,7 +70,7 @@ def missing() -> list[str]:
 # ---- The contestants ------------------------------------------------------------------------------------------------------------
 
 def ours(target: str, bits: int) -> Contestant:
-    model = Model.load(target, "cpu", torch.float32 if bits == 16 else default_dtype(torch.bfloat16, torch.device("cpu")), bits)
+    model = Model.load(target, "cpu", torch.float32 if bits == 16 else None, bits)
     limit = model.llama.config.max_position_embeddings
 
     def make(prompt: Sequence[int], count: int) -> tuple[list[int], float]:

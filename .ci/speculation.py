@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from engine import Engine, load_draft
+from gamma import expected_tokens
 from model import Llama
 from pretrained import Model
 from request import Request, Settings
@@ -79,7 +80,7 @@ def speed(model: Model, draft, gamma: int | None, count: int = 256) -> tuple[flo
         if gamma:
             w = maker.costs.verifying(gamma + 1) / plain                        # `plain` is the whole of a plain round
             a, c = request.acceptance, maker.costs.drafting() / plain
-            shares.append(plain / drafted / ((1 - a ** (gamma + 1)) / (1 - a) / (w + gamma * c)))
+            shares.append(plain / drafted / (expected_tokens(a, gamma) / (w + gamma * c)))
     return median(gains), median(shares) if shares else 0.0, median(acceptances)
 
 
