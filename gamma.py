@@ -59,22 +59,18 @@ def between(start: Mark, end: Mark) -> float:
 
 
 class Measured:
-    """The median of the last few times; the first is left out, for it warms caches and builds kernels. Before that a guess, if there is one."""
-
-    guess: float | None = None
+    """`seconds`: the median of the last few times; the first is left out, for it warms caches and builds kernels. Before that a guess may stand there."""
 
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=9)
+        self.seconds: float | None = None
         self.warm = False
 
     def add(self, seconds: float) -> None:
         if self.warm:
             self.times.append(seconds)
+            self.seconds = median(self.times)
         self.warm = True
-
-    @property
-    def seconds(self) -> float | None:
-        return median(self.times) if self.times else self.guess
 
 
 class Costs:
@@ -82,6 +78,8 @@ class Costs:
 
     def __init__(self) -> None:
         self.draft, self.passes = Measured(), dict[int, Measured]()
+        self.known: list[tuple[int, float]] = []                         # tokens of a pass, and seconds: what was measured, made to rise
+        self.trial = 0.0                                                 # what the last round with drafts took beyond a plain one
 
     def saw_draft(self, steps: int, seconds: float) -> None:
         if steps:
@@ -90,10 +88,12 @@ class Costs:
     def saw_pass(self, tokens: int, seconds: float) -> None:
         """A pass of rounds; one that also read prompts is another thing."""
         self.passes.setdefault(tokens, Measured()).add(seconds)
+        known = sorted((n, m.seconds) for n, m in self.passes.items() if m.seconds)
+        self.known = [(n, min(s for _, s in known[i:])) for i, (n, _) in enumerate(known)]  # a narrower pass costs no more than a wider
 
     def plain(self, rows: int = 1) -> float | None:
         """Seconds of a pass over one token of each of `rows` texts; None until one as narrow was measured."""
-        return self.verifying(rows) if any(n <= rows and m.seconds for n, m in self.passes.items()) else None
+        return self.verifying(rows) if self.known and self.known[0][0] <= rows else None
 
     def drafting(self) -> float:
         """Seconds to draft a token; until it was measured, as was guessed, or 0, so that it is."""
@@ -101,10 +101,8 @@ class Costs:
 
     def verifying(self, tokens: int) -> float:
         """Seconds of a pass over so many tokens: as measured, or between two that were, or what the widest took (0 if none was)."""
-        known = sorted((n, m.seconds) for n, m in self.passes.items() if m.seconds)
-        known = [(n, min(s for _, s in known[i:])) for i, (n, _) in enumerate(known)]       # a narrower pass costs no more than a wider
-        above = next(((n, s) for n, s in known if n >= tokens), None)
-        below = next(((n, s) for n, s in reversed(known) if n <= tokens), None)
+        above = next(((n, s) for n, s in self.known if n >= tokens), None)
+        below = next(((n, s) for n, s in reversed(self.known) if n <= tokens), None)
         if not (above and below):
             return (above or below or (0, 0.0))[1]
         share = (tokens - below[0]) / max(1, above[0] - below[0])
@@ -117,7 +115,7 @@ class Auto:
     def __init__(self, costs: Costs, alpha: float = 0.7, weight: float = 3.0, memory: float = 0.98, patience: float = 60.0):
         self.costs, self.memory, self.patience = costs, memory, patience
         self.accepted, self.examined = alpha * weight, weight            # what is believed before anything is seen
-        self.largest, self.idle, self.trial = 0, 0.0, 0.0                # γ tried so far; seconds without drafts, and what a trial costs
+        self.largest, self.idle = 0, 0.0                                 # γ tried so far; seconds without drafts
 
     @property
     def alpha(self) -> float:
@@ -134,9 +132,9 @@ class Auto:
         c, w = self.costs.drafting() / plain, [self.costs.verifying(rows * (1 + g)) / plain for g in range(most + 1)]
         gains = [sum(speed_up(alpha, g, c, w[g]) for alpha in alphas) / rows for g in range(most + 1)]
         best = max(range(most + 1), key=gains.__getitem__)
-        if gains[best] > 1.02:
+        if gains[best] > 1.05:
             return best
-        return 1 if most and self.idle >= self.patience * max(self.trial, self.costs.drafting()) else 0
+        return 1 if most and self.idle >= self.patience * max(self.costs.trial, self.costs.drafting()) else 0
 
     def saw(self, gamma: int, accepted: int, seconds: float, rows: int = 1) -> None:
         """A round went by, of `rows` texts: how many of its γ drafts stood, and what it took, all in all."""
@@ -147,7 +145,7 @@ class Auto:
         self.accepted = self.memory ** examined * self.accepted + accepted
         self.examined = self.memory ** examined * self.examined + examined
         self.largest, self.idle = max(self.largest, gamma), 0.0
-        self.trial = max(0.0, seconds - self.costs.verifying(rows))
+        self.costs.trial = max(0.0, seconds - self.costs.verifying(rows))
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -375,11 +375,11 @@ def test_a_copy_that_costs_more_than_a_pass_is_not_tried(tiny, copy):
     """γ by the clock: what the copy costs is known before it has drafted anything."""
     engine = Engine(tiny, copy, 100, 90)
     assert 0 < engine.maker.costs.drafting() < 1
-    engine.maker.costs.draft.guess = 5.0
+    engine.maker.costs.draft.seconds = 5.0
     request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=60), set())
     list(engine.batch.run([request]))
     assert sum(taken.drafted for taken in request.rounds) == 0
-    engine.maker.costs.draft.guess = 1e-9
+    engine.maker.costs.draft.seconds = 1e-9
     request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=30), set())
     list(engine.batch.run([request]))
     assert sum(taken.drafted for taken in request.rounds) > 0 and engine.maker.costs.draft.times

@@ -74,10 +74,10 @@ def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
     assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
     auto = Auto(costs, alpha=0.9, weight=1000)
     assert auto.choose(1, [0.9] * 4) == 0 and auto.choose(1, [0.9] * 8) == 1    # nothing as narrow as 4 rows was measured
-    auto.largest, auto.trial = 8, 1.0
+    auto.largest, costs.trial = 8, 1.0
     assert auto.choose(8, [0.9] * 8) == 1 and auto.choose(1, [0.9] * 24) == 0
     doubter, trusting = Auto(costs, alpha=0.1, weight=1000), auto               # texts made together choose one γ for all of them
-    doubter.largest, doubter.trial = 8, 1.0
+    doubter.largest = 8
     for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.9]):
         assert doubter.choose(1, alphas) == trusting.choose(1, alphas) == int(alphas[0] > 0.5)
 
@@ -117,3 +117,17 @@ def test_a_draft_that_becomes_useful_is_found_again():
 def test_gamma_never_exceeds_what_is_asked():
     for most in (0, 1, 3):
         assert max(simulate(0.99, 0.01, most=most)[1]) == most
+
+
+def test_a_trial_is_as_dear_for_the_next_text():
+    """What one text's trial took beyond a plain round is known to all: a later one waits sixty times as long before it tries."""
+    costs = known(n1=1.0, n2=1.0)
+    costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
+    first, second = Auto(costs, alpha=0.01, weight=1000), Auto(costs, alpha=0.01, weight=1000)
+    first.saw(1, 0, 5.0)
+    assert costs.trial == 4.0
+    for auto in (first, second):
+        auto.saw(0, 0, 239.0)
+        assert auto.choose(4) == 0
+        auto.saw(0, 0, 1.0)
+        assert auto.choose(4) == 1
