@@ -74,6 +74,8 @@ def load(path: Path) -> dict[str, Any]:
 def keep(path: Path, results: dict[str, Any]) -> None:
     """Put these beside what the file has already."""
     old = load(path)
+    beside = {(row["target"], row["peer"]) for row in results.get("peers", {}).values()}
+    old["peers"] = {name: row for name, row in old.get("peers", {}).items() if (row["target"], row["peer"]) not in beside}     # whatever ours was then
     for name in ("peers", "gpu"):
         if name in results:
             results[name] = old.get(name, {}) | results[name]

@@ -184,29 +184,32 @@ def stack_rows() -> list[Row]:
 
 def stack(effort: Effort) -> Rows:
     """Each row's texts in turns: the same requests, at temperature 0, which all arrive at once."""
-    rows, draft = stack_rows(), Model.load("tiny-draft", "cpu", torch.float32)
-    models = {(row.bits, row.lone): Model.load("tiny", "cpu", torch.float32, row.bits) for row in rows}            # weights lie as an engine wants them
-    turns = [[stack_row(row, models[row.bits, row.lone], draft, effort) for row in rows] for _ in range(effort.turns)]
+    rows, draft = stack_rows(), {lone: Model.load("tiny-draft", "cpu", torch.float32) for lone in (True, False)}     # weights lie as an engine wants them
+    models = {(row.bits, row.lone): Model.load("tiny", "cpu", torch.float32, row.bits) for row in rows}
+    turns = [[stack_row(row, models[row.bits, row.lone], draft[row.lone], effort) for row in rows] for _ in range(effort.turns)]
     base, told = [turn[0] for turn in turns], []
     for i, row in enumerate(rows):
-        served, drafted = zip(*(turn[i] for turn in turns))
+        served, drafted, costs = zip(*(turn[i] for turn in turns))
         told.append(dict(name=row.name, claims=row.claims, tokens_per_second=median(s.rate for s in served),
                          first_token=median(median(s.first) for s in served),
                          cache_bytes=max(s.held for s in served), in_flight=min(row.engine.get("max_batch", 1), effort.texts),
-                         weight_bytes=weight_bytes(models[row.bits, row.lone].llama) + (weight_bytes(draft.llama) if row.draft else 0),
-                         speed_up=median(s.rate / b.rate for s, (b, _) in zip(served, base)),
-                         same_texts=sum(a == b for a, b in zip(served[0].texts, base[0][0].texts)), texts=effort.texts, drafted=median(drafted)))
+                         weight_bytes=weight_bytes(models[row.bits, row.lone].llama) + (weight_bytes(draft[row.lone].llama) if row.draft else 0),
+                         speed_up=median(s.rate / b.rate for s, (b, *_) in zip(served, base)),
+                         same_texts=sum(a == b for a, b in zip(served[0].texts, base[0][0].texts)), texts=effort.texts, drafted=median(drafted),
+                         draft_cost=median(costs)))
     for before, row in zip([told[0], *told], told):
         row["gain"] = row["speed_up"] / before["speed_up"]
     return told
 
 
-def stack_row(row: Row, model: Model, draft: Model, effort: Effort) -> tuple[Served, float]:
-    """What its texts took, and how many tokens a round drafted on average."""
+def stack_row(row: Row, model: Model, draft: Model, effort: Effort) -> tuple[Served, float, float]:
+    """What its texts took, how many tokens a round drafted on average, and what one of them costs over a plain pass."""
     limit, batch = model.llama.config.max_position_embeddings, row.engine.get("max_batch", 1)
     requests = [Request(model.encode(SHARED + own), Settings(0.0, seed=0, max_tokens=count)) for own, count in zip(OWN, spread(effort.texts, effort.longest))]
-    served = at_once(Engine(model, draft if row.draft else None, batch * limit, limit, **row.engine), requests)
-    return served, mean(taken.drafted for request in requests for taken in request.rounds)
+    engine = Engine(model, draft if row.draft else None, batch * limit, limit, **row.engine)
+    served, costs = at_once(engine, requests), engine.maker.costs
+    plain = costs.plain() or costs.plain(batch)                                                                    # of one text, or of all
+    return served, mean(taken.drafted for request in requests for taken in request.rounds), costs.drafting() / plain if plain else 0.0
 
 
 def spread(count: int, longest: int, ratio: float = 5.0) -> list[int]:

@@ -191,13 +191,15 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
     if name == "llama.cpp" and gguf is None:
         raise ValueError("llama.cpp reads a format of its own: --gguf FILE, made of --target with its convert_hf_to_gguf.py --outtype q8_0")
     peer = transformers(target) if name == "transformers" else llama_cpp(gguf)
-    own, roof = [ours(target, bits) for bits in (16, 8)], read_bandwidth()
+    own, roofs, turns = [ours(target, bits) for bits in (16, 8)], [], []
     tokenizer = Model.load(target, "cpu", torch.float32).tokenizer
     prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS[:2 * effort.turns]]
     for one in (peer, *own):
         one.make(prompts[0], 4)                                                # once to warm up
-    turns = [[one.make(prompt, effort.count // 2) for one in (peer, *own)] for prompt in prompts]
-    rows = [row(label(target), one, peer, [(turn[0], turn[i]) for turn in turns], roof) for i, one in enumerate(own, 1)]
+    for prompt in prompts:
+        roofs.append(read_bandwidth())
+        turns.append([one.make(prompt, effort.count // 2) for one in (peer, *own)])
+    rows = [row(label(target), one, peer, [(turn[0], turn[i]) for turn in turns], roofs) for i, one in enumerate(own, 1)]
     return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
@@ -206,9 +208,9 @@ def label(target: str) -> str:
     return target if not Path(target).is_dir() else Path(target).absolute().name
 
 
-def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]], roof: float) -> dict[str, Any]:
-    """turns: of each prompt, what the peer made and what we made."""
-    rate = lambda i: median((len(turn[i][0]) - 1) / turn[i][1] for turn in turns)
-    return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=rate(1), peer_tokens_per_second=rate(0),
-                ratio=median(theirs[1] / own[1] for theirs, own in turns), bandwidth=rate(1) * one.bytes / roof,
+def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]], roofs: Sequence[float]) -> dict[str, Any]:
+    """turns: of each prompt, what the peer made and what we made; roofs: bytes a second that the machine read just before."""
+    rates = lambda i: [(len(turn[i][0]) - 1) / turn[i][1] for turn in turns]
+    return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=median(rates(1)), peer_tokens_per_second=median(rates(0)),
+                ratio=median(theirs[1] / own[1] for theirs, own in turns), bandwidth=median(rate * one.bytes / roof for rate, roof in zip(rates(1), roofs)),
                 same_texts=sum(theirs[0] == own[0] for theirs, own in turns), texts=len(turns))

@@ -80,7 +80,7 @@ def remarks(results: Results) -> list[str]:
     said.append(f"One row by a matrix of the model: {cost[32, 1]:.0f} µs in float32, {cost[8, 1]:.0f} µs in INT8, {cost[4, 1]:.0f} µs in INT4"
                 f"{', which becomes numbers first' if paths[4] == 'tiles' else ''}; "
                 f"16 rows: {cost[32, 16]:.0f}, {cost[8, 16]:.0f} and {cost[4, 16]:.0f} µs.")
-    said.append(f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, "
+    said.append(f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, of which each costs {draft['draft_cost']:.2f} of a plain pass, "
                 f"and {batch['drafted']:.2g} where {batch['in_flight']} share a pass.")
     return said
 

@@ -43,7 +43,10 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     number that is out of range (a tensor is not looked at, which would stall a GPU: `check_settings` is for whoever fills it).
     """
     check_settings(temperature, top_k, top_p, min_p)
-    rows = logits.reshape(-1, logits.shape[-1]).double()                                     # [B, V]
+    dtype, rows = torch.float64 if logits.dtype == torch.float64 else torch.float32, logits.reshape(-1, logits.shape[-1])      # [B, V]
+    if _is_zero(temperature, on_gpu(logits.device)):                                         # and no filter drops the largest
+        return _hot(rows).to(dtype).view(logits.shape)
+    rows = rows.double()
     k, p, m = (None if s is None else _column(s, rows) for s in (top_k, top_p, min_p))
     probs = _softmax(rows, temperature)
     if k is not None or p is not None:
@@ -52,7 +55,7 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
         probs = torch.where(probs >= m * probs.amax(-1, keepdim=True), probs, 0)
     if k is not None or p is not None or m is not None:
         probs = probs / probs.sum(-1, keepdim=True)
-    return probs.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).view(logits.shape)
+    return probs.to(dtype).view(logits.shape)
 
 
 def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Setting = None, min_p: Setting = None) -> None:
@@ -76,14 +79,17 @@ def _column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     return (values.expand(len(rows)) if values.dim() == 0 else values.reshape(-1))[:, None]
 
 
+def _is_zero(temperature: Setting, blind: bool) -> bool:
+    """Whether every row has temperature 0. blind: a tensor is not looked at."""
+    return not (blind or bool(temperature.any())) if isinstance(temperature, Tensor) else temperature == 0
+
+
 def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
-    """float64[B, V] -> probabilities. Temperature 0 is a one-hot at the first of the largest logits."""
+    """float64[B, V] -> probabilities. Where the temperature is 0, a one-hot at the first of the largest logits."""
     if temperature is None or (not isinstance(temperature, Tensor) and temperature == 1):
         return rows.softmax(-1)
     t = _column(temperature, rows)
     zero, look = t == 0, not on_gpu(rows.device)                                             # a GPU would have to be waited for
-    if look and bool(zero.all()):
-        return _hot(rows)
     rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
     if not zero.any() if look else not isinstance(temperature, Tensor) and temperature > 0:
         return (rows / t).softmax(-1)

@@ -37,7 +37,7 @@ def test_a_peer_beside_ours_in_turns(monkeypatch):
 def test_the_ratio_is_the_median_over_prompts_and_the_bandwidth_what_is_read():
     one = peers.Contestant("ours", None, bytes=1000)
     turns = [(([1, 2, 3], 2.0), ([1, 2, 3], 1.0)), (([1, 2, 3], 9.0), ([1, 2, 3], 1.0)), (([1, 2, 3], 3.0), ([1, 2, 4], 1.0))]
-    row = peers.row("m", one, peers.Contestant("theirs", None), turns, roof=4000.0)
+    row = peers.row("m", one, peers.Contestant("theirs", None), turns, roofs=[4000.0, 4000.0, 8000.0])
     assert row["ratio"] == 3.0 and row["tokens_per_second"] == 2.0 and row["bandwidth"] == 0.5 and row["same_texts"] == 2
 
 
