@@ -309,7 +309,7 @@ INLINE double exponential_of(uint64_t z) {          // −log u of a u in (0, 1)
     return -(n * 0.6931471803691238 + (2 * s + (2 * s * w * p + n * 1.9082149292705877e-10)));
 }
 
-// argmax of p / E, for each row: an index with these probabilities.
+// argmax of p / E, for each row: an index with these probabilities. picked: zeros.
 #define PICK(kind, type)                                                                                                \
 void pick_##kind(const type *probs, const int64_t *place, const int64_t *role, long step, int64_t *picked, long B, long V) { \
     _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                                           \
@@ -321,7 +321,7 @@ void pick_##kind(const type *probs, const int64_t *place, const int64_t *role, l
             const type *p = probs + b * V + at;                                                                         \
             type most = 0;                                                                                              \
             for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                                              \
-            if (most == 0 && best >= 0) continue;                                                                       \
+            if (most == 0) continue;                                                                       \
             for (long i = 0; i < n; i++) score[i] = p[i] / exponential_of(mix(start + (uint64_t)(at + i + 1) * 0x9E3779B97F4A7C15)); \
             for (long i = 0; i < n; i++) if (score[i] > best) { best = score[i]; picked[b] = at + i; }                  \
         }                                                                                                               \

@@ -32,7 +32,7 @@ def amid(x: Tensor, fill: float | int = NAN) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 8), st.integers(1, 70), st.integers(1, 150), st.integers(1, 3), st.integers(0, 2**30))
+@given(st.integers(0, 8), st.one_of(st.integers(1, 70), st.integers(500, 520)), st.one_of(st.integers(1, 150), st.integers(131, 150)), st.integers(1, 3), st.integers(0, 2**30))
 @torch.inference_mode()
 def test_products_of_any_shape(dtype, T, N, K, threads, seed):
     """Each row as in float64, the same to the bit with any rows beside it and any number of threads; rows may be views, and of 16 bits."""
@@ -65,6 +65,7 @@ def test_what_has_no_product():
 @pytest.mark.parametrize("T, C", [(0, 8), (1, 1), (3, 37), (2, 576), (70, 640)])
 @torch.inference_mode()
 def test_between_the_products(T, C, monkeypatch):
+    torch.set_num_threads(2)
     x, delta, weight = (amid(torch.randn(*shape)) for shape in ((T, C), (T, C), (C,)))
     total, y = native.add_norm(x, delta, weight, 1e-5)
     assert torch.equal(total, x + delta)

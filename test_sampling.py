@@ -290,6 +290,18 @@ def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C here")
+def test_the_noise_of_c_is_right_to_the_last_digits():
+    """Where every p is its own noise, all scores are 1: a token whose p is larger by 1e-13 of itself wins."""
+    V = 2000
+    coin = Keyed(torch.tensor([3]), torch.tensor([4]))
+    noise = coin._exponential(torch.arange(1, V + 1) * GOLDEN)
+    for at in range(0, V, 7):
+        probs = noise.clone()
+        probs[0, at] *= 1 + 1e-13
+        assert coin.pick(probs).item() == at
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C here")
 @pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
 def test_c_makes_noise_of_extreme_bits(bits, u):
     """Places whose first number of the stream has these bits: what `_mix` makes of them is undone, a step at a time."""
