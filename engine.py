@@ -130,7 +130,7 @@ class Engine:
         self.caches = caches
         self.maker = Decoder(target, caches[0], model.tokenizer.vocab_size, drafter, coupled, budget=CHUNK if use_cache else max_len)
         if isinstance(drafter, SelfDrafter) and target is model.llama:                   # where its few bits cost more than they save,
-            self.maker.costs.draft.seconds = drafter.estimate()                            # no draft is needed to see that
+            self.maker.costs.draft.seconds = drafter.estimate()                          # no draft is needed to see that
         self.batch = Batcher(self.maker, max_batch)
 
     @staticmethod

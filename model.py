@@ -207,7 +207,8 @@ class Llama(nn.Module):
         if bits != 16:
             config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), config.quantization.bits if config.quantization else 16), seed=None)
+        width = config.quantization.bits if config.quantization else 16
+        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), width), seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
 

@@ -27,6 +27,7 @@ Not covered: float64 and float16, weights of 4 bits, a whole model of bfloat16 i
 
     T rows (tokens of a step) · K in_features · N out_features · C hidden_size · F intermediate_size · H, G heads · D head_dim · V vocab_size
 """
+import atexit
 import ctypes
 import hashlib
 import os
@@ -35,6 +36,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ _products: dict[torch.dtype, Any] = {}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """What the C above became, or None where it cannot be had: `why_not()` says why."""
+    """What native.c became, or None where it cannot be had: `why_not()` says why."""
     return None if why_not() else _load(_built())
 
 
@@ -70,7 +72,9 @@ def why_not() -> str:
         return "this PyTorch does not share its threads (no libgomp)"
     try:
         _load(_built())
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        return f"the C compiler failed: {(error.stderr.decode(errors='replace').strip().splitlines() or [f'status {error.returncode}'])[-1]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
         return f"the C compiler failed: {error}"
     return ""
 
@@ -92,18 +96,19 @@ def _built() -> Path:
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), platform.machine())
     name = hashlib.sha256("\n".join((SOURCE, cpu, _threads(), _compiler(), *FLAGS)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama-native"
-    try:
+    if (folder / f"{name}.so").exists():
+        return folder / f"{name}.so"
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:                                                              # nowhere to keep it: compiled for this process alone
+    if not os.access(folder, os.W_OK):                                           # nowhere to keep it: compiled for this process alone
         folder = Path(tempfile.mkdtemp())
-    target = folder / f"{name}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:                 # whoever comes second finds it whole, or not at all
-            source, made = Path(scratch, "native.c"), Path(scratch, "native.so")
-            source.write_text(SOURCE)
-            subprocess.run([_compiler(), *FLAGS, str(source), _threads(), "-lm", "-o", str(made)], check=True, capture_output=True, timeout=120)
-            os.replace(made, target)
-    return target
+        atexit.register(shutil.rmtree, folder)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:                     # whoever comes second finds it whole, or not at all
+        source, made = Path(scratch, "native.c"), Path(scratch, "native.so")
+        source.write_text(SOURCE, encoding="utf-8")
+        subprocess.run([_compiler(), *FLAGS, str(source), _threads(), "-lm", "-o", str(made)], check=True, capture_output=True, timeout=120)
+        os.replace(made, folder / f"{name}.so")
+    return folder / f"{name}.so"
 
 
 @cache

@@ -184,7 +184,7 @@ class Keyed:
         return part
 
     def ahead(self, V: int) -> None:
-        if self.noise is None and len(self.place) * V <= LITTLE and native.library() is None:
+        if self.noise is None and len(self.place) * V <= LITTLE and not self._in_c():
             self.noise = self._exponential(_steps(V, self.place.device))
 
     def accept(self, prob: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Keyed:
         """probs: float[B, V] -> int64[B], an index with these probabilities (one of probability 0 only if all are)."""
         if self.noise is not None:
             return (probs / self.noise).argmax(-1)
-        if probs.device.type == "cpu" and probs.shape[1] and native.library() is not None:
+        if probs.device.type == "cpu" and probs.shape[1] and self._in_c():
             return native.pick(probs, self.place, self.role)
         steps = _steps(probs.shape[1], probs.device)
         if probs.numel() <= LITTLE or probs.device.type != "cpu" or probs.amin() > 0:
@@ -204,6 +204,9 @@ class Keyed:
         if len(columns) == 0:
             return torch.zeros(len(probs), dtype=torch.int64)
         return columns[(probs[:, columns] / self._exponential(steps[columns])).argmax(-1)]
+
+    def _in_c(self) -> bool:
+        return self.place.device.type == "cpu" and native.library() is not None
 
     def _uniform(self, roles: Tensor | int, steps: Tensor | int = 0) -> Tensor:
         """52-bit uniforms in [0, 1): float64[B, len(roles)], where the streams of these roles begin, or [B, len(steps)], so far along one."""

@@ -275,6 +275,14 @@ def test_noise_is_made_ahead_only_where_it_is_little():
     assert coin.noise is None and coin[1:].noise is None
 
 
+def test_a_gpu_has_its_noise_made_ahead_whatever_its_host_has():
+    for place, ahead in ((torch.Tensor, native.library() is None), (OnAGpu, True)):
+        coin = Keyed(torch.tensor([1]), torch.tensor([2]))
+        coin.place = coin.place.as_subclass(place)
+        coin.ahead(3)
+        assert (coin.noise is not None) == ahead
+
+
 @pytest.mark.skipif(native.library() is None, reason="no C here")
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 5), st.integers(1, 600), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(-2**63, 2**63 - 1), st.floats(0, 1))
