@@ -173,8 +173,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up. x: [T, 2 F], gate first -> [T, F]."""
     T, F = x.shape[0], x.shape[1] // 2
-    y = torch.empty(T, F)
-    library().swiglu(x.contiguous().data_ptr(), y.data_ptr(), T, F)
+    x, y = x.contiguous(), torch.empty(T, F)
+    library().swiglu(x.data_ptr(), y.data_ptr(), T, F)
     return y
 
 
