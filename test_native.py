@@ -193,7 +193,7 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
 
 # ---- Where it cannot be had ------------------------------------------------------------------------------------------------------
 
-WHY = "import native; print(native.library() is None, '|', native.why_not())"
+WHY = "import native; native.FLAGS = ('-O0', *native.FLAGS[1:]); print(native.library() is None, '|', native.why_not())"
 
 
 @pytest.mark.parametrize("name, value, says", [("LLAMA_NATIVE", "0", "LLAMA_NATIVE=0"), ("CC", "/no/such/compiler", "no C compiler"), ("CC", "false", "the C compiler failed")])
