@@ -57,6 +57,11 @@ def constant(value: int | float) -> Tensor:
     return torch.tensor([value])
 
 
+def row_sums(values: Tensor) -> Tensor:
+    """int8[N, K] -> int32[N]. The library makes 32 bits of what it adds first, so: some rows at a time."""
+    return torch.cat([part.sum(1, dtype=torch.int32) for part in values.split(max(1, LARGE // values.shape[1]))])
+
+
 def packed_product(x: Tensor, packed: Tensor, scale: Tensor, zero: int) -> Tensor:
     """(x − zero) Wᵀ · scale, of x: uint8[T, K] and packed int8 weights: float32[T, N]."""
     return torch.ops.onednn.qlinear_pointwise.default(x, 1.0, zero, packed, scale, constant(0), None, 1.0, 0, torch.float32, "none", [], "")
@@ -197,7 +202,7 @@ class QuantizedLinear(nn.Module):
         if self.bits == 8 and self.dtype in (torch.float32, torch.bfloat16) and native.multiplies(self.values):
             self.few = self.values
             if self._adds_exactly():
-                self.steps, self.sums = self.scale[:, 0].float() / most(digit_bits()), self.values.sum(1, dtype=torch.int32)
+                self.steps, self.sums = self.scale[:, 0].float() / most(digit_bits()), row_sums(self.values)
         else:
             self._ready(keep)
 
@@ -223,7 +228,7 @@ class QuantizedLinear(nn.Module):
             return
         self.steps = self.scale[:, 0].float() / most(digit_bits())               # [N]
         if stored:
-            self.sums = self.values.sum(1, dtype=torch.int32)
+            self.sums = row_sums(self.values)
         else:
             self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
 
