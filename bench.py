@@ -73,12 +73,10 @@ def load(path: Path) -> dict[str, Any]:
 
 def keep(path: Path, results: dict[str, Any]) -> None:
     """Put these beside what the file has already."""
-    old = load(path)
-    beside = {(row["target"], row["peer"]) for row in results.get("peers", {}).values()}
-    old["peers"] = {name: row for name, row in old.get("peers", {}).items() if (row["target"], row["peer"]) not in beside}     # whatever ours was then
+    old, again = load(path), {(row["target"], row["peer"]) for row in results.get("peers", {}).values()}
     for name in ("peers", "gpu"):
-        if name in results:
-            results[name] = old.get(name, {}) | results[name]
+        if name in results:                                              # whatever ours was when it met the same peer is gone
+            results[name] = {key: row for key, row in old.get(name, {}).items() if (row.get("target"), row.get("peer")) not in again} | results[name]
     (HERE / path).parent.mkdir(exist_ok=True)
     (HERE / path).write_text(json.dumps(old | results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     say(f"kept in {path}")

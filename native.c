@@ -94,7 +94,7 @@ INLINE float exponential(float x) {                 // e^x = 2^n e^r, |r| ≤ ln
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float n = x * 1.44269504f + 12582912.f - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1 + r * (1 + r * (0.5f + r * (0.16666667f + r * (0.041666667f + r * (0.0083333338f + r * 0.0013888889f)))));
-    union { int32_t i; float f; } u = { ((int32_t)n + 127) << 23 };
+    union { uint32_t i; float f; } u = { (uint32_t)((int32_t)n + 127) << 23 };
     return p * u.f;
 }
 

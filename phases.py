@@ -9,7 +9,8 @@
     the rest   scheduling, bookkeeping, text
 
 A phase inside another counts as itself: the lines add up to the whole. The names are put around the functions only while a profile is
-taken, so that without one they cost nothing, and no page has to know of it.
+taken, so that without one they cost nothing, and no page has to know of it. A model whose layers are one call on a CPU (native.py) goes layer by
+layer meanwhile, so that attention can be told from the rest, and is slower for it.
 
 Invariant: afterwards every function is what it was.
 
@@ -40,7 +41,7 @@ from sampling import Keyed
 from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
-          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (NativeStep, "attend_turned", "attend"),
+          (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (NativeStep, "attend", "attend"), (NativeStep, "attend_turned", "attend"),
           (ChannelStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
           (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
           (speculative, "verify", "sample"), (speculative, "couple", "sample")]

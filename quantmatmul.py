@@ -194,42 +194,32 @@ class QuantizedLinear(nn.Module):
         y = y if bits == 8 else y + 64 * self.sums
         return torch.add(y[:T], y[T:].float(), alpha=1 << bits).mul_(self.steps).mul_(largest).to(x.dtype)
 
-    @torch.no_grad()
     def pack(self, keep: bool = False) -> None:
         """Get ready for a lone text on this CPU: with the integers as they are, where native.py serves them; otherwise as for many."""
-        if self.few is not None or self.path(1) != "tiles" or self.scale.device.type != "cpu":
-            return
-        if self.bits == 8 and self.dtype in (torch.float32, torch.bfloat16) and native.multiplies(self.values):
-            self.few = self.values
-            if self._adds_exactly():
-                self.steps, self.sums = self.scale[:, 0].float() / most(digit_bits()), row_sums(self.values)
-        else:
+        if self.few is None and self.path(1) == "tiles" and self.scale.device.type == "cpu":
+            if self.bits == 8 and self.dtype in (torch.float32, torch.bfloat16) and native.multiplies(self.values):
+                self.few = self.values
             self._ready(keep)
 
     def reorder(self, keep: bool = False) -> None:
         """Get ready for many rows a step."""
         if self.few is not None:
-            self.few = self.sums = None
+            self.few = None
             self._ready(keep)
-
-    def _adds_exactly(self) -> bool:
-        """Whether whole numbers are multiplied: 2^16 products fill 32 bits; of one, _int_mm is wrong."""
-        return self.dtype != torch.float64 and self.bits == 8 and 1 < self.in_features < 1 << 16 and digit_bits() > 0
 
     @torch.no_grad()
     def _ready(self, keep: bool) -> None:
         """The library's products with integers, as they are stored or in its own order (`keep`: an embedding reads rows of W, so they stay)."""
         large = self.in_features * self.out_features > 2 * LARGE and self.in_features < 1 << 16 and digit_bits() == 8
-        stored = keep or self.dtype == torch.bfloat16 and not large              # as they are; in oneDNN's order large ones are 1.2 to 2.9 times
-                                                                                 # as fast up to some 200 rows, and a seventh slower beyond
-        if self.dtype == torch.bfloat16 and (stored or self.bits == 4):
+        stored = keep or self.few is not None or self.dtype == torch.bfloat16 and not large      # as they are; in oneDNN's order large ones are
+                                                                                 # 1.2 to 2.9 times as fast up to some 200 rows, and a seventh slower beyond
+        if self.dtype == torch.bfloat16 and self.few is None and (stored or self.bits == 4):
             self.fused = fused8(self) if self.bits == 8 else None if keep else fused4(self)
-        if not self._adds_exactly():
-            return
+        if self.dtype == torch.float64 or self.bits == 4 or not 1 < self.in_features < 1 << 16 or not digit_bits():
+            return                                                               # 2^16 products fill 32 bits; of one, _int_mm is wrong
         self.steps = self.scale[:, 0].float() / most(digit_bits())               # [N]
-        if stored:
-            self.sums = row_sums(self.values)
-        else:
+        self.sums = row_sums(self.values) if stored else None
+        if not stored:
             self.packed, self.values = torch.ops.onednn.qlinear_prepack(self.values, None), None
 
 

@@ -65,6 +65,15 @@ def test_what_was_measured_before_stays(tmp_path, capsys):
     assert kept["stack"] == [1] and kept["gpu"].keys() == {"kernels", "serving"} and "Serving" in capsys.readouterr().out
 
 
+def test_of_one_peer_only_the_last_comparison_stays(tmp_path, capsys):
+    out, row = tmp_path / "one.json", lambda ours, peer: dict(target="m", ours=ours, peer=peer)
+    bench.keep(out, dict(peers=dict(a=row("INT8 in bfloat16", "one"), b=row("float32", "other"))))
+    bench.keep(out, dict(peers=dict(c=row("INT8 in float32", "one"))))
+    assert json.loads(out.read_text())["peers"].keys() == {"b", "c"}
+    bench.keep(out, dict(stack=[1]))
+    assert json.loads(out.read_text())["peers"].keys() == {"b", "c"}
+
+
 @pytest.mark.parametrize("arguments, told", [(["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gguf", "x"], "--gguf is for"),
                                              (["--target", "x"], "--target is for"), (["--gpu", "decode"], "needs a GPU")])
 def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):

@@ -2,8 +2,11 @@
 import json
 import time
 
+import pytest
+
 import phases
 from generate import main
+from nativestep import NativeStep
 from sampling import Keyed
 
 
@@ -21,16 +24,17 @@ def test_afterwards_every_function_is_what_it_was():
     own = {(owner, name): vars(owner)[name] for owner, name, _ in phases.PHASES}
     try:
         with phases.Phases().watched():
-            assert all(vars(owner)[name] is not run for (owner, name), run in own.items())
+            assert all(vars(owner)[name] is not run for (owner, name), run in own.items()) and not NativeStep.whole
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    assert all(vars(owner)[name] is run for (owner, name), run in own.items()) and (Keyed, "pick") in own
+    assert NativeStep.whole and all(vars(owner)[name] is run for (owner, name), run in own.items()) and (Keyed, "pick") in own
 
 
-def test_the_command_writes_a_trace_with_the_phases_by_name(tmp_path, capsys):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_command_writes_a_trace_with_the_phases_by_name(dtype, tmp_path, capsys):
     file = tmp_path / "trace.json"
-    plain = ["--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once upon a time"]
+    plain = ["--dtype", dtype, "--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once upon a time"]
     assert main(plain) == 0
     text = capsys.readouterr().out
     assert main(["--profile", str(file), *plain]) == 0
