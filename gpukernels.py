@@ -10,7 +10,7 @@ numbers as they were, which is what rounding costs, and to the rounded ones, whi
 
 Invariant: greedy texts are the CPU's; where one parts from it the CPU's two best logits are nearly equal, and the row says by how much.
 
-Not covered: what fused.py and threshold.py do.
+Not covered: what fused.py and draw.py do.
 
     n queries · m keys · H query heads · G key/value heads · D head size
 """

@@ -9,7 +9,7 @@ a token is accepted, rejected or drawn only against distributions that something
     min-p         keep those with at least min_p times the probability of the most probable (Nguyen et al. 2024)
 
 Ties go to the lower index, so that top-k keeps exactly k. Only the largest candidates are sorted, never the whole vocabulary; on a GPU none
-is, and nobody waits for a number (threshold.py).
+is, nobody waits for a number, and all of it, coin included, is six launches (draw.py).
 
 All randomness goes through a coin with two verbs: `accept(prob)` and `pick(probs)`. `Keyed` is the one used in production. It is
 counter-based: number i of a stream is a hash of (seed, position, role, i), with no state, so a text does not depend on who
@@ -44,10 +44,13 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     """
     check_settings(temperature, top_k, top_p, min_p)
     dtype, rows = torch.float64 if logits.dtype == torch.float64 else torch.float32, logits.reshape(-1, logits.shape[-1])      # [B, V]
-    if _is_zero(temperature, on_gpu(logits.device)):                                         # and no filter drops the largest
+    if on_gpu(logits.device):
+        import draw
+        return draw.probabilities(rows, temperature, top_k, top_p, min_p, dtype).view(logits.shape)
+    if not temperature.any() if isinstance(temperature, Tensor) else temperature == 0:      # and no filter drops the largest
         return _hot(rows).to(dtype).view(logits.shape)
     rows = rows.double()
-    k, p, m = (None if s is None else _column(s, rows) for s in (top_k, top_p, min_p))
+    k, p, m = (None if s is None else column(s, rows) for s in (top_k, top_p, min_p))
     probs = _softmax(rows, temperature)
     if k is not None or p is not None:
         probs = _keep_top(probs, k, p)
@@ -71,7 +74,7 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
             raise ValueError(f"{name} is {value!r}: it must be {rule}")
 
 
-def _column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
+def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as float64[B, 1]."""
     if not isinstance(setting, Tensor):
         return torch.full((len(rows), 1), setting, dtype=torch.float64, device=rows.device)  # filled there: nothing is copied
@@ -79,19 +82,13 @@ def _column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     return (values.expand(len(rows)) if values.dim() == 0 else values.reshape(-1))[:, None]
 
 
-def _is_zero(temperature: Setting, blind: bool) -> bool:
-    """Whether every row has temperature 0. blind: a tensor is not looked at."""
-    return not (blind or bool(temperature.any())) if isinstance(temperature, Tensor) else temperature == 0
-
-
 def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
     """float64[B, V] -> probabilities. Where the temperature is 0, a one-hot at the first of the largest logits."""
     if temperature is None or (not isinstance(temperature, Tensor) and temperature == 1):
         return rows.softmax(-1)
-    t = _column(temperature, rows)
-    zero, look = t == 0, not on_gpu(rows.device)                                             # a GPU would have to be waited for
-    rows = rows - rows.amax(-1, keepdim=True)                                                # the largest is 0: nothing overflows
-    if not zero.any() if look else not isinstance(temperature, Tensor) and temperature > 0:
+    t = column(temperature, rows)
+    zero, rows = t == 0, rows - rows.amax(-1, keepdim=True)                                  # the largest is 0: nothing overflows
+    if not zero.any():
         return (rows / t).softmax(-1)
     return torch.where(zero, _hot(rows), (rows / torch.where(zero, 1, t)).softmax(-1))
 
@@ -103,9 +100,6 @@ def _hot(rows: Tensor) -> Tensor:
 
 def _keep_top(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
     """Zero all but the n most probable of each row, n being what top-k and then top-p leave."""
-    if on_gpu(probs.device):
-        from threshold import keep_top
-        return keep_top(probs, k, p)
     V = probs.shape[-1]
     k = torch.full_like(probs[:, :1], V) if k is None else torch.where((k < 1) | (k > V), V, k)
     k, p = k.long(), torch.ones_like(probs[:, :1]) if p is None else p
@@ -184,7 +178,7 @@ class Keyed:
         return part
 
     def ahead(self, V: int) -> None:
-        if self.noise is None and len(self.place) * V <= LITTLE and not self._in_c():
+        if self.noise is None and len(self.place) * V <= LITTLE and not self._on_the_way():
             self.noise = self._exponential(_steps(V, self.place.device))
 
     def accept(self, prob: Tensor) -> Tensor:
@@ -195,7 +189,10 @@ class Keyed:
         """probs: float[B, V] -> int64[B], an index with these probabilities (one of probability 0 only if all are)."""
         if self.noise is not None:
             return (probs / self.noise).argmax(-1)
-        if probs.device.type == "cpu" and probs.shape[1] and self._in_c():
+        if on_gpu(probs.device):
+            import draw
+            return draw.pick(probs, self.place ^ self.role)
+        if probs.device.type == "cpu" and probs.shape[1] and self._on_the_way():
             return native.pick(probs, self.place, self.role)
         steps = _steps(probs.shape[1], probs.device)
         if probs.numel() <= LITTLE or probs.device.type != "cpu" or probs.amin() > 0:
@@ -205,8 +202,9 @@ class Keyed:
             return torch.zeros(len(probs), dtype=torch.int64)
         return columns[(probs[:, columns] / self._exponential(steps[columns])).argmax(-1)]
 
-    def _in_c(self) -> bool:
-        return self.place.device.type == "cpu" and native.library() is not None
+    def _on_the_way(self) -> bool:
+        """Whether noise is made where it is used, by C or by a GPU's kernel."""
+        return on_gpu(self.place.device) or self.place.device.type == "cpu" and native.library() is not None
 
     def _uniform(self, roles: Tensor | int, steps: Tensor | int = 0) -> Tensor:
         """52-bit uniforms in [0, 1): float64[B, len(roles)], where the streams of these roles begin, or [B, len(steps)], so far along one."""

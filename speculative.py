@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters import Drafter, ModelDrafter, Round, pack
@@ -59,7 +58,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Te
     stands = coin.accept(torch.where(q_x > 0, p_x / q_x, 0).clamp(max=1))
     accepted = stands.long().cumprod(1).sum(1)                                              # [B], up to the first that does not
     at = accepted[:, None, None].expand(B, 1, V)
-    p_there, q_there = p.gather(1, at)[:, 0], F.pad(q, (0, 0, 0, 1)).gather(1, at)[:, 0]    # [B, V]; q is 0 after the last draft
+    p_there, q_there = p.gather(1, at)[:, 0], q.gather(1, at.clamp(max=k - 1))[:, 0]        # [B, V]
+    q_there = torch.where(accepted[:, None] < k, q_there, 0)                                # after the last draft it is 0
     residual = (p_there - q_there).clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     return accepted, coin.pick(torch.where(mass > 0, residual / mass, p_there))             # no mass: p = q up to rounding

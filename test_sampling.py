@@ -275,8 +275,10 @@ def test_noise_is_made_ahead_only_where_it_is_little():
     assert coin.noise is None and coin[1:].noise is None
 
 
-def test_a_gpu_has_its_noise_made_ahead_whatever_its_host_has():
-    for place, ahead in ((torch.Tensor, native.library() is None), (OnAGpu, True)):
+def test_noise_is_made_ahead_where_nothing_makes_it_on_the_way(monkeypatch):
+    """By C on a CPU, by Triton on a GPU; a GPU without Triton has its noise made ahead whatever its host has."""
+    for place, triton, ahead in ((torch.Tensor, True, native.library() is None), (OnAGpu, True, False), (OnAGpu, False, True)):
+        monkeypatch.setattr("sampling.on_gpu", lambda device: triton and device.type == "cuda")
         coin = Keyed(torch.tensor([1]), torch.tensor([2]))
         coin.place = coin.place.as_subclass(place)
         coin.ahead(3)
