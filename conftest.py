@@ -115,9 +115,10 @@ def meanwhile(request: pytest.FixtureRequest, begun: dict[tuple[Any, ...], Futur
     return begun[request.node.get_closest_marker("meanwhile").args].result
 
 
-def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def program(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     """python ARGUMENTS, on one thread."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 PEAK = """

@@ -1,5 +1,7 @@
 """C against plain torch: few rows, ragged shapes, poisoned surroundings; and what happens where there is no compiler."""
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -196,20 +198,35 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
 WHY = "import native; native.FLAGS = ('-O0', *native.FLAGS[1:]); print(native.library() is None, '|', native.why_not())"
 
 
-@pytest.mark.parametrize("name, value, says", [("LLAMA_NATIVE", "0", "LLAMA_NATIVE=0"), ("CC", "/no/such/compiler", "no C compiler"), ("CC", "false", "the C compiler failed")])
-def test_without_a_compiler_there_is_a_reason(name, value, says, monkeypatch, tmp_path):
-    monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told = program("-c", WHY).stdout
-    assert told.startswith("True | " + says), told
+def told(**environment: str) -> str:
+    """By a process of its own."""
+    return program("-c", WHY, **environment).stdout
 
 
-def test_it_is_compiled_once_and_where_nothing_can_be_kept_for_one_process(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert program("-c", WHY).stdout.startswith("False | ")
-    made = list(tmp_path.rglob("*"))
-    assert [path.suffix for path in made if path.is_file()] == [".so"]
-    assert program("-c", WHY).stdout.startswith("False | ") and list(tmp_path.rglob("*")) == made
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert program("-c", WHY).stdout.startswith("False | ")
+def reason(name: str, value: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return told(XDG_CACHE_HOME=folder, **{name: value})
+
+
+def attempts(times: int) -> tuple[list[str], list[list[Path]]]:
+    """Where nothing was kept yet, once more, and where nothing can be kept -> what each says, and what lies there after each but the last."""
+    with tempfile.TemporaryDirectory() as folder:
+        says, kept = [], []
+        for _ in range(times):
+            says.append(told(XDG_CACHE_HOME=folder))
+            kept.append([path for path in Path(folder).rglob("*") if path.is_file()])
+        Path(folder, "file").touch()
+        return [*says, told(XDG_CACHE_HOME=f"{folder}/file")], kept
+
+
+@pytest.mark.parametrize("says", [pytest.param(says, marks=pytest.mark.meanwhile(reason, name, value)) for name, value, says in
+                                  (("LLAMA_NATIVE", "0", "LLAMA_NATIVE=0"), ("CC", "/no/such/compiler", "no C compiler"), ("CC", "false", "the C compiler failed"))])
+def test_without_a_compiler_there_is_a_reason(says, meanwhile):
+    assert meanwhile().startswith("True | " + says), meanwhile()
+
+
+@pytest.mark.meanwhile(attempts, 2)
+def test_it_is_compiled_once_and_where_nothing_can_be_kept_for_one_process(meanwhile):
+    says, (first, second) = meanwhile()
+    assert [one[:8] for one in says] == ["False | "] * 3, says
+    assert [path.suffix for path in first] == [".so"] and first == second

@@ -1,4 +1,5 @@
 """The front page: its figures are those of results/*.json, its commands are accepted, its map is complete."""
+import ast
 import importlib
 import re
 import shlex
@@ -38,6 +39,15 @@ def test_tables_and_pictures_are_those_of_the_results():
 def test_the_map_has_every_page_and_no_other():
     mapped = re.findall(r"^\| `(\w+\.py)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
     assert len(mapped) == len(set(mapped)) and set(mapped) <= pages() and pages() <= set(mapped)
+
+
+def test_a_page_builds_on_pages_above_it():
+    """In reading order: at module level nothing is imported from further down."""
+    mapped = re.findall(r"^\| `(\w+)\.py` \|", README, re.MULTILINE)
+    for i, page in enumerate(mapped):
+        for node in ast.parse((HERE / f"{page}.py").read_text(encoding="utf-8")).body:
+            imported = [name.name for name in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not set(imported) & set(mapped[i:]), page
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))

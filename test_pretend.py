@@ -1,0 +1,88 @@
+"""The whole program as on a GPU, by pretend.py: the same texts as on a CPU, nothing of the host among what is there, one wait a step."""
+import io
+import json
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+import pretend
+from conftest import program, write_model
+
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+SAMPLED = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "20", "--min-p", "0.01"]
+CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"], "INT8": ["--bits", "8", "--kv-bits", "8"],
+         "INT4": ["--bits", "4", "--kv-bits", "4"], "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"],
+         "drafts": [*SAMPLED, "--draft", "DRAFT", "--gamma", "2"], "coupled": ["--draft", "DRAFT", "--gamma", "2", "--verify", "coupled"],
+         "its own draft": ["--draft", "self", "--gamma", "2"], "n-grams": ["--draft", "ngram", "--gamma", "2"], "by the clock": ["--draft", "DRAFT", "--gamma", "auto"]}
+WAITS = {"step", "write_drafts", "measure_plain"}       # the second where a draft has much to read, the third where nobody decodes without drafts
+
+
+def text(device: str, arguments: list[str]) -> str:
+    """What the program prints."""
+    from generate import main
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
+    with redirect_stdout(out), redirect_stderr(err):
+        assert main(["--device", device, "--max-tokens", "5", "--seed", "3", *arguments, "hello hello hello"]) == 0, err.seek(0) or err.read()
+    out.seek(0)
+    return out.read()
+
+
+def runs() -> dict[str, Any]:
+    """Each case: [is it the CPU's text, where it waited, for how many steps]."""
+    from speculative import Decoder
+    found, steps, step = {}, [], Decoder.step
+    Decoder.step = lambda self, work: steps.append(None) or step(self, work)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = write_model(Path(folder, "a"), **SHAPE), write_model(Path(folder, "b"), seed=3, **SHAPE)
+        for name, arguments in CASES.items():
+            arguments = ["--target", str(target), *(["--dtype", "float32"] if "--dtype" not in arguments else []),
+                         *(str(draft) if x == "DRAFT" else x for x in arguments)]
+            wanted = text("cpu", arguments)
+            steps.clear()
+            with pretend.pretended() as waits:
+                found[name] = [text("cuda", arguments) == wanted, waits, len(steps)]
+    return found
+
+
+def wrong() -> list[str]:
+    """What is done to tensors there as one must not -> what is said of it."""
+    said = []
+    with pretend.pretended() as waits:
+        x = torch.arange(3, device="cuda")
+        for mistake in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.tensor([1]))), lambda: pretend.PRESENT[-1].record(lambda: (x + 1).tolist())):
+            with pytest.raises(RuntimeError) as error:
+                mistake()
+            said.append(str(error.value))
+        assert (x + torch.tensor(1)).sum().item() == 6 and x[x > 1].cpu().tolist() == [2] and waits == ["wrong"] * 3
+        replay = pretend.PRESENT[-1].record(lambda: x.add_(1))
+        replay()
+        assert x.tolist() == [2, 3, 4]
+    return said
+
+
+def in_a_process(*functions: str) -> dict[str, Any]:
+    """What they return."""
+    done = program("-c", f"import json, pretend; pretend.begin(); import test_pretend as t; print(json.dumps({{f: getattr(t, f)() for f in {functions}}}))")
+    if "is built for CUDA" in done.stderr:
+        pytest.skip("PyTorch is built for CUDA")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.meanwhile(in_a_process, "runs", "wrong")
+def test_the_program_as_on_a_gpu(name, meanwhile):
+    same, waits, steps = meanwhile()["runs"][name]
+    assert (same or name == "by the clock") and waits.count("step") == steps > 1 and set(waits) <= WAITS
+
+
+@pytest.mark.meanwhile(in_a_process, "runs", "wrong")
+def test_what_would_fail_there_fails_here(meanwhile):
+    host, beside, recorded = meanwhile()["wrong"]
+    assert "on the host" in host and "on the host" in beside and "waits for the device" in recorded
