@@ -292,25 +292,25 @@ def texts(model: Model, draft, gamma: int | None, temperature: float, seeds: Seq
     return [made(request) for request in requests]
 
 
-FIFTY = [f"{a} {b}" for a in PROMPTS[:10] for b in ("and then", "was happy", "the", "ran", "big big big")]
+MANY = [f"{a} {b}" for a in PROMPTS[:8] for b in ("and then", "the", "big big big")]
 
 
 def test_greedy_texts_are_the_same_with_every_drafter(pair):
     model, draft = pair
-    plain = texts(model, None, 0, 0, range(50), FIFTY, 10, False)
-    assert len(set(plain)) > 40
+    plain = texts(model, None, 0, 0, range(24), MANY, 10, False)
+    assert len(set(plain)) > 18
     for drafter, gamma in ((draft, 1), (draft, 4), (draft, None), ("ngram", 2), ("ngram", 5)):
-        assert texts(model, drafter, gamma, 0, range(50), FIFTY, 10, False) == plain
+        assert texts(model, drafter, gamma, 0, range(24), MANY, 10, False) == plain
 
 
 def test_coupled_texts_are_those_of_plain_decoding(pair):
     model, draft = pair
-    prompts = (PROMPTS * 2)[:20]
-    plain = texts(model, None, 0, 1.0, range(20), prompts, 16, False)
-    assert len(set(plain)) == 20
+    prompts, seeds = PROMPTS[:12], range(12)
+    plain = texts(model, None, 0, 1.0, seeds, prompts, 16, False)
+    assert len(set(plain)) == 12
     for drafter, gamma in ((draft, 1), (draft, 3), (draft, None), ("ngram", 3)):
-        assert texts(model, drafter, gamma, 1.0, range(20), prompts, 16, True) == plain
-    assert texts(model, draft, 3, 1.0, range(20), prompts, 16, False) != plain      # rejection sampling: the same law, another text
+        assert texts(model, drafter, gamma, 1.0, seeds, prompts, 16, True) == plain
+    assert texts(model, draft, 3, 1.0, seeds, prompts, 16, False) != plain      # rejection sampling: the same law, another text
 
 
 def test_greedy_float32_differs_at_near_ties_only():
