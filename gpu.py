@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from gamma import expected_tokens
-from gpukernels import kernels
-from gpumodels import QUICK, Case, Roof, Scale, engine, random_model, request, roofs
+from gpukernels import kernels, logits_of
+from gpumodels import QUICK, Case, Roof, Scale, clock, engine, random_model, request, roofs
 from gpuserving import serving
 from kvcache import kv_bytes
 from measure import at_once, seconds_a_token, weight_bytes
 from model import Llama
 from peers import INSTALL, RandomTransformers, installed
-from sampling import Keyed
+from sampling import Keyed, probabilities
 
 # ---- Decoding -------------------------------------------------------------------------------------------------------------------
 
@@ -42,20 +42,21 @@ def decode(scale: Scale, roof: Roof) -> Case:
     """One stream."""
     rows = []
     for name, config in scale.models:
-        first = 0.0
+        first, logits, coin = 0.0, logits_of(1, config.vocab_size, scale), Keyed(*torch.zeros(2, 1, dtype=torch.int64, device=scale.device))
+        filtered = clock(lambda: coin.pick(probabilities(logits, 0.6, top_p=0.9)), scale)
         for bits in (16, 8, 4):
             llama = random_model(config, bits, scale)
             one = median(plain_seconds(llama, scale) for _ in range(scale.turns))
             c, first = config, first or one
             read = weight_bytes(llama) + kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, scale.context, scale.dtype)
-            rows.append([f"{name}, {bits} bits", 1 / one, 1e3 * one, f"{read / one / roof[0]:.0%}", f"{first / one:.2f}", ""])
+            rows.append([f"{name}, {bits} bits", 1 / one, 1e3 * one, f"{read / one / roof[0]:.0%}", f"{first / one:.2f}", f"{filtered / one:.1%}", ""])
             del llama
             if bits == 16 and installed("transformers"):
                 rows[-1][-1] = ", ".join(f"{seconds / one:.2f} of {kind}" for kind, seconds in
                                          RandomTransformers(config, scale.device, scale.dtype).seconds_a_token(scale.context, scale.count, scale.turns).items())
     notes = [] if installed("transformers") else [f"transformers is not installed here, so nothing is compared with it: {INSTALL['transformers']}"]
     return dict(title=f"One stream after a prompt of {scale.context} tokens, random weights",
-                headers=("shapes", "tokens/s", "ms a token", "of the read bandwidth", "times 16 bits", "times transformers"), rows=rows, notes=notes)
+                headers=("shapes", "tokens/s", "ms a token", "of the read bandwidth", "times 16 bits", "sampling with top-p, of that", "times transformers"), rows=rows, notes=notes)
 
 
 def plain_seconds(llama: Llama, scale: Scale) -> float:

@@ -3,6 +3,7 @@
     prefill     one prompt stored and read at once, beside the library's attention: a share of the rate of bf16 products
     decode      one query of each of many texts over 16, 8 and 4 bits: a share of the read bandwidth
     products    gate and up by rows and bits: a share of both
+    sampling    from logits to tokens, beside softmax, a sort and torch.multinomial
     greedy      the embedded pair in float32, token by token beside the CPU
 
 An error is the length of the difference to what float32 gives, over the length of that. There are two where numbers were rounded: to the
@@ -10,7 +11,7 @@ numbers as they were, which is what rounding costs, and to the rounded ones, whi
 
 Invariant: greedy texts are the CPU's; where one parts from it the CPU's two best logits are nearly equal, and the row says by how much.
 
-Not covered: what fused.py and draw.py do.
+Not covered: what fused.py does.
 
     n queries · m keys · H query heads · G key/value heads · D head size
 """
@@ -35,6 +36,7 @@ from pretrained import Model
 from quant import dequantize, quantize
 from quantmatmul import QuantizedLinear
 from request import Request, Settings
+from sampling import Keyed, probabilities
 
 PROMPTS = ("Once upon a time", "The little dog", "Lily saw", "One day, Tom", "Mom said", "A big red ball", "In the park", "The sun was")
 
@@ -43,7 +45,7 @@ def kernels(scale: Scale, roof: Roof) -> Case:
     attend = [row for name, config in scale.models for row in prefill(config, scale, roof)] + decode_attention(scale.models[0][1], scale, roof)
     return dict(title="Kernels: shares of the machine's roof, beside the library's and plain operations", notes=[],
                 headers=("operation", "ms", "of the read bandwidth", "of the bf16 rate", "times the library's speed", "error"),
-                rows=[*attend, *products(scale, roof), *greedy_rows(scale)])
+                rows=[*attend, *products(scale, roof), *sampling(scale, roof), *greedy_rows(scale)])
 
 
 # ---- Attention ------------------------------------------------------------------------------------------------------------------
@@ -149,6 +151,44 @@ def products(scale: Scale, roof: Roof) -> list[list[Any]]:
                          f"{2 * T * N * K / spent / roof[1]:.0%}", f"{first[T] / spent:.2f} of 16 bits",
                          own if rounded is None else f"{relative(out, x.float() @ weight.float().T):.1e}, {own} beside what is stored"])
     return rows
+
+
+# ---- Sampling -------------------------------------------------------------------------------------------------------------------
+
+FILTERS: dict[str, dict[str, float]] = {"no filter": {}, "top-p 0.9": dict(top_p=0.9), "top-k 50, top-p 0.9": dict(top_k=50, top_p=0.9)}
+
+
+def logits_of(B: int, V: int, scale: Scale, sharpness: float = 4.0) -> Tensor:
+    """[B, V], normally distributed."""
+    return sharpness * torch.randn(B, V, device=scale.device, dtype=scale.dtype, generator=torch.Generator(scale.device).manual_seed(B))
+
+
+def sampling(scale: Scale, roof: Roof) -> list[list[Any]]:
+    """Tokens of one row and of many, at temperature 0.6. The share is of reading the logits once."""
+    rows, V = [], scale.models[0][1].vocab_size
+    for B in (scale.streams[0], scale.streams[-1]):
+        logits = logits_of(B, V, scale)
+        for name, setting in FILTERS.items():
+            coin, beside = (Keyed(torch.arange(B, device=where), torch.arange(B, device=where)) for where in (scale.device, "cpu"))
+            ours, theirs = (clock(run, scale) for run in (lambda: coin.pick(probabilities(logits, 0.6, **setting)), lambda: by_sorting(logits, 0.6, **setting)))
+            wanted = beside.pick(probabilities(logits.cpu(), 0.6, **setting))
+            differ = int((coin.pick(probabilities(logits, 0.6, **setting)).cpu() != wanted).sum())
+            rows.append([f"sampling, {B} of {V} candidates, {name}", 1e3 * ours, f"{logits.nbytes / ours / roof[0]:.0%}", "",
+                         f"{theirs / ours:.2f} of plain operations", f"{differ} of {B} tokens are not the CPU's"])
+    return rows
+
+
+def by_sorting(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """As one writes it with the library."""
+    probs = (logits.float() / temperature).softmax(-1)
+    if top_k is not None:
+        probs = torch.where(probs >= probs.topk(min(top_k, probs.shape[-1])).values[:, -1:], probs, 0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if top_p is not None:
+        ordered, places = probs.sort(descending=True)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0)
+        probs = torch.zeros_like(probs).scatter_(-1, places, ordered)
+    return torch.multinomial(probs, 1)[:, 0]
 
 
 # ---- The same tokens ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import native
 from gpumodels import QUICK, TOY
 from measure import weight_bytes
 from pretrained import Model
+from sampling import probabilities
 
 ROOF = (1e10, 1e11)
 
@@ -79,6 +80,17 @@ def test_errors_of_products_are_within_their_rounding():
         assert row[0].endswith(f", {bits} bits")
         rounding, own = (float(told.split()[0]) for told in (row[-1].split(", ")[0], row[-1].split(", ")[-1]))
         assert own < 1e-4 and (rounding < 1e-6 if bits == 16 else {8: 1e-3, 4: 2e-2}[bits] < rounding < {8: 1e-2, 4: 0.2}[bits])
+
+
+@torch.inference_mode()
+def test_sampling_beside_the_cpus_and_by_sorting():
+    rows = gpukernels.sampling(QUICK, ROOF)
+    assert [row[0].split(", ", 2)[2] for row in rows] == [*gpukernels.FILTERS] * 2 and all(row[-1].startswith("0 of ") for row in rows)
+    logits = gpukernels.logits_of(2000, 16, QUICK)[:1].expand(2000, -1)                    # one row, many times
+    for setting in gpukernels.FILTERS.values():
+        law = probabilities(logits[:1], 0.6, **setting)[0]
+        drawn = torch.bincount(gpukernels.by_sorting(logits, 0.6, **setting), minlength=16) / 2000
+        assert (drawn - law).abs().max() < 0.05 and not drawn[law == 0].any()
 
 
 # ---- The same tokens
