@@ -32,7 +32,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
 """
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -69,7 +69,11 @@ class Round:
         self.coupled, self.width = coupled, 1 + max(gammas, default=0)                      # a text makes up to so many tokens
         self.places = [(request.settings.seed, len(request.tokens) + j, TEXT) if coupled else (request.settings.seed, len(request.tokens), role)
                        for request in requests for j, role in enumerate([TEXT, *map(draft_role, range(self.width - 1))])]
-        self.coins = coin(*send(self.places, device).view(-1, 3).unbind(1))                 # int64[B · width] each
+
+    @cached_property
+    def coins(self) -> Any:
+        """Of all texts, one after the other: B · width of them. They are made when a GPU has its pass to do."""
+        return self.coin(*send(self.places, self.device).view(-1, 3).unbind(1))
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Room for what is drafted: int64[B, k], all −1, and float[B, k, V], all zero."""

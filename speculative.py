@@ -184,11 +184,10 @@ class Decoder:
         owner = [b for b, gamma in enumerate(round.gammas) for _ in range(gamma + 1)]       # [R], the text of each row,
         place = [b * (k + 1) + j for b, gamma in enumerate(round.gammas) for j in range(gamma + 1)]         # and its place in the result
         step = self.cache.extend([(w.request.seq, [max(token, -1) for token in piece]) for w, piece in zip(work, new)])
-        wanted, columns = None if len(rows) == len(tokens) else send(rows, round.device), round.columns(owner)
-        whole = None if len(rows) == B * (k + 1) else send(place, round.device)             # all that is sent is on its way
-        probs = round.probabilities(self.target(tokens, step, rows=wanted), columns)
-        if whole is not None:
-            probs = probs.new_zeros(B * (k + 1), probs.shape[-1]).index_copy_(0, whole, probs)
+        logits = self.target(tokens, step, rows=None if len(rows) == len(tokens) else send(rows, round.device))
+        probs = round.probabilities(logits, round.columns(owner))                           # a GPU is busy meanwhile
+        if len(rows) < B * (k + 1):
+            probs = probs.new_zeros(B * (k + 1), probs.shape[-1]).index_copy_(0, send(place, round.device), probs)
         return probs.view(B, k + 1, probs.shape[-1])
 
     def _pending(self, w: Work) -> list[int]:
