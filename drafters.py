@@ -158,11 +158,14 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
 
 
 def writer(cache: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`write_drafts`, or a recording of it where the cache's steps can be made on the device (not of keys that are rounded by the group)."""
-    if not cache.in_place or isinstance(cache, ChannelKeys):
+    """`write_drafts`, or its work at once: on a GPU a recording, on a CPU a call. (Not of keys that are rounded by the group.)"""
+    if isinstance(cache, ChannelKeys):
         return write_drafts
-    from graphs import Drafts
-    return Drafts()
+    if cache.in_place:
+        from graphs import Drafts
+        return Drafts()
+    from nativedrafts import write_at_once
+    return write_at_once
 
 
 class ModelDrafter(Drafter):

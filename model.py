@@ -265,7 +265,7 @@ class Llama(nn.Module):
                 module.pack()
             elif isinstance(module, (Linear, QuantizedLinear)):
                 module.pack(keep=getattr(module, "weight", module) is self.embed)
-        self.few = native.Layers.of(self.layers, self.norm)
+        self.few = native.Layers.of(self)
         return self
 
     def reorder(self) -> None:
@@ -306,11 +306,11 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
         step = step or Alone(tokens)
-        cos, sin = self.turns(step.positions)
         x, delta = self.look_up(tokens), None                                                # [T, C]
         if self.few is not None and isinstance(step, NativeStep) and step.whole and x.shape[0] <= native.ROWS:
-            y = step.through(self.few, x, cos, sin)
+            y = step.through(self.few, x, *self.turns(step.positions))
             return self.head(y if rows is None else y[rows])
+        cos, sin = self.turns(step.positions)
         turned = getattr(step, "attend_turned", None) if fuses(x) else None
         for i, layer in enumerate(self.layers):
             x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i), turned and partial(turned, i))

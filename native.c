@@ -50,9 +50,28 @@ INLINE float sum(vec v) {
 
 // ---- Products ----------------------------------------------------------------------------------------------------------------
 
+// s + STEP numbers of a row of W times as many of x, by pieces. x is float32, and bfloat16 where W is.
+enum { STEP_f32 = LANES, STEP_i8 = LANES };
+typedef float x_f32, x_i8;
+typedef uint16_t x_bf16;
+INLINE vec mac_f32(vec s, const float *w, const x_f32 *x) { return s + load_f32(w) * load_f32(x); }
+INLINE vec mac_i8(vec s, const int8_t *w, const x_i8 *x) { return s + load_i8(w) * load_f32(x); }
+#ifdef __AVX512BF16__
+enum { STEP_bf16 = 2 * LANES };
+INLINE vec mac_bf16(vec s, const uint16_t *w, const x_bf16 *x) {
+    return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
+}
+#else
+enum { STEP_bf16 = LANES };
+INLINE vec mac_bf16(vec s, const uint16_t *w, const x_bf16 *x) { return s + load_bf16(w) * load_bf16(x); }
+#endif
+INLINE float one_mac_f32(float w, x_f32 x) { return w * x; }
+INLINE float one_mac_i8(int8_t w, x_i8 x) { return w * x; }
+INLINE float one_mac_bf16(uint16_t w, x_bf16 x) { return one_bf16(w) * one_bf16(x); }
+
 // Rows n and m of W, times T rows of x.
 #define PAIR(kind, type, T)                                                                                             \
-static void pairs_##kind##T(const float *x, const type *w, const uint16_t *scale, float *y, long first, long last, long N, long K) { \
+static void pairs_##kind##T(const x_##kind *x, const type *w, const uint16_t *scale, float *y, long first, long last, long N, long K) { \
     long half = (last - first + 1) / 2;                                                                                 \
     for (long n = first; n < first + half; n++) {                                                                       \
         long m = n + half < last ? n + half : n;                                                                        \
@@ -60,12 +79,13 @@ static void pairs_##kind##T(const float *x, const type *w, const uint16_t *scale
         vec s[T][2];                                                                                                    \
         UNROLL for (int t = 0; t < T; t++) s[t][0] = s[t][1] = (vec){0};                                                \
         long k = 0;                                                                                                     \
-        for (; k + LANES <= K; k += LANES) {                                                                            \
-            vec u = load_##kind(a + k), v = load_##kind(b + k);                                                         \
-            UNROLL for (int t = 0; t < T; t++) { vec z = load_f32(x + t * K + k); s[t][0] += u * z; s[t][1] += v * z; } \
-        }                                                                                                               \
+        for (; k + STEP_##kind <= K; k += STEP_##kind)                                                                  \
+            UNROLL for (int t = 0; t < T; t++) {                                                                        \
+                s[t][0] = mac_##kind(s[t][0], a + k, x + t * K + k);                                                    \
+                s[t][1] = mac_##kind(s[t][1], b + k, x + t * K + k);                                                    \
+            }                                                                                                           \
         for (; k < K; k++)                                                                                              \
-            UNROLL for (int t = 0; t < T; t++) { float z = x[t * K + k]; s[t][0][0] += one_##kind(a[k]) * z; s[t][1][0] += one_##kind(b[k]) * z; } \
+            UNROLL for (int t = 0; t < T; t++) { s[t][0][0] += one_mac_##kind(a[k], x[t * K + k]); s[t][1][0] += one_mac_##kind(b[k], x[t * K + k]); } \
         float one = scale ? one_bf16(scale[n]) : 1, two = scale ? one_bf16(scale[m]) : 1;                               \
         UNROLL for (int t = 0; t < T; t++) { y[t * N + n] = sum(s[t][0]) * one; y[t * N + m] = sum(s[t][1]) * two; }    \
     }                                                                                                                   \
@@ -75,8 +95,8 @@ static void pairs_##kind##T(const float *x, const type *w, const uint16_t *scale
 #define PRODUCT(kind, type)                                                                                             \
 PAIR(kind, type, 1) PAIR(kind, type, 2) PAIR(kind, type, 3) PAIR(kind, type, 4)                                         \
 PAIR(kind, type, 5) PAIR(kind, type, 6) PAIR(kind, type, 7) PAIR(kind, type, 8)                                         \
-void product_##kind(const float *x, const type *w, const uint16_t *scale, float *y, long T, long N, long K) {           \
-    static void (*const pairs[])(const float *, const type *, const uint16_t *, float *, long, long, long, long) =      \
+void product_##kind(const x_##kind *x, const type *w, const uint16_t *scale, float *y, long T, long N, long K) {        \
+    static void (*const pairs[])(const x_##kind *, const type *, const uint16_t *, float *, long, long, long, long) =   \
         { 0, pairs_##kind##1, pairs_##kind##2, pairs_##kind##3, pairs_##kind##4, pairs_##kind##5, pairs_##kind##6, pairs_##kind##7, pairs_##kind##8 }; \
     _Pragma("omp parallel if (N * K > 1 << 16)")                                                                        \
     {                                                                                                                   \

@@ -9,11 +9,13 @@ and reads it as two streams, row n of its first half and row n of its second:
     thread 0    W[0] W[1] … →       thread 1    W[N/2] W[N/2 + 1] … →           sixteen numbers at a time, times those of each of T rows of x,
                 W[N/4] … →                      W[3N/4] … →                     in registers: W passes once for all of them
 
-INT8 and bfloat16 become float32 in registers, and a row of INT8 has its scale when its sum is done; x is never rounded.
+INT8 becomes float32 in registers, and has its scale when a row's sum is done. bfloat16, x too, is multiplied as it is where there are instructions
+for it, thirty-two numbers at a time; elsewhere it becomes float32.
 
 And what lies between. Memory stands still while Python finds the next operation, a few microseconds each, some three hundred times a token. So what
 a layer does between two products is one call (as fused.py's on a GPU), attention reads keys and values where they lie and takes another, and
-where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py): `Layers`.
+where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py), and so are all tokens that a
+model drafts in a round: `Layers`.
 
 A row's numbers do not depend on how many rows there are, to the bit: what is drafted and verified here is what one row a step makes.
 
@@ -44,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("native.c").read_text(encoding="utf-8")
+SOURCE = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("native.c", "nativedrafts.c"))
 ROWS = 8                                                # at most, in a product
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
@@ -123,6 +125,7 @@ def _load(path: Path) -> ctypes.CDLL:
     lib.attend.argtypes = [P] * 5 + [L] * 5
     lib.pick_f32.argtypes = lib.pick_f64.argtypes = [P, P, P, L, P, L, L]
     lib.layers.argtypes = [P, L] + [P] * 7 + [L] * 5 + [ctypes.c_float]
+    lib.drafts.argtypes = [P, L] + [P] * 8 + [L] * 5 + [ctypes.c_float] * 2 + [P] * 4 + [L] * 2
     return lib
 
 
@@ -142,14 +145,15 @@ def multiplies(weight: Tensor) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x Wᵀ. x: [T, K], T ≤ ROWS, float32 or bfloat16; weight: [N, K], one that `multiplies`; scale: bfloat16[N], of int8 -> [T, N], as x."""
-    (T, K), (N, _), dtype = x.shape, weight.shape, x.dtype
-    wide = x if dtype == torch.float32 else x.float()
-    if not wide.is_contiguous():
-        wide = wide.contiguous()
+    """x Wᵀ. x: [T, K], T ≤ ROWS, float32 or bfloat16 (rounded to that beside such a weight); weight: [N, K], one that `multiplies`; scale: bfloat16[N],
+    of int8 -> [T, N], as x."""
+    (T, K), (N, _), dtype, own = x.shape, weight.shape, x.dtype, torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    given = x if dtype == own else x.to(own)
+    if not given.is_contiguous():
+        given = given.contiguous()
     y = torch.empty(T, N)
     if T:
-        _products[weight.dtype](wide.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), y.data_ptr(), T, N, K)
+        _products[weight.dtype](given.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), y.data_ptr(), T, N, K)
     return y if dtype == torch.float32 else y.to(dtype)
 
 
@@ -223,7 +227,7 @@ def pick(probs: Tensor, place: Tensor, role: Tensor | int) -> Tensor:
 # ---- All layers in one call -----------------------------------------------------------------------------------------------------
 
 class _Weight(ctypes.Structure):
-    _fields_ = [("w", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("N", ctypes.c_long), ("K", ctypes.c_long)]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("w", "scale", "bias")] + [(name, ctypes.c_long) for name in ("N", "K")]
 
 
 class _Layer(ctypes.Structure):
@@ -232,21 +236,22 @@ class _Layer(ctypes.Structure):
 
 class Layers:
     """The layers of a model whose products are all this page's, and its last norm: what model.Llama does for a few tokens, without a Python between
-    two operations.
+    two operations. Weights are float32 or INT8.
 
     It holds addresses, and the tensors that lie there; who moves a weight makes it anew.
     """
 
-    def __init__(self, layers: Any, norm: Any):
-        own, self.held = (_Layer * len(layers))(), []
-        for place, layer in zip(own, layers):
+    def __init__(self, llama: Any):
+        first, self.held = llama.layers[0], list[Tensor]()
+        self.own, self.count, self.eps = (_Layer * len(llama.layers))(), len(llama.layers), llama.norm.eps
+        self.norm, self.heads, self.kv_heads, self.head_dim = self._at(llama.norm.weight), first.heads, first.kv_heads, first.head_dim
+        for place, layer in zip(self.own, llama.layers):
             place.input_norm, place.post_norm = self._at(layer.input_norm.weight), self._at(layer.post_norm.weight)
-            for name, linear in (("qkv", layer.qkv_proj), ("o", layer.o_proj), ("gate_up", layer.gate_up_proj), ("down", layer.down_proj)):
-                setattr(place, name, _Weight(self._at(linear.few), self._at(getattr(linear, "scale", None)), self._at(linear.bias),
-                                             linear.out_features, linear.in_features))
-        first = layers[0]
-        self.own, self.count, self.norm, self.eps, self.heads, self.kv_heads = own, len(layers), self._at(norm.weight), norm.eps, first.heads, first.kv_heads
-        self.head_dim = first.head_dim
+            place.qkv, place.o = self._weight(layer.qkv_proj), self._weight(layer.o_proj)
+            place.gate_up, place.down = self._weight(layer.gate_up_proj), self._weight(layer.down_proj)
+        self.head = self._weight(llama.head)
+        table = llama.embed if isinstance(llama.embed, Tensor) else llama.embed.few
+        self.embed = _Weight(self._at(table), self._at(getattr(llama.embed, "scale", None)), None, *table.shape)
         self.room = 2 * (first.qkv_proj.in_features + max(first.gate_up_proj.out_features, first.qkv_proj.out_features))
 
     def _at(self, tensor: Tensor | None) -> int | None:
@@ -255,13 +260,15 @@ class Layers:
         self.held.append(tensor)
         return tensor.data_ptr()
 
+    def _weight(self, linear: Any) -> _Weight:
+        return _Weight(self._at(linear.few), self._at(getattr(linear, "scale", None)), self._at(linear.bias), linear.out_features, linear.in_features)
+
     @staticmethod
-    def of(layers: Any, norm: Any) -> "Layers | None":
-        """None where some product or norm is not this page's."""
-        linears = [linear for layer in layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
-        plain = all(linear.few is not None and linear.few.dtype != torch.bfloat16 for linear in linears)
-        norms = [norm.weight for layer in layers for norm in (layer.input_norm, layer.post_norm)]
-        return Layers(layers, norm) if plain and serves(norm.weight, *norms) else None
+    def of(llama: Any) -> "Layers | None":
+        """None where some product is not this page's, or of bfloat16."""
+        linears = [linear for layer in llama.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
+        plain = all(linear.few is not None for linear in (*linears, llama.head)) and serves(llama.norm.weight)
+        return Layers(llama) if plain and (isinstance(llama.embed, Tensor) or llama.embed.few is not None) else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, at: int) -> Tensor:
         """What the head multiplies: [T, C]. x: [T, C], T ≤ ROWS; it is written on. cos, sin: [T, 1, D]; at: vectors of a layer's keys."""
@@ -269,6 +276,20 @@ class Layers:
         library().layers(self.own, self.count, self.norm, x.data_ptr(), out.data_ptr(), room.data_ptr(), cos.data_ptr(), sin.data_ptr(),
                          ctypes.byref(step), at, T, self.heads, self.kv_heads, self.head_dim, self.eps)
         return out
+
+    def drafts(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, at: int, temperature: float, place: Tensor, role: Tensor, V: int) -> tuple[Tensor, Tensor]:
+        """What a text goes on with, token by token: int64[k], and what each was drawn from, softmax(logits / temperature): float32[k, V].
+
+        x: [T, C], T ≤ ROWS, of the tokens before; it is written on. cos, sin: [T + k − 1, 1, D]; step: for T + k − 1 tokens; place, role: int64[k, 1],
+        of each pick's coin.
+        """
+        T, k = x.shape[0], place.shape[0]
+        place, role, room = place.contiguous(), role.contiguous(), torch.empty(T * (self.room + x.shape[1]) + self.head.N)
+        drafted, q = torch.zeros(k, dtype=torch.int64), torch.empty(k, V)
+        library().drafts(self.own, self.count, self.norm, ctypes.byref(self.embed), ctypes.byref(self.head), x.data_ptr(), room.data_ptr(), cos.data_ptr(),
+                         sin.data_ptr(), ctypes.byref(step), at, T, self.heads, self.kv_heads, self.head_dim, self.eps, temperature, place.data_ptr(),
+                         role.data_ptr(), drafted.data_ptr(), q.data_ptr(), k, V)
+        return drafted, q
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

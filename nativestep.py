@@ -8,6 +8,7 @@ Not covered: keys and values of 4 bits, and prompts, whose many queries the libr
     L layers · N blocks · S tokens of a block · T tokens of a step · H, G heads · D head size
 """
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +57,7 @@ class NativeStep:
     def through(self, layers: native.Layers, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """All layers at once, and the last norm. x: float32[T, C], which is written on -> [T, C], what the head multiplies."""
         return layers(x, cos, sin, self.places, self.vectors)
+
+    def drafts(self, layers: native.Layers, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """What is drafted at this step's places: native.Layers.drafts."""
+        return layers.drafts(x, cos, sin, self.places, self.vectors, *rest)

@@ -40,7 +40,7 @@ def test_products_of_any_shape(dtype, T, N, K, threads, seed):
     """Each row as in float64, the same to the bit with any rows beside it and any number of threads; rows may be views, and of 16 bits."""
     generator = torch.Generator().manual_seed(seed)
     w, x = torch.randn(N, K, generator=generator), amid(torch.randn(T, K, generator=generator))
-    q = quantize(w, 8) if dtype == torch.int8 else None
+    q, x = quantize(w, 8) if dtype == torch.int8 else None, amid(x.bfloat16().float()) if dtype == torch.bfloat16 else x
     weight, scale = (amid(q.values, 99), amid(q.scale)) if q else (amid(w.to(dtype)), None)
     wide = dequantize(*q, dtype=torch.float64) if q else weight.double()
     assert native.multiplies(weight)
@@ -51,7 +51,7 @@ def test_products_of_any_shape(dtype, T, N, K, threads, seed):
     for t in range(T):
         assert torch.equal(native.product(x[t:t + 1], weight, scale), y[t:t + 1])
     assert torch.equal(native.product(x.T.contiguous().T, weight, scale), y)
-    short = x.bfloat16()
+    short = amid(x.bfloat16())
     assert torch.equal(native.product(short, weight, scale), native.product(short.float(), weight, scale).bfloat16())
 
 
