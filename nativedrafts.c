@@ -13,7 +13,7 @@ static void soften(const float *x, float *p, long V, float t) {
     float most = x[0], all = 0;
     long first = 0;
     for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
-    if (t < 1e-30f) {
+    if (t == 0) {
         for (long i = 0; i < V; i++) p[i] = i == first;
         return;
     }
@@ -40,6 +40,6 @@ void drafts(const Layer *l, long L, const float *norm, const Weight *embed, cons
         soften(logits, q + j * V, V, t);
         pick_f32(q + j * V, place + j, role + j, 1, drafted + j, 1, V);
         look_up(embed, drafted[j], x);
-        cos += T * D, sin += T * D, now.positions += T, now.owner += T, T = 1;
+        cos += T * D, sin += T * D, now.positions += T, T = 1;            // the owner is the same
     }
 }

@@ -52,13 +52,14 @@ def drafted(write: Any, llama: Llama, layout: str, unread: int, gamma: int, coup
 @torch.inference_mode()
 def test_they_are_those_written_one_by_one(layout, kind):
     llama, alike = loud(**kind), 0
-    for unread, gamma, coupled, temperature in ((1, 4, False, 1.0), (2, 1, False, 0.7), (2, 6, True, None), (8, 3, False, 0), (1, 5, True, 1e-200), (3, 2, False, 3.0)):
+    for unread, gamma, coupled, temperature in ((1, 4, False, 1.0), (2, 1, False, 0.7), (2, 6, True, None), (8, 3, False, 0), (1, 5, True, 1e-200), (1, 4, True, 1e-3), (3, 2, False, 3.0)):
         how = dict(layout=layout, unread=unread, gamma=gamma, coupled=coupled, temperature=temperature)
         with mock.patch.object(nativedrafts, "write_drafts", side_effect=AssertionError("one by one")):
             tokens, q, after = drafted(write_at_once, llama, **how)
         wanted = drafted(write_drafts, llama, **how)
         assert tokens.shape == (1, gamma) and tokens.dtype == torch.int64 and q.dtype == torch.float32 and torch.equal(tokens, wanted[0])
         torch.testing.assert_close(q, wanted[1], atol=1e-6, rtol=1e-4)
+        assert not q[wanted[1] == 0].any()
         torch.testing.assert_close(after, wanted[2], atol=1e-4, rtol=1e-4)
         alike += len(set(tokens[0].tolist()))
     assert alike > 12                                                                          # not one token all the time
