@@ -16,6 +16,7 @@ Invariant: numbers are those of the CPU's operations and the interpreter's kerne
 
 Not covered: streams, what memory is left, times. bfloat16, which Triton's interpreter multiplies as whole numbers.
 """
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,8 +52,8 @@ class NoGrad(torch.no_grad):
 
 def begin() -> None:
     """PyTorch's CPU build learns that there are GPUs, and inference_mode is no_grad. RuntimeError if it cannot be."""
-    if torch.backends.cuda.is_built():
-        raise RuntimeError("this PyTorch is built for CUDA, and asks its driver for devices: the CPU build is needed")
+    if torch.backends.cuda.is_built() or shutil.which("g++") is None:
+        raise RuntimeError("no device: this needs PyTorch's CPU build (that for CUDA asks a driver for devices) and g++")
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
@@ -60,7 +61,7 @@ def begin() -> None:
         made = subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", str(source), "-o", str(library), f"-L{root}/lib", "-lc10"],
                               capture_output=True, text=True)
         if made.returncode:
-            raise RuntimeError(f"no device could be made: {made.stderr[:300]}")
+            raise RuntimeError(f"no device: {made.stderr[:300]}")
         torch.ops.load_library(library)
     torch.inference_mode = NoGrad
 

@@ -42,7 +42,7 @@ def alike(logits: torch.Tensor, **setting: float | torch.Tensor | None) -> None:
 ROW = st.lists(st.one_of(st.integers(-24, 24).map(lambda n: n / 8), st.sampled_from([0.0, -torch.inf, -800.0, 30.0])), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(ROW, st.fixed_dictionaries(SETTING)), min_size=1, max_size=3))
 def test_the_law_of_sampling(rows):
     """Rows of ties, zeros, one-hots and temperature 0, each with its own settings, are filtered as by sorting."""

@@ -14,11 +14,10 @@ import pretend
 from conftest import program, write_model
 
 SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-SAMPLED = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "20", "--min-p", "0.01"]
-CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"], "INT8": ["--bits", "8", "--kv-bits", "8"],
-         "INT4": ["--bits", "4", "--kv-bits", "4"], "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"],
-         "drafts": [*SAMPLED, "--draft", "DRAFT", "--gamma", "2"], "coupled": ["--draft", "DRAFT", "--gamma", "2", "--verify", "coupled"],
-         "its own draft": ["--draft", "self", "--gamma", "2"], "n-grams": ["--draft", "ngram", "--gamma", "2"], "by the clock": ["--draft", "DRAFT", "--gamma", "auto"]}
+CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"], "n-grams": ["--draft", "ngram", "--gamma", "2"],
+         "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", "--draft", "DRAFT", "--gamma", "2"],
+         "INT8, coupled": ["--bits", "8", "--kv-bits", "8", "--draft", "DRAFT", "--gamma", "2", "--verify", "coupled"],
+         "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"], "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"]}
 WAITS = {"step", "write_drafts", "measure_plain"}       # the second where a draft has much to read, the third where nobody decodes without drafts
 
 
@@ -69,8 +68,8 @@ def wrong() -> list[str]:
 def in_a_process(*functions: str) -> dict[str, Any]:
     """What they return."""
     done = program("-c", f"import json, pretend; pretend.begin(); import test_pretend as t; print(json.dumps({{f: getattr(t, f)() for f in {functions}}}))")
-    if "is built for CUDA" in done.stderr:
-        pytest.skip("PyTorch is built for CUDA")
+    if "RuntimeError: no device" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -79,7 +78,7 @@ def in_a_process(*functions: str) -> dict[str, Any]:
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")
 def test_the_program_as_on_a_gpu(name, meanwhile):
     same, waits, steps = meanwhile()["runs"][name]
-    assert (same or name == "by the clock") and waits.count("step") == steps > 1 and set(waits) <= WAITS
+    assert same and waits.count("step") == steps > 1 and set(waits) <= WAITS
 
 
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")
