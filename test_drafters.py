@@ -179,7 +179,7 @@ def test_a_round_is_short_enough_for_4_bit_keys_to_be_taken_back(small):
     """At every place of a group."""
     model, copy = small
     engine = Engine(model, copy, 200, 96, kv_bits=4)
-    maker, cache, request = engine.maker, engine.caches[0], Request(model.encode("Once upon a time, there"), Settings(1.0, seed=1, max_tokens=73, gamma=60))
+    maker, cache, request = engine.maker, engine.caches[0], Request(model.encode("Once upon a time, there"), Settings(1.0, seed=1, max_tokens=41, gamma=60))
     maker.open(request)
     maker.step([maker.plan(request)])
     while request.left > 20:

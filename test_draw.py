@@ -63,7 +63,7 @@ def test_without_filters(temperature, dtype):
     assert drawn(logits, temperature=0)[0].nonzero().tolist() == [[3]]                         # the first of two
 
 
-@pytest.mark.parametrize("V", [1, 37])
+@pytest.mark.parametrize("V", [1, 21])
 def test_flat_and_steep_rows(V):
     """Where what is likely is all there is, where it is enough, and where it is not."""
     torch.manual_seed(V)

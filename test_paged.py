@@ -170,9 +170,9 @@ class CollidingMachine(PagedMachine):
 
 
 TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPaged.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestColliding = CollidingMachine.TestCase
-TestColliding.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestColliding.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 # ---- With a model
