@@ -1,8 +1,16 @@
 """What the compiler says of a kernel, read from another process: this one may run kernels in the interpreter."""
+from importlib import import_module
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from crosscompile import SHARED, apart
+
+
+def several(*calls: list[Any]) -> list[Any]:
+    """module.function(*arguments) of each, in one process."""
+    return [getattr(import_module(module), function)(*arguments) for module, function, *arguments in calls]
 
 
 @pytest.mark.meanwhile(apart, "crosscompile", "demonstration")

@@ -170,7 +170,7 @@ class CollidingMachine(PagedMachine):
 
 
 TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPaged.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestColliding = CollidingMachine.TestCase
 TestColliding.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 

@@ -26,7 +26,7 @@ def text(device: str, arguments: list[str]) -> str:
     from generate import main
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     with redirect_stdout(out), redirect_stderr(err):
-        assert main(["--device", device, "--max-tokens", "5", "--seed", "3", *arguments, "hello hello hello"]) == 0, err.seek(0) or err.read()
+        assert main(["--device", device, "--max-tokens", "4", "--seed", "3", *arguments, "hello hello hello"]) == 0, err.seek(0) or err.read()
     out.seek(0)
     return out.read()
 
