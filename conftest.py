@@ -115,10 +115,9 @@ def meanwhile(request: pytest.FixtureRequest, begun: dict[tuple[Any, ...], Futur
     return begun[request.node.get_closest_marker("meanwhile").args].result
 
 
-def program(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
     """python ARGUMENTS, on one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
 PEAK = """
@@ -140,7 +139,7 @@ def peak(shape: str, before: str, measured: str) -> int:
     """Bytes that a line of code takes at its peak, on top of what was there `before`: the libraries' own memory. Both may use `folder`, a random
     model of this shape (JSON)."""
     with tempfile.TemporaryDirectory() as folder:
-        write = "import json, pathlib, sys, conftest; conftest.write_model(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))"
-        for done in (program("-c", write, folder, shape), program("-c", PEAK, folder, before, measured)):
-            assert done.returncode == 0, done.stderr
+        write_model(Path(folder), **json.loads(shape))
+        done = program("-c", PEAK, folder, before, measured)
+        assert done.returncode == 0, done.stderr
     return int(done.stdout)

@@ -67,6 +67,7 @@ class Round:
         self.requests, self.gammas, self.vocab, self.device, self.coin = requests, gammas, vocab, device, coin
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities, whatever the model computes in
         self.coupled, self.width = coupled, 1 + max(gammas, default=0)                      # a text makes up to so many tokens
+        self.own = 0 if coupled else 1                                                      # among a text's coins, that of draft 0
         self.places = [(request.settings.seed, len(request.tokens) + j, TEXT) if coupled else (request.settings.seed, len(request.tokens), role)
                        for request in requests for j, role in enumerate([TEXT, *map(draft_role, range(self.width - 1))])]
 
@@ -101,7 +102,7 @@ class Round:
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
         """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""
         self.coins.ahead(self.vocab)
-        place = j if self.coupled else j + 1
+        place = self.own + j
         return self.coins[place::self.width] if len(rows) == len(self.requests) else self.coins[[row * self.width + place for row in rows]]
 
     def text_coin(self) -> Any:

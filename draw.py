@@ -1,6 +1,6 @@
 """From logits to a token on a GPU: a row of 128,000 candidates in seven launches, unsorted.
 
-sampling.py says what is computed, and a CPU computes it so. In plain operations it would be a hundred launches for a GPU, most of which read
+sampling.py says what is computed, and a CPU computes it so. In plain operations it would be dozens of launches for a GPU, most of which read
 and write whole rows of 64-bit numbers; so here each is done where the numbers already are, in registers. A row is cut into pieces of PIECE
 candidates, a program each:
 
@@ -21,7 +21,7 @@ The edge. Both filters ask for the largest v such that what is at least v is eno
 
 A probability is a float64 between 0 and 1, whose 62 bits, read as a whole number, are in the same order as the numbers. So v is found from its
 highest bits down, three at a time: the largest of eight numbers that is still enough. That would be 21 passes over the row; but if the likely
-candidates alone are enough, v is among them, and the passes are over these, a few hundred mostly. Of those that equal v as many are kept as
+candidates alone are enough, v is among them, and the passes are over these: tens or hundreds at temperatures up to 1, thousands above. Of those that equal v as many are kept as
 are wanted, the lowest index first, so the law is that of sampling.py, to the tie. What has a sum near p · total, by a rounding, may go
 either way there and here.
 

@@ -156,7 +156,7 @@ class Drafts:
         return drafted[:n], q[:n]
 
     def _prepare(self, llama: Any, first: KernelStep, round: Round, k: int, uses: Sequence[bool]) -> tuple[Tensor, KernelStep, tuple[Tensor, Tensor], Recorded]:
-        B, V, device, coin, own = first.bucket.sequences, round.vocab, round.device, round.coin, 0 if round.coupled else 1
+        B, V, device, coin, own = first.bucket.sequences, round.vocab, round.device, round.coin, round.own
         held = torch.zeros(Inputs.numbers(B, k), dtype=torch.int64, device=device)
         if (B, k, V, round.dtype) not in self.drafted:
             self.drafted[B, k, V, round.dtype] = (torch.empty(B, k, dtype=torch.int64, device=device), torch.empty(B, k, V, dtype=round.dtype, device=device))

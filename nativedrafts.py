@@ -1,7 +1,7 @@
 """The drafts of a lone text on a CPU, in one call: pass, softmax, pick, and the next pass, without a Python between them.
 
-A draft of two million numbers is through with a token in a tenth of a millisecond; the Python around it takes four times that (room in the cache, the
-places of a step, the model's operators, softmax, the coin). So drafting seems to cost nearly what it saves. As on a GPU, where the drafts of a
+A small draft is sooner through with a token than the Python around it is (room in the cache, the places of a step, the model's operators, softmax, the
+coin), so drafting seems to cost nearly what it saves: the demonstration shows how much. As on a GPU, where the drafts of a
 round are one recording (graphs.py), they are one call here: native.py's `Layers.drafts`. Room is reserved for all at once, under
 tokens that nobody knows yet (−1); whoever keeps them later says what they were (`settle`).
 
@@ -34,9 +34,9 @@ def write_at_once(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], u
     """As `write_drafts`, whose work it is where this is not for it -> int64[1, k], float32[1, k, V]."""
     if not serves(llama, unread, round):
         return write_drafts(llama, extend, seqs, unread, round)
-    (new,), k, own = unread, round.gammas[0], 0 if round.coupled else 1
+    (new,), k = unread, round.gammas[0]
     step = extend([(seqs[0], [*new, *[-1] * (k - 1)])])
-    coins, temperature = round.coins[own:own + k], round.settings("temperature")[0]
+    coins, temperature = round.coins[round.own:round.own + k], round.settings("temperature")[0]
     drafted, q = step.drafts(llama.few, llama.look_up(torch.tensor(new)), *llama.turns(step.positions),
                              1.0 if temperature is None else temperature, coins.place, coins.role, round.vocab)
     return drafted[None], q[None]

@@ -9,7 +9,7 @@ a token is accepted, rejected or drawn only against distributions that something
     min-p         keep those with at least min_p times the probability of the most probable (Nguyen et al. 2024)
 
 Ties go to the lower index, so that top-k keeps exactly k. Only the largest candidates are sorted, never the whole vocabulary; on a GPU none
-is, nobody waits for a number, and all of it, coin included, is six launches (draw.py).
+is, nobody waits for a number, and all of it, coin included, is seven launches at most (draw.py).
 
 All randomness goes through a coin with two verbs: `accept(prob)` and `pick(probs)`. `Keyed` is the one used in production. It is
 counter-based: number i of a stream is a hash of (seed, position, role, i), with no state, so a text does not depend on who

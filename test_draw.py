@@ -1,4 +1,6 @@
 """A GPU's sampling, in the interpreter, is a CPU's: what is kept, to the tie, what it weighs, and what is picked."""
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -84,6 +86,45 @@ def test_exactly_so_many_of_equals_the_first():
 def test_each_row_has_settings_of_its_own():
     logits = torch.tensor([[0.0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]).expand(5, -1) / 4
     alike(logits, temperature=column(1, 0, 2, 0.5, 1), top_k=column(0, 3, 10, 2, 99), top_p=column(0.5, 0.9, 1, 1, 1), min_p=column(0, 0, 0.3, 0, 0))
+
+
+def poisoned(made: list[torch.Tensor], *shape: int, **where: torch.dtype | torch.device) -> torch.Tensor:
+    """As torch.empty, amid numbers that must stay: NaN, or 77."""
+    count = math.prod(shape)
+    fill = torch.nan if where.get("dtype", torch.float32).is_floating_point else 77
+    made.append(torch.full((count + 64,), fill, **where))
+    return made[-1][32:32 + count].view(shape)
+
+
+def test_everything_is_written_and_nothing_outside(monkeypatch):
+    """Whatever lay in the results and in the scratch before."""
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **where: poisoned(made, *shape, **where))
+    logits = torch.tensor([[1.0, 2, 2, -torch.inf, 0, 2, 1, 3, 3, 1, 0, 0, 2]] * 3) * torch.tensor([[1.0], [0.0], [-1.0]]).nan_to_num()
+    logits = logits.nan_to_num(nan=0.5, posinf=4.0).to(DEVICE)
+    alike(logits, top_k=4, top_p=0.83)
+    alike(logits, min_p=0.3), alike(logits, temperature=0.5)
+    coin = Keyed(torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE))
+    assert torch.equal(draw.pick(logits.exp(), coin.place), plainly(coin, logits.exp()))
+    for buffer in made:
+        around = torch.cat((buffer[:32], buffer[-32:]))
+        assert (around.isnan() if buffer.is_floating_point() else around == 77).all()
+    assert len(made) == 6 + 6 + 2 + 1
+
+
+@pytest.mark.parametrize("filters, launches", [({}, 2), (dict(top_p=0.5), 5), (dict(top_k=3, top_p=0.5, min_p=0.1), 5)])
+def test_so_many_launches(filters, launches, monkeypatch):
+    """And two for the pick."""
+    counted: list[object] = []
+    for name in ("_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"):
+        kernel = getattr(draw, name)
+        monkeypatch.setattr(draw, name, {(3, 2): kernel[3, 2], (3,): kernel[3,]})
+        for grid, run in list(getattr(draw, name).items()):
+            getattr(draw, name)[grid] = lambda *args, run=run, **more: counted.append(run) or run(*args, **more)
+    probs = draw.probabilities(torch.randn(3, 11, device=DEVICE), None, filters.get("top_k"), filters.get("top_p"), filters.get("min_p"), torch.float32)
+    assert len(counted) == launches
+    draw.pick(probs, torch.zeros(3, 1, dtype=torch.int64, device=DEVICE))
+    assert len(counted) == launches + 2
 
 
 def test_no_rows():

@@ -1,5 +1,7 @@
 """C against plain torch: few rows, ragged shapes, poisoned surroundings; and what happens where there is no compiler."""
+import json
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -195,38 +197,32 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
 
 # ---- Where it cannot be had ------------------------------------------------------------------------------------------------------
 
-WHY = "import native; native.FLAGS = ('-O0', *native.FLAGS[1:]); print(native.library() is None, '|', native.why_not())"
+SITUATIONS = ((dict(LLAMA_NATIVE="0"), "LLAMA_NATIVE=0"), (dict(CC="/no/such/compiler"), "no C compiler"), (dict(CC="false"), "the C compiler failed"))
 
 
-def told(**environment: str) -> str:
-    """By a process of its own."""
-    return program("-c", WHY, **environment).stdout
+def said(folder: str | Path, **environment: str) -> list[Any]:
+    """Whether there is a library, and why not, in such a place; compiled as quickly as can be."""
+    for function in (native.library, native.why_not, native._built, native._load):
+        function.cache_clear()
+    with mock.patch.dict(os.environ, dict(XDG_CACHE_HOME=str(folder)) | environment), mock.patch.object(native, "FLAGS", ("-O0", *native.FLAGS[1:])):
+        return [native.library() is not None, native.why_not()]
 
 
-def reason(name: str, value: str) -> str:
+def situations() -> dict[str, Any]:
+    """Without a compiler; where nothing was kept yet, and once more, with what lies there; and where nothing can be kept."""
     with tempfile.TemporaryDirectory() as folder:
-        return told(XDG_CACHE_HOME=folder, **{name: value})
-
-
-def attempts(times: int) -> tuple[list[str], list[list[Path]]]:
-    """Where nothing was kept yet, once more, and where nothing can be kept -> what each says, and what lies there after each but the last."""
-    with tempfile.TemporaryDirectory() as folder:
-        says, kept = [], []
-        for _ in range(times):
-            says.append(told(XDG_CACHE_HOME=folder))
-            kept.append([path for path in Path(folder).rglob("*") if path.is_file()])
+        without = [said(folder, **environment) for environment, _ in SITUATIONS]
+        twice = [[said(folder), sorted(map(str, Path(folder).rglob("*.*")))] for _ in range(2)]
         Path(folder, "file").touch()
-        return [*says, told(XDG_CACHE_HOME=f"{folder}/file")], kept
+        return dict(without=without, twice=twice, nowhere=said(Path(folder, "file")))
 
 
-@pytest.mark.parametrize("says", [pytest.param(says, marks=pytest.mark.meanwhile(reason, name, value)) for name, value, says in
-                                  (("LLAMA_NATIVE", "0", "LLAMA_NATIVE=0"), ("CC", "/no/such/compiler", "no C compiler"), ("CC", "false", "the C compiler failed"))])
-def test_without_a_compiler_there_is_a_reason(says, meanwhile):
-    assert meanwhile().startswith("True | " + says), meanwhile()
-
-
-@pytest.mark.meanwhile(attempts, 2)
-def test_it_is_compiled_once_and_where_nothing_can_be_kept_for_one_process(meanwhile):
-    says, (first, second) = meanwhile()
-    assert [one[:8] for one in says] == ["False | "] * 3, says
-    assert [path.suffix for path in first] == [".so"] and first == second
+@pytest.mark.meanwhile(program, "-c", "import json, test_native; print(json.dumps(test_native.situations()))")
+def test_it_is_compiled_once_where_it_can_be(meanwhile):
+    done = meanwhile()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (there, why), (_, wanted) in zip(found["without"], SITUATIONS, strict=True):
+        assert not there and why.startswith(wanted)
+    (first, files), (second, same) = found["twice"]
+    assert first == second == found["nowhere"] == [True, ""] and len(files) == 1 and files[0].endswith(".so") and files == same
