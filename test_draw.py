@@ -70,7 +70,7 @@ def test_flat_and_steep_rows(V):
     """Where what is likely is all there is, where it is enough, and where it is not."""
     torch.manual_seed(V)
     logits = torch.stack((torch.zeros(V), torch.randint(-3, 4, (V,)).float(), 8 * torch.randn(V), torch.arange(V) % 23 * -1.0)).double()
-    for k, p, m in ((V // 2, 0.7773, None), (V - 1, None, 0.2), (None, 0.999999, None), (V + 5, None, 1e-6), (None, 0.3717, 1)):
+    for k, p, m in ((V // 2, 0.7773, None), (V - 1, None, None), (V - 1, None, 0.2), (None, 0.999999, None), (V + 5, None, 1e-6), (None, 0.3717, 1)):
         alike(logits, top_k=k, top_p=p, min_p=m)
 
 
