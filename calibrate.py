@@ -216,7 +216,7 @@ def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = ()
         raise ValueError(f"{how.method} looks at text, and there is none: give some, or use rtn")
     config = llama.config.quantized(how)
     result = Llama(config, "meta", llama.dtype, seed=None)                                      # nothing is in memory yet
-    xs = [llama.look_up(text.to(llama.device)) for text in texts if how.method != "rtn"]       # [T, C] each
+    xs = [llama.embed.rows(text.to(llama.device)) for text in texts if how.method != "rtn"]       # [T, C] each
     steps = [(*llama.turns(step.positions), lambda q, k, v, step=step: step.attend(0, q, k, v)) for step in (Alone(x[:, 0]) for x in xs)]
     for i, layer in enumerate(llama.layers):
         progress(f"layer {i + 1} of {len(llama.layers)}")
@@ -244,6 +244,5 @@ def quantize_ends(llama: Llama, result: Llama) -> None:
             linear.put(quantize(w, linear.bits, linear.group))
         return linear
 
-    embed = smaller(llama.embed)
-    result.embed = embed.weight if isinstance(embed, Linear) else embed
-    result.head = embed if result.config.tie_word_embeddings else smaller(llama.head.weight)
+    result.embed = smaller(llama.embed.weight)
+    result.head = result.embed if result.config.tie_word_embeddings else smaller(llama.head.weight)

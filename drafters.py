@@ -254,7 +254,7 @@ class SelfDrafter(Drafter):
     def estimate(self) -> float:
         """Seconds of a drafted token, at least: of a token through one layer, as many times as there are layers."""
         llama, step, start = self.llama, Alone(torch.zeros(1, dtype=torch.int64, device=self.llama.device)), 0.0
-        x, turns = llama.look_up(step.positions), llama.turns(step.positions)
+        x, turns = llama.embed.rows(step.positions), llama.turns(step.positions)
         for _ in range(2):                              # the first warms up
             start = time.perf_counter()
             llama.layers[0](x, *turns, partial(step.attend, 0))

@@ -106,8 +106,6 @@ class Engine:
         bits = widths(kv_bits)
         self.model, models = model, [model.llama] + ([draft.llama] if isinstance(draft, Model) else [])
         drafter: Drafter | None = None
-        for llama in models if max_batch > 1 else ():                                    # who is to have steps of many rows
-            llama.reorder()
         if not use_cache:
             if draft is not None or max_batch > 1 or bits != (16, 16):
                 raise ValueError("without a cache there are no drafts, no batches and no bits of it: leave out --draft, --prompts and --kv-bits, or --no-cache")

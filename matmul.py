@@ -4,21 +4,13 @@ A step of one token multiplies one row by every weight of the model, so it costs
 a model of S bytes on a machine that reads B bytes a second makes at most B / S tokens a second. And a step of five rows should
 cost hardly more than a step of one, since it reads the same bytes: speculative decoding and batching live on that.
 
-On a GPU the library sees to both. On a CPU it does not, and no order of the weights is best for both:
-
-  - A few rows: W as it is, read on and on by each core (native.py). Of the library's products, the one of a row and Wᵀ keeps one core busy.
-  - More rows. These want a weight that lies as the inner loop reads it, and putting it in order costs more than multiplying. oneDNN's
-    blocked order replaces the plain one, once. For a few rows it takes up to twice as long, the more the fewer columns W has;
-    with AVX-512 less if one to four rows are filled up to five, with zeros: five are what it reads memory fastest for.
-
-`Linear.pack()` gets ready for a lone text: a few rows a step, and its prompt, which is the slower for it the shorter it is.
-`Linear.reorder()` is for who makes many texts at once; engine.py decides. `python matmul.py` shows the difference. Where native.py finds no
-compiler, everything is in oneDNN's order.
+On a GPU the library sees to both. On a CPU it does not: a weight must lie as the inner loop reads it, and putting it in that order costs more than
+multiplying. `Linear.pack()` does it once, when a model is loaded: for native.py, or, where there is no compiler, for oneDNN's packed product, if
+this build of the library and this CPU have it. `python matmul.py` shows the difference.
 
 Weights of 8 and 4 bits have products of their own (quantmatmul.py).
 
-Invariant: the weights are in memory once, plain or packed (a packed head that is the embedding, too, stays plain beside it); `path(rows)`
-tells which product a step of so many rows takes.
+Invariant: the weights are in memory once, plain or packed; `path()` tells which product is taken.
 
 Not covered: training; float64 (which is for proofs) and float16 use the plain order.
 
@@ -33,16 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import native
-
-FIVE = torch.backends.cpu.get_cpu_capability() == "AVX512"      # whether oneDNN multiplies five rows by a packed weight sooner than one
-LARGE = 1 << 20                                         # numbers of W from which on that is worth a copy of x
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether this build of PyTorch has oneDNN's packed product for such a weight."""
-    return (weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-            and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"))
-
 
 def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, bits: int = 16) -> torch.dtype:
     """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; for weights of 8 bits, where native.py serves
@@ -60,15 +42,10 @@ def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False
     return torch.float32
 
 
-def five(x: Tensor, numbers: int) -> Tensor:
-    """x: [T, K], with rows of zeros up to five, where that multiplies sooner by a packed weight of so many numbers."""
-    return F.pad(x, (0, 0, 0, 5 - len(x))) if FIVE and len(x) < 5 and numbers > LARGE else x
-
-
 class Linear(nn.Module):
     """y = x Wᵀ + b, with W: [N, K] held plain, or packed for this CPU.
 
-    `weight` is uninitialized until somebody fills it; where it is packed it may be None.
+    `weight` is uninitialized until somebody fills it; where it is packed it is None.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False,
@@ -77,51 +54,53 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), requires_grad=False) if bias else None
-        self.few: Tensor | None = None                               # the weight itself, if native.py multiplies a few rows by it
+        self.own: native.Weight | None = None
         self.packed: Tensor | None = None                            # opaque: oneDNN's own order
 
     def forward(self, x: Tensor) -> Tensor:                          # [T, K] -> [T, N]
-        if self.few is not None and x.shape[0] <= native.ROWS:
-            y = native.product(x, self.few)
-            return y if self.bias is None else y + self.bias
-        if self.packed is None and self.few is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.packed is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        y = torch.ops.mkldnn._linear_pointwise(five(x, self.in_features * self.out_features), self.packed, self.bias, "none", [], "")
-        return y[:len(x)]
+        if self.own is not None:
+            return native.product(x, self.own)
+        return F.linear(x, self.weight, self.bias) if self.packed is None else packed_product(x, self.packed, self.bias)
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Some rows of W: an embedding's look-up. int64[R] -> [R, K]."""
+        return F.embedding(which, self.weight) if self.own is None else self.own.rows(which).to(self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
         return {kind: whole for kind, whole in (("weight", self.weight), ("bias", self.bias)) if whole is not None}
 
-    def path(self, rows: int) -> str:
-        """The product that a step of so many rows takes."""
-        return "native" if self.few is not None and rows <= native.ROWS else "plain" if self.packed is None else "packed"
+    def path(self) -> str:
+        """The product that is taken."""
+        return "native" if self.own is not None else "plain" if self.packed is None else "packed"
 
     @torch.no_grad()
     def pack(self, keep: bool = False) -> None:
-        """Get ready for a lone text on this CPU: with the weight as it is, where native.py serves it; otherwise in oneDNN's order, and the plain
-        weight let go (`keep`: not, an embedding uses it too)."""
-        if self.few is not None or self.packed is not None or not can_pack(self.weight):
+        """Put the weight in the order in which this CPU multiplies fastest, and let the plain one go (`keep`: not if that were needed to read rows)."""
+        if self.own is not None or self.packed is not None:
             return
-        if native.multiplies(self.weight):
-            self.few = self.weight.detach()
-        else:
-            self._reorder(keep)
+        self.dtype = self.weight.dtype
+        if native.multiplies(self.dtype, self.weight):
+            self.own, self.weight = native.Weight.of(self.weight, self.bias), None
+        elif self.weight.device.type == "cpu" and (packed := packs(self.weight)) is not None:
+            self.packed, self.weight = packed, self.weight if keep else None
 
-    def reorder(self, keep: bool = False) -> None:
-        """Get ready for many rows a step: a weight that lies as it was is put in oneDNN's order, and the plain one let go."""
-        if self.few is not None:
-            self.few = None
-            self._reorder(keep)
 
-    @torch.no_grad()
-    def _reorder(self, keep: bool) -> None:
-        # The order depends on the number of rows that is announced; the one for 4 serves 1 to 512 rows well.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 4)
-        if not keep:
-            self.weight = None
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def packs(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's order; None if this build of the library, or this CPU, has no product by it: that is found by doing it."""
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:                            # the order depends on the number of rows that is announced; the one for 4 serves 1 to 512 rows well
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 4)
+        for T in (1, 5):
+            packed_product(weight.new_zeros(T, weight.shape[1]), packed)
+    except (RuntimeError, AttributeError):
+        return None
+    return packed
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
@@ -147,23 +126,21 @@ def read_bandwidth(megabytes: int = 512) -> float:
 def main() -> None:
     roof = read_bandwidth()
     print(f"this machine reads {roof / 1e9:.1f} GB/s with {torch.get_num_threads()} threads")
-    plain = [Linear(2048, 2048) for _ in range(16)]                 # together larger than the caches: 268 MB
-    for layer in plain:
+    layers = [Linear(2048, 2048) for _ in range(16)]                # together larger than the caches: 268 MB
+    for layer in layers:
         nn.init.normal_(layer.weight)
     rows = [1, 2, 4, 5, 8, 16, 64]
     inputs = [torch.randn(t, 2048) for t in rows]
-    size = sum(layer.weight.nbytes for layer in plain)
-    library = [seconds(lambda: [F.linear(x, layer.weight) for layer in plain]) for x in inputs]
-    for layer in plain:
-        layer.pack()
-    blocks = [seconds(lambda: [layer(x) for layer in plain]) for x in inputs]
-    for layer in plain:
-        layer.reorder()
-    packed = [seconds(lambda: [layer(x) for layer in plain]) for x in inputs]
+    size = sum(layer.weight.nbytes for layer in layers)
+    times = []
+    for _ in range(2):
+        times.append([seconds(lambda: [layer(x) for layer in layers]) for x in inputs])
+        for layer in layers:
+            layer.pack()
     print(f"{size / 1e6:.0f} MB of float32 weights; milliseconds, and how many times as long as reading them once")
-    print(f"{'rows':>6}{'F.linear':>16}{'lone text':>16}{'reordered':>16}")
-    for t, *times in zip(rows, library, blocks, packed):
-        print(f"{t:6}" + "".join(f"{each * 1e3:9.1f} {each * roof / size:5.1f}x" for each in times))
+    print(f"{'rows':>6}{'plain':>16}{layers[0].path():>16}")
+    for t, *each in zip(rows, *times):
+        print(f"{t:6}" + "".join(f"{1e3 * spent:9.1f} {spent * roof / size:5.1f}x" for spent in each))
 
 
 if __name__ == "__main__":

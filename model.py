@@ -171,11 +171,10 @@ class Llama(nn.Module):
         where = dict(device=device, dtype=dtype)
         self.config = config
         make = partial(product(config, head=True), config.hidden_size, config.vocab_size, **where)
-        embed = make()
-        self.embed = embed.weight if isinstance(embed, Linear) else embed
+        self.embed = make()
         self.layers = nn.ModuleList(Layer(config, **where) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
-        self.head = embed if config.tie_word_embeddings else make()
+        self.head = self.embed if config.tie_word_embeddings else make()
         frequencies = inverse_frequencies(config).to(device)
         self.few: native.Layers | None = None                                               # all layers in one call, for a few tokens on a CPU
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)       # [D]
@@ -251,29 +250,21 @@ class Llama(nn.Module):
 
     def places(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by their names there."""
-        embed = {"weight": self.embed} if isinstance(self.embed, Tensor) else self.embed.tensors()
-        places = {f"model.embed_tokens.{kind}": whole for kind, whole in embed.items()} | {"model.norm.weight": self.norm.weight}
+        places = {f"model.embed_tokens.{kind}": whole for kind, whole in self.embed.tensors().items()} | {"model.norm.weight": self.norm.weight}
         for i, layer in enumerate(self.layers):
             places |= layer.places(f"model.layers.{i}")
         head = {} if self.config.tie_word_embeddings else self.head.tensors()
         return places | {f"lm_head.{kind}": whole for kind, whole in head.items()}
 
     def pack(self) -> "Llama":
-        """Make ready to run a lone text on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
+        """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.pack()
             elif isinstance(module, (Linear, QuantizedLinear)):
-                module.pack(keep=getattr(module, "weight", module) is self.embed)
+                module.pack(keep=module is self.embed)
         self.few = native.Layers.of(self)
         return self
-
-    def reorder(self) -> None:
-        """Make a packed model ready for batches; what it had before was for a lone text."""
-        self.few = None
-        for module in self.modules():
-            if isinstance(module, (Linear, QuantizedLinear)):
-                module.reorder(keep=getattr(module, "weight", module) is self.embed)
 
     @property
     def device(self) -> torch.device:
@@ -300,14 +291,11 @@ class Llama(nn.Module):
         angles = positions[:, None, None] * self.frequencies                                 # [T, 1, D], the first half negated
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def look_up(self, tokens: Tensor) -> Tensor:                                             # [T] -> [T, C]
-        return F.embedding(tokens, self.embed) if isinstance(self.embed, Tensor) else self.embed.rows(tokens)
-
     def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
         step = step or Alone(tokens)
-        x, delta = self.look_up(tokens), None                                                # [T, C]
-        if self.few is not None and isinstance(step, NativeStep) and step.whole and x.shape[0] <= native.ROWS:
+        x, delta = self.embed.rows(tokens), None                                                # [T, C]
+        if self.few is not None and isinstance(step, NativeStep) and step.whole:
             y = step.through(self.few, x, *self.turns(step.positions))
             return self.head(y if rows is None else y[rows])
         cos, sin = self.turns(step.positions)

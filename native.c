@@ -1,112 +1,7 @@
-// What a step of a few tokens does on a CPU: native.py says why, compiles it, and has the Python of each function. Numbers are float32 where nothing
-// else is said, arrays contiguous, the last index fastest.
+// What a step of a few tokens does on a CPU, beside its products (products.c, which is compiled before it): native.py says why, and has the Python of each
+// function. Numbers are float32 where nothing else is said, arrays contiguous, the last index fastest.
 //
 //     T tokens · K, N in and out features · C hidden size · F intermediate size · H, G query and key/value heads · D head size · V vocabulary
-
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-#ifdef __AVX512F__
-enum { LANES = 16 };                                // numbers in a register
-#else
-enum { LANES = 8 };
-#endif
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32)));
-typedef float four __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
-typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-INLINE vec load_f32(const float *p) { return *(const vec *)p; }
-#ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
-INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16); }
-INLINE vec load_i8(const int8_t *p) { return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
-#elif defined __AVX2__
-INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16); }
-INLINE vec load_i8(const int8_t *p) { return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
-#else
-INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16); }
-INLINE vec load_i8(const int8_t *p) { return __builtin_convertvector(__builtin_convertvector(*(const bytes *)p, ints), vec); }
-#endif
-INLINE float one_f32(float x) { return x; }
-INLINE float one_i8(int8_t x) { return x; }
-INLINE float one_bf16(uint16_t x) { union { uint32_t i; float f; } u = { (uint32_t)x << 16 }; return u.f; }
-
-INLINE float sum(vec v) {
-    union { vec all; eight half[LANES / 8]; } u = { v };
-    union { eight all; four half[2]; } w = { LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
-    four f = w.half[0] + w.half[1];
-    return (f[0] + f[1]) + (f[2] + f[3]);
-}
-
-// ---- Products ----------------------------------------------------------------------------------------------------------------
-
-// s + STEP numbers of a row of W times as many of x, by pieces. x is float32, and bfloat16 where W is.
-enum { STEP_f32 = LANES, STEP_i8 = LANES };
-typedef float x_f32, x_i8;
-typedef uint16_t x_bf16;
-INLINE vec mac_f32(vec s, const float *w, const x_f32 *x) { return s + load_f32(w) * load_f32(x); }
-INLINE vec mac_i8(vec s, const int8_t *w, const x_i8 *x) { return s + load_i8(w) * load_f32(x); }
-#ifdef __AVX512BF16__
-enum { STEP_bf16 = 2 * LANES };
-INLINE vec mac_bf16(vec s, const uint16_t *w, const x_bf16 *x) {
-    return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_loadu_si512(x));
-}
-#else
-enum { STEP_bf16 = LANES };
-INLINE vec mac_bf16(vec s, const uint16_t *w, const x_bf16 *x) { return s + load_bf16(w) * load_bf16(x); }
-#endif
-INLINE float one_mac_f32(float w, x_f32 x) { return w * x; }
-INLINE float one_mac_i8(int8_t w, x_i8 x) { return w * x; }
-INLINE float one_mac_bf16(uint16_t w, x_bf16 x) { return one_bf16(w) * one_bf16(x); }
-
-// Rows n and m of W, times T rows of x.
-#define PAIR(kind, type, T)                                                                                             \
-static void pairs_##kind##T(const x_##kind *x, const type *w, const uint16_t *scale, float *y, long first, long last, long N, long K) { \
-    long half = (last - first + 1) / 2;                                                                                 \
-    for (long n = first; n < first + half; n++) {                                                                       \
-        long m = n + half < last ? n + half : n;                                                                        \
-        const type *a = w + n * K, *b = w + m * K;                                                                      \
-        vec s[T][2];                                                                                                    \
-        UNROLL for (int t = 0; t < T; t++) s[t][0] = s[t][1] = (vec){0};                                                \
-        long k = 0;                                                                                                     \
-        for (; k + STEP_##kind <= K; k += STEP_##kind)                                                                  \
-            UNROLL for (int t = 0; t < T; t++) {                                                                        \
-                s[t][0] = mac_##kind(s[t][0], a + k, x + t * K + k);                                                    \
-                s[t][1] = mac_##kind(s[t][1], b + k, x + t * K + k);                                                    \
-            }                                                                                                           \
-        for (; k < K; k++)                                                                                              \
-            UNROLL for (int t = 0; t < T; t++) { s[t][0][0] += one_mac_##kind(a[k], x[t * K + k]); s[t][1][0] += one_mac_##kind(b[k], x[t * K + k]); } \
-        float one = scale ? one_bf16(scale[n]) : 1, two = scale ? one_bf16(scale[m]) : 1;                               \
-        UNROLL for (int t = 0; t < T; t++) { y[t * N + n] = sum(s[t][0]) * one; y[t * N + m] = sum(s[t][1]) * two; }    \
-    }                                                                                                                   \
-}
-
-// y = x Wᵀ, x: [T, K], w: [N, K], scale: bfloat16[N] or none.
-#define PRODUCT(kind, type)                                                                                             \
-PAIR(kind, type, 1) PAIR(kind, type, 2) PAIR(kind, type, 3) PAIR(kind, type, 4)                                         \
-PAIR(kind, type, 5) PAIR(kind, type, 6) PAIR(kind, type, 7) PAIR(kind, type, 8)                                         \
-void product_##kind(const x_##kind *x, const type *w, const uint16_t *scale, float *y, long T, long N, long K) {        \
-    static void (*const pairs[])(const x_##kind *, const type *, const uint16_t *, float *, long, long, long, long) =   \
-        { 0, pairs_##kind##1, pairs_##kind##2, pairs_##kind##3, pairs_##kind##4, pairs_##kind##5, pairs_##kind##6, pairs_##kind##7, pairs_##kind##8 }; \
-    _Pragma("omp parallel if (N * K > 1 << 16)")                                                                        \
-    {                                                                                                                   \
-        long threads = omp_get_num_threads(), me = omp_get_thread_num();                                                \
-        pairs[T](x, w, scale, y, N * me / threads, N * (me + 1) / threads, N, K);                                       \
-    }                                                                                                                   \
-}
-PRODUCT(f32, float)
-PRODUCT(bf16, uint16_t)
-PRODUCT(i8, int8_t)
 
 // ---- Between the products ----------------------------------------------------------------------------------------------------
 
@@ -283,30 +178,22 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
 
 // ---- All layers --------------------------------------------------------------------------------------------------------------
 
-// A model's layers and its last norm, as model.py has them; what is added to the stream x waits in delta for the next norm. A weight with a scale is INT8.
-typedef struct { const void *w; const uint16_t *scale; const float *bias; long N, K; } Weight;
-typedef struct { const float *input_norm, *post_norm; Weight qkv, o, gate_up, down; } Layer;
-
-static void multiply(const float *x, const Weight *w, float *y, long T) {
-    if (w->scale) product_i8(x, w->w, w->scale, y, T, w->N, w->K);
-    else product_f32(x, w->w, 0, y, T, w->N, w->K);
-    if (w->bias)
-        for (long t = 0; t < T; t++) for (long n = 0; n < w->N; n++) y[t * w->N + n] += w->bias[n];
-}
+// A model's layers and its last norm, as model.py has them; what is added to the stream x waits in delta for the next norm.
+typedef struct { const float *input_norm, *post_norm; const Weight *qkv, *o, *gate_up, *down; } Layer;
 
 void layers(const Layer *l, long L, const float *norm, float *x, float *out, float *room, const float *cos, const float *sin, const Step *step,
             long layer, long T, long H, long G, long D, float eps) {
-    long C = l->qkv.K, wide = l->gate_up.N > l->qkv.N ? l->gate_up.N : l->qkv.N;
+    long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
     for (long i = 0; i < L; i++, l++) {
         add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, eps);
-        multiply(y, &l->qkv, a, T);
+        product(y, l->qkv, a, T);
         attend(a, cos, sin, b, step, i * layer, T, H, G, D);
-        multiply(b, &l->o, delta, T);
+        product(b, l->o, delta, T);
         add_norm(x, delta, l->post_norm, x, y, T, C, eps);
-        multiply(y, &l->gate_up, a, T);
-        swiglu(a, b, T, l->down.K);
-        multiply(b, &l->down, delta, T);
+        product(y, l->gate_up, a, T);
+        swiglu(a, b, T, l->down->K);
+        product(b, l->down, delta, T);
     }
     add_norm(x, delta, norm, x, out, T, C, eps);
 }

@@ -1,31 +1,31 @@
-"""A few tokens on a CPU, in C: what a decoding step does there, as fast as memory can be read.
+"""A step on a CPU, in C: as fast as memory can be read, for a few tokens, and as fast as the CPU multiplies, for many.
 
 A step of one token reads every weight once and multiplies it once: two operations for four bytes. A core has time to spare, if the next bytes
-are always under way. Two things decide whether they are.
+are always under way. A step of many multiplies what it reads many times, and has none. Both want the same order in memory, which `Weight` makes
+when a model is loaded: sixteen rows of W lie side by side, a panel, and a sum for each is in a lane of a register:
 
-The order in which a core asks for them. It fetches ahead for whoever reads on and on in one place; so each thread has a stretch of W of its own,
-and reads it as two streams, row n of its first half and row n of its second:
+    for k in K:                             one unit of memory after the other, to the end of the panel
+        w = panel[k]                        [16], whole numbers become float32 in registers
+        for t in T:                         up to 6 rows of x at a time
+            sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
-    thread 0    W[0] W[1] … →       thread 1    W[N/2] W[N/2 + 1] … →           sixteen numbers at a time, times those of each of T rows of x,
-                W[N/4] … →                      W[3N/4] … →                     in registers: W passes once for all of them
+INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns share a unit in INT4 (a byte) and in bfloat16 (a pair, which
+is multiplied as it is where there are instructions for it, x then being bfloat16, too). Accumulating over 128 columns at a time also keeps the error
+small: at most 2e-5 of Σ|x||w|, whatever the instruction set (test_native.py).
 
-INT8 becomes float32 in registers, and has its scale when a row's sum is done. bfloat16, x too, is multiplied as it is where there are instructions
-for it, thirty-two numbers at a time; elsewhere it becomes float32.
+A row's numbers do not depend on how many rows there are, to the bit: all sums run in one order.
 
 And what lies between. Memory stands still while Python finds the next operation, a few microseconds each, some three hundred times a token. So what
 a layer does between two products is one call (as fused.py's on a GPU), attention reads keys and values where they lie and takes another, and
 where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py), and so are all tokens that a
 model drafts in a round: `Layers`.
 
-A row's numbers do not depend on how many rows there are, to the bit: what is drafted and verified here is what one row a step makes.
-
-It is C, because PyTorch has nothing faster for one row (matmul.py). It is compiled when first needed, in a few seconds, by the gcc that Triton asks
-for, too; kept in the user's cache folder; and shares PyTorch's threads. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch
-does it, and gives the same up to the order of sums.
+It is compiled when first needed, in a few seconds, by the gcc that Triton asks for, too; kept in the user's cache folder; and shares PyTorch's
+threads. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up to the order of sums.
 
 Invariant: what is computed here is what matmul.py, quantmatmul.py, model.py, kernels.py and sampling.py say.
 
-Not covered: float64 and float16, weights of 4 bits, a whole model of bfloat16 in one call, gradients, other systems than Linux.
+Not covered: float64 and float16, odd groups, a whole model of bfloat16 in one call, gradients, other systems than Linux.
 
     T rows (tokens of a step) · K in_features · N out_features · C hidden_size · F intermediate_size · H, G heads · D head_dim · V vocab_size
 """
@@ -46,11 +46,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("native.c", "nativedrafts.c"))
-ROWS = 8                                                # at most, in a product
-KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
+SOURCE = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("products.c", "native.c", "nativedrafts.c"))
+WIDE = 16                                               # rows of W in a panel
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)        # of numbers, as C counts them; uint8: two of 4 bits
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
-_products: dict[torch.dtype, Any] = {}
 
 
 # ---- The compiler ---------------------------------------------------------------------------------------------------------------
@@ -116,9 +115,8 @@ def _built() -> Path:
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     lib, P, L = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_long
-    for kind in KINDS.values():
-        getattr(lib, f"product_{kind}").argtypes = [P, P, P, P, L, L, L]
-    _products.update({dtype: getattr(lib, f"product_{kind}") for dtype, kind in KINDS.items()})
+    lib.product.argtypes = lib.rows.argtypes = [P, P, P, L]
+    lib.rows.restype = L
     lib.add_norm.argtypes = [P, P, P, P, P, L, L, ctypes.c_float]
     lib.rotate.argtypes = [P, P, P, P, L, L, L, L]
     lib.swiglu.argtypes = [P, P, L, L]
@@ -139,21 +137,56 @@ def serves(*tensors: Tensor | None) -> bool:
     return library() is not None
 
 
-def multiplies(weight: Tensor) -> bool:
-    """Whether there is a product of a few rows by such a weight: [N, K]."""
-    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.is_contiguous() and library() is not None
+def multiplies(x: torch.dtype, weight: Tensor, group: int = 0) -> bool:
+    """Whether there is a product of rows of dtype x by such numbers: [N, K], of `group` columns that share a scale in INT4."""
+    return (weight.device.type == "cpu" and weight.dtype in KINDS and x in (torch.float32, torch.bfloat16)
+            and (weight.dtype != torch.uint8 or group % 2 == 0 and (group <= 128 or group % 128 == 0)) and library() is not None)
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x Wᵀ. x: [T, K], T ≤ ROWS, float32 or bfloat16 (rounded to that beside such a weight); weight: [N, K], one that `multiplies`; scale: bfloat16[N],
-    of int8 -> [T, N], as x."""
-    (T, K), (N, _), dtype, own = x.shape, weight.shape, x.dtype, torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+class Weight(ctypes.Structure):
+    """W [N, K] as products.c reads it. It holds addresses, and the tensors that lie there."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("w", "scale", "zero", "bias")] + [(name, ctypes.c_long) for name in ("N", "K", "group", "kind")]
+
+    @classmethod
+    def of(cls, values: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None, columns: int = 0, group: int = 0) -> "Weight":
+        """values: [N, K] float32, bfloat16 or int8, or uint8, two `columns` in each; bias: [N]; scale, zero: as quant.py has them."""
+        parts = [panels(values, 2 if values.dtype == torch.bfloat16 else 1), *(None if part is None else panels(part) for part in (scale, zero)),
+                 None if bias is None else bias.detach().float()]
+        self = cls(*(None if part is None else part.data_ptr() for part in parts), len(values), columns or values.shape[1],
+                   group if values.dtype == torch.uint8 else 0, KINDS.index(values.dtype))
+        self.held = [part for part in parts if part is not None]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.held)
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
+        out, which = torch.empty(len(which), self.K), which.contiguous()
+        if wrong := library().rows(ctypes.byref(self), which.data_ptr(), out.data_ptr(), len(which)):
+            raise IndexError(f"row {which[wrong - 1]} of a matrix of {self.N}")
+        return out
+
+
+def panels(x: Tensor, unit: int = 1) -> Tensor:
+    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE, unit]: rows side by side, filled up with zeros."""
+    N, K = x.shape
+    if N % WIDE or K % unit:
+        x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
+    return x.detach().view(-1, WIDE, x.shape[1] // unit, unit).transpose(1, 2).contiguous()
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    """x Wᵀ + bias. x: [T, K], float32 or bfloat16 (rounded to that beside such a weight) -> [T, N], as x."""
+    T, dtype, own = x.shape[0], x.dtype, torch.bfloat16 if weight.kind == 1 else torch.float32
     given = x if dtype == own else x.to(own)
     if not given.is_contiguous():
         given = given.contiguous()
-    y = torch.empty(T, N)
+    y = torch.empty(T, weight.N)
     if T:
-        _products[weight.dtype](given.data_ptr(), weight.data_ptr(), None if scale is None else scale.data_ptr(), y.data_ptr(), T, N, K)
+        library().product(given.data_ptr(), ctypes.byref(weight), y.data_ptr(), T)
     return y if dtype == torch.float32 else y.to(dtype)
 
 
@@ -200,7 +233,7 @@ class Step(ctypes.Structure):
         """keys, values: numbers [L, N, S, G, D], and of INT8 a scale for each vector, alike in memory; positions, owner: int64[T], of each token;
         tables: int64[B, most], of each text; seen: keys, by all queries. It holds addresses: the tensors must outlive it."""
         D, (_, block, _, head, _) = keys[0].shape[-1], keys[0].stride()
-        kept = [_Kept(numbers.data_ptr(), scale[0].data_ptr() if scale else None, list(KINDS).index(numbers.dtype)) for numbers, *scale in (keys, values)]
+        kept = [_Kept(numbers.data_ptr(), scale[0].data_ptr() if scale else None, KINDS.index(numbers.dtype)) for numbers, *scale in (keys, values)]
         return cls(_Past(*kept, tables.data_ptr(), S, block // D, head // D), positions.data_ptr(), owner.data_ptr(), tables.shape[1], seen)
 
 
@@ -226,52 +259,40 @@ def pick(probs: Tensor, place: Tensor, role: Tensor | int) -> Tensor:
 
 # ---- All layers in one call -----------------------------------------------------------------------------------------------------
 
-class _Weight(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("w", "scale", "bias")] + [(name, ctypes.c_long) for name in ("N", "K")]
-
-
 class _Layer(ctypes.Structure):
-    _fields_ = [("input_norm", ctypes.c_void_p), ("post_norm", ctypes.c_void_p)] + [(name, _Weight) for name in ("qkv", "o", "gate_up", "down")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "qkv", "o", "gate_up", "down")]
 
 
 class Layers:
     """The layers of a model whose products are all this page's, and its last norm: what model.Llama does for a few tokens, without a Python between
-    two operations. Weights are float32 or INT8.
+    two operations, in float32.
 
-    It holds addresses, and the tensors that lie there; who moves a weight makes it anew.
+    It holds addresses, and what lies there.
     """
 
     def __init__(self, llama: Any):
-        first, self.held = llama.layers[0], list[Tensor]()
+        first, self.held = llama.layers[0], list[Any]()
         self.own, self.count, self.eps = (_Layer * len(llama.layers))(), len(llama.layers), llama.norm.eps
         self.norm, self.heads, self.kv_heads, self.head_dim = self._at(llama.norm.weight), first.heads, first.kv_heads, first.head_dim
         for place, layer in zip(self.own, llama.layers):
             place.input_norm, place.post_norm = self._at(layer.input_norm.weight), self._at(layer.post_norm.weight)
-            place.qkv, place.o = self._weight(layer.qkv_proj), self._weight(layer.o_proj)
-            place.gate_up, place.down = self._weight(layer.gate_up_proj), self._weight(layer.down_proj)
-        self.head = self._weight(llama.head)
-        table = llama.embed if isinstance(llama.embed, Tensor) else llama.embed.few
-        self.embed = _Weight(self._at(table), self._at(getattr(llama.embed, "scale", None)), None, *table.shape)
+            place.qkv, place.o = self._at(layer.qkv_proj.own), self._at(layer.o_proj.own)
+            place.gate_up, place.down = self._at(layer.gate_up_proj.own), self._at(layer.down_proj.own)
+        self.head, self.embed, self.logits = self._at(llama.head.own), self._at(llama.embed.own), llama.head.own.N
         self.room = 2 * (first.qkv_proj.in_features + max(first.gate_up_proj.out_features, first.qkv_proj.out_features))
 
-    def _at(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        self.held.append(tensor)
-        return tensor.data_ptr()
-
-    def _weight(self, linear: Any) -> _Weight:
-        return _Weight(self._at(linear.few), self._at(getattr(linear, "scale", None)), self._at(linear.bias), linear.out_features, linear.in_features)
+    def _at(self, part: Tensor | Weight) -> int:
+        self.held.append(part)
+        return part.data_ptr() if isinstance(part, Tensor) else ctypes.addressof(part)
 
     @staticmethod
     def of(llama: Any) -> "Layers | None":
-        """None where some product is not this page's, or of bfloat16."""
+        """None where some product is not this page's, or numbers are not float32."""
         linears = [linear for layer in llama.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
-        plain = all(linear.few is not None for linear in (*linears, llama.head)) and serves(llama.norm.weight)
-        return Layers(llama) if plain and (isinstance(llama.embed, Tensor) or llama.embed.few is not None) else None
+        return Layers(llama) if all(linear.own is not None for linear in (*linears, llama.head, llama.embed)) and serves(llama.norm.weight) else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, at: int) -> Tensor:
-        """What the head multiplies: [T, C]. x: [T, C], T ≤ ROWS; it is written on. cos, sin: [T, 1, D]; at: vectors of a layer's keys."""
+        """What the head multiplies: [T, C]. x: [T, C]; it is written on. cos, sin: [T, 1, D]; at: vectors of a layer's keys."""
         T, out, room = x.shape[0], torch.empty_like(x), torch.empty(x.shape[0] * self.room)
         library().layers(self.own, self.count, self.norm, x.data_ptr(), out.data_ptr(), room.data_ptr(), cos.data_ptr(), sin.data_ptr(),
                          ctypes.byref(step), at, T, self.heads, self.kv_heads, self.head_dim, self.eps)
@@ -280,20 +301,20 @@ class Layers:
     def drafts(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, at: int, temperature: float, place: Tensor, role: Tensor, V: int) -> tuple[Tensor, Tensor]:
         """What a text goes on with, token by token: int64[k], and what each was drawn from, softmax(logits / temperature): float32[k, V].
 
-        x: [T, C], T ≤ ROWS, of the tokens before; it is written on. cos, sin: [T + k − 1, 1, D]; step: for T + k − 1 tokens; place, role: int64[k, 1],
+        x: [T, C], of the tokens before; it is written on. cos, sin: [T + k − 1, 1, D]; step: for T + k − 1 tokens; place, role: int64[k, 1],
         of each pick's coin.
         """
         T, k = x.shape[0], place.shape[0]
-        place, role, room = place.contiguous(), role.contiguous(), torch.empty(T * (self.room + x.shape[1]) + self.head.N)
+        place, role, room = place.contiguous(), role.contiguous(), torch.empty(T * (self.room + x.shape[1]) + self.logits)
         drafted, q = torch.zeros(k, dtype=torch.int64), torch.empty(k, V)
-        library().drafts(self.own, self.count, self.norm, ctypes.byref(self.embed), ctypes.byref(self.head), x.data_ptr(), room.data_ptr(), cos.data_ptr(),
+        library().drafts(self.own, self.count, self.norm, self.embed, self.head, x.data_ptr(), room.data_ptr(), cos.data_ptr(),
                          sin.data_ptr(), ctypes.byref(step), at, T, self.heads, self.kv_heads, self.head_dim, self.eps, temperature, place.data_ptr(),
                          role.data_ptr(), drafted.data_ptr(), q.data_ptr(), k, V)
         return drafted, q
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
-# The demonstration: how much of what memory gives a product of a few rows takes.
+# The demonstration: products of a few rows read as fast as memory can be read, those of many multiply as fast as the CPU can.
 
 @torch.inference_mode()
 def main() -> None:
@@ -302,16 +323,18 @@ def main() -> None:
     if library() is None:
         print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it.")
         return
-    roof, wide = read_bandwidth(), [torch.randn(1536, 576) for _ in range(64)]                                   # 226 MB
-    short, small = [w.bfloat16() for w in wide], [quantize(w, 8) for w in wide]
-    print(f"this machine reads {roof / 1e9:.1f} GB/s; the share of it that products of so many rows by 64 matrices of 1536 x 576 read")
-    print(f"{'rows':>6}{'PyTorch float32':>18}{'float32':>12}{'bfloat16':>12}{'INT8':>12}")
-    for T in (1, 2, 4, 8):
+    roof, plain = read_bandwidth(), [torch.randn(1536, 576) for _ in range(64)]                                  # 226 MB
+    eight, four = ([quantize(w, bits) for w in plain] for bits in (8, 4))
+    kinds = [("float32", [Weight.of(w) for w in plain], torch.float32), ("bfloat16", [Weight.of(w.bfloat16()) for w in plain], torch.bfloat16),
+             ("INT8", [Weight.of(q.values, scale=q.scale) for q in eight], torch.float32),
+             ("INT4", [Weight.of(q.values, None, q.scale, q.zero, q.columns, q.group) for q in four], torch.float32)]
+    print(f"this machine reads {roof / 1e9:.1f} GB/s; products of so many rows by 64 matrices of 1536 x 576: milliseconds, and the share of the roof")
+    print(f"{'rows':>6}{'PyTorch float32':>18}" + "".join(f"{name:>16}" for name, _, _ in kinds))
+    for T in (1, 2, 4, 8, 16, 64, 256):
         x = torch.randn(T, 576)
-        ways = [(4, lambda: [torch.nn.functional.linear(x, w) for w in wide]), (4, lambda: [product(x, w) for w in wide]),
-                (2, lambda: [product(x, w) for w in short]), (1, lambda: [product(x, q.values, q.scale) for q in small])]
-        shares = [64 * 1536 * 576 * size / seconds(run, 5) / roof for size, run in ways]
-        print(f"{T:6}{shares[0]:18.0%}" + "".join(f"{share:12.0%}" for share in shares[1:]))
+        spent = [(sum(w.nbytes for w in plain), seconds(lambda: [torch.nn.functional.linear(x, w) for w in plain], 3))]
+        spent += [(sum(w.nbytes for w in own), seconds(lambda: [product(x.to(dtype), w) for w in own], 3)) for _, own, dtype in kinds]
+        print(f"{T:6}  " + "".join(f"{1e3 * taken:10.1f} {size / taken / roof:5.0%}" for size, taken in spent))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,6 @@
 //
 //     T tokens before the first draft · k drafts · C hidden size · V vocabulary
 
-static void look_up(const Weight *embed, long token, float *x) {
-    const float *plain = (const float *)embed->w + token * embed->K;
-    const int8_t *row = (const int8_t *)embed->w + token * embed->K;
-    for (long c = 0; c < embed->K; c++) x[c] = embed->scale ? row[c] * one_bf16(embed->scale[token]) : plain[c];
-}
-
 // softmax(x / t): [V]; of t = 0 the first of the largest.
 static void soften(const float *x, float *p, long V, float t) {
     float most = x[0], all = 0;
@@ -31,15 +25,15 @@ static void soften(const float *x, float *p, long V, float t) {
 void drafts(const Layer *l, long L, const float *norm, const Weight *embed, const Weight *head, float *x, float *room, const float *cos, const float *sin,
             const Step *step, long layer, long T, long H, long G, long D, float eps, float t, const int64_t *place, const int64_t *role,
             int64_t *drafted, float *q, long k, long V) {
-    long C = l->qkv.K;
+    long C = l->qkv->K;
     float *out = room, *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
         layers(l, L, norm, x, out, logits + head->N, cos, sin, &now, layer, T, H, G, D, eps);
-        multiply(out + (T - 1) * C, head, logits, 1);
+        product(out + (T - 1) * C, head, logits, 1);
         soften(logits, q + j * V, V, t);
         pick_f32(q + j * V, place + j, role + j, 1, drafted + j, 1, V);
-        look_up(embed, drafted[j], x);
+        rows(embed, drafted + j, x, 1);
         cos += T * D, sin += T * D, now.positions += T, T = 1;            // the owner is the same
     }
 }

@@ -25,7 +25,7 @@ from sampling import Keyed
 def serves(llama: Any, unread: Sequence[Sequence[int]], round: Round) -> bool:
     """Whether this round's drafts can be one call."""
     tokens = len(unread[0]) + round.gammas[0] - 1
-    return (len(round.gammas) == 1 and getattr(llama, "few", None) is not None and 0 < len(unread[0]) <= native.ROWS and tokens <= FEW
+    return (len(round.gammas) == 1 and getattr(llama, "few", None) is not None and unread[0] and tokens <= FEW
             and isinstance(round.coin, type) and issubclass(round.coin, Keyed) and NativeStep.whole
             and all(round.settings(name)[0] in (None, neutral) for name, neutral in SETTINGS.items() if name != "temperature"))
 
@@ -37,7 +37,7 @@ def write_at_once(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], u
     (new,), k = unread, round.gammas[0]
     step = extend([(seqs[0], [*new, *[-1] * (k - 1)])])
     coins, temperature = round.coins[round.own:round.own + k], round.settings("temperature")[0]
-    drafted, q = step.drafts(llama.few, llama.look_up(torch.tensor(new)), *llama.turns(step.positions),
+    drafted, q = step.drafts(llama.few, llama.embed.rows(torch.tensor(new)), *llama.turns(step.positions),
                              1.0 if temperature is None else temperature, coins.place, coins.role, round.vocab)
     return drafted[None], q[None]
 

@@ -27,7 +27,7 @@ def parts(kept: "Tensor | KVStore") -> tuple[Tensor, ...]:
 
 def attends(keys: "Tensor | KVStore", values: "Tensor | KVStore", spans: Sequence[Span]) -> bool:
     """Whether this is a step for native.py. keys, values: [L, N, S, G, D], or views that look so."""
-    return (all(kept.device.type == "cpu" and parts(kept)[0].dtype in native.KINDS for kept in (keys, values))
+    return (all(kept.device.type == "cpu" and parts(kept)[0].dtype in native.KINDS[:3] for kept in (keys, values))
             and all(stop - start <= FEW for _, start, stop in spans) and native.library() is not None)
 
 

@@ -172,7 +172,7 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape):
     llama, text = model(**shape), torch.arange(30)
     before, weights, layer = llama(text), {n: p.clone() for n, p in llama.places().items()}, llama.layers[1]
     step = Alone(text)
-    arrived = llama.layers[0](llama.look_up(text), *llama.turns(text), lambda q, k, v: step.attend(0, q, k, v))
+    arrived = llama.layers[0](llama.embed.rows(text), *llama.turns(text), lambda q, k, v: step.attend(0, q, k, v))
     seen = observe(layer, lambda: layer(arrived, *llama.turns(text), lambda q, k, v: step.attend(1, q, k, v)))
     fold(layer, seen, 4, 32)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
@@ -185,7 +185,7 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape):
 @torch.inference_mode()
 def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
     llama, text = model(), torch.arange(30)
-    layer, step, x = llama.layers[0], Alone(text), llama.look_up(text)
+    layer, step, x = llama.layers[0], Alone(text), llama.embed.rows(text)
     inside: dict[str, torch.Tensor] = {}
     for name in ("qkv_proj", "o_proj", "post_norm", "gate_up_proj", "down_proj"):
         getattr(layer, name).register_forward_pre_hook(lambda _, x, name=name: inside.update({name: x[0]}))
@@ -222,7 +222,7 @@ def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
 def test_each_layer_sees_what_the_quantized_layers_before_it_make():
     how, texts = Quantization(4, 32, 16, "gptq"), [torch.arange(40), torch.arange(100, 160)]
     small, plain = quantize_model(model(), how, texts), model()
-    xs = [plain.look_up(text) for text in texts]
+    xs = [plain.embed.rows(text) for text in texts]
     for i, layer in enumerate(plain.layers):
         steps = [(*plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts]
         seen = observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
@@ -235,7 +235,7 @@ def test_each_layer_sees_what_the_quantized_layers_before_it_make():
 def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then_has():
     how, texts = Quantization(4, 32, 16, "awq+gptq"), [torch.arange(40), torch.arange(100, 160)]
     small, layer = quantize_model(model(), how, texts), model().layers[0]
-    look = lambda: observe(layer, lambda: [layer(plain.look_up(text), *plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts])
+    look = lambda: observe(layer, lambda: [layer(plain.embed.rows(text), *plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts])
     plain, first = model(), {name: place.weight.clone() for name, place in layer.named_children()}
     fold(layer, look(), 4, 32)
     seen = look()

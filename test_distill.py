@@ -73,7 +73,7 @@ def test_a_model_agrees_with_itself() -> None:
 def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
     """Uniform over 261 tokens: log2(261) bits a token, over the share of tokens that are bytes."""
     llama, text = Llama(CONFIG), some_text()
-    llama.embed.data.zero_()
+    llama.embed.weight.data.zero_()
     found = measure(llama, text, length=64)
     assert found["bits/token"] == pytest.approx(math.log2(261), rel=1e-5)
     assert found["bits/byte"] == pytest.approx(math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5)
@@ -89,7 +89,7 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
 def test_a_model_tells_what_it_would() -> None:
     """A model that all but surely repeats one token tells that token."""
     llama = new_model(CONFIG, 6)
-    llama.embed.data[7] *= 0
+    llama.embed.weight.data[7] *= 0
     llama.norm.weight.data.zero_()
     assert Counter(tell(llama, 8, 40, END, 0).tokens.tolist())[END] < 20                    # uniform: the ends that were added, and few more
     first, again, other = (tell(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
