@@ -10,7 +10,7 @@ this build of the library and this CPU have it. `python matmul.py` shows the dif
 
 Weights of 8 and 4 bits have products of their own (quantmatmul.py).
 
-Invariant: the weights are in memory once, plain or packed; `path()` tells which product is taken.
+Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
 
 Not covered: training; float64 (which is for proofs) and float16 use the plain order.
 
@@ -27,15 +27,13 @@ from torch import Tensor, nn
 import native
 
 def default_dtype(stored: torch.dtype, device: torch.device, small: bool = False, bits: int = 16) -> torch.dtype:
-    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; for weights of 8 bits, where native.py serves
-    them; and where there are no instructions for the checkpoint's, which is then many times slower: and says so. For other weights of 8 and 4
-    bits bfloat16, where there are instructions for it."""
+    """The checkpoint's dtype on a GPU. On a CPU float32 for a small model, which it costs nothing; for weights of 8 and 4 bits, which become float32 as
+    they are multiplied; and where there are no instructions for the checkpoint's, which is then many times slower: and says so."""
     if device.type != "cpu" or stored == torch.float64:
         return stored
-    fast = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-    if small or bits == 8 and native.library() is not None:
+    if small or bits < 16:
         return torch.float32
-    if fast and (bits < 16 or stored == torch.bfloat16):                            # integers are fastest beside it
+    if stored == torch.bfloat16 and hasattr(torch.cpu, "_is_avx512_bf16_supported") and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16
     if stored != torch.float32:
         warnings.warn(f"this CPU has no fast {str(stored)[6:]} products: computing in float32 (--dtype {str(stored)[6:]} insists)", stacklevel=3)
@@ -70,8 +68,8 @@ class Linear(nn.Module):
         """What a checkpoint has of this product: all have N rows."""
         return {kind: whole for kind, whole in (("weight", self.weight), ("bias", self.bias)) if whole is not None}
 
-    def path(self) -> str:
-        """The product that is taken."""
+    def path(self, rows: int) -> str:
+        """The product that a step of so many rows takes."""
         return "native" if self.own is not None else "plain" if self.packed is None else "packed"
 
     @torch.no_grad()
@@ -138,7 +136,7 @@ def main() -> None:
         for layer in layers:
             layer.pack()
     print(f"{size / 1e6:.0f} MB of float32 weights; milliseconds, and how many times as long as reading them once")
-    print(f"{'rows':>6}{'plain':>16}{layers[0].path():>16}")
+    print(f"{'rows':>6}{'plain':>16}{layers[0].path(1):>16}")
     for t, *each in zip(rows, *times):
         print(f"{t:6}" + "".join(f"{1e3 * spent:9.1f} {spent * roof / size:5.1f}x" for spent in each))
 

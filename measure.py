@@ -164,11 +164,6 @@ class Row(NamedTuple):
     bits: int = 16
     draft: bool = False
 
-    @property
-    def lone(self) -> bool:
-        """Whether a step has few rows."""
-        return self.engine.get("max_batch", 1) == 1
-
 
 def stack_rows() -> list[Row]:
     alone, paged = dict(kv="contiguous"), dict(kv_bits="8", max_batch=16)
@@ -184,16 +179,16 @@ def stack_rows() -> list[Row]:
 
 def stack(effort: Effort) -> Rows:
     """Each row's texts in turns: the same requests, at temperature 0, which all arrive at once."""
-    rows, draft = stack_rows(), {lone: Model.load("tiny-draft", "cpu", torch.float32) for lone in (True, False)}     # weights lie as an engine wants them
-    models = {(row.bits, row.lone): Model.load("tiny", "cpu", torch.float32, row.bits) for row in rows}
-    turns = [[stack_row(row, models[row.bits, row.lone], draft[row.lone], effort) for row in rows] for _ in range(effort.turns)]
+    rows, draft = stack_rows(), Model.load("tiny-draft", "cpu", torch.float32)
+    models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in dict.fromkeys(row.bits for row in rows)}
+    turns = [[stack_row(row, models[row.bits], draft, effort) for row in rows] for _ in range(effort.turns)]
     base, told = [turn[0] for turn in turns], []
     for i, row in enumerate(rows):
         served, drafted, costs = zip(*(turn[i] for turn in turns))
         told.append(dict(name=row.name, claims=row.claims, tokens_per_second=median(s.rate for s in served),
                          first_token=median(median(s.first) for s in served),
                          cache_bytes=max(s.held for s in served), in_flight=min(row.engine.get("max_batch", 1), effort.texts),
-                         weight_bytes=weight_bytes(models[row.bits, row.lone].llama) + (weight_bytes(draft[row.lone].llama) if row.draft else 0),
+                         weight_bytes=weight_bytes(models[row.bits].llama) + (weight_bytes(draft.llama) if row.draft else 0),
                          speed_up=median(s.rate / b.rate for s, (b, *_) in zip(served, base)),
                          same_texts=sum(a == b for a, b in zip(served[0].texts, base[0][0].texts)), texts=effort.texts, drafted=median(drafted),
                          draft_cost=median(costs)))
@@ -228,8 +223,6 @@ def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
             linear = Linear(K, N) if bits == 32 else QuantizedLinear(K, N, bits=bits)
             linear.weight.copy_(weight) if bits == 32 else linear.put(quantize(weight, bits))
             linear.pack()
-            if T > 1:
-                linear.reorder()
             told.append(dict(bits=bits, rows=T, path=linear.path(T), microseconds=1e6 * seconds(lambda: linear(x), 50 * effort.turns)))
     return told
 

@@ -25,7 +25,7 @@ threads. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch 
 
 Invariant: what is computed here is what matmul.py, quantmatmul.py, model.py, kernels.py and sampling.py say.
 
-Not covered: float64 and float16, odd groups, a whole model of bfloat16 in one call, gradients, other systems than Linux.
+Not covered: float64 and float16, other groups of INT4 than 32, 64 and 128, a whole model of bfloat16 in one call, gradients, other systems than Linux.
 
     T rows (tokens of a step) · K in_features · N out_features · C hidden_size · F intermediate_size · H, G heads · D head_dim · V vocab_size
 """
@@ -140,7 +140,7 @@ def serves(*tensors: Tensor | None) -> bool:
 def multiplies(x: torch.dtype, weight: Tensor, group: int = 0) -> bool:
     """Whether there is a product of rows of dtype x by such numbers: [N, K], of `group` columns that share a scale in INT4."""
     return (weight.device.type == "cpu" and weight.dtype in KINDS and x in (torch.float32, torch.bfloat16)
-            and (weight.dtype != torch.uint8 or group % 2 == 0 and (group <= 128 or group % 128 == 0)) and library() is not None)
+            and (weight.dtype != torch.uint8 or group in (32, 64, 128)) and library() is not None)
 
 
 class Weight(ctypes.Structure):
@@ -155,7 +155,7 @@ class Weight(ctypes.Structure):
                  None if bias is None else bias.detach().float()]
         self = cls(*(None if part is None else part.data_ptr() for part in parts), len(values), columns or values.shape[1],
                    group if values.dtype == torch.uint8 else 0, KINDS.index(values.dtype))
-        self.held = [part for part in parts if part is not None]
+        self.held, self.library = [part for part in parts if part is not None], library()
         return self
 
     @property
@@ -165,7 +165,7 @@ class Weight(ctypes.Structure):
     def rows(self, which: Tensor) -> Tensor:
         """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
         out, which = torch.empty(len(which), self.K), which.contiguous()
-        if wrong := library().rows(ctypes.byref(self), which.data_ptr(), out.data_ptr(), len(which)):
+        if wrong := self.library.rows(ctypes.byref(self), which.data_ptr(), out.data_ptr(), len(which)):
             raise IndexError(f"row {which[wrong - 1]} of a matrix of {self.N}")
         return out
 
@@ -186,7 +186,7 @@ def product(x: Tensor, weight: Weight) -> Tensor:
         given = given.contiguous()
     y = torch.empty(T, weight.N)
     if T:
-        library().product(given.data_ptr(), ctypes.byref(weight), y.data_ptr(), T)
+        weight.library.product(given.data_ptr(), ctypes.byref(weight), y.data_ptr(), T)
     return y if dtype == torch.float32 else y.to(dtype)
 
 

@@ -197,7 +197,7 @@ static void some_panels(const Weight *w, const char *x, float *y, long T, long N
     static void (*const unfold[])(Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
     static const int few[] = { 0, LANES == 16 ? 32 : 8, 32, LANES == 16 ? 32 : 8 };      // up to so many rows it is no use to unfold
     long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = (w->K + columns - 1) / columns, row = units * columns;
-    long group = w->group ? w->group : w->K, groups = w->scale ? (w->K + group - 1) / group : 0, stretch = group < STRETCH ? group : STRETCH;
+    long group = w->group ? w->group : w->K, groups = w->scale ? (w->K + group - 1) / group : 0, stretch = w->group ? group : STRETCH;
     int size = kind == BF16 && sizeof(x_bf16) == 2 ? 2 : 4, folded = !unfold[kind] || T <= few[kind], tile = T / ((T + TILE - 1) / TILE), more = T % ((T + TILE - 1) / TILE);
     float *room = folded ? 0 : aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room);
     for (long p = first, P; p < last; p += P) {

@@ -71,12 +71,12 @@ class QuantizedLinear(nn.Module):
             if place is not None:
                 place.copy_(numbers)
 
-    def rows(self, which: Tensor | slice) -> Tensor:
+    def rows(self, which: Tensor | slice, dtype: torch.dtype | None = None) -> Tensor:
         """Some rows of W, as numbers: an embedding's look-up. float[R, K]."""
         if self.own is not None:
-            return self.own.rows(which).to(self.dtype)
+            return self.own.rows(which).to(dtype or self.dtype)
         zero = None if self.zero is None else self.zero[which]
-        return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, self.dtype)
+        return dequantize(self.values[which], self.scale[which], zero, self.in_features, self.group, dtype or self.dtype)
 
     def path(self, rows: int) -> str:
         """The product that a step of so many rows takes: "native" and "kernel" (weightonly.py) read the integers; "tiles" makes numbers of some rows of W
@@ -95,8 +95,9 @@ class QuantizedLinear(nn.Module):
         if path == "kernel":
             from weightonly import product
             return product(x, self.values, self.scale, self.zero, self.group, self.bias)
-        y = self._tiles(x)
-        return y if self.bias is None else y + self.bias
+        wide = x if x.dtype == torch.float64 or on_gpu(x.device) else x.float()         # a CPU may multiply 16 bits many times slower
+        y = self._tiles(wide)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def _tiles(self, x: Tensor) -> Tensor:
         """As many rows of W at a time as a CPU's cache holds become numbers; for 8 bits whole ones, and the scale comes last."""
@@ -105,7 +106,7 @@ class QuantizedLinear(nn.Module):
         for at in range(0, N, tile):
             which = slice(at, at + tile)
             if self.bits == 4:
-                y[:, which] = F.linear(x, self.rows(which))
+                y[:, which] = F.linear(x, self.rows(which, x.dtype))
             else:
                 values = self.values[which]
                 y[:, which] = F.linear(x, scratch(values.numel(), x.dtype, x.device).view(-1, K).copy_(values))

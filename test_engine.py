@@ -23,16 +23,6 @@ def writers(model: Model, count: int, twins: bool = True, **chosen) -> list[Writ
     return [Writer(model, request, PROMPT, index=i) for i, request in enumerate(requests)]
 
 
-def test_weights_are_put_in_order_for_the_steps_that_will_come(model, monkeypatch):
-    """A lone text has steps of a few rows, verification or not, and so has its draft; in a batch everybody has many."""
-    draft, reordered = Model(Llama(model.llama.config, dtype=torch.float64), model.tokenizer, {}), []
-    monkeypatch.setattr(Llama, "reorder", lambda llama: reordered.append(llama))
-    for drafts, max_batch, expected in ((None, 1, []), ("ngram", 1, []), (None, 2, [model]), (draft, 1, []), (draft, 2, [model, draft])):
-        Engine(model, drafts, 64, 64, max_batch)
-        assert reordered == [one.llama for one in expected]
-        reordered.clear()
-
-
 @pytest.mark.parametrize("kv", ["paged", "contiguous"])
 def test_twins_read_their_prompt_once_and_get_their_own_texts(model, kv):
     read, texts = {}, {}

@@ -39,10 +39,7 @@ def test_logits_equal_those_of_transformers(case, monkeypatch):
     assert relative(Llama.load(DATA / case, "cpu", torch.float64)(tokens), logits) < 1e-5
     assert relative(Llama.load(DATA / case, "cpu", torch.bfloat16)(tokens), logits) < 0.1
     llama = Llama.load(DATA / case, "cpu", torch.float32)
-    for few in (native.library() is not None, False):                   # for a lone text, and then for many
-        assert {linear.path(1) for layer in llama.layers for linear, _ in layer.parts()} == {"native" if few else "packed"}
-        check(llama)
-        llama.reorder()
+    assert {linear.path(1) for layer in llama.layers for linear, _ in layer.parts()} <= {"native" if native.library() else "packed", "plain"}
     monkeypatch.setattr(native, "library", lambda: None)
     check(Llama.load(DATA / case, "cpu", torch.float32))
 
@@ -149,12 +146,10 @@ def test_a_tied_head_that_is_there_twice_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize("short", [True, False])
-@pytest.mark.parametrize("compiler", [True, False])
-def test_the_default_dtype(short, compiler, monkeypatch):
+def test_the_default_dtype(short, monkeypatch):
     """short: whether this CPU has instructions for bfloat16."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: short, raising=False)
-    monkeypatch.setattr(native, "library", lambda: compiler or None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert default_dtype(torch.float32, cpu) == torch.float32 and default_dtype(torch.bfloat16, gpu) == torch.bfloat16
@@ -164,9 +159,7 @@ def test_the_default_dtype(short, compiler, monkeypatch):
         assert "float32" in str(told[0].message)
         told.clear()
         assert default_dtype(torch.bfloat16, cpu, small=True) == torch.float32 and not told
-        for stored in (torch.float32, torch.bfloat16):                  # integers are fastest beside bfloat16, but for those that native.py reads
-            wide = [default_dtype(stored, cpu, small, bits) for bits in (8, 4) for small in (False, True)]
-            assert wide == [torch.bfloat16 if short and not compiler else torch.float32, torch.float32, torch.bfloat16 if short else torch.float32, torch.float32]
+        assert all(default_dtype(stored, cpu, bits=bits) == torch.float32 for stored in (torch.float32, torch.bfloat16) for bits in (8, 4)) and not told
         assert default_dtype(torch.bfloat16, gpu, small=True) == torch.bfloat16
         assert default_dtype(torch.bfloat16, gpu, bits=8) == torch.bfloat16
 

@@ -34,32 +34,55 @@ def amid(x: Tensor, fill: float | int = NAN) -> Tensor:
     return room[64:64 + x.numel()].view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 8), st.one_of(st.integers(1, 70), st.integers(500, 520)), st.one_of(st.integers(1, 150), st.integers(131, 150)), st.integers(1, 3), st.integers(0, 2**30))
+def weight(w: Tensor, kind: str, group: int, bias: Tensor | None = None) -> tuple[native.Weight, Tensor]:
+    """W [N, K] as products.c reads it, amid numbers that must not be used, and the numbers that it stands for."""
+    if kind.startswith("INT"):
+        q = quantize(w, int(kind[3:]), group)
+        made, wide = native.Weight.of(q.values, bias, q.scale, q.zero, q.columns, q.group), dequantize(*q, dtype=torch.float64)
+    else:
+        made, wide = native.Weight.of(w.to(getattr(torch, kind)), bias), w.to(getattr(torch, kind)).double()
+    held = []
+    for i, (name, part) in enumerate((name, part) for name, part in zip(("w", "scale", "zero"), made.held) if getattr(made, name)):
+        held.append(amid(part, NAN if part.is_floating_point() else 99))
+        setattr(made, name, held[i].data_ptr())
+    made.held += held
+    return made, wide
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "INT8", "INT4"])
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(st.integers(0, 15), st.integers(31, 66)), st.one_of(st.integers(1, 40), st.integers(500, 520)), st.one_of(st.integers(1, 150), st.integers(255, 400)),
+       st.sampled_from([32, 64, 128]), st.booleans(), st.integers(1, 3), st.integers(0, 2**30))
 @torch.inference_mode()
-def test_products_of_any_shape(dtype, T, N, K, threads, seed):
+def test_products_of_any_shape(kind, T, N, K, group, bias, threads, seed):
     """Each row as in float64, the same to the bit with any rows beside it and any number of threads; rows may be views, and of 16 bits."""
     generator = torch.Generator().manual_seed(seed)
-    w, x = torch.randn(N, K, generator=generator), amid(torch.randn(T, K, generator=generator))
-    q, x = quantize(w, 8) if dtype == torch.int8 else None, amid(x.bfloat16().float()) if dtype == torch.bfloat16 else x
-    weight, scale = (amid(q.values, 99), amid(q.scale)) if q else (amid(w.to(dtype)), None)
-    wide = dequantize(*q, dtype=torch.float64) if q else weight.double()
-    assert native.multiplies(weight)
+    x, bias = amid(torch.randn(T, K, generator=generator)), torch.randn(N, generator=generator) if bias else None
+    own, wide = weight(torch.randn(N, K, generator=generator), kind, group, bias)
+    x = amid(x.bfloat16().float()) if kind == "bfloat16" else x
     torch.set_num_threads(threads)
-    y = native.product(x, weight, scale)
+    y = native.product(x, own)
     torch.set_num_threads(1)
-    assert y.shape == (T, N) and ((y.double() - x.double() @ wide.T).abs() <= 1e-6 * (x.double().abs() @ wide.abs().T) + 1e-30).all()
-    for t in range(T):
-        assert torch.equal(native.product(x[t:t + 1], weight, scale), y[t:t + 1])
-    assert torch.equal(native.product(x.T.contiguous().T, weight, scale), y)
+    more = torch.zeros(N) if bias is None else bias
+    assert y.shape == (T, N) and ((y.double() - x.double() @ wide.T - more).abs() <= 1e-6 * (x.double().abs() @ wide.abs().T + more.abs()) + 1e-30).all()
+    for t in {0, T // 2, T - 1} if T else ():
+        assert torch.equal(native.product(x[t:t + 1], own), y[t:t + 1])
+    assert torch.equal(native.product(x.T.contiguous().T, own), y)
     short = amid(x.bfloat16())
-    assert torch.equal(native.product(short, weight, scale), native.product(short.float(), weight, scale).bfloat16())
+    assert torch.equal(native.product(short, own), native.product(short.float(), own).bfloat16())
+    which = torch.randint(N, (5,), generator=generator)
+    assert torch.equal(own.rows(which), wide[which].float())
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match=f"row {wrong} of a matrix of {N}"):
+            own.rows(torch.tensor([0, wrong]))
 
 
 def test_what_has_no_product():
-    for weight in (torch.empty(2, 2, dtype=torch.float64), torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, device="meta"), torch.empty(2, 4)[:, :2]):
-        assert not native.multiplies(weight)
+    for there, dtype, weight, group in ((True, torch.float32, torch.empty(2, 4)[:, :2], 0), (False, torch.float32, torch.empty(2, 2, dtype=torch.float64), 0),
+                                        (False, torch.float32, torch.empty(2, 2, dtype=torch.float16), 0), (False, torch.float64, torch.empty(2, 2), 0),
+                                        (False, torch.float32, torch.empty(2, 2, device="meta"), 0), (True, torch.bfloat16, torch.empty(2, 2, dtype=torch.int8), 0),
+                                        *((group == 64, torch.float32, torch.empty(2, 2, dtype=torch.uint8), group) for group in (48, 64, 256))):
+        assert native.multiplies(dtype, weight, group) == there
     x = torch.ones(2, 2)
     assert native.serves(x, None) and not native.serves(x, x.double()) and not native.serves(x.bfloat16()) and not native.serves(x.requires_grad_())
     with torch.no_grad():
@@ -145,8 +168,8 @@ def test_attention_over_blocks_anywhere(data):
 
 def models() -> list[Any]:
     wide = SMALL | dict(attention_bias=True, mlp_bias=True)
-    return [pytest.param(config, quantization, id=f"{name}{'-int8' if quantization else ''}")
-            for name, config in (("plain", SMALL), ("biases", wide)) for quantization in (None, Quantization(8))]
+    return [pytest.param(config, quantization, id=f"{name}-{quantization.bits if quantization else 16}")
+            for name, config in (("plain", SMALL), ("biases", wide)) for quantization in (None, Quantization(8), Quantization(4, 32))]
 
 
 @pytest.mark.parametrize("config, quantization", models())
@@ -160,8 +183,7 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(config, quantization, 
         place.copy_(torch.randn(place.shape) * (0.1 if "norm" in name else 0.15) + ("norm" in name))
     llama = Llama(plain.config.quantized(quantization), seed=None) if quantization else Llama(plain.config, seed=None)
     llama.fill((name, place) for name, place in plain.places().items())
-    llama.pack()
-    assert llama.few is not None
+    assert llama.pack().few is not None
     texts, pieces = [torch.randint(0, 200, (n,)) for n in (30, 26, 9)], [20, 1, 3, 2, 1, 1, 1, 1]
 
     def run() -> list[Tensor]:
@@ -180,9 +202,10 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(config, quantization, 
     assert through.call_count == len(pieces) - 1 and [len(call.args[2]) for call in through.call_args_list] == [2, 6, 4, 1, 1, 1, 1]
     monkeypatch.setattr(NativeStep, "whole", False)
     assert all(torch.equal(a, b) for a, b in zip(whole, run())) and through.call_count == len(pieces) - 1
-    llama.reorder()
-    assert llama.few is None
+    llama = Llama(llama.config, seed=None)
     monkeypatch.setattr(native, "library", lambda: None)
+    llama.fill((name, place) for name, place in plain.places().items())
+    assert llama.pack().few is None
     for a, b in zip(whole, run()):
         torch.testing.assert_close(a, b, atol=2e-4 * b.abs().max().item(), rtol=0)
 

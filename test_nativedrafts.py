@@ -68,7 +68,7 @@ def test_they_are_those_written_one_by_one(layout, kind):
 @torch.inference_mode()
 def test_where_they_cannot_be_in_one_call(monkeypatch):
     llama, one = loud(), dict(layout="blocks", unread=1, gamma=2)
-    for llama, how in ((llama, dict(top_p=0.9)), (llama, dict(top_k=3)), (llama, dict(min_p=0.1)), (llama, dict(texts=2)), (llama, dict(unread=9)), (llama, dict(gamma=17)),
+    for llama, how in ((llama, dict(top_p=0.9)), (llama, dict(top_k=3)), (llama, dict(min_p=0.1)), (llama, dict(texts=2)), (llama, dict(gamma=17)),
                        (Llama(Config(**SMALL), dtype=torch.bfloat16).pack(), {}), (Llama(Config(**SMALL)), {})):
         with mock.patch.object(nativedrafts, "write_drafts", side_effect=write_drafts) as written:
             tokens = drafted(write_at_once, llama, **one | how)[0]

@@ -2,8 +2,7 @@
 
     python .ci/steps.py SMOLLM2     (a folder with a model)
 
-INT8 and INT4 are as `--bits` makes them, in the type that is this CPU's own for the model; both are compared with float32. Up to 8 rows all are
-ready for a lone text, beyond for many. The goals are, for INT8, 1.6 times float32 at one row, and never below 0.9. What is required is less:
+INT8 and INT4 are as `--bits` makes them, in the type that is this CPU's own for the model; both are compared with float32. The goals are, for INT8, 1.6 times float32 at one row, and never below 0.9. What is required is less:
 these machines are shared.
 """
 import sys
@@ -41,8 +40,6 @@ def main(folder: str) -> int:
           f"{product.nbytes:,} bytes for {product.in_features * product.out_features:,} weights of a product in INT8")
     print(f"{'rows':>6}" + "".join(f"{name:>10}" for name in models) + "    INT8 is  INT4 is  times as fast   INT8's product")
     for rows in ROWS:
-        for llama in models.values() if rows > 8 else ():
-            llama.reorder()                                                     # as for batches
         turns = [{name: step(llama, rows) for name, llama in models.items()} for _ in range(TURNS if rows < 64 else 5)]
         took = {name: median(turn[name] for turn in turns) for name in models}
         gains = {name: median(turn["float32"] / turn[name] for turn in turns) for name in ("INT8", "INT4")}
