@@ -11,8 +11,9 @@ with c the cost of drafting a token and w that of a pass over γ + 1 tokens, bot
 2.9 tokens a round, not 4.5.
 
 `Costs` measures w and c, for all texts together; `Auto` follows the α of one text and takes the γ of the best speed-up, 0 if none
-is above 1.05: what nobody measures, the bookkeeping of drafts, comes to about that where passes are quick. At 0 nothing is learnt of α any more, so now and then it tries a single drafted token: as often as keeps what such
-trials cost below a sixtieth of the time, by what the last one did, of whichever text. A useless draft is never noticed.
+is above 1.05: what nobody measures, the bookkeeping of drafts, must pay too. At 0 nothing is learnt of α any more, so now and then it
+tries a single drafted token: as often as keeps what such trials cost below a sixtieth of the time, by what the last one did, of
+whichever text. A useless draft is never noticed.
 
 γ may depend on what has happened, on α and on the clock, never on whether to keep a token that was drawn; so the text's law does
 not change. But the clock is no part of the seed: with γ chosen here, the same seed need not give the same text.

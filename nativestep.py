@@ -3,7 +3,7 @@
 As on a GPU (kernelstep.py), a text's keys and values are read where they lie, through its table of blocks, and a contiguous cache is a paged one
 with a single block a text. A call turns q and k, stores k and v, and lets each query look back: no past is gathered, and nothing is padded.
 
-Not covered: keys and values of 4 bits, and prompts, whose many queries the library's attention serves faster (pagedstep.py).
+Not covered: keys and values of 4 bits, and prompts, whose many queries are the library's attention's (pagedstep.py).
 
     L layers · N blocks · S tokens of a block · T tokens of a step · H, G heads · D head size
 """
