@@ -18,7 +18,7 @@ every text that is being written. So nobody who is reading a long prompt holds u
   - A text that could never fit, even alone, is refused at once, with the reason; the others go on.
 
 Invariant: a request is in exactly one of `waiting`, `running` and the hands of who made it; of those running, each has its places in
-the caches, of the others none. Cost: scheduling is Python, some 10 µs a text and step.
+the caches, of the others none. Cost: scheduling is Python, as much for each text however many there are.
 
 Not covered: priorities; several models.
 
@@ -32,6 +32,8 @@ from kvcache import CacheFull
 from request import Request
 from speculative import Decoder, Work
 
+AGAIN = 16                                              # steps until whoever found no room is looked at again, though nobody has left
+
 
 class Batcher:
     """Makes many texts with one decoder, at most `max_batch` at a time; a step has the decoder's budget of tokens."""
@@ -41,6 +43,7 @@ class Batcher:
             raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
         self.maker, self.max_batch = maker, max_batch
         self.waiting, self.running = deque[Request](), list[Request]()               # both with the oldest first
+        self.steps, self.again = 0, 0                                                # so far; and when the oldest that waits is looked at again
 
     def check(self, request: Request) -> None:
         """ValueError if this request could never be served."""
@@ -75,57 +78,56 @@ class Batcher:
 
     def cancel(self, request: Request) -> None:
         """End a request now, whether it waits or runs; its places are free at once. Nothing happens to one that has ended."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif request in self.running:
+        if request in self.running:
             self._leave(request)
+        elif not request.finish_reason and request in self.waiting:                  # who has ended does not wait: there is no queue to look through
+            self.waiting.remove(request)
+            self.again = 0
 
     def schedule(self) -> list[Work]:
         """What to do in this step: those that run, the oldest first; then those that are let in."""
-        work: list[Work] = []
-        for request in list(self.running):
-            if request in self.running:                                              # not put back for an older one
-                self._place(request, work)
-        while self.waiting and len(self.running) < self.max_batch and self._left(work) > 0 and self._enter(self.waiting[0], work):
-            pass
+        work, left = list[Work](), self.maker.budget
+        self.steps += 1
+        for request in self.running:
+            if planned := self.maker.plan(request, left):
+                work.append(planned)
+                left -= planned.size
+        while not self.maker.fits(work):                                             # asked once for all: who is older has room if all have
+            youngest = self.running[-1]
+            self._put_back(youngest)
+            if work[-1].request is youngest:
+                left += work.pop().size
+        while self.waiting and len(self.running) < self.max_batch and left > 0 and self.steps >= self.again:
+            if (planned := self._enter(self.waiting[0], work, left)) is None:
+                break
+            work.append(planned)
+            left -= planned.size
         return work
 
     def _reads(self, request: Request) -> bool:
         return len(request.tokens) - self.maker.cache.length(request.seq) > 1
 
-    def _left(self, work: list[Work]) -> int:
-        """What is left of the budget."""
-        return self.maker.budget - sum(w.read + (w.gamma or 0) for w in work)
-
-    def _place(self, request: Request, work: list[Work]) -> None:
-        """Add what this text does to the step's work. Where there is no room, younger ones go back to the queue, or else itself."""
-        planned = self.maker.plan(request, self._left(work))
-        while planned and not self.maker.fits([*work, planned]):
-            youngest = self.running[-1]
-            self._put_back(youngest)
-            if youngest is request:
-                return
-        if planned:
-            work.append(planned)
-
-    def _enter(self, request: Request, work: list[Work]) -> bool:
-        """Let the oldest that waits in, if the cache has room for all of its text as it is now. It waits for a twin that reads their prompt."""
+    def _enter(self, request: Request, work: list[Work], left: int) -> Work | None:
+        """Let the oldest that waits in, if the cache has room for all of its text as it is now. It waits for a twin that reads their prompt.
+        (To look its text up among the blocks takes longer the longer it is: who was refused is not asked again in each step.)"""
         twin = request.twin if request.twin in self.running else None
         if twin is not None and self._reads(twin):
-            return False
+            return None
         try:
             self.maker.open(request, twin)
         except CacheFull:
-            return False
-        planned = self.maker.plan(request, self._left(work))
-        pending = len(request.tokens) - self.maker.cache.length(request.seq)
-        if planned is None or not self.maker.fits([*work, planned]) or not self.maker.fits([*work, Work(request, pending, 0)]):
+            return self._refuse()
+        planned = self.maker.plan(request, left)
+        whole = Work(request, len(request.tokens) - self.maker.cache.length(request.seq), 0)
+        if planned is None or not all(self.maker.fits([*work, w]) for w in {planned, whole}):
             self.maker.close(request)
-            return False
+            return None if planned is None else self._refuse()
         self.running.append(self.waiting.popleft())
         request.started = request.started or time.perf_counter()
-        work.append(planned)
-        return True
+        return planned
+
+    def _refuse(self) -> None:
+        self.again = self.steps + AGAIN
 
     def _put_back(self, request: Request) -> None:
         self._leave(request)
@@ -135,6 +137,7 @@ class Batcher:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self.maker.close(request)
+        self.again = 0
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Every claim, measured on the machine at hand.
 
-    python bench.py                                     the embedded pair on a CPU, in under five minutes: tables, and results/<machine>.json
+    python bench.py                                     the embedded pair on a CPU, in minutes: tables, and results/<machine>.json
     python bench.py --quick                             the same, so small that its figures mean nothing: does everything work?
     python bench.py --against transformers              the same prompts on the same weights, in turns; or --against llama.cpp (peers.py)
     python bench.py --gpu kernels                       or decode, speculation, serving: models of 1B and 8B shapes, random weights (gpu.py)

@@ -77,7 +77,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Products this small are up to thirty times slower on two threads of a busy machine than on one."""
+    """Products this small are not worth sharing: on a busy machine the threads wait for each other."""
     torch.set_num_threads(1)
 
 

@@ -13,8 +13,8 @@ they are promised: every pointer is taken for such a one, and of the whole numbe
 
     report = compile_for(kernel, {"x": "*bf16", "y": "*fp32", "stride": "i32:16", "n": "i32"}, {"BLOCK": 128}, num_warps=4)
 
-Parameters of the kernel that `constexprs` names need no entry in the signature. Triton keeps what it compiled in its cache: the second time
-takes milliseconds. Under TRITON_INTERPRET kernels are Python and cannot be compiled: `apart` asks another process.
+Parameters of the kernel that `constexprs` names need no entry in the signature. Triton keeps what it compiled in its cache: nothing is
+compiled a second time. Under TRITON_INTERPRET kernels are Python and cannot be compiled: `apart` asks another process.
 """
 import json
 import os

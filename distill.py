@@ -14,7 +14,7 @@ The same loop does all there is to do here; it differs in where the student star
     distill.py --from-scratch --data FILE... --out DIR                  a model, and its vocabulary (bpe.py), from text
     distill.py --from NAME --kv-heads N --data FILE... --out DIR        fewer K/V heads (gqa.py): merged, then trained on
 
-and with no flags at all a draft for the embedded model learns, in two minutes, from 32 texts that this model tells.
+and with no flags at all a draft for the embedded model learns from 32 texts that this model tells.
 
   - Train at the length that will be used. Positions it never saw are foreign to a model: a draft trained on 256 tokens was accepted with
     0.68 up to there, and with 0.35 at 512 (measured on the pair in this repository).

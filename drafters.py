@@ -284,10 +284,6 @@ class NgramDrafter(Drafter):
                 drafted[b, j], q[b, j, token] = token, 1
         return drafted, q
 
-    def keep(self, request: Request, length: int) -> None:
-        if self.index[request][0] > length:
-            self.open(request)                          # another text begins
-
     def look_up(self, request: Request, count: int) -> list[int]:
         """Up to `count` tokens. What is copied may run into what is being proposed: a text that repeats itself goes on doing so."""
         text, (done, ends) = request.tokens, self.index[request]

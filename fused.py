@@ -1,7 +1,8 @@
 """What lies between a layer's matrix products, in one launch each.
 
-A GPU starts a kernel in about 1.3 µs when a graph is replayed, and reads a row of 4096 numbers in less. So what a decoding step does to
-a row between two products costs launches, not arithmetic; written as single operations, a norm is six of them. Three kernels do it:
+A GPU needs longer to start a kernel, even of a graph that is replayed, than to read a row of a few thousand numbers.
+So what a decoding step does to a row between two products costs launches, not arithmetic; written as single operations,
+a norm is six of them. Three kernels do it:
 
     add_norm    x = x + delta,  y = x / √(mean x² + ε) · w          [T, C], [T, C] -> both
     rotate      the pairs (i, i + D/2) of q and k turn              [T, heads, D], out of the product that holds v too

@@ -11,8 +11,9 @@ with c the cost of drafting a token and w that of a pass over γ + 1 tokens, bot
 2.9 tokens a round, not 4.5.
 
 `Costs` measures w and c, for all texts together; `Auto` follows the α of one text and takes the γ of the best speed-up, 0 if none
-is above 1.05: what nobody measures, the bookkeeping of drafts, comes to about that where passes are quick. At 0 nothing is learnt of α any more, so now and then it tries a single drafted token: as often as keeps what such
-trials cost below a sixtieth of the time, by what the last one did, of whichever text. A useless draft is never noticed.
+is above 1.05: what nobody measures, the bookkeeping of drafts, must pay too. At 0 nothing is learnt of α any more, so now and then it
+tries a single drafted token: as often as keeps what such trials cost below a sixtieth of the time, by what the last one did, of
+whichever text. A useless draft is never noticed.
 
 γ may depend on what has happened, on α and on the clock, never on whether to keep a token that was drawn; so the text's law does
 not change. But the clock is no part of the seed: with γ chosen here, the same seed need not give the same text.
@@ -23,8 +24,10 @@ together choose one γ, the one with the best mean of their gains.
 Not covered: that a token's acceptance depends on its neighbours'; a γ of its own for each text of a batch.
 """
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -88,8 +91,9 @@ class Costs:
     def saw_pass(self, tokens: int, seconds: float) -> None:
         """A pass of rounds; one that also read prompts is another thing."""
         self.passes.setdefault(tokens, Measured()).add(seconds)
-        known = sorted((n, m.seconds) for n, m in self.passes.items() if m.seconds)
-        self.known = [(n, min(s for _, s in known[i:])) for i, (n, _) in enumerate(known)]  # a narrower pass costs no more than a wider
+        widest_first = sorted(((n, m.seconds) for n, m in self.passes.items() if m.seconds), reverse=True)
+        rising = accumulate(widest_first, lambda wider, own: (own[0], min(wider[1], own[1])))       # a narrower pass costs no more than a wider
+        self.known = list(rising)[::-1]
 
     def plain(self, rows: int = 1) -> float | None:
         """Seconds of a pass over one token of each of `rows` texts; None until one as narrow was measured."""
@@ -101,12 +105,29 @@ class Costs:
 
     def verifying(self, tokens: int) -> float:
         """Seconds of a pass over so many tokens: as measured, or between two that were, or what the widest took (0 if none was)."""
-        above = next(((n, s) for n, s in self.known if n >= tokens), None)
-        below = next(((n, s) for n, s in reversed(self.known) if n <= tokens), None)
-        if not (above and below):
-            return (above or below or (0, 0.0))[1]
-        share = (tokens - below[0]) / max(1, above[0] - below[0])
-        return below[1] + share * (above[1] - below[1])
+        if not self.known:
+            return 0.0
+        at = bisect_left(self.known, (tokens,))                          # the first that is as wide
+        (n, low), (m, high) = self.known[max(0, at - 1)], self.known[min(at, len(self.known) - 1)]
+        return high - (m - tokens) / max(1, m - n) * (high - low)
+
+
+class Together:
+    """Texts that are made together, by their α: they share what drafting costs, so one γ is best for all (who drafts nothing waits for those who
+    do). What each γ gains is worked out once for all of them, as far as one asks."""
+
+    def __init__(self, costs: Costs, alphas: Sequence[float]):
+        self.costs, self.alphas, self.gains = costs, alphas, list[float]()
+
+    def up_to(self, most: int) -> list[float]:
+        """The mean of their speed-ups, for γ from 0 to `most` and perhaps beyond; empty while nobody knows what plain decoding costs."""
+        rows = len(self.alphas)
+        plain = self.costs.plain(rows)
+        while plain is not None and len(self.gains) <= most:
+            gamma = len(self.gains)
+            c, w = self.costs.drafting() / plain, self.costs.verifying(rows * (1 + gamma)) / plain
+            self.gains.append(sum(speed_up(alpha, gamma, c, w) for alpha in self.alphas) / rows)
+        return self.gains
 
 
 class Auto:
@@ -121,16 +142,12 @@ class Auto:
     def alpha(self) -> float:
         return self.accepted / self.examined
 
-    def choose(self, most: int, together: Sequence[float] = ()) -> int:
-        """γ for the next round, at most `most`. together: the α of all texts that are made together, this one's among them; they share what
-        drafting costs, so one γ is best for all: who drafts nothing waits for those who do."""
-        alphas = together or (self.alpha,)
-        rows, plain = len(alphas), self.costs.plain(len(alphas))
-        if plain is None:
-            return 0                                                     # what plain decoding costs is measured first,
-        most = min(most, max(1, 2 * self.largest))                       # and then one width after the other
-        c, w = self.costs.drafting() / plain, [self.costs.verifying(rows * (1 + g)) / plain for g in range(most + 1)]
-        gains = [sum(speed_up(alpha, g, c, w[g]) for alpha in alphas) / rows for g in range(most + 1)]
+    def choose(self, most: int, together: Together | None = None) -> int:
+        """γ for the next round, at most `most`. together: all texts of it, this one among them; None: it is alone."""
+        most = min(most, max(1, 2 * self.largest))                       # one width after the other,
+        gains = (together or Together(self.costs, (self.alpha,))).up_to(most)
+        if not gains:
+            return 0                                                     # and first what plain decoding costs
         best = max(range(most + 1), key=gains.__getitem__)
         if gains[best] > 1.05:
             return best

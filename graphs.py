@@ -1,9 +1,9 @@
 """CUDA graphs: everything that a step launches, in one launch.
 
-A decoding step of a small model is some three hundred kernels of a few microseconds each, and Python needs longer to launch one than the
-GPU to run it. A CUDA graph is a recording: the launches of one step, with their arguments as they were, which the GPU then goes through by
-itself. So whatever changes from step to step must be in tensors that stay where they are, filled anew before each replay, and nothing
-that is recorded may ask the device for a number.
+A decoding step of a small model is hundreds of kernels, each over so few numbers that Python needs longer to launch
+one than the GPU to run it. A CUDA graph is a recording: the launches of one step, with their arguments as they were,
+which the GPU then goes through by itself. So whatever changes from step to step must be in tensors that stay where they
+are, filled anew before each replay, and nothing that is recorded may ask the device for a number.
 
     Recorded(run)      at first `run` itself, which compiles what it needs; from then on its recording
     Replayed(llama)    is called as the model is: a pass over a few tokens of each text is a recording

@@ -90,9 +90,6 @@ class KVStore:
     def flatten(self, first: int, last: int) -> "KVStore":
         return self._each(lambda part: part.flatten(first, last))
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> "KVStore":
-        return self._each(lambda part: part.unflatten(dim, sizes))
-
     def index_select(self, dim: int, index: Tensor) -> "KVStore":
         return self._each(lambda part: part.index_select(dim, index))
 

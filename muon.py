@@ -12,7 +12,7 @@ into a s + b s³ + c s⁵, and five turns bring all of them near 1: between 0.7 
 What is looked up or multiplied element by element (embeddings, norms, biases) has no such directions and moves by Adam. The query, key and
 value matrices lie in one parameter, gate and up in another; each moves on its own, by its own singular values.
 
-Cost: about 30 products of a matrix with itself a step, a fifth of a training step of 4096 tokens for the model in this repository.
+Cost: about 30 products of a matrix with itself a step, however many tokens the step has.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Kingma & Ba 2015, Adam (arXiv:1412.6980).
 """

@@ -3,10 +3,11 @@
 As on a GPU (kernelstep.py), a text's keys and values are read where they lie, through its table of blocks, and a contiguous cache is a paged one
 with a single block a text. A call turns q and k, stores k and v, and lets each query look back: no past is gathered, and nothing is padded.
 
-Not covered: keys and values of 4 bits, and prompts, whose many queries the library's attention serves faster (pagedstep.py).
+Not covered: keys and values of 4 bits, and prompts, whose many queries are the library's attention's (pagedstep.py).
 
     L layers · N blocks · S tokens of a block · T tokens of a step · H, G heads · D head size
 """
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,10 @@ class NativeStep:
         self.keys, self.values = parts(keys), parts(values)
         self.positions = torch.tensor([i for _, start, stop in spans for i in range(start, stop)])                          # int64[T]
         self.owner = torch.tensor([b for b, (_, start, stop) in enumerate(spans) for _ in range(start, stop)])              # int64[T]
-        self.tables = torch.tensor([[*blocks[:most], *[0] * (most - len(blocks))] for blocks, _, _ in spans])               # int64[B, most]
+        tables = array("q")                                                                                                 # long ones are copied as they are
+        for blocks, _, _ in spans:
+            tables.extend([*blocks[:most], *[0] * (most - len(blocks))])
+        self.tables = torch.frombuffer(tables, dtype=torch.int64).view(-1, most)                                            # int64[B, most]
         seen = sum((stop - start) * stop for _, start, stop in spans)
         self.places = native.Step.of(self.keys, self.values, self.positions, self.owner, self.tables, S, seen)
         self.kv_heads, self.vectors = self.keys[0].shape[3], self.keys[0].stride(0) // self.keys[0].shape[4]                # of a layer

@@ -60,8 +60,8 @@ def blocks_that_fit(memory: float, one: int, device: torch.device, beside: int =
 
 
 def room_for_blocks(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype) -> Tensor | KVStore:
-    """[L, N, S, G, D], uninitialized. Kernels read it block by block; plain torch, head by head (up to twice as fast as token by token), so that
-    in memory the heads are outermost there."""
+    """[L, N, S, G, D], uninitialized. Kernels read it block by block; plain torch, head by head, so that in
+    memory the heads are outermost there: what is read together lies together."""
     L, N, S, G, D = shape
     if in_place(torch.device(device), dtype if bits == 16 else torch.float32):
         return store(shape, bits, device, dtype)

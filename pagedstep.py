@@ -77,7 +77,7 @@ class PagedStep:
 
 def in_order(blocks: list[int]) -> bool:
     """Whether each block lies right after the one before."""
-    return all(block == blocks[0] + i for i, block in enumerate(blocks))
+    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 class Few(NamedTuple):

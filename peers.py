@@ -7,11 +7,6 @@ Everybody reads the same tokens and makes as many, greedily, with the same numbe
 is the median over them. Seconds are counted from the first token to the last, so nobody's reading of the prompt is in them. Each answers
 with the tokens it made: where the weights are the same numbers they agree, up to near-ties, and a peer that was set up wrongly shows.
 
-What holds INT8 back beside llama.cpp, which is twice as fast, by `generate.py --bits 8 --profile FILE` (SmolLM2-135M, two cores): half of a
-profiled token is the library's product, `_weight_int8pack_mm`, which reads its weights at two fifths of the rate that the machine has for
-float32; that alone is more than all of llama.cpp's token. An eighth is attention, a fourteenth sampling and scheduling, and the rest some
-twenty small operators a layer, each a few microseconds to start.
-
 Invariant: a peer that is not there is named, with the way to get it; it is never left out in silence.
 
 `RandomTransformers` is what gpu.py compares with: a model of true shapes, one request at a time or by its own continuous batching.

@@ -68,10 +68,6 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens, self.prompt = list(self.tokens), len(self.tokens)
 
-    def restart(self, tokens: list[int], settings: Settings) -> None:
-        """Another text, in the same place."""
-        self.tokens, self.settings, self.prompt, self.rounds, self.whose = list(tokens), settings, len(tokens), [], []
-
     @property
     def left(self) -> int:
         """How many tokens may still be made."""

@@ -75,11 +75,13 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
 
 
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
-    """A setting as float64[B, 1]."""
+    """A setting as float64[B, 1], one number after the other in memory: kernels read it there (draw.py)."""
     if not isinstance(setting, Tensor):
         return torch.full((len(rows), 1), setting, dtype=torch.float64, device=rows.device)  # filled there: nothing is copied
-    values = setting.to(rows.device, torch.float64)
-    return (values.expand(len(rows)) if values.dim() == 0 else values.reshape(-1))[:, None]
+    values = setting.to(rows.device, torch.float64).reshape(-1)
+    if len(values) not in (1, len(rows)):
+        raise ValueError(f"a setting has {len(values)} values and there are {len(rows)} rows of logits: give one value, or one a row")
+    return values.expand(len(rows)).contiguous()[:, None]
 
 
 def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
@@ -167,7 +169,7 @@ class Keyed:
 
     def __init__(self, seeds: Tensor, positions: Tensor, role: int | Tensor = TEXT):
         self.place = (seeds * SEED + positions * POSITION)[:, None]                          # int64[B, 1]
-        self.role = role[:, None] if isinstance(role, Tensor) else role
+        self.role = role.expand(len(self.place))[:, None] if isinstance(role, Tensor) else role      # whoever reads it in place finds one a row
         self.noise: Tensor | None = None                                                     # float64[B, V]
 
     def __getitem__(self, rows: slice | list[int]) -> "Keyed":

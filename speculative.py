@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter, ModelDrafter, Round, pack
-from gamma import Auto, Costs, between, expected_tokens, mark
+from gamma import Auto, Costs, Together, between, expected_tokens, mark
 from kernels import send
 from kvcache import CacheFull
 from request import Request, Settings, Speculation, Taken
@@ -79,6 +79,11 @@ class Work(NamedTuple):
     read: int
     gamma: int | None
 
+    @property
+    def size(self) -> int:
+        """Its tokens in the pass."""
+        return self.read + (self.gamma or 0)
+
 
 class Decoder:
     """A target and its cache, a drafter or none, and what steps cost. One for all the texts that are made together.
@@ -90,7 +95,7 @@ class Decoder:
                  coin: Callable[[Tensor, Tensor, int], Any] = Keyed, budget: int = 512):
         self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter
         self.coupled, self.coin, self.budget = coupled, coin, budget
-        self.together: list[Request] = []                                                   # the texts of the last round
+        self.together: Together | None = None                                               # the texts of the last round that go on
         self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()                 # what was learnt of a text outlives its places
 
     def open(self, request: Request, twin: Request | None = None) -> None:
@@ -126,7 +131,7 @@ class Decoder:
 
     def fits(self, work: Sequence[Work]) -> bool:
         """Whether both caches have room for all this work."""
-        return (self.cache.fits([(w.request.seq, w.read + (w.gamma or 0)) for w in work])
+        return (self.cache.fits([(w.request.seq, w.size) for w in work])
                 and (self.drafter is None or self.drafter.fits(work)))
 
     def _gamma(self, request: Request, most: int) -> int:
@@ -135,7 +140,7 @@ class Decoder:
             return 0
         fixed = request.settings.gamma
         if fixed is None:
-            wanted = self.auto[request].choose(most, [self.auto[other].alpha for other in self.together if not other.finish_reason])
+            wanted = self.auto[request].choose(most, self.together)
         else:
             wanted = min(fixed, most)
         if wanted and fixed is None and self.drafter.lag(request) > self.budget:            # it has not drafted for long:
@@ -164,11 +169,14 @@ class Decoder:
             self.costs.saw_draft(max(round.gammas), between(start, drawn))                  # no draft had to catch up first
         if all(w.read == 1 and w.gamma is not None for w in work):
             self.costs.saw_pass(len(work) + sum(round.gammas), between(drawn, end))
-        self.together = round.requests
         for w, length in zip(work, before):
             if w.gamma is None and self.drafter is not None:
                 self.drafter.follow(w.request, length + w.read)
-        return {w.request: self._finish(w, guesses, stood, last, between(start, end)) for w, (*guesses, stood, last) in zip(rounds, outcome)}
+        grown = {w.request: self._finish(w, guesses, last, Taken(w.gamma, stood, between(start, end), len(rounds)))
+                 for w, (*guesses, stood, last) in zip(rounds, outcome)}
+        alphas = [self.auto[request].alpha for request in grown if not request.finish_reason]
+        self.together = Together(self.costs, alphas) if alphas else None
+        return grown
 
     def _read(self, work: Sequence[Work], drafted: Tensor, round: Round) -> Tensor:
         """The target's distributions after the pending tokens and after each draft: float[B, k+1, V]; zero where a text drafted fewer. Only the
@@ -194,16 +202,16 @@ class Decoder:
         have = self.cache.length(w.request.seq)
         return w.request.tokens[have:have + w.read]
 
-    def _finish(self, w: Work, drafted: list[int], accepted: int, token: int, seconds: float) -> list[int]:
+    def _finish(self, w: Work, drafted: list[int], token: int, taken: Taken) -> list[int]:
         """The text grows, to the first end-of-text at most; both caches forget what was rejected."""
-        request, new = w.request, [*drafted[:accepted], token]
+        request, accepted, new = w.request, taken.accepted, [*drafted[:taken.accepted], token]
         new = new[:next((i + 1 for i, token in enumerate(new) if token in request.ends), len(new))]
         own = "plain" if w.gamma == 0 else "bonus" if accepted == w.gamma else "corrected"
         request.tokens += new
         self._keep(request, len(request.tokens) - 1)                                        # all but the last token
         request.whose += (["accepted"] * accepted + [own])[:len(new)]
-        request.rounds.append(Taken(w.gamma, accepted, seconds, len(self.together)))
-        self.auto[request].saw(w.gamma, accepted, seconds, len(self.together))
+        request.rounds.append(taken)
+        self.auto[request].saw(*taken)
         return new
 
     def _keep(self, request: Request, length: int) -> None:

@@ -1,4 +1,8 @@
 """Continuous batching: whoever shares the batch, and whatever the pool, every request gets the tokens it gets alone."""
+import gc
+import sys
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,9 +10,9 @@ from hypothesis import strategies as st
 
 from batcher import Batcher, timeline
 from config import Config
-from conftest import SMALL
+from conftest import SMALL, write_model
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
-from engine import Engine
+from engine import Engine, Writer
 from kivi import ChannelPagedCache
 from kvquant import Bits
 from model import Llama
@@ -296,3 +300,75 @@ def test_contiguous_rows_run_out_and_requests_wait():
     assert len(batch.running) == 2 and len(batch.waiting) == 3
     list(batch.run())
     assert all(len(r.tokens) == 11 for r in requests)
+
+
+# ---- Long running: what a step does, and what is kept, grows neither with the texts served nor, but for attention, with their length
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Model]:
+    """A target, and a draft that it seldom agrees with."""
+    return [Model.load(write_model(tmp_path_factory.mktemp("long"), seed=seed, max_position_embeddings=4096), "cpu", torch.float32) for seed in (0, 1)]
+
+
+def calls(run) -> int:
+    """How many functions this calls, Python's and C's; each turn of a generator is a call."""
+    count = 0
+
+    def note(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_of_a_step(models: list[Model], draft: str | None, texts: int, length: int, gamma: int | None, more: int = 0) -> float:
+    """Of one that decodes so many texts of such a length, for each of them; `more` texts find no room and wait."""
+    engine = Engine(models[0], models[1] if draft == "model" else draft, texts * (length + 200), 4000, texts + 1)
+    asked = [Request(request(length, 1, i).tokens, Settings(1.0, seed=i, max_tokens=100, gamma=gamma)) for i in range(texts)]
+    for r in asked:
+        engine.batch.add(r)
+    while not all(len(r.tokens) > r.prompt + 3 for r in asked):
+        engine.batch.step()
+        engine.maker.measure_plain(asked[0])
+    if more:
+        for cache in engine.caches:
+            cache.pool.take(len(cache.pool.free) - 2)
+        engine.batch.add(Request(asked[0].tokens + [1] * 99, Settings(1.0, seed=1, max_tokens=100, gamma=gamma)))
+    made = calls(lambda: [engine.batch.step() for _ in range(8)])
+    assert len(engine.batch.running) == texts and len(engine.batch.waiting) == more
+    return made / 8 / texts
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+def test_what_a_step_calls_does_not_grow(models, draft, compiler):
+    assert calls_of_a_step(models, draft, 1, 3000, 2) < 1.1 * calls_of_a_step(models, draft, 1, 600, 2)          # with the length of a text
+    assert calls_of_a_step(models, draft, 64, 5, None) < calls_of_a_step(models, draft, 8, 5, None)              # with the texts beside it
+
+
+def test_a_long_text_that_finds_no_room_is_not_looked_up_in_each_step(models):
+    assert calls_of_a_step(models, None, 1, 3000, 0, more=1) < 2 * calls_of_a_step(models, None, 1, 3000, 0)
+
+
+def test_who_ends_is_not_looked_for_among_those_who_wait(models):
+    class Queue(deque):
+        def __contains__(self, item):
+            raise AssertionError("looked through")
+    engine = Engine(models[0], None, 100, 50, 2)
+    engine.batch.waiting = Queue()
+    requests = [request(4, 3, i) for i in range(6)]
+    assert len(list(engine.serve([Writer(models[0], r, "") for r in requests]))) == 6
+
+
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_nothing_is_kept_of_texts_that_have_gone(models, draft):
+    engine, counts = Engine(models[0], models[1] if draft == "model" else draft, 300, 60, 4), []
+    for i in range(3):
+        for j in range(0, 40, 8):
+            list(engine.serve([Writer(models[0], request(20, 3, 8 * (j + k) + i), "") for k in range(8)]))
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert max(counts[1:]) <= counts[0] + 100                                            # 40 texts more would be some 400 objects

@@ -47,15 +47,6 @@ def test_ngrams_are_what_a_slow_search_finds_while_the_text_grows(text, longest,
         drafter.keep(request, len(request.tokens) - 1)
 
 
-def test_ngrams_of_another_text_in_the_same_place_are_forgotten():
-    drafter, request = NgramDrafter(), Request([1, 2, 3, 1, 2], Settings())
-    drafter.open(request)
-    assert drafter.look_up(request, 2) == [3, 1]
-    drafter.keep(request, 0)
-    request.restart([7, 1, 2], Settings())
-    assert drafter.look_up(request, 2) == [] and drafter.room(request, 4) == 0
-
-
 def test_an_ngram_proposal_is_a_one_hot_distribution():
     drafter, a, b = NgramDrafter(), Request([1, 2, 3, 1, 2], Settings(seed=1)), Request([4, 5], Settings(seed=2))
     for request in (a, b):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gamma import Auto, Costs, Measured, expected_tokens, speed_up
+from gamma import Auto, Costs, Measured, Together, expected_tokens, speed_up
 
 
 def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise: float = 0.0, most: int = 8, seed: int = 0) -> tuple[float, list[int]]:
@@ -73,13 +73,14 @@ def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
     costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
     assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
     auto = Auto(costs, alpha=0.9, weight=1000)
-    assert auto.choose(1, [0.9] * 4) == 0 and auto.choose(1, [0.9] * 8) == 1    # nothing as narrow as 4 rows was measured
+    together = lambda *alphas: Together(costs, alphas)
+    assert auto.choose(1, together(*[0.9] * 4)) == 0 and auto.choose(1, together(*[0.9] * 8)) == 1      # nothing as narrow as 4 rows was measured
     auto.largest, costs.trial = 8, 1.0
-    assert auto.choose(8, [0.9] * 8) == 1 and auto.choose(1, [0.9] * 24) == 0
+    assert auto.choose(8, together(*[0.9] * 8)) == 1 and auto.choose(1, together(*[0.9] * 24)) == 0
     doubter, trusting = Auto(costs, alpha=0.1, weight=1000), auto               # texts made together choose one γ for all of them
     doubter.largest = 8
     for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.9]):
-        assert doubter.choose(1, alphas) == trusting.choose(1, alphas) == int(alphas[0] > 0.5)
+        assert doubter.choose(1, together(*alphas)) == trusting.choose(1, together(*alphas)) == int(alphas[0] > 0.5)
 
 
 def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
@@ -131,3 +132,18 @@ def test_a_trial_is_as_dear_for_the_next_text():
         assert auto.choose(4) == 0
         auto.saw(0, 0, 1.0)
         assert auto.choose(4) == 1
+
+
+def test_what_a_pass_adds_is_not_compared_with_all_widths_squared():
+    class Seconds(float):
+        compared = 0
+
+        def __lt__(self, other):
+            Seconds.compared += 1
+            return float(self) < other
+    costs = known(**{f"n{n}": Seconds(n) for n in range(1, 101)})
+    for n in range(1, 101):
+        costs.saw_pass(n, Seconds(n))                                           # an odd number of times, of which the median is one
+    Seconds.compared = 0
+    costs.saw_pass(50, Seconds(50))
+    assert costs.verifying(50) == 50 and Seconds.compared < 500

@@ -24,7 +24,7 @@ def filled(shape: tuple[int, ...], bits: int, seed: int = 0) -> tuple[KVStore, t
 
 OPERATIONS = {"row": lambda x: x[:, 1], "slice": lambda x: x[:, :, 1:3], "transpose": lambda x: x.transpose(1, 2), "flatten": lambda x: x.flatten(1, 2),
               "gather": lambda x: x[0].index_select(0, torch.tensor([2, 0, 2])), "unbind": lambda x: x.unbind()[1], "index": lambda x: x[0][torch.tensor([1, 1])],
-              "unflatten": lambda x: x.flatten(0, 1).unflatten(0, (2, 3)), "several": lambda x: x.flatten(1, 2).transpose(0, 1)[3:7].unbind()[2]}
+              "several": lambda x: x.flatten(1, 2).transpose(0, 1)[3:7].unbind()[2]}
 
 
 @pytest.mark.parametrize("bits", [8, 4])

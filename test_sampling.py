@@ -163,6 +163,20 @@ def test_a_setting_out_of_range_is_named_in_one_line(setting):
         assert str(error.value).startswith(f"{name} is {value!r}: it must be ") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value, each", [(0.5, [0.5] * 3), (torch.tensor(0.5), [0.5] * 3), (torch.tensor([0.5]), [0.5] * 3), (torch.tensor(0.5).double().expand(3), [0.5] * 3),
+                                         (torch.arange(6.0).double()[::2], [0, 2, 4]), (torch.tensor([[1], [2], [3]]), [1, 2, 3])], ids=str)
+def test_a_setting_is_a_number_a_row_one_after_the_other_in_memory(value, each):
+    """As a kernel reads it, that is told an address and no strides."""
+    found = sampling.column(value, torch.zeros(3, 5))
+    assert found.dtype == torch.float64 and found.shape == (3, 1) and found.is_contiguous() and found[:, 0].tolist() == each
+
+
+@pytest.mark.parametrize("values", [2, 6])
+def test_a_setting_of_another_number_of_rows_is_refused(values):
+    with pytest.raises(ValueError, match=f"a setting has {values} values and there are 3 rows of logits"):
+        probabilities(torch.zeros(3, 5), temperature=torch.ones(values))
+
+
 @pytest.mark.parametrize("setting", [dict(temperature=0), dict(temperature=5e-324), dict(temperature=1e300), dict(top_k=0), dict(top_k=3.0), dict(top_k=2**31),
                                      dict(top_p=1), dict(top_p=1e-300), dict(min_p=0), dict(min_p=1), dict(temperature=None, top_k=None), NEUTRAL], ids=str)
 def test_the_ends_of_the_ranges_are_inside(setting):
@@ -294,6 +308,7 @@ def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
     probs = torch.where(torch.rand(B, V, generator=generator) < hidden, 0, torch.rand(B, V, generator=generator)).to(dtype)
     coin = Keyed(torch.tensor([seed]).expand(B), torch.arange(B), torch.arange(B) if each else draft_role(B))
     picked = coin.pick(probs)
+    assert each or torch.equal(Keyed(torch.tensor([seed]).expand(B), torch.arange(B), torch.tensor([draft_role(B)])).pick(probs), picked)
     with in_torch:
         assert torch.equal(picked, coin.pick(probs))
     assert torch.equal(coin.pick(probs.T.contiguous().T), picked)

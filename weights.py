@@ -153,12 +153,6 @@ class Checkpoint:
                 raise ValueError(f"tensor {name} in {self.files[name]} differs from {twice[name]}, though config.json ties them")
         yield from ((name, self.read(name)) for name in places)
 
-    @torch.no_grad()
-    def fill(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Put every tensor in its place, on its device and in its dtype."""
-        for name, tensor in self.tensors(places, ignore, twice):
-            places[name].copy_(tensor)
-
 
 def _header(file: Path) -> list[tuple[str, list[int], str]]:
     """(name, shape, dtype) of each tensor in a file, without reading the numbers."""
