@@ -1,26 +1,30 @@
 """C source in, a library out, or a reason why not.
 
-C is compiled on the machine that runs it, for its CPU, when it is first needed; later starts find it in the user's cache folder. What may go wrong on
-the way is the subject here: compilers that fail or hang; processes that start at once, or are killed half-way; files that are cut off, somebody
-else's, or made for another machine; folders that are full, or read-only, or not there.
+C is compiled on the machine that runs it, for its CPU, when it is first needed; later starts find it in the user's
+cache folder. What may go wrong on the way is the subject here: compilers that fail or hang; processes that start at
+once, or are killed half-way; files that are cut off, somebody else's, or made for another machine; folders that are
+full, or read-only, or not there.
 
-    source, flags, the compiler's macros  →  name  →  bytes, if they were kept and are whole  →  a copy in memory, which is what is loaded
-                                                  ↘  compiled by one process, and kept by a rename  ↗
+    source, flags, the compiler's macros → name → bytes, if they were kept and are whole → a copy in memory, and loaded
+                                                ↘ compiled by one process, and kept by a rename ↗
 
-The name says what a library depends on. The compiler is asked for its macros at each start (5 ms): they are its version, the C library's, and what
-`-march=native` means here, for one home may serve many machines. The bytes end with a hash of the name and themselves. Since a copy of what was
-checked is loaded, and no file, nobody can cut it short afterwards, and a folder in which nothing may be executed will do.
+The name says what a library depends on. The compiler is asked for its macros at each start (5 ms): they are its
+version, the C library's, and what `-march=native` means here, for one home may serve many machines. The bytes end with
+a hash of the name and themselves. Since a copy of what was checked is loaded, and no file, nobody can cut it short
+afterwards, and a folder in which nothing may be executed will do.
 
-Who compiles holds a lock. The others wait for it, as long as a compiler may take, and find the bytes: eight starts cost one compilation, and each
-waits up to 50 ms too long. Where there are no locks all compile, and the last rename wins. A Ctrl-C leaves nothing behind, a SIGKILL a folder
-`building-…`, which goes with the first compilation an hour later, and a compiler that ends by itself.
+Who compiles holds a lock. The others wait for it, as long as a compiler may take, and find the bytes: eight starts cost
+one compilation, and each waits up to 50 ms too long. Where there are no locks all compile, and the last rename wins. A
+Ctrl-C leaves nothing behind; a SIGKILL leaves a compiler, which ends by itself, and a folder `building-…`, which goes
+with the first compilation an hour later.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
-    LLAMA_MARCH    a CPU in place of native, to see what others run: x86-64-v3 (AVX2), skylake-avx512 (no VNNI); refused if this one cannot run it
+    LLAMA_MARCH    a CPU in place of native, to see what others run: x86-64-v3 (AVX2), skylake-avx512 (no VNNI);
+                   refused if this one cannot run it
 
 Invariant: what is loaded was compiled by this user, from this source, for this CPU.
 
-Not covered: other systems than Linux; libraries that another user compiled; throwing away what was kept for older sources.
+Not covered: other systems than Linux; libraries that another user compiled; throwing away what older sources left.
 """
 import ctypes
 import hashlib
@@ -37,9 +41,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LIMIT, ANSWER = 120.0, 20.0                             # seconds that a compiler may take, and that it may take to say what it is
-ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; seconds after which it is certainly dead
-UNASKED = re.compile("__(SSE|SSSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # instructions that a compiler uses of its own accord
+LIMIT, ANSWER = 120.0, 20.0                             # seconds that a compiler may take, and to say what it is
+ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; seconds that none takes
+UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # what any C may become
 
 
 class CompilerError(OSError):
@@ -49,7 +53,8 @@ class CompilerError(OSError):
 def library(source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()) -> ctypes.CDLL:
     """What the source becomes. linked: libraries that it needs, -l… or files. OSError: why it cannot be had."""
     command, macros = _compiler()
-    name, refused = hashlib.sha256(repr((source, command, macros, [*flags], [*linked])).encode()).hexdigest()[:32], []
+    depends, refused = repr((source, command, macros, [*flags], [*linked])), list[str]()
+    name = hashlib.sha256(depends.encode()).hexdigest()[:32]
     for folder in _folders():
         try:
             _claim(folder)
@@ -61,7 +66,7 @@ def library(source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()) 
     raise OSError(f"there is no place for a library: {'; '.join(refused)}")
 
 
-# ---- The compiler ----------------------------------------------------------------------------------------------------------------
+# ---- The compiler -------------------------------------------------------------------------------------------------
 
 def _compiler() -> tuple[list[str], list[str]]:
     """The command, with the CPU to compile for, and the macros that it then begins with."""
@@ -75,8 +80,8 @@ def _compiler() -> tuple[list[str], list[str]]:
     macros = here = _macros([*command, "-march=native"])
     if march != "native":
         macros = _macros([*command, f"-march={march}"])
-        lacks = sorted(name.strip("_") for name in {line.split()[1] for line in macros} - {line.split()[1] for line in here} if UNASKED.match(name))
-        if lacks:
+        used, has = ({line.split()[1] for line in lines} for lines in (macros, here))
+        if lacks := sorted(name.strip("_") for name in used - has if UNASKED.match(name)):
             raise CompilerError(f"this CPU cannot run LLAMA_MARCH={march}: it has no {', '.join(lacks)}")
     return [*command, f"-march={march}"], macros
 
@@ -90,10 +95,10 @@ def _macros(command: list[str]) -> list[str]:
 
 def _run(command: list[str], seconds: float, given: str = "", **environment: str) -> str:
     """What a command prints. When its time is over, or at a Ctrl-C, it ends, and so does all that it began."""
-    env = os.environ | {"LC_ALL": "C"} | environment
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, start_new_session=True) as process:
+    env, pipe = os.environ | {"LC_ALL": "C"} | environment, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True) as process:
         try:
-            out, errors = (text.decode(errors="replace") for text in process.communicate(given.encode(), seconds))
+            out, errors = (told.decode(errors="replace") for told in process.communicate(given.encode(), seconds))
         except BaseException as error:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -101,13 +106,13 @@ def _run(command: list[str], seconds: float, given: str = "", **environment: str
                 raise CompilerError(f"the C compiler failed: {command[0]} took more than {seconds:g} s") from None
             raise
     if process.returncode:
-        lines = [line for line in errors.splitlines() if line.strip()] or [f"{command[0]} ended with status {process.returncode}"]
+        lines = [f"{command[0]} ended with status {process.returncode}", *filter(str.strip, errors.splitlines())]
         first = next((line for line in lines if re.search("error: |undefined reference|cannot find", line)), lines[-1])
         raise CompilerError(f"the C compiler failed: {first.split('error: ')[-1].strip()}")
     return out
 
 
-# ---- The folder ------------------------------------------------------------------------------------------------------------------
+# ---- The folder ---------------------------------------------------------------------------------------------------
 
 def _folders() -> Iterator[Path]:
     """Where libraries may be kept, the best first."""
@@ -145,7 +150,7 @@ def _seal(path: Path, content: bytes) -> bytes:
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
     """One process at a time; but nobody waits for ever, or where there are no locks."""
-    import fcntl                                                                 # not everywhere
+    import fcntl                                        # not everywhere
     with open(folder / "lock", "ab") as file:
         until = time.monotonic() + LIMIT
         while time.monotonic() < until:
@@ -169,12 +174,12 @@ def _made(path: Path, source: str, command: list[str], flags: Sequence[str], lin
                 if time.time() - old.stat().st_mtime > STALE:
                     shutil.rmtree(old)
         with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as scratch:
-            code, thing, made, sealed = (Path(scratch, name) for name in ("library.c", "library.o", "library.so", "sealed"))
             with tempfile.TemporaryFile(dir=scratch) as room:
-                os.posix_fallocate(room.fileno(), 0, ROOM)                       # a full disk says so here, not in a compiler's words
+                os.posix_fallocate(room.fileno(), 0, ROOM)      # a full disk says so here, not in a compiler's words
+            code, thing, made, sealed = (Path(scratch, f"library.{kind}") for kind in ("c", "o", "so", "sealed"))
             code.write_text(source, encoding="utf-8")
             _run([*command, *flags, "-fPIC", "-c", str(code), "-o", str(thing)], LIMIT, TMPDIR=scratch)
-            # Linked without the flags: -fopenmp would add an OpenMP of the compiler's choice. With "defs", what nobody has is an error here.
+            # Without the flags: -fopenmp would add an OpenMP of the compiler's choice. "defs": what is missing says so.
             _run([*command, "-shared", "-Wl,-z,defs", str(thing), *linked, "-o", str(made)], LIMIT, TMPDIR=scratch)
             if not made.exists():
                 raise CompilerError(f"the C compiler failed: {command[0]} wrote nothing")
@@ -186,7 +191,7 @@ def _made(path: Path, source: str, command: list[str], flags: Sequence[str], lin
 
 
 def _loaded(content: bytes) -> ctypes.CDLL:
-    memory = os.memfd_create("library")                                          # never closed: what is loaded is known by this number
+    memory = os.memfd_create("library")                 # never closed: what is loaded is known by this number
     with open(memory, "wb", closefd=False) as file:
         file.write(content)
     return ctypes.CDLL(f"/proc/self/fd/{memory}")

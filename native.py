@@ -19,9 +19,10 @@ model drafts in a round: `Layers`.
 
 A row's numbers do not depend on how many rows there are, to the bit: what is drafted and verified here is what one row a step makes.
 
-It is C, because PyTorch has nothing faster for one row (matmul.py). It is compiled when first needed, in a few seconds, by the gcc that Triton asks
-for, too (compiled.py), and shares PyTorch's threads: clang asks for others, where PyTorch has GCC's, and is refused. Without a compiler, or with
-LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up to the order of sums.
+It is C, because PyTorch has nothing faster for one row (matmul.py). It is compiled when first needed, in a few seconds,
+by the gcc that Triton asks for, too (compiled.py), and shares PyTorch's threads. Where these are GCC's, clang is refused:
+it asks for LLVM's. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up
+to the order of sums.
 
 Invariant: what is computed here is what matmul.py, quantmatmul.py, model.py, kernels.py and sampling.py say.
 
@@ -82,7 +83,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _threads() -> str | None:
-    """The file of the OpenMP library that PyTorch has in use, of all that the process may have: another would bring threads of its own."""
+    """The file of the OpenMP library that PyTorch uses, of all that are loaded: another would bring threads of its own."""
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     try:
         torch_cpu = ctypes.CDLL(next(at[5] for at in maps if "/libtorch_cpu" in at[-1]))
