@@ -75,7 +75,7 @@ def test_it_is_compiled_once_and_for_what_it_depends_on(folder, tmp_path, monkey
     same, compiler, asked = nullcontext(), mock.patch.dict(os.environ, CC="env WITH=arguments gcc"), compiled._macros
     newer = mock.patch.object(compiled, "_macros", lambda command: [*asked(command), "#define NEWER 1"])
     cpu = [mock.patch.dict(os.environ, LLAMA_MARCH="x86-64")] * (platform.machine() == "x86_64")
-    for n, linked, changed in ((2, (), same), (2, ("-lm",), same), *((1, (), each) for each in (compiler, newer, *cpu))):
+    for n, linked, changed in ((2, (), same), (2, ("-lm",), same), *((1, (), new) for new in (compiler, newer, *cpu))):
         before = len(kept(folder))
         with changed:
             assert more(n, *linked) == n and len(kept(folder)) == before + 1
@@ -88,7 +88,7 @@ def damage(other: bytes, outside: Path) -> list[Callable[[Path], object]]:
                    lambda path: path.write_bytes(b"?" + path.read_bytes()[1:])]
     others = [lambda path: path.chmod(0o620), lambda path: path.chmod(0o602),
               lambda path: os.geteuid() or os.chown(path, 12345, -1)]
-    no_file = [lambda path: (path.unlink(), path.symlink_to("/dev/zero")), lambda path: (path.unlink(), os.mkfifo(path)),
+    no_file = [lambda path: (path.unlink(), path.symlink_to("/dev/full")), lambda path: (path.unlink(), os.mkfifo(path)),
                lambda path: (path.rename(outside), path.symlink_to(outside))]
     return [*cut, *other_bytes, *others, *no_file]
 
@@ -215,8 +215,8 @@ def test_a_march_is_one_that_this_cpu_can_run(monkeypatch):
     monkeypatch.setenv("LLAMA_MARCH", "x86-64")
     macros = compiled.library("int avx(void) {\n#ifdef __AVX__\nreturn 1;\n#else\nreturn 0;\n#endif\n}")
     assert macros.avx() == 0
-    beyond = ["#define __AVX999__ 1", "#define __SGX__ 1"]                       # the last is nothing that any C may become
-    monkeypatch.setattr(compiled, "_macros", lambda command: ["#define __SSE__ 1"] + beyond * ("native" not in command[-1]))
+    beyond = ["#define __AVX999__ 1", "#define __SGX__ 1"]                       # the last is nothing that C becomes
+    monkeypatch.setattr(compiled, "_macros", lambda command: ["#define __SSE__ 1"] + beyond * ("64" in command[-1]))
     assert reason() == "this CPU cannot run LLAMA_MARCH=x86-64: it has no AVX999"
     monkeypatch.undo()
     monkeypatch.setenv("LLAMA_MARCH", "no-such-cpu")
