@@ -88,8 +88,8 @@ def damage(other: bytes, outside: Path) -> list[Callable[[Path], object]]:
                    lambda path: path.write_bytes(b"?" + path.read_bytes()[1:])]
     others = [lambda path: path.chmod(0o620), lambda path: path.chmod(0o602),
               lambda path: os.geteuid() or os.chown(path, 12345, -1)]
-    no_file = [lambda path: (path.unlink(), path.symlink_to("/dev/full")), lambda path: (path.unlink(), os.mkfifo(path)),
-               lambda path: (path.rename(outside), path.symlink_to(outside))]
+    no_file = [lambda path: (path.rename(outside), path.symlink_to(outside)),
+               lambda path: (path.unlink(), os.mkfifo(path))]
     return [*cut, *other_bytes, *others, *no_file]
 
 
