@@ -20,8 +20,9 @@ a layer does between two products is one call (as fused.py's on a GPU), attentio
 where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py), and so are all tokens that a
 model drafts in a round: `Layers`.
 
-It is compiled when first needed, in a few seconds, by the gcc that Triton asks for, too; kept in the user's cache folder; and shares PyTorch's
-threads. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up to the order of sums.
+It is compiled when first needed, in a few seconds, by the gcc that Triton asks for, too (compiled.py), and shares PyTorch's threads. Where these are
+GCC's, clang is refused: it asks for LLVM's. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up
+to the order of sums.
 
 Invariant: what is computed here is what matmul.py, quantmatmul.py, model.py, kernels.py and sampling.py say.
 
@@ -29,16 +30,10 @@ Not covered: float64 and float16, other groups of INT4 than 32, 64 and 128, a wh
 
     T rows (tokens of a step) · K in_features · N out_features · C hidden_size · F intermediate_size · H, G heads · D head_dim · V vocab_size
 """
-import atexit
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,10 +41,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import compiled
+
 SOURCE = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("products.c", "native.c", "nativedrafts.c"))
 WIDE = 16                                               # rows of W in a panel
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)        # of numbers, as C counts them; uint8: two of 4 bits
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
+GNU = """#ifdef __clang__
+#error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
+#endif
+"""
 
 
 # ---- The compiler ---------------------------------------------------------------------------------------------------------------
@@ -57,64 +58,42 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPI
 @cache
 def library() -> ctypes.CDLL | None:
     """What native.c became, or None where it cannot be had: `why_not()` says why."""
-    return None if why_not() else _load(_built())
+    return _library()[0]
 
 
-@cache
 def why_not() -> str:
     """Why there is no library, in a few words; empty if there is one."""
+    return _library()[1]
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("LLAMA_NATIVE") == "0":
-        return "LLAMA_NATIVE=0"
+        return None, "LLAMA_NATIVE=0"
     if platform.system() != "Linux":
-        return f"{platform.system()} is not Linux"
-    if _compiler() is None:
-        return "no C compiler (gcc, or what CC names)"
-    if _threads() is None:
-        return "this PyTorch does not share its threads (no libgomp)"
+        return None, f"{platform.system()} is not Linux"
+    if (threads := _threads()) is None:
+        return None, "this PyTorch has no OpenMP threads to share"
+    gnu = not hasattr(ctypes.CDLL(threads), "__kmpc_fork_call")
     try:
-        _load(_built())
-    except subprocess.CalledProcessError as error:
-        return f"the C compiler failed: {(error.stderr.decode(errors='replace').strip().splitlines() or [f'status {error.returncode}'])[-1]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the C compiler failed: {error}"
-    return ""
+        return _declared(compiled.library(GNU * gnu + SOURCE, FLAGS, (threads, "-lm"))), ""
+    except OSError as error:
+        return None, " ".join(str(error).split())
 
 
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CC", "gcc"))
-
-
-@cache
 def _threads() -> str | None:
-    """The OpenMP library that PyTorch has in use: a second one would bring threads of its own."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return next((line.split(maxsplit=5)[5] for line in maps if "/libgomp" in line), None)
+    """The file of the OpenMP library that PyTorch uses, of all that are loaded: another would bring threads of its own."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    try:
+        torch_cpu = ctypes.CDLL(next(at[5] for at in maps if "/libtorch_cpu" in at[-1]))
+        address = ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+    except (StopIteration, OSError, AttributeError):
+        return None
+    return next(at[5] for at in maps if int(at[0].split("-")[0], 16) <= address < int(at[0].split("-")[1], 16))
 
 
-@cache
-def _built() -> Path:
-    """The library's file, compiled if this source was not compiled for this CPU before."""
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), platform.machine())
-    name = hashlib.sha256("\n".join((SOURCE, cpu, _threads(), _compiler(), *FLAGS)).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama-native"
-    if (folder / f"{name}.so").exists():
-        return folder / f"{name}.so"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):                                           # nowhere to keep it: compiled for this process alone
-        folder = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, folder)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:                     # whoever comes second finds it whole, or not at all
-        source, made = Path(scratch, "native.c"), Path(scratch, "native.so")
-        source.write_text(SOURCE, encoding="utf-8")
-        subprocess.run([_compiler(), *FLAGS, str(source), _threads(), "-lm", "-o", str(made)], check=True, capture_output=True, timeout=120)
-        os.replace(made, folder / f"{name}.so")
-    return folder / f"{name}.so"
-
-
-@cache
-def _load(path: Path) -> ctypes.CDLL:
-    lib, P, L = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_long
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    P, L = ctypes.c_void_p, ctypes.c_long
     lib.product.argtypes = lib.rows.argtypes = [P, P, P, L]
     lib.rows.restype = L
     lib.add_norm.argtypes = [P, P, P, P, P, L, L, ctypes.c_float]

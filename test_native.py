@@ -1,8 +1,7 @@
 """C against plain torch: few rows, ragged shapes, poisoned surroundings; and what happens where there is no compiler."""
-import json
+import ctypes
 import math
-import os
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import native
 from config import Config, Quantization
-from conftest import SMALL, program
+from conftest import SMALL
 from kernels import attention
 from model import Llama, rotate, swiglu
 from kvquant import KVStore, store
@@ -220,32 +219,30 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
 
 # ---- Where it cannot be had ------------------------------------------------------------------------------------------------------
 
-SITUATIONS = ((dict(LLAMA_NATIVE="0"), "LLAMA_NATIVE=0"), (dict(CC="/no/such/compiler"), "no C compiler"), (dict(CC="false"), "the C compiler failed"))
+@pytest.mark.parametrize("environment, why", [
+    (dict(LLAMA_NATIVE="0"), "LLAMA_NATIVE=0"), (dict(CC="false"), "the C compiler failed"),
+    (dict(CC="/no/such/compiler"), "no C compiler: there is no /no/such/compiler"),
+    (dict(CC="gcc -D__clang__"), "the C compiler failed: #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's")])
+def test_why_there_is_none(environment, why, tmp_path, monkeypatch):
+    if "clang" in why and "libgomp" not in Path(native._threads()).name:
+        pytest.skip("PyTorch has LLVM's OpenMP")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    lib, told = native._library.__wrapped__()
+    assert lib is None and told.startswith(why) and len(told.splitlines()) == 1
 
 
-def said(folder: str | Path, **environment: str) -> list[Any]:
-    """Whether there is a library, and why not, in such a place; compiled as quickly as can be."""
-    for function in (native.library, native.why_not, native._built, native._load):
-        function.cache_clear()
-    with mock.patch.dict(os.environ, dict(XDG_CACHE_HOME=str(folder)) | environment), mock.patch.object(native, "FLAGS", ("-O0", *native.FLAGS[1:])):
-        return [native.library() is not None, native.why_not()]
+def test_where_there_are_no_threads_to_share(monkeypatch):
+    monkeypatch.setattr(native, "_threads", lambda: None)
+    assert native._library.__wrapped__() == (None, "this PyTorch has no OpenMP threads to share")
+    monkeypatch.setattr(native.platform, "system", lambda: "Plan 9")
+    assert native._library.__wrapped__() == (None, "Plan 9 is not Linux")
 
 
-def situations() -> dict[str, Any]:
-    """Without a compiler; where nothing was kept yet, and once more, with what lies there; and where nothing can be kept."""
-    with tempfile.TemporaryDirectory() as folder:
-        without = [said(folder, **environment) for environment, _ in SITUATIONS]
-        twice = [[said(folder), sorted(map(str, Path(folder).rglob("*.*")))] for _ in range(2)]
-        Path(folder, "file").touch()
-        return dict(without=without, twice=twice, nowhere=said(Path(folder, "file")))
-
-
-@pytest.mark.meanwhile(program, "-c", "import json, test_native; print(json.dumps(test_native.situations()))")
-def test_it_is_compiled_once_where_it_can_be(meanwhile):
-    done = meanwhile()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for (there, why), (_, wanted) in zip(found["without"], SITUATIONS, strict=True):
-        assert not there and why.startswith(wanted)
-    (first, files), (second, same) = found["twice"]
-    assert first == second == found["nowhere"] == [True, ""] and len(files) == 1 and files[0].endswith(".so") and files == same
+def test_the_threads_are_those_of_pytorch(tmp_path):
+    """Though another package may have brought an OpenMP of its own."""
+    own = native._threads()
+    others = [ctypes.CDLL(shutil.copy(own, tmp_path / f"libgomp-{i}.so.1")) for i in range(3)]
+    assert len(others) == 3 and native._threads() == own
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
