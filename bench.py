@@ -14,6 +14,10 @@ Invariant: what one run did not measure stays in the file as it was.
 
 Not covered: the quality of texts, but for perplexity.
 """
+from shell import begin
+
+begin(__name__)                                         # what follows takes its time: a signal ends it in silence
+
 import argparse
 import json
 import sys
@@ -30,7 +34,7 @@ import report
 import traffic
 from kvcache import CacheFull
 from measure import QUICK, Effort
-from shell import Parser, say, status
+from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -68,7 +72,21 @@ def everything(effort: Effort, data: str | None) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    return json.loads((HERE / path).read_text(encoding="utf-8")) if (HERE / path).exists() else {}
+    if not (HERE / path).exists():
+        return {}
+    check_file(HERE / path)
+    try:
+        found = json.loads((HERE / path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): name the results of another run, or a new file") from None
+    if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in ("peers", "gpu")):
+        raise ValueError(f"{path} holds no results of a run: name others, or a new file")
+    return found
+
+
+def put(path: Path, text: str) -> None:
+    with whole(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def keep(path: Path, results: dict[str, Any]) -> None:
@@ -77,8 +95,7 @@ def keep(path: Path, results: dict[str, Any]) -> None:
     for name in ("peers", "gpu"):
         if name in results:                                              # whatever ours was when it met the same peer is gone
             results[name] = {key: row for key, row in old.get(name, {}).items() if (row.get("target"), row.get("peer")) not in again} | results[name]
-    (HERE / path).parent.mkdir(exist_ok=True)
-    (HERE / path).write_text(json.dumps(old | results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    put(HERE / path, json.dumps(old | results, indent=1, ensure_ascii=False) + "\n")
     say(f"kept in {path}")
 
 
@@ -93,16 +110,23 @@ def run(args: argparse.Namespace) -> None:
     if args.pictures or args.readme:
         readme = README.read_text(encoding="utf-8")
         if args.readme:
-            return say(f"{README.name}: {README.write_text(report.front_page(readme, load), encoding='utf-8'):,} characters")
+            put(README, page := report.front_page(readme, load))
+            return say(f"{README.name}: {len(page):,} characters")
         for name, drawn in pictures.draw(load(named(readme))).items():
-            (HERE / "results" / f"{name}.svg").write_text(drawn, encoding="utf-8")
+            put(HERE / "results" / f"{name}.svg", drawn)
             say(f"results/{name}.svg")
         return None
     if args.gguf and args.against != "llama.cpp":
         raise ValueError("--gguf is for --against llama.cpp: leave it out, or name that peer")
     if args.target != "tiny" and not args.against:
         raise ValueError("--target is for --against: what else is measured is the embedded pair, or has random weights")
-    effort = QUICK if args.quick else Effort()
+    if args.data and not Path(args.data).is_file():
+        raise ValueError(f"--data {args.data} is not a file that is there: name a text")
+    effort, out = QUICK if args.quick else Effort(), None
+    if args.out or not args.quick:
+        out = Path(args.out or Path("results") / f"{measure.slug(measure.processor())}.json")
+        check_file(HERE / out)                                           # refused before minutes of measuring
+        load(out)
     if args.against:
         results: dict[str, Any] = dict(peers=peers.against(args.against, args.target, args.gguf, effort))
     elif args.gpu:
@@ -111,17 +135,17 @@ def run(args: argparse.Namespace) -> None:
     else:
         results = everything(effort, args.data)
     tell(results)
-    if args.out or not args.quick:
-        keep(Path(args.out or Path("results") / f"{measure.slug(measure.processor())}.json"), results)
+    if out is not None:
+        keep(out, results)
 
 
 def tell(results: dict[str, Any]) -> None:
     for section in report.sections(results):
-        print(report.text(section), end="\n\n", flush=True)
+        write(f"{report.text(section)}\n\n")
     if "machine" in results:
-        print(report.machine(results))
+        write(f"{report.machine(results)}\n")
     if "stack" in results and (absent := peers.missing()):
-        print(f"not compared with {' and '.join(absent)}: not installed here. --against compares")
+        write(f"not compared with {' and '.join(absent)}: not installed here. --against compares\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

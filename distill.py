@@ -29,6 +29,10 @@ TinyStories (2305.07759).
 
     B sequences of a step · N tokens of each · T = B · N · V vocabulary · H, G, D query heads, K/V heads, head size
 """
+from shell import begin
+
+begin(__name__)                                         # what follows takes its time: a signal ends it in silence
+
 import argparse
 import json
 import math
@@ -50,11 +54,12 @@ from torch import Tensor
 import bpe
 from batcher import Batcher
 from config import Config
+from engine import check_device
 from gqa import cache_bytes, merge_heads
 from model import Llama
 from muon import Optimizer, has_bfloat16
 from request import Request, Settings
-from shell import Parser, say, status
+from shell import Parser, say, status, whole
 from speculative import Decoder
 from stories import Text, hold_out, read_stories
 from tokenizer import Tokenizer
@@ -176,8 +181,8 @@ class Training:
             now, last = time.time(), self.steps == self.recipe.steps
             if now - told > 10 or last:
                 speed = (self.steps - first) * self.recipe.batch * self.recipe.length / (now - start)
-                print(f"step {self.steps:5} of {self.recipe.steps}  loss {sum(recent) / len(recent):.4f}  {speed:,.0f} tokens/s",
-                      file=sys.stderr, flush=True)
+                say(f"step {self.steps:5} of {self.recipe.steps}  loss {sum(recent) / len(recent):.4f}  "
+                    f"{speed:,.0f} tokens/s")
                 told, recent = now, []
             if now - saved > every or last:
                 self.save(checkpoint)
@@ -187,8 +192,8 @@ class Training:
         """All that a run needs to go on; the file is there whole, or as it was before."""
         weights = {f"weight.{name}": place.detach() for name, place in self.optimizer.places.items()}
         tensors = {name: tensor.contiguous() for name, tensor in (weights | self.optimizer.state).items()}
-        save_file(tensors, f"{file}.new", metadata={"steps": str(self.steps)})
-        Path(f"{file}.new").replace(file)
+        with whole(file) as new:
+            save_file(tensors, new, metadata={"steps": str(self.steps)})
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
@@ -219,11 +224,13 @@ def new_model(config: Config, seed: int) -> Llama:
 def save_model(llama: Llama, folder: Path, temperature: float = 0.7) -> None:
     """A model folder, in bfloat16."""
     tensors = {name: place.detach().to(torch.bfloat16).contiguous() for name, place in llama.places().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with whole(folder / "model.safetensors") as new:
+        save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     generation = dict(do_sample=True, temperature=temperature, eos_token_id=config["eos_token_id"])
     for name, data in (("config.json", config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        with whole(folder / name) as new:
+            new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 # ---- The command line ---------------------------------------------------------------------------------------------------------
@@ -278,6 +285,7 @@ def fits(args: argparse.Namespace, target: Config, vocab_size: int) -> None:
 
 def distill(args: argparse.Namespace) -> None:
     """The whole of it: text, target, student; measure, learn, measure, save."""
+    check_device(args.device)
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
     if not stories and args.target is None:
         raise ValueError("there is no --data: only a --target can tell texts of its own to learn from")
@@ -332,8 +340,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--overlap", type=float, default=0.25, help="share of the steps, at the end, that raise α itself instead of lowering KL (0.25)")
     args = p.parse_args(arguments)
     for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "context", "steps", "batch", "length", "warmup", "tales", "windows"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            p.error(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+        if (value := getattr(args, name)) is not None and not 1 <= value <= 2**20:
+            p.error(f"--{name.replace('_', '-')} is {value}: it must be from 1 to {2**20:,}")
+    if not -2**31 <= args.seed < 2**31:
+        p.error(f"--seed is {args.seed}: it must be a whole number of at most 32 bits")
     if not all(0 <= share <= 1 for share in (args.decay, args.own, args.overlap)):
         p.error(f"--decay {args.decay}, --own {args.own} and --overlap {args.overlap} are shares: from 0 to 1")
     if args.from_scratch and (args.target or args.start):
@@ -345,7 +355,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    return status(lambda: distill(args), interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}")
+    return status(lambda: distill(args), SafetensorError,
+                  interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}")
 
 
 if __name__ == "__main__":

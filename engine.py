@@ -12,7 +12,7 @@ The caches hold what is asked for, up to what memory allows: with blocks (paged.
 Invariant: what writers have shown, put together, is the text of the result.
 """
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from kivi import ChannelPagedCache, ring_bytes
-from kvcache import NoCache, kv_bytes
+from kvcache import NoCache, free_memory, kv_bytes
 from kvquant import Bits, widths
 from model import Llama
 from paged import PagedCache, blocks_that_fit
@@ -37,6 +37,19 @@ Show = Callable[[str, str], None]                       # gets a piece of text, 
 
 def silent(piece: str, whose: str) -> None:
     """Show nothing."""
+
+
+def check_device(name: str | None) -> str | None:
+    """The device, if there is such a thing on this machine."""
+    if name is None:
+        return None
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"device {name!r} is not on this machine: use cpu" + (" or cuda" if torch.cuda.is_available() else "")) from None
+    if torch.device(name).type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported: use cpu or cuda")
+    return name
 
 
 def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
@@ -111,6 +124,10 @@ class Engine:
                 raise ValueError("without a cache there are no drafts, no batches and no bits of it: leave out --draft, --prompts and --kv-bits, or --no-cache")
             caches: list[Any] = [NoCache(model.llama.device)]
         elif kv == "contiguous":
+            size, free = max_batch * -(-max_len // BLOCK) * self._block_bytes(models, bits), free_memory(models[0].device)
+            if size > free:
+                raise ValueError(f"{max_batch} rows of {max_len} tokens take {size:,} bytes, and {free:,} are free: "
+                                 "fewer rows (--max-batch), a smaller --max-len, or --kv paged")
             caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits) for llama in models]
         else:
             blocks = self._blocks(models, tokens, max_batch, kv_memory, bits)
@@ -132,11 +149,20 @@ class Engine:
         self.batch = Batcher(self.maker, max_batch)
 
     @staticmethod
-    def _blocks(models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None, bits: Bits) -> int:
+    def _block_bytes(models: Sequence[Llama], bits: Bits) -> int:
+        """Bytes of a block's keys and values in all caches together."""
+        return sum(kv_bytes(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim,
+                            BLOCK, llama.dtype, bits) for llama in models)
+
+    @classmethod
+    def _blocks(cls, models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None, bits: Bits) -> int:
         """Blocks of each cache: as many as are needed, where memory has them, or as many as `kv_memory` holds of all caches together."""
         shapes = [(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim, llama.dtype) for llama in models]
-        one = sum(kv_bytes(layers, heads, D, BLOCK, dtype, bits) for layers, heads, D, dtype in shapes)
+        one, free = cls._block_bytes(models, bits), free_memory(models[0].device)
         rings = sum(ring_bytes(layers, heads, D, max_batch, dtype) for layers, heads, D, dtype in shapes) if bits[0] == 4 else 0
+        if kv_memory is not None and kv_memory > max(1, free):
+            raise ValueError(f"the memory for keys and values is {kv_memory:.4g} bytes, and {free:,} are free: give less, "
+                             "or, up to 1, a share of them")
         fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device, rings)
         return fit if kv_memory is not None else min(fit, -(-tokens // BLOCK) + max_batch)
 
@@ -147,15 +173,20 @@ class Engine:
         blocks = f"{cache.pool.total:,} blocks of {cache.block_size} tokens" if isinstance(cache, PagedCache) else f"rows of {cache.max_len:,} tokens"
         return f"keys and values: {blocks}, {size:,.1f} MB"
 
-    def serve(self, writers: Sequence[Writer]) -> Iterator[Result]:
-        """Make all these texts; each result as it is finished. Ctrl-C ends them with what there is."""
+    def serve(self, writers: Sequence[Writer]) -> Generator[Result, None, None]:
+        """Make all these texts; each result as it is finished.
+
+        Ctrl-C ends them with what there is: their results come, and then it goes on its way.
+        """
         waiting = {writer.request: writer for writer in writers}
         for request in waiting:
             self.batch.add(request)
         try:
             while waiting:
-                for request, new in self.batch.step().items():
+                grown = self.batch.step()
+                for request, new in grown.items():
                     waiting[request].feed(new)
+                for request in grown:
                     if waiting[request].done:
                         self.batch.cancel(request)
                         yield self._finish(waiting.pop(request))
@@ -165,6 +196,7 @@ class Engine:
             for request, writer in waiting.items():
                 self.batch.cancel(request)
                 yield self._finish(writer, "interrupted")
+            raise
 
     def _finish(self, writer: Writer, reason: str = "") -> Result:
         result = writer.finish(reason)

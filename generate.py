@@ -17,30 +17,34 @@ another γ, to change a near-tie; float32 all but never.) Without it a draft cha
 The text goes to standard output as it is made, everything else to standard error. A wrong flag, file or value ends in one line
 that names it and the way out, with exit status 2.
 """
+from shell import begin
+
+begin(__name__)                                         # what follows takes its time: a signal ends it in silence
+
 import argparse
 import json
-import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import Draft, Engine, Show, Writer, load_draft, silent
+from engine import Draft, Engine, Show, Writer, check_device, load_draft, silent
 from kvcache import CacheFull
 from kvquant import WIDTHS
 from phases import profiled
 from pretrained import Model
 from prompts import Line, read_requests
 from request import MAX_TOKENS, Message, Request, Result, Settings
-from shell import Parser, say, status
+from shell import Parser, Terminated, line, say, status, write
 from weights import EMBEDDED
 
+MOST = 2**16                                            # texts asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
 
@@ -66,15 +70,20 @@ def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *
     length = model.room(len(tokens), max_tokens, max_len, kv_bits)
     request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
     engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv, kv_memory, kv_bits=kv_bits)
-    result, = engine.serve([Writer(model, request, prompt, lambda piece, whose: show(piece))])
-    return result.to_dict()
+    return next(engine.serve([Writer(model, request, prompt, lambda piece, whose: show(piece))])).to_dict()
 
 
 # ------------------------------------------------------------------------------------------------------------------------------
 # The command line
 
-def write(piece: str) -> None:
-    print(piece, end="", flush=True)
+def as_json(result: dict[str, Any]) -> str:
+    """In one line that standard output can hold, whatever its encoding: half a surrogate pair, say, spelled out."""
+    text = json.dumps(result, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(result)
+    return text + "\n"
 
 
 def gamma(text: str) -> int | str:
@@ -124,19 +133,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def check_device(name: str | None) -> str | None:
-    """The device, if there is such a thing on this machine."""
-    if name is None:
-        return None
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ValueError(f"device {name!r} is not on this machine: use cpu" + (" or cuda" if torch.cuda.is_available() else "")) from None
-    if torch.device(name).type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported: use cpu or cuda")
-    return name
-
-
 def load(args: argparse.Namespace) -> tuple[Model, Draft]:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = Model.load(args.target, check_device(args.device), dtype, args.bits)
@@ -145,8 +141,9 @@ def load(args: argparse.Namespace) -> tuple[Model, Draft]:
 
 def check_flags(args: argparse.Namespace) -> None:
     """What does not go together, and what a seed implies."""
-    if args.n < 1:
-        raise ValueError(f"--n is {args.n}: it must be at least 1")
+    for name, value in (("n", args.n), ("max-batch", args.max_batch)):
+        if not 1 <= value <= MOST:
+            raise ValueError(f"--{name} is {value}: it must be from 1 to {MOST:,}")
     if args.draft is None:
         for name in ("gamma", "verify", "color"):
             if getattr(args, name) not in (None, False):
@@ -157,8 +154,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--kv-memory and --no-prefix-cache are about the paged cache: leave them out, or --kv contiguous")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise ValueError("--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n and --color")
-    if args.max_batch < 1:
-        raise ValueError(f"--max-batch is {args.max_batch}: it must be at least 1")
     if args.color and args.json:
         raise ValueError("--color is for text: leave it out, or --json")
     if args.draft and args.seed is not None and args.gamma in (None, "auto"):
@@ -191,6 +186,17 @@ def tell(model: Model, args: argparse.Namespace) -> None:
         say("note: this model has no chat template: it continues your text")
 
 
+def each(results: Generator[Result, None, None], told: Callable[[Result], None]) -> None:
+    """Tell of every result. Ctrl-C meanwhile is the engine's: it ends the others with what there is."""
+    try:
+        for result in results:
+            told(result)
+    except KeyboardInterrupt as stop:
+        told(results.throw(stop))                       # raised at once, if that is where it comes from
+        for result in results:
+            told(result)
+
+
 def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     """Answer args.prompt --n times: one after the other to be read, side by side with --json. The prompt is read once."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -201,24 +207,26 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     replace(settings, seed=settings.seed + args.n - 1)                            # refuses now, if the last seed is none
     together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     maker, show = engine(args, model, draft, together * length, length, together), shower(args)
-    tell(model, args)
     requests = [Request(tokens, replace(settings, seed=settings.seed + i), model.ends) for i in range(args.n)]
+    maker.batch.check(requests[0])
+    tell(model, args)
     for request in requests:
         request.twin = requests[0] if request is not requests[0] else None
     writers = [Writer(model, request, prompt, show, i) for i, request in enumerate(requests)]
+
+    def told(result: Result) -> None:
+        write(as_json(result.to_dict()) if args.json else "\n")
+        say(result.summary())
     for group in [writers] if together > 1 else [[writer] for writer in writers]:
-        for result in maker.serve(group):
-            write(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" if args.json else "\n")
-            say(result.summary())
-            if result.finish_reason == "interrupted":
-                return 130
+        each(maker.serve(group), told)
     return 0
 
 
 def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     """The requests of a file, as many at a time as --max-batch and memory allow; results as they finish. 1 if a line was bad."""
     try:
-        lines = (sys.stdin if args.prompts == "-" else open(args.prompts, encoding="utf-8")).read().splitlines()
+        with nullcontext(sys.stdin) if args.prompts == "-" else open(args.prompts, encoding="utf-8") as file:
+            lines = file.read().removeprefix("\ufeff").split("\n")               # a text may have other ends inside
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
     model, draft = load(args)
@@ -228,30 +236,32 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     say(maker.describe())
     start, served, bad, writers = time.perf_counter(), 0, 0, []
 
-    def refuse(line: Line, why: str) -> None:
+    def refuse(asked: Line, why: str) -> None:
         nonlocal bad
         bad += 1
-        say(f"line {line.number} is left out: {why}")
-        result = Result(line.asked.get("prompt", ""), [], 0, line.index, finish_reason="error")
-        write(json.dumps(result.to_dict() | {"error": why} | ({"id": line.asked["id"]} if "id" in line.asked else {}), ensure_ascii=False) + "\n")
+        say(f"line {asked.number} is left out: {line(why)}")
+        result = Result(asked.asked.get("prompt", ""), [], 0, asked.index, finish_reason="error")
+        given = {"id": asked.asked["id"]} if "id" in asked.asked else {}
+        write(as_json(result.to_dict() | {"error": line(why)} | given))
 
     ids = {}
-    for line in read_requests(lines, model, settings, min(limit, maker.maker.cache.max_len), args.system, mode(args)):
+    for asked in read_requests(lines, model, settings, min(limit, maker.maker.cache.max_len), args.system, mode(args)):
         try:
-            if line.request is None:
-                raise ValueError(line.error)
-            maker.batch.check(line.request)
-            writers.append(Writer(model, line.request, line.asked["prompt"], index=line.index))
-            ids |= {line.index: {"id": line.asked["id"]}} if "id" in line.asked else {}
+            if asked.request is None:
+                raise ValueError(asked.error)
+            maker.batch.check(asked.request)
+            writers.append(Writer(model, asked.request, asked.asked["prompt"], index=asked.index))
+            ids |= {asked.index: {"id": asked.asked["id"]}} if "id" in asked.asked else {}
         except ValueError as error:
-            refuse(line, str(error))
+            refuse(asked, str(error))
     made = 0
-    for served, result in enumerate(maker.serve(writers), 1):
-        write(json.dumps(result.to_dict() | ids.get(result.index, {}), ensure_ascii=False) + "\n")
-        made += len(result.tokens)
+
+    def told(result: Result) -> None:
+        nonlocal served, made
+        write(as_json(result.to_dict() | ids.get(result.index, {})))
+        served, made = served + 1, made + len(result.tokens)
         say(f"{served} of {len(writers)}: {result.summary()}")
-        if result.finish_reason == "interrupted":
-            return 130
+    each(maker.serve(writers), told)
     seconds = time.perf_counter() - start
     say(f"{served} texts, {made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s" + (f"; {bad} bad lines" if bad else ""))
     return 1 if bad else 0
@@ -264,34 +274,46 @@ def mode(args: argparse.Namespace) -> bool | None:
 def chat(args: argparse.Namespace, settings: Settings) -> int:
     """Turns at a terminal. What the last turns said is in the paged cache, and is not read again."""
     model, draft = load(args)
-    model.encode("?", args.system, mode(args))                                    # refuses --chat or --system now, if it must
+    first = Request(model.encode("?", args.system, mode(args)), replace(settings, max_tokens=1))
     talk = model.tokenizer.chat_template is not None and not args.raw
     limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len, args.kv_bits)
     maker, show = engine(args, model, draft, limit, limit, 1), shower(args)
+    maker.batch.check(first)                                                      # what could never be served is refused now
     tell(model, args)
     messages: list[Message] = []
     say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
     while True:
         try:
-            line = input("> ")
-        except (EOFError, KeyboardInterrupt):
+            typed = input("> ")
+        except EOFError:
             say("")
             return 0
-        if not line:
+        except KeyboardInterrupt:
+            say("")
+            raise
+        except ValueError as error:
+            say(f"this cannot be read as text ({line(str(error))}): type it again")
             continue
-        messages = messages + [{"role": "user", "content": line}] if talk else []
+        if not typed:
+            continue
+        messages = messages + [{"role": "user", "content": typed}] if talk else []
         try:
-            tokens = model.encode(messages or line, args.system, mode(args))
+            tokens = model.encode(messages or typed, args.system, mode(args))
             length = model.room(len(tokens), settings.max_tokens, min(limit, maker.maker.cache.max_len))
         except ValueError as error:
-            say(f"{error}\nA new conversation begins.")
+            say(f"{line(str(error))}\nA new conversation begins.")
             messages = []
             continue
         request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
-        for result in maker.serve([Writer(model, request, line, show)]):
-            messages.append({"role": "assistant", "content": result.text})
-            write("\n")
-            say(result.summary())
+        try:
+            for result in maker.serve([Writer(model, request, typed, show)]):
+                messages.append({"role": "assistant", "content": result.text})
+                write("\n")
+                say(result.summary())
+        except Terminated:
+            raise
+        except KeyboardInterrupt:                                                 # enough of this answer
+            continue
 
 
 def work(args: argparse.Namespace, settings: Settings) -> int:
@@ -307,23 +329,16 @@ def work(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        check_flags(args)
-        settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
-                            None if args.gamma == "auto" else args.gamma)
-        with ExitStack() as args.profiling:
-            return work(args, settings)
-    except torch.OutOfMemoryError:
-        raise ValueError("the GPU's memory does not hold this: use a smaller model, --dtype bfloat16, a smaller --max-len, or --device cpu") from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())           # whoever read the text has gone
-        return 0
+    check_flags(args)
+    settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
+                        None if args.gamma == "auto" else args.gamma)
+    with ExitStack() as args.profiling:
+        return work(args, settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     warnings.showwarning = lambda message, *rest: say(f"note: {message}")
-    sys.stdout.reconfigure(errors="replace")
     return status(lambda: run(args), CacheFull)
 
 

@@ -19,13 +19,13 @@ while a CUDA graph is captured; what a graph replays is one launch, and counts f
 
 Not covered: the time of single kernels by phase, which the trace shows.
 """
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from kvcache import Alone, Step
 from nativestep import NativeStep
 from pagedstep import PagedStep
 from sampling import Keyed
+from shell import check_file, say, whole
 from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
@@ -103,12 +104,16 @@ class Phases:
 @contextmanager
 def profiled(file: str) -> Iterator[None]:
     """What is done inside is traced into this file, and told in five lines."""
-    try:
-        open(file, "w", encoding="utf-8").close()       # refuses now what cannot be written
-    except OSError as error:
-        raise ValueError(f"--profile {file} cannot be written: {error.strerror}; name a file in a folder that is there") from None
+    stopped = None
+    check_file(Path(file))                              # refuses now what cannot be written
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities) as trace, Phases().watched() as phases:
-        yield
-    trace.export_chrome_trace(file)
-    print("\n".join(phases.lines()) + f"\n{file} has the trace: open it in ui.perfetto.dev", file=sys.stderr, flush=True)
+        try:
+            yield
+        except KeyboardInterrupt as error:              # what there is, is told
+            stopped = error
+    with whole(Path(file)) as new:
+        trace.export_chrome_trace(str(new))
+    say("\n".join(phases.lines()) + f"\n{file} has the trace: open it in ui.perfetto.dev")
+    if stopped:
+        raise stopped

@@ -18,6 +18,8 @@ from request import Request, Settings
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "gamma")
 OTHERS = ("prompt", "id", "system", "raw", "chat")
+KINDS = (("prompt", (str, list), "a text, or a list of chat messages"), ("system", str, "a text"), ("raw", bool, "true or false"),
+         ("chat", bool, "true or false"), ("stop", (str, list), "a text, or a list of texts"))
 
 
 class Line(NamedTuple):
@@ -40,15 +42,22 @@ def read_requests(lines: Iterable[str], model: Model, defaults: Settings, max_le
         try:
             asked = _object(text)
             yield Line(index, number, asked, _request(asked, model, defaults, max_len, system, chat))
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             yield Line(index, number, asked, None, str(error))
         index += 1
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
-        asked = json.loads(text)
-    except json.JSONDecodeError as error:
+        asked = json.loads(text, object_pairs_hook=_unique)
+        json.dumps(asked, allow_nan=False)                                      # what comes in goes out again, with the result
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"this is not JSON ({error}): a line must be an object like {{\"prompt\": \"…\"}}") from None
     if not isinstance(asked, dict) or "prompt" not in asked:
         raise ValueError('there is no "prompt": a line must be an object like {"prompt": "…"}')
@@ -58,13 +67,16 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _request(asked: dict[str, Any], model: Model, defaults: Settings, max_len: int | None, system: str | None, chat: bool | None) -> Request:
+    for name, kinds, rule in KINDS:
+        if asked.get(name) is not None and not isinstance(asked[name], kinds) or name == "prompt" and asked[name] is None:
+            raise ValueError(f"{name} is {asked[name]!r}: it must be {rule}")
+    if asked.get("chat") and asked.get("raw"):
+        raise ValueError("chat and raw are both true: leave one out")
     chosen = {name: asked[name] for name in SETTINGS if asked.get(name) is not None}
     if "stop" in chosen:
         chosen["stop"] = (chosen["stop"],) if isinstance(chosen["stop"], str) else tuple(chosen["stop"])
     if chosen.get("gamma") == "auto":
         chosen["gamma"] = None
-    if not isinstance(asked["prompt"], (str, list)):
-        raise ValueError(f"prompt is {asked['prompt']!r}: it must be a text, or a list of chat messages")
     settings = model.complete(replace(defaults, **chosen))
     how = True if asked.get("chat") else False if asked.get("raw") else chat
     tokens = model.encode(asked["prompt"], asked.get("system", system), how)

@@ -26,6 +26,10 @@ Frantar et al. 2023, GPTQ (arXiv:2210.17323); Lin et al. 2023, AWQ (2306.00978);
 
     N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row · D head size
 """
+from shell import begin
+
+begin(__name__)                                         # what follows takes its time: a signal ends it in silence
+
 import argparse
 import json
 import shutil
@@ -264,37 +268,47 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     from config import Config, Quantization
+    from engine import check_device
     from perplexity import recipes, table
     from tokenizer import Tokenizer
     from weights import find
     how = Quantization(args.bits, args.group, args.head_bits, args.method)
-    for flag, value, least in (("pieces", args.pieces, 1), ("tokens", args.tokens, 2)):
-        if value < least:
-            raise ValueError(f"--{flag} is {value}: it must be at least {least}")
+    for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
+        if not least <= value <= most:
+            raise ValueError(f"--{flag} is {value}: it must be at least {least} and at most {most:,}")
     if (args.out is None) == (args.table is None):
         raise ValueError("give either --out, the folder to write, or --table, a text to measure on")
     if how.method != "rtn" and args.data is None and args.table is None:
         raise ValueError(f"--method {how.method} looks at text: give some with --data FILE")
-    source = find(args.name)
+    source, device = find(args.name), check_device(args.device)
     Config.load(source).quantized(how)                                          # or it is refused now
     calibration = pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True) if args.data else []
     if args.table is not None:
         length = min(1024, Config.load(source).max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq", "awq+gptq") if calibration else ("rtn",), head_bits=args.head_bits), args.device)
+        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq", "awq+gptq") if calibration else ("rtn",), head_bits=args.head_bits), device)
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
-    llama = quantized(source, how, calibration, args.device)
-    save(llama, source, out)
+    out.mkdir(parents=True, exist_ok=True)                                      # or it is refused now
+    try:
+        llama = quantized(source, how, calibration, device)
+        save(llama, source, out)
+    except BaseException:                                                       # half a folder is no model
+        shutil.rmtree(out, ignore_errors=True)
+        raise
     say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from perplexity import main as demonstration
+    from safetensors import SafetensorError
     arguments = sys.argv[1:] if arguments is None else arguments
-    return status(lambda: run(parse(arguments)) if arguments else demonstration())
+
+    def demonstration() -> None:
+        from perplexity import main as show
+        show()
+    return status(lambda: run(parse(arguments)) if arguments else demonstration(), SafetensorError)
 
 
 if __name__ == "__main__":

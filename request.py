@@ -18,6 +18,10 @@ MAX_TOKENS = 512                                        # unless asked otherwise
 Message = dict[str, str]                                # {"role": …, "content": …}
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How one text is to be made. Whatever is None is the model's own choice (`Model.complete`)."""
@@ -32,14 +36,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if not _whole(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens!r}: it must be a whole number of at least 1")
-        if self.gamma is not None and (not isinstance(self.gamma, int) or self.gamma < 0):
+        if self.gamma is not None and (not _whole(self.gamma) or self.gamma < 0):
             raise ValueError(f"gamma is {self.gamma!r}: it must be a whole number of at least 0, or None for as many drafts as pay")
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"a stop string is {repr(stop) if stop != '' else 'empty'}: it must be text of at least one character")
-        if self.seed is not None and (not isinstance(self.seed, int) or not -2**63 <= self.seed < 2**63):
+        if self.seed is not None and (not _whole(self.seed) or not -2**63 <= self.seed < 2**63):
             raise ValueError(f"seed is {self.seed!r}: it must be a whole number of at most 64 bits")
 
 

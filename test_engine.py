@@ -60,7 +60,10 @@ def test_ctrl_c_ends_all_with_what_there_is(model):
             raise KeyboardInterrupt
         return step(work)
     engine.maker.step = interrupted
-    results = list(engine.serve(writers(model, 3, twins=False)))
+    results = []
+    with pytest.raises(KeyboardInterrupt):                                              # which then goes on its way
+        for result in engine.serve(writers(model, 3, twins=False)):
+            results.append(result)
     assert [r.finish_reason for r in results] == ["interrupted"] * 3 and [len(r.tokens) for r in results] == [4, 4, 0]
     assert engine.maker.cache.check()[2] == 0
 
@@ -78,6 +81,7 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
 def test_what_does_not_go_together(model):
     for wrong, says in ((dict(kv="tree"), "kv is 'tree'"), (dict(kv="contiguous", kv_memory=0.5), "kv_memory is for the paged cache"),
                         (dict(use_cache=False, max_batch=2), "without a cache there are no drafts, no batches"), (dict(kv_bits=5), "kv_bits is 5"),
-                        (dict(use_cache=False, kv_bits=8), "leave out --draft, --prompts and --kv-bits")):
+                        (dict(kv_memory=float("inf")), "is inf bytes, and"), (dict(kv_memory=1e308), r"1e\+308 bytes, and .* are free"),
+                        (dict(kv="contiguous", max_batch=10**12), "1000000000000 rows of 50 tokens take"), (dict(use_cache=False, kv_bits=8), "leave out --draft, --prompts and --kv-bits")):
         with pytest.raises(ValueError, match=says):
             Engine(model, None, 100, 50, **wrong)

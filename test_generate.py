@@ -1,4 +1,5 @@
 """The command line and `generate`: the same text with and without a cache, exact ends, and one line for everything that is wrong."""
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 import drafters
 import quant
 import generate as cli
-from conftest import program, write_model
+from conftest import ROOT, program, write_model
 from generate import Model, generate
+from shell import Terminated
 from speculative import Decoder
 
 PROMPT = "Once upon a time"
@@ -302,7 +304,9 @@ def test_it_runs_as_a_program(meanwhile):
     (["--top-p", "0"], "top_p is 0.0"), (["--top-p", "1.5"], "top_p is 1.5"), (["--min-p", "-0.1"], "min_p is -0.1"),
     (["--max-tokens", "0"], "max_tokens is 0"), (["--max-tokens", "-5"], "max_tokens is -5"), (["--max-len", "3"], "the prompt has"),
     (["--max-len", "97"], "max_len is 97"), (["--n", "0"], "--n is 0"), (["--seed", str(2**64)], "seed is"),
-    (["--stop", ""], "stop string is empty"), (["--device", "tpu"], "device 'tpu'"), (["--device", "cuda:99"], "device 'cuda:99'"),
+    (["--n", str(10**18)], "it must be from 1 to 65,536"), (["--max-batch", str(10**400)], "it must be from 1 to 65,536"),
+    (["--kv-memory", "inf"], "inf bytes, and"), (["--kv-memory", "1e308"], "1e+308 bytes, and"), (["--top-k", "9" * 5000], "invalid int value"),
+    (["--draft", "ngram", "--gamma", str(10**18)], "a step has a budget of 512 tokens"), (["--stop", ""], "stop string is empty"), (["--device", "tpu"], "device 'tpu'"), (["--device", "cuda:99"], "device 'cuda:99'"),
     (["--bits", "5"], "invalid choice: 5"), (["--kv-bits", "5"], "invalid choice: '5'"), (["--no-cache", "--kv-bits", "8"], "--no-cache keeps nothing"), (["--dtype", "int8"], "invalid choice: 'int8'"), (["--raw", "--chat"], "not allowed with"), (["--chat"], "no chat template"),
     (["--system", "be kind"], "system message needs a chat template"), (["--unknown"], "unrecognized arguments: --unknown"),
     (["--temp", "1"], "unrecognized arguments"), (["--target", "no-such-model"], "'no-such-model' is neither"),
@@ -324,6 +328,45 @@ def test_no_prompt_and_no_terminal(base, capsys, monkeypatch):
     assert status == 2 and "there is no prompt" in err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert "--json needs a prompt" in run(capsys, "--target", base, "--json")[2]
+
+
+@pytest.mark.parametrize("stop, code", [(EOFError, 0), (KeyboardInterrupt, 130), (Terminated, 143), (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), 0)])
+def test_how_a_chat_ends(instruct, capsys, monkeypatch, stop, code):
+    """Ctrl-D, Ctrl-C and SIGTERM at the prompt; what is no text is asked for again. While it answers, Ctrl-C ends the answer, SIGTERM everything."""
+    typed, step, calls = iter([stop, EOFError]), Decoder.step, []
+
+    def typing(prompt=""):
+        if not calls:
+            calls.append(0)
+            return "hello"
+        raise next(typed)
+
+    def interrupted(self, work):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Terminated if code == 143 else KeyboardInterrupt
+        return step(self, work)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", typing)
+    monkeypatch.setattr(Decoder, "step", interrupted)
+    status, out, err = run(capsys, "--target", instruct, "--temperature", "1", "--seed", "1", "--stop", "zzz")
+    assert status == code and "(interrupted)" in err and out.endswith("\n")
+    assert ("type it again" in err) == isinstance(stop, ValueError) and len(calls) == 4 and (code != 143 or next(typed) is Terminated)
+
+
+@pytest.fixture(scope="module")
+def fuzz():
+    spec = importlib.util.spec_from_file_location("fuzz", ROOT / ".ci" / "fuzz.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_random_command_lines_end_in_a_result_or_in_one_line(fuzz, monkeypatch):
+    """As many as take two seconds; .ci/fuzz.py runs ten thousand. And a fault that is planted is found."""
+    counts, faults = fuzz.fuzz(100, 1)
+    assert not faults and {0, 1, 2} <= counts.keys(), "\n".join(faults)
+    monkeypatch.setattr(cli, "many_prompts", lambda args, settings: [][1])
+    assert "IndexError" in "".join(fuzz.fuzz(20, 1)[1])
 
 
 def test_python_callers_get_value_errors(base, instruct):

@@ -1,5 +1,6 @@
 """Phases: they add up to the whole, name the trace, and leave no trace in the program."""
 import json
+import os
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import phases
 from generate import main
 from nativestep import NativeStep
 from sampling import Keyed
+from speculative import Decoder
 
 
 def test_a_phase_inside_another_counts_as_itself():
@@ -46,9 +48,18 @@ def test_the_command_writes_a_trace_with_the_phases_by_name(dtype, tmp_path, cap
     assert len(lines) == 5 and 99 < sum(shares) < 101 and min(shares) > 0
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path, capsys):
-    try:
-        main(["--profile", str(tmp_path / "nowhere" / "trace.json"), "--max-tokens", "2", "Tom"])
-    except SystemExit as stop:
-        assert stop.code == 2
-    assert "trace.json" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_replaced(tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for file in (tmp_path / "nowhere" / "trace.json", tmp_path, tmp_path / "fifo", "/dev/null"):
+        assert main(["--profile", str(file), "--max-tokens", "2", "Tom"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and str(file) in err and err.count("\n") == 1
+    assert (tmp_path / "fifo").is_fifo() and os.stat("/dev/null").st_mode & 0o170000 == 0o020000
+
+
+def test_ctrl_c_leaves_the_trace_of_what_was_done(base, tmp_path, capsys, monkeypatch):
+    def interrupted(self, work):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Decoder, "step", interrupted)
+    assert main(["--target", str(base), "--profile", str(tmp_path / "trace.json"), "Tom"]) == 130
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] and "has the trace" in capsys.readouterr().err

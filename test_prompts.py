@@ -4,6 +4,7 @@ import json
 import pytest
 import torch
 
+import generate as cli
 from conftest import write_model
 from pretrained import Model
 from prompts import read_requests
@@ -33,7 +34,12 @@ def test_a_line_has_the_settings_it_names_and_the_rest_are_the_command_lines(mod
     ('{"prompt": "x", "temprature": 1}', "'temprature' is unknown here: a line may have prompt, id"), ('{"prompt": "x", "top_p": 7}', "top_p is 7"),
     ('{"prompt": "x", "temperature": "hot"}', "temperature is 'hot'"), ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0"),
     ('{"prompt": "x", "gamma": -2}', "gamma is -2"), ('{"prompt": "x", "seed": "y"}', "seed is 'y'"), ('{"prompt": "", "raw": true}', "the prompt is empty"),
-    ('{"prompt": "%s"}' % ("x" * 200), "the prompt has"), ('{"prompt": [{"role": "user"}]}', "content"), ('{"prompt": "x", "stop": [3]}', "a stop string is 3")])
+    ('{"prompt": "%s"}' % ("x" * 200), "the prompt has"), ('{"prompt": [{"role": "user"}]}', "content"), ('{"prompt": "x", "stop": [3]}', "a stop string is 3"),
+    ('{"prompt": "x", "stop": 3}', "stop is 3: it must be a text, or a list of texts"), ('{"prompt": "x", "stop": {"a": 1}}', "stop is {'a': 1}"),
+    ('{"prompt": "x", "raw": "false"}', "raw is 'false': it must be true or false"), ('{"prompt": "x", "raw": true, "chat": true}', "chat and raw are both true"),
+    ('{"prompt": "x", "system": 3}', "system is 3: it must be a text"), ('{"prompt": "x", "seed": true}', "seed is True"), ('{"prompt": null}', "prompt is None"),
+    ('{"prompt": "x", "id": NaN}', "this is not JSON"), ('{"prompt": "x", "id": 1e999}', "this is not JSON"), ('{"prompt": "x", "seed": %s}' % ("9" * 5000), "this is not JSON"),
+    ('{"prompt": "x", "prompt": "y"}', "a name stands twice"), ("[" * 100_000, "this is not JSON"), ('{"a":' * 100_000, "this is not JSON")])
 def test_a_bad_line_is_an_error_and_the_others_are_not(model, line, says):
     bad, good = read_requests([line, '{"prompt": "hello"}'], model, Settings(seed=1, max_tokens=5), None)
     assert bad.request is None and says in bad.error and good.request is not None and good.index == 1
@@ -64,6 +70,30 @@ def test_a_request_that_memory_cannot_hold_is_refused_alone(base, tmp_path, caps
     status, out, err = run(capsys, "--prompts", file, "--target", base, "--kv-memory", str(32 * 2 * 2 * 2 * 6 * 4))      # 32 tokens, in float32
     results = {r["index"]: r for r in map(json.loads, out.splitlines())}
     assert status == 1 and "2 blocks of 16 tokens" in err and "the prompt has 60 tokens" in results[0]["error"] and len(results[1]["tokens"]) == 4
+
+
+def test_a_line_ends_where_a_line_ends_and_all_that_is_in_it_comes_back(base, tmp_path, capsys):
+    """A byte order mark, ends of lines of Windows, other ends of lines inside a text, and half a surrogate pair, in JSON again."""
+    file, ids = tmp_path / "prompts.jsonl", ["a\u2028b\x85c", "\ud800", "\udfff", "é😀"]
+    lines = [json.dumps(dict(prompt=f"{id}x", id=id, max_tokens=1), ensure_ascii=id.startswith(("\ud800", "\udfff"))) for id in ids]
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines, '{"prompt": 3, "id": "%s"}' % ("y" * 2000), ""]).encode())
+    status, out, err = run(capsys, "--prompts", file, "--target", base)
+    results = [json.loads(line) for line in out.split("\n")[:-1]]
+    assert status == 1 and {r["id"]: r["prompt"] for r in results} == {id: f"{id}x" for id in ids} | {"y" * 2000: 3} and "line 5 is left out: prompt is 3" in err
+
+
+def test_ctrl_c_while_a_result_is_told_leaves_what_there_is_of_the_others(base, tmp_path, capsys, monkeypatch):
+    file, say = tmp_path / "prompts.jsonl", cli.say
+    file.write_text("".join(json.dumps(dict(prompt="Tom", max_tokens=2 + 9 * i)) + "\n" for i in range(4)))
+
+    def interrupted(message):
+        say(message)
+        if message.startswith("1 of"):
+            raise KeyboardInterrupt
+    monkeypatch.setattr(cli, "say", interrupted)
+    status, out, _ = run(capsys, "--prompts", file, "--target", base, "--max-batch", "3", "--seed", "1", "--temperature", "1")
+    results = sorted(map(json.loads, out.splitlines()), key=lambda r: r["index"])
+    assert status == 130 and [r["finish_reason"] for r in results] == ["length"] + ["interrupted"] * 3 and [len(r["tokens"]) for r in results] == [2, 2, 2, 0]
 
 
 @pytest.mark.parametrize("arguments, says", [

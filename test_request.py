@@ -52,7 +52,7 @@ def test_nothing_that_may_begin_a_stop_string_is_shown_early():
     (dict(top_p=0.0), "top_p is 0.0"), (dict(top_p=1.1), "top_p is 1.1"), (dict(min_p=-0.1), "min_p is -0.1"),
     (dict(min_p=2.0), "min_p is 2.0"), (dict(max_tokens=0), "max_tokens is 0"), (dict(seed=2**63), "seed is"),
     (dict(stop=("",)), "stop string is empty"), (dict(stop=(3,)), "stop string is 3"), (dict(max_tokens=2.5), "max_tokens is 2.5"),
-    (dict(seed="x"), "seed is 'x'")])
+    (dict(seed="x"), "seed is 'x'"), (dict(seed=True), "seed is True"), (dict(max_tokens=True), "max_tokens is True"), (dict(gamma=False), "gamma is False")])
 def test_settings_name_what_they_refuse(settings, message):
     with pytest.raises(ValueError, match=message):
         Settings(**settings)

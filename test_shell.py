@@ -1,7 +1,34 @@
 """A mistake is one line on standard error and status 2; what is nobody's mistake keeps its traceback."""
+import ast
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from shell import Parser, status
+import bench
+import distill
+import quant
+from conftest import ROOT
+from shell import LONGEST, Parser, line, status, whole
+
+PROGRAMS = ("generate.py", "bench.py", "quant.py", "distill.py")
+PROGRAM = """
+from shell import begin
+begin(__name__)
+import sys, time
+from shell import say, status, write
+def work():
+    say("working")
+    write("text so far\\n")
+    sys.stdin.read()
+    {work}
+{before}
+sys.exit(status(work, interrupted="stopped"))
+"""
 
 
 def raising(error: BaseException) -> None:
@@ -29,3 +56,103 @@ def test_a_flag_that_is_not_there_is_one_line(capsys):
             parser.parse_args(flags)
         out, err = capsys.readouterr()
         assert stop.value.code == 2 and not out and err.startswith("error: ") and err.endswith("(see --help)\n") and err.count("\n") == 1
+
+
+# ---- A program of its own, which imports nothing but this page
+
+def started(redirect: str = "", before: str = "", work: str = "") -> subprocess.Popen[str]:
+    """A small program, through a shell: PROGRAM, and where its streams go."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    source = PROGRAM.format(before=before, work=work)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, source], cwd=ROOT, env=buffered, encoding="utf-8", **pipes)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_program_without_a_traceback_whenever_it_comes(number, code):
+    importing, working = started(before='say("working"); time.sleep(60)'), started()
+    for process, told in ((importing, ""), (working, "stopped\n")):
+        assert process.stderr.readline() == "working\n"
+        if process is working:
+            assert process.stdout.readline() == "text so far\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+        assert (out, err) == ("", told) and (process.returncode == -number if process is importing else process.returncode == code)      # -number: 128 + number in a shell
+
+
+def test_every_program_begins_before_it_imports_what_takes_its_time():
+    for name in PROGRAMS:
+        first, second = ast.parse((ROOT / name).read_text(encoding="utf-8")).body[1:3]
+        assert (ast.unparse(first), ast.unparse(second)) == ("from shell import begin", "begin(__name__)"), name
+    done = subprocess.run([sys.executable, "-c", "import shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False False\n"
+    from shell import begin
+    before = signal.getsignal(signal.SIGINT)
+    begin("generate")                                   # who imports a page keeps his own Ctrl-C
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(not (os.path.exists("/dev/full") and stat.S_ISCHR(os.stat("/dev/full").st_mode)), reason="there is no /dev/full")
+@pytest.mark.parametrize("redirect, work, code, out, err", [
+    ("<&-", "", 0, "text so far\n", "working\n"), ("2>&-", "", 0, "text so far\n", ""), ("2>/dev/full", "", 0, "text so far\n", ""),
+    (">&-", "", 2, "", "error: standard output is closed, and what is made goes there: open it, or send it to /dev/null\n"),
+    (">/dev/full", "", 2, "", "working\nerror: [Errno 28] No space left on device: 'standard output'\n"),
+    ("", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('late')", 2, "text so far\n", "working\nerror: [Errno 28] No space left on device: 'standard output'\n"),
+    ("", "r, w = __import__('os').pipe(); __import__('os').close(r); __import__('os').dup2(w, 1); print('late')", 0, "text so far\n", "working\n"),
+    ("", "raise MemoryError", 2, "text so far\n", "working\nerror: memory does not hold this: use a smaller model or fewer bits (--dtype bfloat16), shorter texts, or fewer\n"),
+    ("", "raise OSError('x' * 10**6 + chr(27) + chr(10) + chr(0xd800))", 2, "text so far\n",
+     f"working\nerror: {'x' * (LONGEST // 2)} […] {'x' * (LONGEST // 2 - 3)}\\x1b \\ud800\n")])
+def test_streams_that_are_closed_or_full_and_messages_that_are_not_fit_to_be_shown(redirect, work, code, out, err):
+    process = started(redirect, work=work)
+    assert process.communicate("", timeout=20) == (out, err) and process.returncode == code
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path):
+    file, link, folder = tmp_path / "a.json", tmp_path / "link", tmp_path / "folder"
+    file.write_text("before")
+    link.symlink_to(file)
+    with pytest.raises(KeyboardInterrupt), whole(file) as new:
+        new.write_text("half")
+        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="could not be written"), whole(file) as new:
+        new.with_name("other").write_text("what a library leaves where the disk is full")
+    assert file.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link"]
+    with whole(link) as new:
+        new.write_text("after")
+    assert file.read_text() == "after" and link.is_symlink() and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link"]
+    os.mkfifo(fifo := tmp_path / "fifo")
+    folder.mkdir()
+    for wrong in (folder, fifo, Path("/dev/null"), tmp_path / "nowhere" / "x"):
+        with pytest.raises(ValueError, match="is not a file|cannot be written"), whole(wrong):
+            pass
+    assert fifo.is_fifo() and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+# ---- The command lines of the programs that measure, store and train
+
+def test_what_measures_stores_or_trains_is_refused_before_it_begins(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "everything", lambda *_: pytest.fail("measured first"))
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    stories = ["--from-scratch", "--data", __file__]
+    for main, arguments, says in [
+            (bench.main, ["--out", tmp_path], "is not a file"), (bench.main, ["--out", "/dev/null"], "/dev/null is not a file"),
+            (bench.main, ["--out", tmp_path / "no" / "x"], "cannot be written"), (bench.main, ["--out", tmp_path / "list.json"], "holds no results of a run"),
+            (bench.main, ["--out", tmp_path / "deep.json"], "is not JSON"), (bench.main, ["--data", tmp_path], "is not a file that is there"),
+            (quant.main, [base, "--out", tmp_path / "o", "--pieces", 10**18], "--pieces is 1000000000000000000: it must be at least 1 and at most 65,536"),
+            (quant.main, [base, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"), (quant.main, [base, "--out", tmp_path / "o", "--device", "tpu"], "device 'tpu'"),
+            (distill.main, [*stories, "--seed", 10**18], "--seed is 1000000000000000000"), (distill.main, [*stories, "--width", 10**18], "--width is 1000000000000000000"),
+            (distill.main, [*stories, "--device", "tpu"], "device 'tpu'"), (distill.main, [*stories, "--own", "nan"], "are shares")]:
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err, (arguments, err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep.json", "list.json"]
+
+
+@pytest.mark.parametrize("stop, code", [(KeyboardInterrupt, 130), (OSError("No space left on device"), 2)])
+def test_half_a_folder_is_no_model(base, tmp_path, capsys, monkeypatch, stop, code):
+    monkeypatch.setattr("shutil.copy", lambda *_: raising(stop))
+    assert quant.main([str(base), "--out", str(tmp_path / "out")]) == code and not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""Random command lines and files of requests, by the careless and the malicious: each ends in a result or in one line.
+
+    python .ci/fuzz.py [N] [SEED]           N command lines of generate.py (10,000), in this process, tiny random models
+
+A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file an object for each
+line. Otherwise it is status 2 and one line `error: …`, after notes at most,
+    and nothing on standard output. A traceback,
+or a minute without an end, is a failure, shown with its command line. The tests run a hundred (test_generate.py).
+"""
+import contextlib
+import faulthandler
+import io
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+
+import generate
+from conftest import CHATML, write_model
+from pretrained import Model
+
+HANG = 60                                               # seconds
+NUMBERS = ["nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e999", "-0.0", "0", "1", "-1", "2", "3", "0.5", "0.9",
+           "1.5", "7", "1_0", " 2 ", "", "٣", "²",
+           "0x10", "2e0", "None", "auto", "true", str(10**18), str(2**31), str(2**63), str(2**64), str(-2**63 - 1),
+           str(10**400), "-" + "9" * 400, "9" * 4301]
+USUAL = ["1", "2", "3", "5"]
+TEXTS = ["", " ", "a", "Once upon a time", "x" * 95, "x" * 96, "x" * 5000, "\ud800", "a\udcffb", "\x00", "a\x00b",
+         "\n", "\r\n", "\x1b[31m", "\u2028", "\x85", "\ufeff",
+         "é世😀", "<|endoftext|>", "<|im_start|>user", "{", "-", "--", "--n", "%s%d{0}", "Tom " * 20]
+FLAGS = {"temperature": NUMBERS, "top-k": NUMBERS, "top-p": NUMBERS, "min-p": NUMBERS, "seed": NUMBERS,
+         "max-tokens": NUMBERS, "max-len": NUMBERS, "n": NUMBERS,
+         "gamma": NUMBERS, "max-batch": NUMBERS, "kv-memory": [*NUMBERS, "1e5", "1e6"], "stop": TEXTS,
+         "system": TEXTS, "verify": ["exact", "coupled", "x"],
+         "kv": ["paged", "contiguous", "\udcff"], "kv-bits": ["16", "8", "8/4", "4", "5"], "bits": ["16", "8", "4",
+         "3"], "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
+         "dtype": ["float64", "float32", "bfloat16", "float16", "int8"], "draft": ["ngram", "self", "BASE", "OTHER",
+         "no-such", "", "\x00", "/dev/null"]}
+SWITCHES = ["raw", "chat", "no-cache", "no-prefix-cache", "color", "json", "unknown", "help"]
+FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "gamma", "id", "system", "raw",
+          "chat", "prompt", "unknown")
+ODD = ["null", "true", "false", "NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "9" * 4301, "-1", "0", "1",
+       "2", "3", "0.5", "2.0", "1e2", '""', '"a"', '"x"', '["a"]', "[]",
+       "[3]", "{}", '{"a": 1}', "[[1]]", '"\\ud800"', '"\\u0000"', '[{"role": "user", "content": "hi"}]',
+       '[{"role": "user"}]', '"auto"', '["", "a"]', '["ab", "b", "abc"]']
+LINES = ["", " ", "\r", "[" * 100_000, '{"a":' * 100_000, "{", "nonsense", "\x00", "[]", "3", '"x"', "\ufeff",
+         '{"prompt": "a\u2028b\x85c", "max_tokens": 2}', "{" + '"prompt": "a", ' * 2 + '"seed": 1}',
+         '{"prompt": ' + "[" * 900 + "]" * 900 + "}", '{"prompt": "a", "id": ' + "[" * 985 + "]" * 985 + "}",
+         '{"prompt": "%s"}' % ("y" * 100_000)]
+
+
+def request(draw: random.Random) -> str:
+    """A line of a file: nearly a request."""
+    if draw.random() < 0.25:
+        return draw.choice(LINES)
+    fields = {"prompt": json.dumps(draw.choice(TEXTS), ensure_ascii=draw.random() < 0.5)}
+    fields |= {name: draw.choice(ODD) for name in draw.sample(FIELDS, draw.choice([0, 0, 1, 1, 2]))}
+    fields.setdefault("max_tokens", "3")
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
+def command(draw: random.Random, folder: Path) -> tuple[list[str], str]:
+    """Arguments, and what comes by standard input."""
+    names = {"BASE": folder / "base", "OTHER": folder / "other"}
+    arguments = ["--target", str(folder / draw.choice(["base", "instruct"]))]
+    typed = draw.choice(TEXTS)
+    if draw.random() < 0.4:
+        lines = "\n".join(request(draw) for _ in range(draw.randrange(6)))
+        file = folder / "prompts.jsonl"
+        file.write_bytes(draw.choice(["", "", "",
+        "\ufeff"]).encode() + lines.encode(errors="surrogatepass") + draw.choice([b"", b"\n", b"\r\n"] * 3 + [b"\xff"]))
+        file, typed = (file, typed) if draw.random() < 0.8 else ("-", lines)
+        arguments += ["--prompts", str(file if draw.random() < 0.95 else draw.choice([folder, "/dev/null", "", "\x00",
+        "\udcff", folder / "none"]))]
+    else:
+        arguments += draw.choice([["--", draw.choice(TEXTS)], ["Hi"], ["Hi"], ["-"], []])
+    flags = []
+    for name in draw.sample(list(FLAGS), draw.choice([0, 1, 1, 2, 2, 3, 4])):
+        value = draw.choice(USUAL if FLAGS[name] is NUMBERS and draw.random() < 0.6 else FLAGS[name])
+        flags.append(f"--{name}={names.get(value, value)}")
+    if draw.random() < 0.4:
+        flags.append(f"--{draw.choice(SWITCHES)}")
+    if not any(flag.startswith("--max-tokens") for flag in flags):
+        flags.append("--max-tokens=3")
+    if draw.random() < 0.1:
+        flags.append("--draft=ngram")
+    return flags + arguments, typed
+
+
+class Heard(io.TextIOWrapper):
+    """A standard stream that keeps what was written."""
+
+    def __init__(self, said: str = "") -> None:
+        super().__init__(io.BytesIO(said.encode(errors="surrogatepass")), encoding="utf-8",
+        errors="surrogateescape" if said else "strict", newline=None if said else "")
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode()
+
+
+def ran(arguments: list[str], typed: str) -> tuple[Any, str, str]:
+    """Status (or a traceback), standard output and error of one command line."""
+    out, err, before = Heard(), Heard(), sys.stdin
+    err.reconfigure(errors="backslashreplace")
+    sys.stdin = Heard(typed)
+    faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status: Any = generate.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    except BaseException:
+        status = traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdin = before
+    return status, out.text(), err.text()
+
+
+def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
+    """What an answer is not that it must be; empty if it is."""
+    last = err.rstrip("\n").rsplit("\n", 1)[-1]
+    if status == 2:
+        if out or not last.startswith("error: ") or not err.endswith("\n"):
+            return "status 2 is one line on standard error, and no output"
+        if rest := [line for line in err.splitlines()[:-1] if not line.startswith(("note: ", "keys and values: ",
+        "colours: "))]:
+            return f"more than one line: {rest[0]!r}"
+        return "a line of more than 1,200 characters" if len(last) > 1200 else ""
+    if status not in (0, 1):
+        return "neither a result nor a line"
+    if "--help" in arguments:
+        return ""
+    if "--prompts" in arguments or "--json" in arguments:
+        try:
+            results = [json.loads(line, parse_constant=lambda name: 1 // 0) for line in out.split("\n")[:-1]]
+        except (ValueError, ZeroDivisionError) as error:
+            return f"the output is not JSON: {error}"
+        if not out.endswith("\n") and out or sorted(r["index"] for r in results) != list(range(len(results))):
+            return "there is not a result for each"
+        bad = any(result["finish_reason"] == "error" for result in results)
+        return "" if bad == (status == 1) else "a status that does not say how it went"
+    return "" if status == 0 and out.endswith("\n") else "a text that does not end its line"
+
+
+@contextlib.contextmanager
+def models() -> Iterator[Path]:
+    """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are asked for together."""
+    load, most, known = Model.load.__func__, generate.MOST, {}
+
+    def once(cls: type[Model], *how: Any) -> Model:
+        key = tuple(map(str, how))
+        if key not in known:
+            known[key] = load(cls, *how)
+        return known[key]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "base")
+        write_model(folder / "instruct", template=CHATML, eos_token_ids=(256, 258))
+        write_model(folder / "other", seed=5, num_hidden_layers=1)
+        Model.load, generate.MOST = classmethod(once), 50
+        try:
+            yield folder
+        finally:
+            Model.load, generate.MOST = classmethod(load), most
+
+
+def fuzz(count: int, seed: int) -> tuple[Counter[Any], list[str]]:
+    """Status -> how often; and what was wrong, with its command line."""
+    counts, faults = Counter[Any](), []
+    with models() as folder:
+        for i in range(count):
+            arguments, typed = command(random.Random(f"{seed} {i}"), folder)
+            status, out, err = ran(arguments, typed)
+            counts[status if isinstance(status, int) else "traceback"] += 1
+            if fault := wrong(arguments, status, out, err):
+                shown = [a if len(a) < 200 else f"{a[:100]}…" for a in arguments]
+                faults.append(f"{seed} {i}: {fault}\n  {shlex.join(shown)!r} < {typed[:100]!r}\n  {status}\n"
+                              f"  {out[-300:]!r}\n  {err[-600:]!r}")
+    return counts, faults
+
+
+def main(count: str = "10000", seed: str = "0") -> int:
+    torch.set_num_threads(1)
+    start = time.time()
+    counts, faults = fuzz(int(count), int(seed))
+    print("\n".join(faults[:20]))
+    often = ", ".join(f"{times} with status {status}" for status, times in counts.most_common())
+    print(f"{count} command lines in {time.time() - start:.0f} s: {often}" + f"; {len(faults)} WRONG" * bool(faults))
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
