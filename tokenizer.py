@@ -30,8 +30,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cached_property
 from operator import index
@@ -60,10 +59,9 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
 
 
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Ends foreign code that takes too long, at its next line of Python: TimeoutError; on Linux also what takes too
-    much memory: MemoryError."""
+def bounded(run: Callable[[], str]) -> str:
+    """Run foreign code, but end what takes too long, at its next line of Python: TimeoutError; on Linux also what takes
+    too much memory: MemoryError."""
     end, outer = time.monotonic() + TIME, sys.gettrace()
 
     def look(frame: Any, event: str, arg: Any) -> Any:
@@ -79,7 +77,7 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (most if limits[0] < 0 else min(most, limits[0]), limits[1]))
     sys.settrace(look)
     try:
-        yield
+        return run()
     except MemoryError:
         raise MemoryError(f"it takes more than {MEMORY >> 20} MiB") from None
     finally:
@@ -230,9 +228,8 @@ class Tokenizer:
         messages = [{key: self._inert(text) for key, text in message.items()} for message in messages]
         try:
             template, size = self._template, sum(len(text) for message in messages for text in message.values())
-            with bounded():
-                text = template.render(messages=messages, tools=None, documents=None,
-                                       add_generation_prompt=add_generation_prompt, **self._named)
+            text = bounded(lambda: template.render(messages=messages, tools=None, documents=None,
+                                                   add_generation_prompt=add_generation_prompt, **self._named))
             if len(text) > OUTPUT + 4 * size:
                 raise ValueError(f"it makes {len(text)} characters of {size}")
             return text
