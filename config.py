@@ -23,9 +23,9 @@ from torch import Tensor
 from vocabulary import brief, read_json
 
 QUANT_METHOD = "quant.py"                                                   # in config.json, so that nobody takes our folders for theirs
-# No model comes near these (Llama 3.1 405B: 128256, 16384, 53248, 126, 128, 8, 128). Up to them a model on no device is
-# made in no time, and can be compared with what the checkpoint holds.
-LIMITS = dict(vocab_size=2**24, hidden_size=2**18, intermediate_size=2**20, num_hidden_layers=512,
+# No model comes near these (Llama 3.1 405B: 128256, 53248, 126, 128, 8, 128). Up to them a model on no device is made in no
+# time, no product of sizes overflows, and it can be compared with what the checkpoint holds.
+LIMITS = dict(vocab_size=2**24, intermediate_size=2**20, num_hidden_layers=512,
               num_attention_heads=2**12, num_key_value_heads=2**12, head_dim=2**12)
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ Cost: 2 · parameters operations a token, and reading every weight once a step, 
     T tokens of a step · R rows asked for · C hidden_size · H query heads · G key/value heads · D head_dim
     F intermediate_size · V vocab_size
 """
-import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -216,8 +215,6 @@ class Llama(nn.Module):
                              "free: use fewer --bits, another --device, or a smaller model")
         model = cls(config, device, dtype, seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
-        if device.type != "cpu":
-            model.check_finite()
         return model.requires_grad_() if trainable else model.pack()
 
     @classmethod
@@ -256,17 +253,6 @@ class Llama(nn.Module):
                         places[name + part].copy_(numbers)
             else:
                 places[name].copy_(tensor)
-
-    @torch.no_grad()
-    def check_finite(self) -> None:
-        """ValueError that names a tensor whose numbers are not all finite. This reads all of them once, which on a GPU
-        is little beside loading them, and on a CPU up to a quarter of it."""
-        places = {name: place for name, place in self.places().items() if place.is_floating_point()}
-        sums = torch.stack([place.sum(dtype=torch.float32) for place in places.values()]).tolist()
-        for (name, place), total in zip(places.items(), sums):
-            if not math.isfinite(total) and not place.isfinite().all():
-                raise ValueError(f"tensor {name} holds numbers that are not finite in {str(place.dtype)[6:]}: "
-                                 "fetch the model again, or use a wider --dtype")
 
     def places(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by their names there."""
