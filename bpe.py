@@ -58,7 +58,7 @@ def learn(texts: Iterable[str], size: int) -> list[Pair]:
 def count_pieces(texts: Iterable[str]) -> Counter[str]:
     split, counts = compile_split(Path("bpe.py"), GPT2_SPLIT), Counter[str]()
     for text in texts:
-        counts.update(piece for piece in split.split(text) if piece)
+        counts.update(piece for piece in split(text) if piece)
     return counts
 
 

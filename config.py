@@ -20,9 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabulary import read_json
+from vocabulary import brief, read_json
 
 QUANT_METHOD = "quant.py"                                                   # in config.json, so that nobody takes our folders for theirs
+# No model comes near these (Llama 3.1 405B: 128256, 53248, 126, 128, 8, 128). Up to them a model on no device is made in no
+# time, no product of sizes overflows, and it can be compared with what the checkpoint holds.
+LIMITS = dict(vocab_size=2**24, intermediate_size=2**20, num_hidden_layers=512,
+              num_attention_heads=2**12, num_key_value_heads=2**12, head_dim=2**12)
 
 @dataclass(frozen=True)
 class Quantization:
@@ -85,7 +89,7 @@ class Config:
         try:
             return cls.from_dict(data)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: {brief(error)}") from None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Config":
@@ -99,7 +103,7 @@ class Config:
         return cls(**sizes, rope_theta=theta, rope_scaling=scaling,
                    num_key_value_heads=_positive(data, "num_key_value_heads", heads),
                    head_dim=_positive(data, "head_dim", sizes["hidden_size"] // heads),
-                   rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
+                   rms_norm_eps=_number(data, "rms_norm_eps", 1e-6, 1e-30, 1),
                    tie_word_embeddings=_flag(data, "tie_word_embeddings"), attention_bias=_flag(data, "attention_bias"),
                    mlp_bias=_flag(data, "mlp_bias"), eos_token_ids=end_tokens(data),
                    quantization=Quantization.from_dict(data.get("quantization_config")))
@@ -141,16 +145,20 @@ def _refuse_unknown(data: dict[str, Any]) -> None:
 def _positive(data: dict[str, Any], name: str, default: int | None = None) -> int:
     value = data.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a whole number of at least 1, below 2^31")
+    limit = LIMITS.get(name, 2**31 - 1)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise ValueError(f"{name} is {'missing' if value is None else brief(repr(value))}; "
+                         f"it must be a whole number from 1 to {limit}")
     return value
 
 
-def _number(data: dict[str, Any], name: str, default: float | None = None) -> float:
+def _number(data: dict[str, Any], name: str, default: float | None = None, low: float = 0,
+            high: float = 1e300) -> float:
     value = data.get(name)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e300:
-        raise ValueError(f"{name} is {'missing' if value is None else repr(value)}; it must be a positive number")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value < high:
+        raise ValueError(f"{name} is {'missing' if value is None else brief(repr(value))}; "
+                         f"it must be a number above {low} and below {high:g}")
     return float(value)
 
 
@@ -175,9 +183,16 @@ def _rope(data: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def inverse_frequencies(config: Config) -> Tensor:
-    """How far each pair of dimensions turns per position, after scaling: float32[D/2]."""
-    D, scaling = config.head_dim, config.rope_scaling
-    plain = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    """How far each pair of dimensions turns per position, after scaling: float32[D/2]. ValueError if that is absurd."""
+    D = config.head_dim
+    found = _scaled(1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D), config.rope_scaling)
+    if not (found < 1e6).all():                                             # nor for what is no number
+        raise ValueError(f"rope_theta {config.rope_theta:g} with scaling {config.rope_scaling} turns positions by more "
+                         "than a million radians each")
+    return found
+
+
+def _scaled(plain: Tensor, scaling: dict[str, Any] | None) -> Tensor:
     if scaling is None:
         return plain
     if scaling.get("partial_rotary_factor", 1) != 1:

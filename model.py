@@ -40,7 +40,7 @@ import native
 from config import Config, Quantization, inverse_frequencies
 from kernels import on_gpu
 from kivi import ChannelKVCache
-from kvcache import Alone, KVCache, tokens_that_fit
+from kvcache import Alone, KVCache, free_memory, tokens_that_fit
 from kvquant import Bits
 from matmul import Linear, default_dtype
 from nativestep import NativeStep
@@ -207,7 +207,12 @@ class Llama(nn.Module):
             config = config.quantized(Quantization(bits))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         width = config.quantization.bits if config.quantization else 16
-        model = cls(config, device, dtype or default_dtype(checkpoint.dtype, device, is_small(config), width), seed=None)
+        dtype = dtype or default_dtype(checkpoint.dtype, device, is_small(config), width)
+        needs = sum(place.nbytes for place in cls(config, "meta", dtype, seed=None).places().values())
+        if needs > (free := free_memory(device)):
+            raise ValueError(f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
+                             "free: use fewer --bits, another --device, or a smaller model")
+        model = cls(config, device, dtype, seed=None)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.pack()
 

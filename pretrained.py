@@ -19,9 +19,23 @@ from config import Config, end_tokens
 from kvquant import widths
 from model import Llama
 from request import Message, Settings
+from sampling import check_settings
 from tokenizer import Tokenizer
-from vocabulary import read_json
+from vocabulary import brief, read_json
 from weights import find
+
+
+def recommendations(file: Path) -> dict[str, Any]:
+    """A generation_config.json, if there is one. Its sampling settings are checked when they are used: who asks for
+    others need not mind them."""
+    data = read_json(file) if os.path.lexists(file) else {}
+    try:
+        end_tokens(data)
+        if not isinstance(sample := data.get("do_sample", False), bool | None):
+            raise ValueError(f"do_sample is {sample!r}; it must be true or false")
+    except ValueError as error:
+        raise ValueError(f"{file}: {brief(error)}") from None
+    return data
 
 
 class Model:
@@ -38,9 +52,8 @@ class Model:
     def load(cls, name: str | Path, device: str | None = None, dtype: torch.dtype | None = None, bits: int = 16) -> "Model":
         """An alias, a Hub id or a folder; bits: 8 or 4 rounds its weights. Raises FileNotFoundError or ValueError, each with the way out."""
         folder = find(name)
-        tokenizer = Tokenizer.load(folder)
-        file = folder / "generation_config.json"
-        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, read_json(file) if file.exists() else {}, folder)
+        tokenizer, recommended = Tokenizer.load(folder), recommendations(folder / "generation_config.json")
+        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, recommended, folder)
 
     def int4_copy(self) -> Llama:
         """What `--draft self` drafts with: the layers rounded to 4 bits. ValueError where there are no numbers to round, or nothing would be gained."""
@@ -58,9 +71,14 @@ class Model:
         names = ("temperature", "top_k", "top_p", "min_p")
         asked = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
         if self.recommended.get("do_sample"):
-            own = {name: self.recommended[name] for name in names if self.recommended.get(name) is not None}
+            own = {name: self.recommended[name] for name in names
+                   if self.recommended.get(name) is not None and name not in asked}
         else:
             own = {} if asked else {"temperature": 0.0}
+        try:
+            check_settings(**own)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {brief(error)}; or ask for another yourself") from None
         seed = int.from_bytes(os.urandom(4), "little") if settings.seed is None else settings.seed
         return replace(settings, seed=seed, **{"temperature": 1.0, **own, **asked})
 
@@ -72,7 +90,8 @@ class Model:
                    "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
                    "forced_eos_token_id": None, "diversity_penalty": 0.0, "num_beam_groups": 1, "top_h": None, "stop_strings": None}
         given = self.recommended
-        return [f"{name} {given[name]}" for name, value in neutral.items() if given.get(name) is not None and given[name] != value]
+        return [f"{name} {brief(given[name], 60)}" for name, value in neutral.items()
+                if given.get(name) is not None and given[name] != value]
 
     def room(self, prompt: int, max_tokens: int, max_len: int | None, kv_bits: str | int = 16) -> int:
         """How many tokens a text can have that begins with `prompt` tokens. ValueError if that leaves no room for an answer."""

@@ -1,11 +1,15 @@
 """Model folders: whose settings count, and every way a folder can be broken."""
 import json
+import math
+import os
 from pathlib import Path
+from random import Random
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import peak, write_model
+from conftest import CHATML, peak, write_model
+from generate import generate
 from pretrained import Model
 from request import Settings
 from test_generate import PROMPT, run
@@ -51,6 +55,9 @@ def drop_tensor(folder: Path) -> None:
     (lambda f: (f / "config.json").write_text("{not json"), "config.json is not valid JSON"),
     (lambda f: (f / "config.json").write_text("[1]"), "not an object"),
     (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json is not valid JSON"),
+    (lambda f: spoil(f, "generation_config.json", do_sample="false"), "generation_config.json: do_sample is 'false'"),
+    (lambda f: spoil(f, "generation_config.json", eos_token_id=["x" * 9999]), "_config.json: eos_token_id is ['xxx"),
+    (lambda f: spoil(f, "config.json", num_hidden_layers=512), "model.layers.2.input_layernorm.weight"),
     (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     (truncate, "not a whole safetensors file"), (drop_tensor, "tensor model.layers.1.mlp.up_proj.weight"),
     (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "not a whole safetensors file"),
@@ -59,6 +66,74 @@ def test_bad_folders(tmp_path, capsys, damage, says):
     damage(write_model(tmp_path))
     status, out, err = run(capsys, PROMPT, "--target", tmp_path)
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
+
+
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+ODD = {"folder": Path.mkdir, "pipe": lambda file: os.mkfifo(file), "device": lambda file: file.symlink_to("/dev/zero"),
+       "nothing": lambda file: file.symlink_to("gone"), "itself": lambda file: file.symlink_to(file.name),
+       "hole": lambda file: (file.touch(), os.truncate(file, 2**40)), "empty": Path.touch,
+       "latin-1": lambda file: file.write_bytes(b'"\xe9')}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("kind", ODD)
+def test_what_stands_for_a_file_and_is_none(tmp_path, capsys, kind):
+    write_model(tmp_path)
+    for name in FILES:
+        file = (tmp_path / name).rename(tmp_path / "aside").parent / name
+        ODD[kind](file)
+        status, out, err = run(capsys, PROMPT, "--draft" if name == "config.json" else "--target", tmp_path)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and name in err, err
+        file.rmdir() if kind == "folder" else file.unlink()
+        (tmp_path / "aside").rename(file)
+
+
+STRANGE = [None, True, 0, -1, 3, 2**31 - 1, 2**64, 10**400, 0.5, 1e-300, 1e300, math.nan, "", "x", "\ud800",
+           "x\n" * 9999, [], [[]], {}, {"x": 1}, [1] * 999, [None]]
+BYTES = [b"", b"\x00", b"\xff", b"[[[[" * 999, b"9" * 30, b"{}", b"-", b"e999", b'"']
+
+
+def damaged(data: bytes, random: Random) -> bytes:
+    """JSON with a few entries replaced, left out or added; or any bytes with some changed, cut off or put in."""
+    if random.random() < 0.6:
+        whole = json.loads(data)
+        for _ in range(random.randint(1, 3)):
+            at = whole
+            while isinstance(at, (dict, list)) and at:
+                above, key = at, random.choice([*at] if isinstance(at, dict) else range(len(at)))
+                at = at[key]
+                if random.random() < 0.4:
+                    break
+            above[key] = random.choice(STRANGE)
+            if random.random() < 0.2:
+                del above[key]
+            if not whole:
+                break
+        return json.dumps(whole).encode()
+    at, cut = random.randrange(len(data)), random.choice([0, 1, len(data)])
+    return data[:at] + random.choice(BYTES) + data[at + cut:]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_folder_makes_text_or_one_line(tmp_path, name):
+    write_model(tmp_path, CHATML, generation=dict(do_sample=True, temperature=0.7, eos_token_id=[256, 258]))
+    file, random = tmp_path / name, Random(name)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little") if file.suffix == ".safetensors" else 0
+    for _ in range(12):
+        spoilt = damaged(whole[8:header], random) if header else damaged(whole, random)
+        file.write_bytes(len(spoilt).to_bytes(8, "little") + spoilt + whole[header:] if header else spoilt)
+        try:
+            generate(PROMPT, tmp_path, max_tokens=2, seed=1, device="cpu")
+        except (ValueError, OSError) as error:
+            assert len(str(error)) < 1000 and "\n" not in str(error)
+
+
+def test_a_setting_that_is_none_and_who_asks_for_another(tmp_path, capsys):
+    write_model(tmp_path, generation=dict(do_sample=True, top_k=-1))
+    status, _, err = run(capsys, PROMPT, "--target", tmp_path)
+    assert status == 2 and "generation_config.json: top_k is -1" in err and err.count("\n") == 1
+    assert run(capsys, PROMPT, "--target", tmp_path, "--top-k", 3, "--max-tokens", 2)[0] == 0
 
 
 LARGE = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8, head_dim=64)

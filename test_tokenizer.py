@@ -2,12 +2,14 @@
 import base64
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import regex
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -308,6 +310,32 @@ def test_templates_that_fail(tmp_path, template, says):
         tok.chat([{"role": "user", "content": "x"}])
 
 
+GROWS = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = ns.x %s ns.x %%}{%% endfor %%}"
+CALLS = "{%% macro f(n) %%}%s{%% endmacro %%}{{ f(60) }}"
+
+
+@pytest.mark.parametrize("template, says", [
+    ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "more than 0.2 s"),
+    (CALLS % "{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}", "more than 0.2 s"),
+    (CALLS % "{{ f(n) }}", "recursion"),
+    ("{{ 10 ** 10 ** 10 }}", "numbers too large"), ("{{ 1.5 | round(10 ** 9) }}", "round"),
+    (GROWS % (3, "*"), "numbers too large"), (GROWS % ("'x'", "~"), "more than 256 MiB"),
+    ("{{ 'x' * 10**7 }}", "it makes 10000000 characters"), ("{{ '" + "x" * 2**17 + "' }}", "at most 131072 characters"),
+    *[(bomb, "more than 256 MiB") for bomb in (
+        "{{ 'x' * 10**9 }}", "{{ 'x' | center(1000000000) }}", "{{ '%999999999d' % 1 }}",
+        "{{ '{:999999999}'.format(1) }}", "{{ messages | tojson(indent=999999999) }}")]])
+def test_templates_without_end(tmp_path, monkeypatch, template, says):
+    if "MiB" in says and not Path("/proc/self/statm").exists():
+        pytest.skip("memory is limited on Linux alone")
+    monkeypatch.setattr("tokenizer.TIME", 0.2)
+    trace = sys.gettrace()
+    folder = write(tmp_path, describe("gpt2")[0], chat_template=template)
+    with pytest.raises(ValueError, match=says) as error:
+        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+    assert len(str(error.value)) < 1000 and "\n" not in str(error.value) and sys.gettrace() is trace
+    assert torch.empty(2**28).nbytes == 2**30                    # memory is again as it was
+
+
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": 3}, "x", {"role": "user", "content": "a", "name": "b"}])
 def test_messages_that_are_none(loaded, message):
     with pytest.raises(ValueError, match="message 0 is"):
@@ -332,6 +360,11 @@ def test_ranks_are_merged_in_their_order(tmp_path):
 
 
 # ---- What is refused
+
+def by_pattern(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+
 
 def changed(**changes: Any):
     """A change of the tokenizer.json: top__key or model__key."""
@@ -360,13 +393,32 @@ def changed(**changes: Any):
     (changed(top__post_processor=begins_with(["x"])), "'x'"),
     (changed(top__pre_tokenizer={"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": r"\p{Nope}"}, "behavior": "Isolated", "invert": False}, BYTE_LEVEL]}), "regex"),
-    (changed(top__added_tokens=[{"id": 999, "content": "<|x|>", "special": True, "lstrip": True}]), "lstrip")])
+    (changed(top__added_tokens=[{"id": 999, "content": "<|x|>", "special": True, "lstrip": True}]), "lstrip"),
+    (changed(top__added_tokens=[{"id": 999 + i, "content": chr(0x4e00 + i), "special": True} for i in range(2049)]),
+     "2049 different characters"),
+    (changed(top__pre_tokenizer=BYTE_LEVEL | dict(use_regex=2**31)), "use_regex is 2147483648"),
+    (changed(top__pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 21}), "has 21 steps"),
+    (changed(top__added_tokens=[{"id": 999, "content": "x" * 2**14, "special": True}]), "too long to be spelled out"),
+    (lambda data: data["model"]["vocab"].update({"x" * 2**14: 999}), "too long to be spelled out"),
+    (changed(top__added_tokens=[{"id": 999, "content": "", "special": True}]), "has id 999"),
+    *[(changed(top__pre_tokenizer=by_pattern(pattern)), says) for pattern, says in [
+        ("(?:a+)+b", "uses ')+'"), ("(?:a*)*", "uses ')*'"), ("(?:a|aa){9}", "uses '){'"),
+        ("a{1000000}", "uses '{1000000'"),
+        ("(?P<x>a)", "uses '('"), ("a" * 2001, "has 2001 characters"), ("(?:" * 390 + ")?" * 390, "not compile")]]])
 def test_what_a_file_asks_for_and_we_lack_is_named(tmp_path, change, says):
     data = describe("gpt2")[0]
     change(data)
     with pytest.raises(ValueError) as error:
         Tokenizer.load(write(tmp_path, data))
     assert says in str(error.value) and "tokenizer.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_split_pattern_that_takes_forever_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("vocabulary.SPLITTING", 0.1)
+    tok = load(tmp_path, {c: id for id, c in enumerate(ALPHABET)}, [], by_pattern("[a-z]*" * 5 + "[0-9]"))
+    assert tok.decode(tok.encode("ab1 c")) == "ab1 c"
+    with pytest.raises(ValueError, match="tokenizer.json: the split pattern .* takes more than 0.1 s"):
+        tok.encode("a" * 500)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": NaN}', '{"a": 1, "a": 2}', "\x00"])

@@ -127,6 +127,32 @@ def test_shards_that_do_not_fit_together(tmp_path, change, says):
         fill(tmp_path, places())
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\x00", "a\x1b[2J", "x" * 1000])
+def test_names_that_cannot_be_printed(tmp_path, name):
+    with pytest.raises(ValueError, match="model.safetensors holds a tensor named") as error:
+        Checkpoint(write(tmp_path, {name: torch.ones(1)}))
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+
+
+def test_a_file_that_changes_after_its_header_was_read(tmp_path):
+    checkpoint, targets = Checkpoint(write(tmp_path)), places()
+    write(tmp_path, TENSORS | {"b.weight": torch.ones(1)})             # it would be copied to all four places
+    with pytest.raises(ValueError, match="tensor b.weight in .* is another than a moment ago"):
+        checkpoint.fill(targets)
+    write(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.fill(targets)
+
+
+def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path, monkeypatch):
+    write_model(tmp_path)
+    monkeypatch.setattr("model.free_memory", lambda device: 50_000)
+    with pytest.raises(ValueError, match="needs 0.0 GB for its weights, and cpu has 0.0 GB free"):
+        Llama.load(tmp_path, "cpu")
+
+
 def test_a_pickle_is_never_opened(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(FileNotFoundError, match="from safetensors only"):
@@ -144,7 +170,11 @@ def test_old_checkpoints_with_rotary_buffers_load(tmp_path):
 
 
 @pytest.mark.parametrize("content, says", [("{", "not valid JSON"), ("[]", "holds a list, not an object"), ('{"a": NaN}', "NaN is not"), ('{"a": -Infinity}', "-Infinity is not"),
-                                           ("\x00", "not valid JSON"), ("", "not valid JSON")])
+                                           ("\x00", "not valid JSON"), ("", "not valid JSON"),
+                                           ('{"a": 1e999}', "1e999 is too large"), ("[" * 10**5, "not valid JSON"),
+                                           ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+                                           ("\ufeff{}", "not valid JSON"),
+                                           (" " * 2**23, "at most 4194304 make sense")])
 def test_json_that_is_none(tmp_path, content, says):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=says):
@@ -157,7 +187,8 @@ def test_a_folder_is_found_as_it_is(tmp_path):
     assert find(tmp_path) == tmp_path == find(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such", "./gone", "~/nowhere-at-all", ""])
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such", "~nobody-at-all/x", "\0", "./gone",
+                                  "~/nowhere-at-all", ""])
 def test_a_name_that_is_nothing(name):
     with pytest.raises(FileNotFoundError, match="neither a folder, nor a Hub id"):
         find(name)

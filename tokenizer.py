@@ -11,18 +11,26 @@ Invariants:
   piece before merging, as in `tokenizers`. A lone surrogate, which UTF-8 cannot hold, is read as U+FFFD.
 - What a stream yields is whole characters, and joined it is what `decode` says.
 
+A template is a stranger's program. It runs in jinja2's sandbox, which keeps it from everything but its arguments, and
+within limits of time, memory and output (`bounded`, `Sandbox`).
+
 Costs: encoding is linear in the text; each piece is merged in tiktoken's compiled code. A stream holds back three bytes at most.
 
 Not covered: `clean_up_tokenization_spaces`, which makes decoding lossy. A template that rewrites messages (cuts out their middle,
 changes their case) could still assemble a control token; one that trims, repeats or compares them cannot.
+A template that compares two lists, each of which holds another twice, and so on, takes time that
+nobody counts; without Linux nobody counts memory, either.
 """
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cached_property
 from operator import index
@@ -33,7 +41,12 @@ import jinja2
 import tiktoken
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vocabulary import Vocabulary, read_json, read_ranks, read_tokenizer_json, refuse
+from vocabulary import Vocabulary, brief, read_json, read_ranks, read_text, read_tokenizer_json, refuse
+
+TEMPLATE = 2**17            # characters that a chat template may have; those in use have some thousands
+TIME = 10.0                 # seconds that it may take for a conversation,
+MEMORY = 2**28              # bytes, on top of what is taken,
+OUTPUT = 2**20              # and characters that it may make beyond four times the conversation's
 
 
 def clean(text: str) -> str:
@@ -44,6 +57,48 @@ def clean(text: str) -> str:
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Finds the first place where any of `texts` begins, and the longest that does; nothing if there are none."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
+
+
+def bounded(run: Callable[[], str]) -> str:
+    """Run foreign code, but end what takes too long, at its next line of Python: TimeoutError; on Linux also what takes
+    too much memory: MemoryError."""
+    end, outer = time.monotonic() + TIME, sys.gettrace()
+
+    def look(frame: Any, event: str, arg: Any) -> Any:
+        return look if time.monotonic() < end else late()
+
+    def late() -> NoReturn:
+        raise TimeoutError(f"it takes more than {TIME:g} s")
+    taken = Path("/proc/self/statm")                    # first, in pages, this process's addresses: they are limited
+    resource = importlib.import_module("resource") if taken.exists() else None
+    if resource is not None:
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        most = int(taken.read_text().split()[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most if limits[0] < 0 else min(most, limits[0]), limits[1]))
+    sys.settrace(look)
+    try:
+        return run()
+    except MemoryError:
+        raise MemoryError(f"it takes more than {MEMORY >> 20} MiB") from None
+    finally:
+        sys.settrace(outer)
+        if resource is not None:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's, without what takes one line, but any time; nothing of a template is computed while it is compiled."""
+    intercepted_binops = frozenset(("*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], optimized=False,
+                         finalize=jinja2.pass_context(lambda context, value: value))
+        del self.filters["round"], self.tests["divisibleby"]
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if any(isinstance(n, int) and abs(n) > 2**31 for n in (left, right)) or (operator == "**" and abs(right) > 64):
+            raise OverflowError(f"numbers too large for {operator}")
+        return super().call_binop(context, operator, left, right)
 
 
 class Stream:
@@ -78,9 +133,15 @@ class Tokenizer:
                 refuse(file, f"{name} is {self._named[name]!r} in tokenizer_config.json", "it must be one of the special added tokens")
         bos = self._named.get("bos_token")
         self.bos = self.specials[bos] if bos else next(iter(vocabulary.prefix), None)
+        if template is not None and (not isinstance(template, str) or len(template) > TEMPLATE):
+            refuse(file, f"beside it, the chat template is {template!r}",
+                   f"it must be a text of at most {TEMPLATE} characters")
         self.chat_template = template and clean(template)
         # Until a template is rendered, a surrogate stands for each character of a message at which a control token begins.
         self._stand_in = {c: chr(0xD800 + n) for n, c in enumerate(sorted({text[0] for text in self.specials}))}
+        if len(self._stand_in) > 2**11:
+            refuse(file, f"its control tokens begin with {len(self._stand_in)} different characters",
+                   "at most 2048 are supported")
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
         self._beginnings = {text[:n] for text in self.specials for n in range(1, len(text))}
 
@@ -88,18 +149,19 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """From tokenizer.json, or else tokenizer.model, and what stands beside it: tokenizer_config.json, chat_template.jinja."""
         folder = Path(folder)
-        file = next((file for name in ("tokenizer.json", "tokenizer.model") if (file := folder / name).exists()), None)
+        files = [folder / name for name in ("tokenizer.json", "tokenizer.model")]
+        file = next(filter(os.path.lexists, files), None)
         if file is None:
             raise FileNotFoundError(f"{folder}: there is no tokenizer.json or tokenizer.model; name the folder of a model")
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = read_json(config_file) if config_file.exists() else {}
+        config = read_json(config_file) if os.path.lexists(config_file) else {}
         try:
-            template = template_file.read_text("utf-8") if template_file.exists() else config.get("chat_template")
+            template = read_text(template_file) if os.path.lexists(template_file) else config.get("chat_template")
             if isinstance(template, list):
                 template = {entry["name"]: entry["template"] for entry in template}.get("default")
             return cls(file, read_tokenizer_json(file) if file.suffix == ".json" else read_ranks(file, config), config, template)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if str(error).startswith(str(file)):
+        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            if str(error).startswith(str(folder)):
                 raise
             refuse(file, f"it, or what stands beside it, is not laid out as it should be ({error!r})", "download them again")
 
@@ -119,7 +181,7 @@ class Tokenizer:
     def _merge(self, text: str) -> list[int]:
         pieces, ids, missing = [text], [], bytes(self.missing_bytes)
         for split in self._vocabulary.splits:
-            pieces = [part for piece in pieces for part in split.split(piece) if part]
+            pieces = [part for piece in pieces for part in split(piece) if part]
         for piece in pieces:
             word = piece.encode()
             if word in self._vocabulary.whole:
@@ -165,10 +227,14 @@ class Tokenizer:
                 raise ValueError(f"message {n} is {message!r}; it must hold a role and a content, both text, and nothing else")
         messages = [{key: self._inert(text) for key, text in message.items()} for message in messages]
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._named)
+            template, size = self._template, sum(len(text) for message in messages for text in message.values())
+            text = bounded(lambda: template.render(messages=messages, tools=None, documents=None,
+                                                   add_generation_prompt=add_generation_prompt, **self._named))
+            if len(text) > OUTPUT + 4 * size:
+                raise ValueError(f"it makes {len(text)} characters of {size}")
+            return text
         except Exception as error:                  # a template is foreign code: whatever it raises is what it says
-            told = " ".join(str(error).translate(self._restore).split())
+            told = brief(str(error)[:10_000].translate(self._restore))
             raise ValueError(f"{self._file.parent}: the chat template fails on this conversation: {told}") from error
 
     def _inert(self, text: str) -> str:
@@ -191,7 +257,7 @@ class Tokenizer:
         def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
             return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
-        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        sandbox = Sandbox()
         sandbox.filters["tojson"] = tojson
         sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
         return sandbox.from_string(self.chat_template)

@@ -14,24 +14,41 @@ fallback, added tokens that swallow spaces. (`Digits` in tokenizers 0.23 knows 1
 do not.)
 
 Cost: every token of the vocabulary is merged alone, once.
+
+A model's files are written by strangers. So a file's kind and size are looked at before it is read (`read_file`), what
+is said of it fits into a line (`brief`), and a split pattern that is none of those known here gets a time limit.
 """
 from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import regex                # tiktoken brings it
 import tiktoken
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (f"(?i:{CONTRACTIONS})" r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+KNOWN_SPLITS = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}             # these take time in proportion to the text
+UNSUPPORTED = ["(", "^", "$", ")*", ")+", "){"]
+MOST_SPLITS = 20            # steps that cut a text, one after the other; those in use have less than ten
+LONGEST_SPLIT = 2000        # characters of a pattern; those in use have some hundreds
+SPLITTING = 10              # seconds that any other pattern may take to cut a text
+LARGEST_JSON = 2**22        # bytes of a JSON file,
+LARGEST_VOCABULARY = 2**26  # and of a vocabulary; those in use have up to some 30 MB
+SPELLING = 2**27            # Σ length² of all tokens: the work of spelling them out goes by it, here some seconds
 LLAMA3_CONTROLS = {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
+
+
+Split = Callable[[str], list[str]]
 
 
 class Vocabulary(NamedTuple):
@@ -41,12 +58,20 @@ class Vocabulary(NamedTuple):
     whole: dict[bytes, int]     # pieces that are one token before any merging (`ignore_merges`)
     special: dict[str, int]     # added tokens: the control tokens,
     plain: dict[str, int]       # and those that are matched in any text, before it is split
-    splits: list[re.Pattern[str]]
+    splits: list[Split]
     prefix: list[int]           # what a raw prompt starts with
 
 
 def refuse(file: Path, wrong: str, way_out: str) -> NoReturn:
-    raise ValueError(f"{file}: {wrong}; {way_out}")
+    raise ValueError(f"{file}: {brief(wrong)}; {way_out}")
+
+
+def brief(said: object, limit: int = 400) -> str:
+    """What there is to say, in one line that can be printed and read: what stands in a file may be of any length."""
+    text = str(said)
+    text = " ".join((text if len(text) <= 2 * limit else text[:limit] + text[-limit:]).split())
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= limit else f"{text[:limit * 2 // 3]} … {text[-limit // 4:]}"
 
 
 # ---- Splitting -------------------------------------------------------------------------------------------------------
@@ -66,27 +91,50 @@ def members(character_class: str) -> str:
     return "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in zip(first, last))
 
 
-def compile_split(file: Path, pattern: str) -> re.Pattern[str]:
-    """`pattern`, in the dialect of `tokenizers`, for `re.split`: classes spelled out, what would mean something else refused."""
+def compile_split(file: Path, pattern: str) -> Split:
+    """What cuts a text by `pattern`, in the dialect of `tokenizers`: classes spelled out, what differs there refused.
+
+    A group that repeats is refused, too: matching could take time exponential in the text. What still takes long is
+    stopped: `regex` has a clock, but is several times slower than `re`, which therefore has the patterns known here.
+    """
     out, within = [], False
-    for item in re.findall(r"\\[pP]\{\w+\}|\\.|\(\?|&&|\}\+|.", pattern, re.DOTALL):
+    if len(pattern) > LONGEST_SPLIT:
+        refuse(file, f"the split pattern {pattern!r} has {len(pattern)} characters",
+               f"at most {LONGEST_SPLIT} are supported")
+    items = r"\\[pP]\{\w+\}|\\.|\(\?(?:i?:|<?[=!])|\)(?:[*+]|\{)|\{\d*,?\d{4,}|&&|\}\+|."
+    for item in re.findall(items, pattern, re.DOTALL):
         if re.match(r"\\[sSpP]", item):
             negated = "^" if item[1].isupper() else ""
             item = members(item) if within else f"[{negated}{members(item[:2].lower() + item[2:])}]"
-        elif re.fullmatch(r"\\[^\Wnrt]|&&|\}\+", item) or item in (["["] if within else ["(", "^", "$"]):
-            refuse(file, f"the split pattern {pattern!r} uses {item!r}", r"supported are (?..), [..], \p{..}, \s, \r, \n and \t")
+        elif re.fullmatch(r"\\[^\Wnrt]|&&|\}\+|\{.+", item) or item in (["["] if within else UNSUPPORTED):
+            refuse(file, f"the split pattern {pattern!r} uses {item!r}",
+                   r"supported are (?:..) once or not at all, (?i:..), looking around, [..], \p{..}, \s, \r, \n, \t "
+                   "and repeats of up to 999")
         within = item != "]" and (within or item == "[")
         out.append(item)
     try:
-        return re.compile(f"({''.join(out)})")
-    except (re.error, OverflowError) as error:
+        compiled = re.compile(f"({''.join(out)})")
+        return compiled.split if pattern in KNOWN_SPLITS else in_time(file, pattern, regex.compile(compiled.pattern))
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
         refuse(file, f"the split pattern {pattern!r} does not compile ({error})", "use a tokenizer with a simpler one")
 
 
-def read_splits(file: Path, node: dict[str, Any]) -> list[re.Pattern[str]]:
+def in_time(file: Path, pattern: str, compiled: Any) -> Split:
+    def split(text: str) -> list[str]:
+        try:
+            return compiled.split(text, timeout=SPLITTING)
+        except TimeoutError:
+            refuse(file, f"the split pattern {pattern!r} takes more than {SPLITTING} s for {len(text)} characters",
+                   "shorten the text")
+    return split
+
+
+def read_splits(file: Path, node: dict[str, Any]) -> list[Split]:
     """The regular expressions of a `pre_tokenizer`, in order."""
     steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
     out = []
+    if len(steps) > MOST_SPLITS:
+        refuse(file, f"the pre_tokenizer has {len(steps)} steps", f"at most {MOST_SPLITS} are supported")
     for step in steps:
         match step:
             case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
@@ -94,7 +142,9 @@ def read_splits(file: Path, node: dict[str, Any]) -> list[re.Pattern[str]]:
             case {"type": "Digits", "individual_digits": bool(each)}:
                 out.append(r"\p{N}" if each else r"\p{N}+")
             case {"type": "ByteLevel", "add_prefix_space": False} if step is steps[-1]:
-                return [compile_split(file, regex) for regex in out + [GPT2_SPLIT] * step.get("use_regex", True)]
+                if not isinstance(own := step.get("use_regex", True), bool):
+                    refuse(file, f"the pre_tokenizer's use_regex is {own!r}", "it must be true or false")
+                return [compile_split(file, regex) for regex in out + [GPT2_SPLIT] * own]
             case _:
                 refuse(file, f"the pre_tokenizer asks for {json.dumps(step)}",
                        "supported are Split (a Regex, Isolated), Digits, and at the end ByteLevel without a prefix space")
@@ -103,22 +153,47 @@ def read_splits(file: Path, node: dict[str, Any]) -> list[re.Pattern[str]]:
 
 # ---- Reading the files -----------------------------------------------------------------------------------------------
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_file(file: Path, limit: int) -> bytes:
+    """All of an ordinary file (not a pipe or a device, which may have no end) of at most `limit` bytes.
+
+    FileNotFoundError or ValueError names it.
+    """
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: a model folder needs config.json, *.safetensors and a tokenizer")
+    if not file.is_file():
+        raise ValueError(f"{file} is no ordinary file: fetch it again")
+    if (size := file.stat().st_size) > limit:
+        raise ValueError(f"{file} has {size} bytes: at most {limit} make sense; fetch it again")
+    with file.open("rb") as opened:
+        return opened.read(size)
+
+
+def read_text(file: Path, limit: int = LARGEST_JSON) -> str:
+    try:
+        return read_file(file, limit).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}): fetch it again") from None
+
+
+def read_json(file: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
     """The object in a JSON file, strictly: no NaN, no key twice. FileNotFoundError or ValueError names the file."""
     def no(wrong: str) -> NoReturn:
         raise ValueError(wrong)
+
+    def finite(number: str) -> float:
+        return value if math.isfinite(value := float(number)) else no(f"the number {number} is too large")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         return found if len(found) == len(pairs) else no(f"a key stands twice among {list(found)[:3]}...")
 
+    text = read_text(file, limit)
     try:
-        data = json.loads(file.read_text("utf-8"), object_pairs_hook=unique, parse_constant=lambda name: no(f"{name} is not a JSON number"))
+        data = json.loads(text, object_pairs_hook=unique, parse_float=finite,
+                          parse_constant=lambda name: no(f"{name} is not a JSON number"))
         return data if isinstance(data, dict) else no(f"it holds a {type(data).__name__}, not an object")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{file} is missing: a model folder needs config.json, *.safetensors and a tokenizer") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}; fetch it again") from None
+        raise ValueError(f"{file} is not valid JSON: {brief(error)}; fetch it again") from None
 
 
 def check_supported(file: Path, data: dict[str, Any]) -> None:
@@ -201,10 +276,18 @@ def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
     return prefix
 
 
+def check_lengths(file: Path, texts: Iterable[str | bytes]) -> None:
+    """Before anything is done with tokens that takes as many steps, or letters, as the square of their length."""
+    if (work := sum(len(text)**2 for text in texts)) > SPELLING:
+        refuse(file, f"its tokens are too long to be spelled out: their lengths, squared, add up to {work}",
+               f"at most {SPELLING} is supported")
+
+
 def read_tokenizer_json(file: Path) -> Vocabulary:
-    data = read_json(file)
+    data = read_json(file, LARGEST_VOCABULARY)
     check_supported(file, data)
     model, vocab = data["model"], data["model"]["vocab"]
+    check_lengths(file, [*vocab, *(entry["content"] for entry in data["added_tokens"])])
     special, plain = read_added(file, data["added_tokens"], vocab)
     spelled = spell_out(file, vocab, special | plain)
     numbers = read_merges(file, model["merges"], spelled)
@@ -222,7 +305,7 @@ def read_tokenizer_json(file: Path) -> Vocabulary:
 def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
     """Llama 3's tokenizer.model: a token a line, its bytes in base64 and its rank, which is its id."""
     merged: dict[bytes, int] = {}
-    for n, line in enumerate(file.read_bytes().splitlines()):
+    for n, line in enumerate(read_file(file, LARGEST_VOCABULARY).splitlines()):
         try:
             word, rank = line.split()
             if merged.setdefault(base64.b64decode(word, validate=True), int(rank)) != n:
@@ -233,6 +316,7 @@ def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
     reserved = iter(range(256))
     llama3 = {128_000 + n: LLAMA3_CONTROLS.get(n) or f"<|reserved_special_token_{next(reserved)}|>" for n in range(256)}
     entries = config.get("added_tokens_decoder") or {id: {"content": text, "special": True} for id, text in llama3.items()}
+    check_lengths(file, [*merged, *(entry["content"] for entry in entries.values())])
     special, plain = read_added(file, [entry | {"id": int(id)} for id, entry in entries.items()], {})
     if len(merged) != (start := min((special | plain).values())):
         refuse(file, f"holds {len(merged)} tokens, but the added ones begin at {start}", "is it whole, and its tokenizer_config.json there?")

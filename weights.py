@@ -9,6 +9,7 @@ Invariant: `fill` either fills every place, or raises and names the tensor and t
 
 Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
 """
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vocabulary import read_json
+from vocabulary import brief, read_json
 
 ALIASES = {
     "1B": "meta-llama/Llama-3.2-1B-Instruct",
@@ -44,8 +45,8 @@ def find(name: str | Path) -> Path:
         if not folder.is_dir():
             raise FileNotFoundError(f"the embedded model {text!r} should be in {folder}: fetch the repository again")
         return folder
-    if text and Path(text).expanduser().is_dir():
-        return Path(text).expanduser()
+    if text and Path(os.path.expanduser(text)).is_dir():
+        return Path(os.path.expanduser(text))
     repo = ALIASES.get(text, text)
     if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of {', '.join([*ALIASES, *EMBEDDED])}")
@@ -97,15 +98,18 @@ class Checkpoint:
         holds: dict[str, str] = {}
         for file in sorted(set(says.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{index} names {file!r}: a shard is a .safetensors file in the same folder")
+                raise ValueError(f"{index} names {brief(repr(file))}: "
+                                 "a shard is a .safetensors file in the same folder")
             if not (self.folder / file).is_file():
-                raise FileNotFoundError(f"{self.folder / file} is missing, though {index.name} lists it: fetch the model again")
+                raise FileNotFoundError(f"{brief(self.folder / file)} is missing, though {index.name} lists it: "
+                                        "fetch the model again")
             for name, _, _ in _header(self.folder / file):
                 if holds.setdefault(name, file) != file:
                     raise ValueError(f"tensor {name} is in both {holds[name]} and {file} of {self.folder}")
         for name in says.keys() | holds.keys():
             if says.get(name) != holds.get(name):
-                raise ValueError(f"{index} puts tensor {name} in {says.get(name)}, but it is in {holds.get(name)}")
+                raise ValueError(f"{index} puts tensor {brief(name)} in {says.get(name)}, "
+                                 f"but it is in {holds.get(name)}")
         return {name: self.folder / file for name, file in says.items()}
 
     @property
@@ -141,9 +145,13 @@ class Checkpoint:
         """One tensor, memory-mapped: it is read as it is used, and let go with the last reference."""
         try:
             with safe_open(self.files[name], framework="pt") as file:
-                return file.get_tensor(name)
+                tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"tensor {name} cannot be read from {self.files[name]}: {error}") from None
+        if list(tensor.shape) != list(self.headers[name][0]):
+            raise ValueError(f"tensor {name} in {self.files[name]} is another than a moment ago: "
+                             "something writes this file")
+        return tensor
 
     def tensors(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """Every tensor and its name, one after the other; the arguments, and what is refused before the first, as in `audit`."""
@@ -159,6 +167,11 @@ def _header(file: Path) -> list[tuple[str, list[int], str]]:
     try:
         with safe_open(file, framework="pt") as f:
             slices = ((name, f.get_slice(name)) for name in f.keys())
-            return [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
+            found = [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
+        raise ValueError(f"{file} is not a whole safetensors file ({brief(error)}): fetch it again") from None
+    for name, _, _ in found:
+        if brief(name) != name:
+            raise ValueError(f"{file} holds a tensor named {brief(repr(name))}: "
+                             "a name is a line of at most 400 printable characters")
+    return found
