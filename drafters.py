@@ -30,6 +30,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
 
     B texts of a round · k the largest γ among them · V vocabulary
 """
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -97,7 +98,11 @@ class Round:
 
     def probabilities(self, logits: Tensor, columns: Sequence[Setting]) -> Tensor:
         """Of each row, under its settings. Columns beyond the vocabulary are padding, which stands for no text."""
-        return probabilities(logits[:, :self.vocab], *columns)
+        logits = logits[:, :self.vocab]
+        if logits.device.type == "cpu" and not (math.isfinite(logits.sum(dtype=torch.float32)) or logits.amax(-1).isfinite().all()):
+            raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
+                             "(fetch it again, or use a wider --dtype)")
+        return probabilities(logits, *columns)
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
         """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""

@@ -12,7 +12,7 @@ The caches hold what is asked for, up to what memory allows: with blocks (paged.
 Invariant: what writers have shown, put together, is the text of the result.
 """
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +173,13 @@ class Engine:
         blocks = f"{cache.pool.total:,} blocks of {cache.block_size} tokens" if isinstance(cache, PagedCache) else f"rows of {cache.max_len:,} tokens"
         return f"keys and values: {blocks}, {size:,.1f} MB"
 
-    def serve(self, writers: Sequence[Writer]) -> Generator[Result, None, None]:
-        """Make all these texts; each result as it is finished.
+    def serve(self, writers: Iterable[Writer]) -> Generator[Result, None, None]:
+        """Make all these texts; each result as it is finished, and nothing of it is kept here.
 
         Ctrl-C ends them with what there is: their results come, and then it goes on its way.
         """
         waiting = {writer.request: writer for writer in writers}
+        del writers
         for request in waiting:
             self.batch.add(request)
         try:

@@ -254,14 +254,15 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
             ids |= {asked.index: {"id": asked.asked["id"]}} if "id" in asked.asked else {}
         except ValueError as error:
             refuse(asked, str(error))
-    made = 0
+    made, count, waiting = 0, len(writers), iter(writers)
+    del writers                                                                  # who is finished is let go
 
     def told(result: Result) -> None:
         nonlocal served, made
         write(as_json(result.to_dict() | ids.get(result.index, {})))
         served, made = served + 1, made + len(result.tokens)
-        say(f"{served} of {len(writers)}: {result.summary()}")
-    each(maker.serve(writers), told)
+        say(f"{served} of {count}: {result.summary()}")
+    each(maker.serve(waiting), told)
     seconds = time.perf_counter() - start
     say(f"{served} texts, {made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s" + (f"; {bad} bad lines" if bad else ""))
     return 1 if bad else 0

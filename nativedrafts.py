@@ -25,7 +25,7 @@ from sampling import Keyed
 def serves(llama: Any, unread: Sequence[Sequence[int]], round: Round) -> bool:
     """Whether this round's drafts can be one call."""
     tokens = len(unread[0]) + round.gammas[0] - 1
-    return (len(round.gammas) == 1 and getattr(llama, "few", None) is not None and unread[0] and tokens <= FEW
+    return (len(round.gammas) == 1 and getattr(llama, "few", None) is not None and native.library() is not None and unread[0] and tokens <= FEW
             and isinstance(round.coin, type) and issubclass(round.coin, Keyed) and NativeStep.whole
             and all(round.settings(name)[0] in (None, neutral) for name, neutral in SETTINGS.items() if name != "temperature"))
 

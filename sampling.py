@@ -77,7 +77,7 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as float64[B, 1], one number after the other in memory: kernels read it there (draw.py)."""
     if not isinstance(setting, Tensor):
-        return torch.full((len(rows), 1), setting, dtype=torch.float64, device=rows.device)  # filled there: nothing is copied
+        return torch.full((len(rows), 1), float(setting), dtype=torch.float64, device=rows.device)  # filled there: nothing is copied
     values = setting.to(rows.device, torch.float64).reshape(-1)
     if len(values) not in (1, len(rows)):
         raise ValueError(f"a setting has {len(values)} values and there are {len(rows)} rows of logits: give one value, or one a row")

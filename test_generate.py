@@ -1,11 +1,13 @@
 """The command line and `generate`: the same text with and without a cache, exact ends, and one line for everything that is wrong."""
 import importlib.util
 import json
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import drafters
 import quant
@@ -378,3 +380,15 @@ def test_python_callers_get_value_errors(base, instruct):
         generate([{"role": "user", "content": "x"}], base)
     with pytest.raises(FileNotFoundError):
         generate(PROMPT, "nobody/nothing/at-all")
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+@pytest.mark.parametrize("asked", [{}, dict(top_k=3), dict(temperature=0.0), dict(draft="ngram"), dict(draft="self"), dict(kv_bits=8)])
+def test_weights_that_are_no_numbers_end_in_one_error(tmp_path, worst, asked):
+    """A download that went wrong, say: never a text."""
+    folder = write_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = worst
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="not finite"):
+        generate("a word", folder, seed=1, max_tokens=5, **asked)

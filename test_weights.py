@@ -138,12 +138,12 @@ def test_a_file_that_changes_after_its_header_was_read(tmp_path):
     checkpoint, targets = Checkpoint(write(tmp_path)), places()
     write(tmp_path, TENSORS | {"b.weight": torch.ones(1)})             # it would be copied to all four places
     with pytest.raises(ValueError, match="tensor b.weight in .* is another than a moment ago"):
-        checkpoint.fill(targets)
+        list(checkpoint.tensors(targets))
     write(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(ValueError, match="cannot be read"):
-        checkpoint.fill(targets)
+        list(checkpoint.tensors(targets))
 
 
 def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path, monkeypatch):
