@@ -28,6 +28,7 @@ Frantar et al. 2023 (arXiv:2210.17323); Lin et al. 2023 (2306.00978); Frantar & 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K] · G, R, D key/value heads, query heads a head, head size
 """
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,11 @@ class Moments:
         self.hessian.addmm_(x.T, x, alpha=2)
         self.total += x.abs().sum(0)
         self.tokens += len(x)
+
+    def divide(self, s: Tensor) -> None:                                                        # [K]
+        """As if each channel of all inputs had been divided by its s."""
+        self.hessian /= s.outer(s)
+        self.total /= s
 
     @property
     def magnitude(self) -> Tensor:
@@ -170,7 +176,7 @@ def observe(layer: Layer, run: Callable[[], object]) -> dict[str, Moments]:
 
 
 def fold(layer: Layer, seen: dict[str, Moments], bits: int, group: int) -> None:
-    """AWQ: scale the inputs of each product, and undo it in what comes before; the layer's output stays what it was."""
+    """AWQ: scale the inputs of each product, and undo it in what comes before; the layer's output stays what it was, and `seen` becomes what it sees now."""
     H, G, D, F = layer.heads, layer.kv_heads, layer.head_dim, layer.down_proj.in_features
     v, up = slice((H + G) * D, None), slice(F, None)                                            # rows of qkv_proj, gate_up_proj
     one_for_group = lambda m: m.view(G, H // G, D).mean(1, keepdim=True).expand(G, H // G, D).reshape(-1)    # heads that share v share s
@@ -182,6 +188,7 @@ def fold(layer: Layer, seen: dict[str, Moments], bits: int, group: int) -> None:
         linear = getattr(layer, name)
         s = awq(linear.weight.float(), seen[name].hessian, share(seen[name].magnitude), bits, group)
         linear.weight.data = (linear.weight * s).to(linear.weight.dtype)
+        seen[name].divide(s)
         for module, part in before:
             for whole in (module.weight, getattr(module, "bias", None)):
                 if whole is not None:
@@ -206,6 +213,16 @@ def quantized_layer(layer: Layer, config: Config, seen: dict[str, Moments] | Non
 
 # ---- A model --------------------------------------------------------------------------------------------------------------------
 
+def outputs(layer: Layer, xs: Sequence[Tensor], steps: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """What the layer makes of each text, with its weights for that time in the order that is multiplied fastest."""
+    for linear, _ in layer.parts() if xs else ():
+        linear.pack(keep=True)
+    ys = [layer(x, *step) for x, step in zip(xs, steps)]
+    for linear, _ in layer.parts():
+        linear.unpack()
+    return ys
+
+
 @torch.no_grad()
 def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = (), progress: Callable[[str], None] = lambda line: None) -> Llama:
     """The model with quantized weights, not packed. `llama`, which must not be packed either, is used up: its layers go as they are done.
@@ -220,14 +237,12 @@ def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = ()
     steps = [(*llama.turns(step.positions), lambda q, k, v, step=step: step.attend(0, q, k, v)) for step in (Alone(x[:, 0]) for x in xs)]
     for i, layer in enumerate(llama.layers):
         progress(f"layer {i + 1} of {len(llama.layers)}")
-        look = lambda layer=layer: observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
-        seen = look() if xs else None
+        seen = observe(layer, lambda layer=layer: outputs(layer, xs, steps)) if xs else None
         if "awq" in how.method:
             fold(layer, seen, how.bits, how.group)
-            seen = look() if "gptq" in how.method else seen                                     # the inputs are scaled now
         result.layers[i] = quantized_layer(layer, config, seen)
         llama.layers[i] = nn.Identity()                                                         # lets the layer go
-        xs = [result.layers[i](x, *step) for x, step in zip(xs, steps)]
+        xs = outputs(result.layers[i], xs, steps)
     result.norm, result.frequencies = llama.norm, llama.frequencies
     quantize_ends(llama, result)
     return result

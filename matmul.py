@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
     def rows(self, which: Tensor) -> Tensor:
         """Some rows of W: an embedding's look-up. int64[R] -> [R, K]."""
-        return F.embedding(which, self.weight) if self.own is None else self.own.rows(which).to(self.dtype)
+        return self.own.rows(which).to(self.dtype) if self.weight is None else F.embedding(which, self.weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint has of this product: all have N rows."""
@@ -74,14 +74,20 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def pack(self, keep: bool = False) -> None:
-        """Put the weight in the order in which this CPU multiplies fastest, and let the plain one go (`keep`: not if that were needed to read rows)."""
+        """Put the weight in the order in which this CPU multiplies fastest, and let the plain one go unless it is to be kept beside it."""
         if self.own is not None or self.packed is not None:
             return
         self.dtype = self.weight.dtype
         if native.multiplies(self.dtype, self.weight):
-            self.own, self.weight = native.Weight.of(self.weight, self.bias), None
-        elif self.weight.device.type == "cpu" and (packed := packs(self.weight)) is not None:
-            self.packed, self.weight = packed, self.weight if keep else None
+            self.own = native.Weight.of(self.weight, self.bias)
+        elif self.weight.device.type == "cpu":
+            self.packed = packs(self.weight)
+        if (self.own is not None or self.packed is not None) and not keep:
+            self.weight = None
+
+    def unpack(self) -> None:
+        """The plain weight, which was kept, counts again."""
+        self.own = self.packed = None
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -267,7 +267,7 @@ class Llama(nn.Module):
             if isinstance(module, RMSNorm):
                 module.pack()
             elif isinstance(module, (Linear, QuantizedLinear)):
-                module.pack(keep=module is self.embed)
+                module.pack(keep=module is self.embed and native.library() is None)     # whose rows are read: what oneDNN orders cannot be
         self.few = native.Layers.of(self)
         return self
 

@@ -114,10 +114,15 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pack(self, keep: bool = False) -> None:
-        """Put the numbers in the order in which this CPU multiplies fastest, and let the plain ones go."""
+        """Put the numbers in the order in which this CPU multiplies fastest, and let the plain ones go unless they are to be kept beside them."""
         if self.own is None and native.multiplies(self.dtype, self.values, self.group):
             self.own = native.Weight.of(self.values, self.bias, self.scale, self.zero, self.in_features, self.group)
-            self.values = self.scale = self.zero = None
+            if not keep:
+                self.values = self.scale = self.zero = None
+
+    def unpack(self) -> None:
+        """The plain numbers, which were kept, count again."""
+        self.own = None
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

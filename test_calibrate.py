@@ -235,11 +235,15 @@ def test_each_layer_sees_what_the_quantized_layers_before_it_make():
 def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then_has():
     how, texts = Quantization(4, 32, 16, "awq+gptq"), [torch.arange(40), torch.arange(100, 160)]
     small, layer = quantize_model(model(), how, texts), model().layers[0]
-    look = lambda: observe(layer, lambda: [layer(plain.embed.rows(text), *plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts])
     plain, first = model(), {name: place.weight.clone() for name, place in layer.named_children()}
-    fold(layer, look(), 4, 32)
+    xs, steps = zip(*((plain.embed.rows(text), (*plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)))
+                      for text in texts))
+    look = lambda: observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
     seen = look()
-    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+    fold(layer, seen, 4, 32)
+    for name, now in look().items():
+        torch.testing.assert_close(seen[name].hessian, now.hessian, rtol=1e-4, atol=1e-4 * now.hessian.abs().max().item())
+        torch.testing.assert_close(seen[name].magnitude, now.magnitude, rtol=1e-4, atol=1e-6)
         q = gptq(getattr(layer, name).weight.float(), seen[name].hessian, 4, 32)
         assert torch.equal(getattr(small.layers[0], name).values, q.values) and not torch.equal(getattr(layer, name).weight, first[name])
     assert torch.equal(small.layers[0].input_norm.weight, layer.input_norm.weight)
