@@ -133,7 +133,7 @@ class Weight(ctypes.Structure):
         parts = [panels(values, 2 if values.dtype == torch.bfloat16 else 1), *(None if part is None else panels(part) for part in (scale, zero)),
                  None if bias is None else bias.detach().float()]
         self = cls(*(None if part is None else part.data_ptr() for part in parts), len(values), columns or values.shape[1],
-                   group if values.dtype == torch.uint8 else 0, KINDS.index(values.dtype))
+                   group if values.dtype == torch.uint8 else values.shape[1], KINDS.index(values.dtype))
         self.held, self.library = [part for part in parts if part is not None], library()
         return self
 

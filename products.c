@@ -1,6 +1,7 @@
-// y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4: native.py says why. It is compiled before native.c.
+// y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4: native.py says why. It is
+// compiled before native.c.
 //
-//     T rows of x · N rows and K columns of W · WIDE rows of W lie side by side, a panel: [⌈N / WIDE⌉, ⌈K / columns of a unit⌉, WIDE] units
+//     T rows of x · N rows and K columns of W · a panel: WIDE rows of W, side by side · a unit: one or two columns of it
 
 #include <math.h>
 #include <omp.h>
@@ -11,10 +12,10 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-enum { WIDE = 16, STRETCH = 128, TILE = 6 };        // columns of W that one sum runs over; rows of x that are multiplied at once
+enum { WIDE = 16, STRETCH = 128, TILE = 6 };        // columns that one sum runs over; rows of x multiplied at once
 #ifdef __AVX512F__
 enum { LANES = 16 };                                // numbers in a register
-#define PANELS(T) 4                                 // side by side: TILE · PANELS · WIDE / LANES sums fit in the registers
+#define PANELS(T) 4                                 // at once: the sums of T rows of x by so many fit in the registers
 #else
 enum { LANES = 8 };
 #define PANELS(T) ((T) > 3 ? 1 : 2)
@@ -33,25 +34,25 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 
 INLINE vec load_f32(const float *p) { return *(const vec *)p; }
 #ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
-INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16); }
+INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE ints widen_i16(const int16_t *p) { return (ints)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE ints widen_i8(const int8_t *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE ints widen_u8(const uint8_t *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
 #elif defined __AVX2__
-INLINE vec load_bf16(const uint16_t *p) { return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16); }
+INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE ints widen_i16(const int16_t *p) { return (ints)_mm256_cvtepi16_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE ints widen_i8(const int8_t *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
 INLINE ints widen_u8(const uint8_t *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
 INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
 #else
-INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const ushorts *)p, ints) << 16); }
+INLINE ints widen_u16(const uint16_t *p) { return __builtin_convertvector(*(const ushorts *)p, ints); }
 INLINE ints widen_i16(const int16_t *p) { return __builtin_convertvector(*(const shorts *)p, ints); }
 INLINE ints widen_i8(const int8_t *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
 INLINE ints widen_u8(const uint8_t *p) { return __builtin_convertvector(*(const ubytes *)p, ints); }
 INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
 #endif
-INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once wherever that is possible: compilers differ from place to place
+INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once: compilers do so here and not there
 #ifdef __AVX512F__
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined __FMA__
@@ -60,6 +61,7 @@ INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once whe
     return a * b + c;
 #endif
 }
+INLINE vec load_bf16(const uint16_t *p) { return (vec)(widen_u16(p) << 16); }
 INLINE vec load_i8(const int8_t *p) { return number(widen_i8(p)); }
 INLINE float one_f32(float x) { return x; }
 INLINE float one_i8(int8_t x) { return x; }
@@ -72,144 +74,155 @@ INLINE float sum(vec v) {
     return (f[0] + f[1]) + (f[2] + f[3]);
 }
 
-// ---- Weights -----------------------------------------------------------------------------------------------------------------
+// ---- Weights -------------------------------------------------------------------------------------------------------
 
-// scale, bfloat16, and zero: [panels, groups, WIDE]; of INT8 one group. bias: float32[N], or none.
-typedef struct { const void *w; const uint16_t *scale; const int16_t *zero; const float *bias; long N, K, group, kind; } Weight;
+typedef struct {
+    const void *w;                                  // [panels, units, WIDE]; what is beyond N or K is 0
+    const uint16_t *scale;                          // bfloat16[panels, groups, WIDE], or none
+    const int16_t *zero;                            // the same shape, of INT4
+    const float *bias;                              // [N], or none
+    long N, K, group, kind;                         // group: columns that share a scale, K but for INT4
+} Weight;
+
 enum { F32, BF16, I8, I4 };
 enum { COLUMNS_f32 = 1, COLUMNS_bf16 = 2, COLUMNS_i8 = 1, COLUMNS_i4 = 2 };     // of a unit
 enum { BYTES_f32 = 4, BYTES_bf16 = 4, BYTES_i8 = 1, BYTES_i4 = 1 };
-static const int COLUMNS[] = { COLUMNS_f32, COLUMNS_bf16, COLUMNS_i8, COLUMNS_i4 }, BYTES[] = { BYTES_f32, BYTES_bf16, BYTES_i8, BYTES_i4 };
+static const int COLUMNS[] = { COLUMNS_f32, COLUMNS_bf16, COLUMNS_i8, COLUMNS_i4 };
+static const int BYTES[] = { BYTES_f32, BYTES_bf16, BYTES_i8, BYTES_i4 };
+INLINE long parts(long all, long each) { return (all + each - 1) / each; }
 
 // A unit of each of LANES rows as numbers: whole ones, for integers.
 INLINE void unit_f32(const char *w, ints zero, vec *out) { out[0] = load_f32((const float *)w); }
 INLINE void unit_i8(const char *w, ints zero, vec *out) { out[0] = load_i8((const int8_t *)w); }
-INLINE void unit_bf16(const char *w, ints zero, vec *out) {
-    ints both = *(const ints *)w;
-    out[0] = (vec)(both << 16), out[1] = (vec)(both & -0x10000);
-}
 INLINE void unit_i4(const char *w, ints zero, vec *out) {
     ints both = widen_u8((const uint8_t *)w);
     out[0] = number((both & 15) - zero), out[1] = number((both >> 4) - zero);
 }
 
-// A number of x in all lanes, and a unit's numbers times that, added to s.
+// A number of x for all lanes, and s + a column's numbers times that.
 INLINE float spread_f32(const float *x) { return *x; }
-INLINE vec mac_f32(vec s, vec unit, float x) { return s + unit * x; }
-enum { STEPS_f32 = 1, STEPS_i8 = 1, STEPS_i4 = 2 };
-#ifdef __AVX512BF16__                               // multiplied as they are, two at a time; x is bfloat16, too
-typedef uint16_t x_bf16;
-enum { STEPS_bf16 = 1 };
-INLINE vec spread_bf16(const x_bf16 *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vec)_mm512_set1_epi32(pair);
-}
-INLINE vec mac_bf16(vec s, vec unit, vec x) { return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)unit, (__m512bh)x); }
-INLINE void pair_bf16(const char *w, ints zero, vec *out) { out[0] = load_f32((const float *)w); }
-#define unit_bf16 pair_bf16
-#else
-typedef float x_bf16;
-enum { STEPS_bf16 = 2 };
-#define spread_bf16 spread_f32
-#define mac_bf16 mac_f32
-#endif
+INLINE vec mac_f32(vec s, vec w, float x) { return s + w * x; }
 #define spread_i8 spread_f32
 #define spread_i4 spread_f32
 #define mac_i8 mac_f32
 #define mac_i4 mac_f32
 typedef float x_f32, x_i8, x_i4;
+enum { STEPS_f32 = 1, STEPS_i8 = 1, STEPS_i4 = 2 };
+#ifdef __AVX512BF16__                               // multiplied as they are, two at a time; x is bfloat16, too
+typedef uint16_t x_bf16;
+enum { STEPS_bf16 = 1 };
+INLINE void unit_bf16(const char *w, ints zero, vec *out) { out[0] = load_f32((const float *)w); }
+INLINE vec spread_bf16(const x_bf16 *x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (vec)_mm512_set1_epi32(pair);
+}
+INLINE vec mac_bf16(vec s, vec w, vec x) { return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)w, (__m512bh)x); }
+#else
+typedef float x_bf16;
+enum { STEPS_bf16 = 2 };
+INLINE void unit_bf16(const char *w, ints zero, vec *out) {
+    ints both = *(const ints *)w;
+    out[0] = (vec)(both << 16), out[1] = (vec)(both & -0x10000);
+}
+#define spread_bf16 spread_f32
+#define mac_bf16 mac_f32
+#endif
 
-// ---- A stretch of columns: T rows of x by P panels -------------------------------------------------------------------------------
+// ---- A stretch of columns: T rows of x by P panels -----------------------------------------------------------------
 
 typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
-    long panel, units;                              // the bytes from there to the next panel's, and how many units there are
-    const uint16_t *scale;                          // of the stretch, or none,
+    long panel, units;                              // bytes from there to the next panel's, and units of the stretch
+    const uint16_t *scale;                          // the first panel's of the stretch, or none,
     const int16_t *zero;
-    long next;                                      // and the numbers from there to the next panel's
-    const void *x;                                  // the first row's first column of the stretch
-    long row;                                       // numbers from a row of x to the next
-    float *y;                                       // the sums go here, or, unless `first`, are added
+    long next;                                      // and numbers from there to the next panel's
+    const void *x;                                  // the first row's first column of the stretch,
+    long row;                                       // and numbers from a row to the next
+    float *y;                                       // sums are added here, or begin here, if `first`
     long N, first;
 } Stretch;
 
-#define BLOCK(kind, T, P, name)                                                                                         \
-static void name(const Stretch *a) {                                                                                    \
-    vec s[T][P][VECS];                                                                                                  \
-    ints zero[P][VECS];                                                                                                 \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                          \
-        UNROLL for (int t = 0; t < T; t++) s[t][p][v] = (vec){0};                                                       \
-        zero[p][v] = COLUMNS_##kind == 2 && BYTES_##kind == 1 ? widen_i16(a->zero + p * a->next + v * LANES) : (ints){0}; \
-    }                                                                                                                   \
-    const x_##kind *x = a->x;                                                                                           \
-    const char *w = a->w;                                                                                               \
-    for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind) {                                \
-        vec unit[P][VECS][COLUMNS_##kind];                                                                              \
-        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                        \
-            unit_##kind(w + p * a->panel + v * LANES * BYTES_##kind, zero[p][v], unit[p][v]);                           \
-        UNROLL for (int c = 0; c < STEPS_##kind; c++) UNROLL for (int t = 0; t < T; t++) {                              \
-            __auto_type by = spread_##kind(x + t * a->row + c);                                                         \
-            UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                    \
-                s[t][p][v] = mac_##kind(s[t][p][v], unit[p][v][c], by);                                                 \
-        }                                                                                                               \
-    }                                                                                                                   \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                          \
-        vec by = a->scale ? load_bf16(a->scale + p * a->next + v * LANES) : (vec){0} + 1;                               \
-        UNROLL for (int t = 0; t < T; t++) {                                                                            \
-            vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                                                   \
-            *y = fused(s[t][p][v], by, a->first ? (vec){0} : *y);                                                       \
-        }                                                                                                               \
-    }                                                                                                                   \
+enum { ZERO_f32 = 0, ZERO_bf16 = 0, ZERO_i8 = 0, ZERO_i4 = 1 };
+INLINE ints zeros(const int16_t *zero) { return zero ? widen_i16(zero) : (ints){0}; }
+
+#define BLOCK(kind, T, P, name)                                                                                        \
+static void name(const Stretch *a) {                                                                                   \
+    vec s[T][P][VECS];                                                                                                 \
+    ints zero[P][VECS];                                                                                                \
+    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                         \
+        zero[p][v] = zeros(ZERO_##kind ? a->zero + p * a->next + v * LANES : 0);                                        \
+        UNROLL for (int t = 0; t < T; t++) s[t][p][v] = (vec){0};                                                      \
+    }                                                                                                                  \
+    const x_##kind *x = a->x;                                                                                          \
+    const char *w = a->w;                                                                                              \
+    for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind) {                               \
+        vec unit[P][VECS][COLUMNS_##kind];                                                                             \
+        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                       \
+            unit_##kind(w + p * a->panel + v * LANES * BYTES_##kind, zero[p][v], unit[p][v]);                          \
+        UNROLL for (int c = 0; c < STEPS_##kind; c++) UNROLL for (int t = 0; t < T; t++) {                             \
+            __auto_type by = spread_##kind(x + t * a->row + c);                                                        \
+            UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
+                s[t][p][v] = mac_##kind(s[t][p][v], unit[p][v][c], by);                                                \
+        }                                                                                                              \
+    }                                                                                                                  \
+    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                         \
+        vec by = a->scale ? load_bf16(a->scale + p * a->next + v * LANES) : (vec){0} + 1;                              \
+        UNROLL for (int t = 0; t < T; t++) {                                                                           \
+            vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                                                  \
+            *y = fused(s[t][p][v], by, a->first ? (vec){0} : *y);                                                      \
+        }                                                                                                              \
+    }                                                                                                                  \
 }
-#define BOTH(kind, T) BLOCK(kind, T, PANELS(T), wide_##kind##T) BLOCK(kind, T, 1, one_##kind##T)
-#define BLOCKS(kind) BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6)                \
-static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, { one_##kind##1, wide_##kind##1 }, { one_##kind##2, wide_##kind##2 },    \
-    { one_##kind##3, wide_##kind##3 }, { one_##kind##4, wide_##kind##4 }, { one_##kind##5, wide_##kind##5 }, { one_##kind##6, wide_##kind##6 } };
+#define BOTH(kind, T) BLOCK(kind, T, 1, one_##kind##T) BLOCK(kind, T, PANELS(T), wide_##kind##T)
+#define PAIR(kind, T) { one_##kind##T, wide_##kind##T }
+#define BLOCKS(kind)                                                                                                   \
+BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6)                                    \
+static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1), PAIR(kind, 2), PAIR(kind, 3),    \
+    PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
 BLOCKS(f32) BLOCKS(bf16) BLOCKS(i8) BLOCKS(i4)
 
-// A stretch of panels as float32, whole numbers where they are integers, for many rows of x.
-#define UNFOLD(kind)                                                                                                    \
-static void unfold_##kind(Stretch *a, long P, float *out) {                                                             \
-    for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                                       \
-        ints zero = COLUMNS_##kind == 2 && BYTES_##kind == 1 ? widen_i16(a->zero + p * a->next + v * LANES) : (ints){0}; \
-        vec *to = (vec *)(out + p * STRETCH * WIDE + v * LANES);                                                        \
-        for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS) {                                              \
-            vec unit[2];                                                                                                \
-            unit_##kind(a->w + p * a->panel + (k * WIDE + v * LANES) * BYTES_##kind, zero, unit);                       \
-            for (int c = 0; c < COLUMNS_##kind; c++) to[c * VECS] = unit[c];                                            \
-        }                                                                                                               \
-    }                                                                                                                   \
-    *a = (Stretch){ (char *)out, STRETCH * WIDE * 4, a->units * COLUMNS_##kind, a->scale, a->zero, a->next, a->x, a->row, a->y, a->N, a->first };  \
+// The stretch with its panels as float32, whole numbers where they are integers: [P, STRETCH, WIDE], in `room`.
+#define UNFOLD(kind)                                                                                                   \
+static Stretch unfold_##kind(const Stretch *a, long P, float *room) {                                                  \
+    Stretch b = *a;                                                                                                    \
+    for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                                      \
+        ints zero = zeros(ZERO_##kind ? a->zero + p * a->next + v * LANES : 0);                                         \
+        const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                                                \
+        vec *to = (vec *)(room + p * STRETCH * WIDE + v * LANES);                                                      \
+        for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS, w += WIDE * BYTES_##kind) {                   \
+            vec unit[COLUMNS_##kind];                                                                                  \
+            unit_##kind(w, zero, unit);                                                                                \
+            for (int c = 0; c < STEPS_##kind; c++) to[c * VECS] = unit[c];                                             \
+        }                                                                                                              \
+    }                                                                                                                  \
+    b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= COLUMNS_##kind;                      \
+    return b;                                                                                                          \
 }
-UNFOLD(i8) UNFOLD(i4)
-#ifndef __AVX512BF16__
-UNFOLD(bf16)
-#else
-#define unfold_bf16 0
-#endif
+UNFOLD(bf16) UNFOLD(i8) UNFOLD(i4)
 
-// ---- The product ---------------------------------------------------------------------------------------------------------------
+// ---- The product ---------------------------------------------------------------------------------------------------
 
-// Panels from first to last, times all rows.
-static void some_panels(const Weight *w, const char *x, float *y, long T, long N, long first, long last) {
+// Panels from first to last, times all rows of x: [T, row] -> y: [T, N], N whole panels.
+static void some_panels(const Weight *w, const char *x, long row, float *y, long T, long N, long first, long last) {
     static void (*const (*const blocks[])[2])(const Stretch *) = { blocks_f32, blocks_bf16, blocks_i8, blocks_i4 };
-    static void (*const unfold[])(Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
-    static const int few[] = { 0, LANES == 16 ? 32 : 8, 32, LANES == 16 ? 32 : 8 };      // up to so many rows it is no use to unfold
-    long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = (w->K + columns - 1) / columns, row = units * columns;
-    long group = w->group ? w->group : w->K, groups = w->scale ? (w->K + group - 1) / group : 0, stretch = w->group ? group : STRETCH;
-    int size = kind == BF16 && sizeof(x_bf16) == 2 ? 2 : 4, folded = !unfold[kind] || T <= few[kind], tile = T / ((T + TILE - 1) / TILE), more = T % ((T + TILE - 1) / TILE);
-    float *room = folded ? 0 : aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room);
+    static Stretch (*const unfold[])(const Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
+    static const int few[] = { 0, LANES == 16 ? 32 : 8, 32, LANES == 16 ? 32 : 8 };     // rows that do not pay for that
+    long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = parts(w->K, columns);
+    long stretch = w->group < STRETCH ? w->group : STRETCH, groups = parts(w->K, w->group);
+    long size = kind == BF16 ? sizeof(x_bf16) : 4, tiles = parts(T, TILE), many = kind != F32 && size == 4 && T > few[kind];
+    float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
-        P = last - p < PANELS(T) ? 1 : PANELS(T);
+        P = last - p < PANELS(parts(T, tiles)) ? 1 : PANELS(parts(T, tiles));
         for (long k = 0; k < w->K; k += stretch) {
-            long n = (w->K - k < stretch ? w->K - k : stretch) + columns - 1, g = p * groups + k / group;
-            Stretch a = { (const char *)w->w + (p * units + k / columns) * unit, units * unit, n / columns, groups ? w->scale + g * WIDE : 0,
-                          w->zero ? w->zero + g * WIDE : 0, groups * WIDE, x + k * size, row, y + p * WIDE, N, k == 0 };
-            if (!folded) unfold[kind](&a, P, room);
-            for (long t = 0, rows; t < T; t += rows, a.x = (const char *)a.x + rows * row * size, a.y += rows * N) {
-                rows = tile + (t < more * (tile + 1));                      // nearly as many each time
-                (folded ? blocks[kind] : blocks_f32)[rows][P > 1](&a);
+            long g = (p * groups + k / w->group) * WIDE, n = w->K - k < stretch ? w->K - k : stretch;
+            Stretch a = { (const char *)w->w + (p * units + k / columns) * unit, units * unit, parts(n, columns),
+                          w->scale ? w->scale + g : 0, w->zero ? w->zero + g : 0, groups * WIDE,
+                          x + k * size, row, y + p * WIDE, N, k == 0 };
+            if (many) a = unfold[kind](&a, P, room);
+            for (long i = 0, rows; i < tiles; i++, a.x = (const char *)a.x + rows * row * size, a.y += rows * N) {
+                rows = T / tiles + (i < T % tiles);                     // nearly as many each time
+                blocks[many ? F32 : kind][rows][P > 1](&a);
             }
         }
     }
@@ -218,39 +231,45 @@ static void some_panels(const Weight *w, const char *x, float *y, long T, long N
 
 // y = x Wᵀ + bias. x: [T, K] float32, or bfloat16 where W is; y: float32[T, N].
 void product(const void *x, const Weight *w, float *y, long T) {
-    long N = w->N, K = w->K, panels = (N + WIDE - 1) / WIDE, columns = COLUMNS[w->kind], row = (K + columns - 1) / columns * columns;
-    int size = w->kind == BF16 ? 2 : 4, own = w->kind == BF16 ? sizeof(x_bf16) : 4;
-    char *arranged = 0;
-    float *wide = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *wide) : y;
-    if (row != K || own != size) {                  // rows of whole units, in the type that they are multiplied in
-        arranged = calloc(T * row, own);
-        for (long t = 0; t < T; t++)
-            if (own == size) memcpy(arranged + t * row * own, (const char *)x + t * K * size, K * size);
-            else for (long k = 0; k < K; k++) ((float *)arranged)[t * row + k] = one_bf16(((const uint16_t *)x)[t * K + k]);
-        x = arranged;
+    long N = w->N, K = w->K, panels = parts(N, WIDE), row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind];
+    long size = w->kind == BF16 ? 2 : 4, own = w->kind == BF16 ? sizeof(x_bf16) : 4;
+    float *whole = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *whole) : y;
+    char *arranged = row != K || own != size ? calloc(T * row, own) : 0;    // whole units, as they are multiplied
+    for (long t = 0; arranged && t < T; t++) {
+        const uint16_t *from = (const uint16_t *)x + t * K;
+        if (own == size) memcpy(arranged + t * row * own, (const char *)x + t * K * size, K * size);
+        else for (long k = 0; k < K; k++) ((float *)arranged)[t * row + k] = one_bf16(from[k]);
     }
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        some_panels(w, x, wide, T, panels * WIDE, panels * me / threads, panels * (me + 1) / threads);
+        some_panels(w, arranged ? arranged : x, row, whole, T, panels * WIDE, panels * me / threads,
+                    panels * (me + 1) / threads);
     }
-    if (wide != y) {
-        for (long t = 0; t < T; t++) memcpy(y + t * N, wide + t * panels * WIDE, N * sizeof *y);
-        free(wide);
-    }
-    if (w->bias) for (long t = 0; t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
+    for (long t = 0; whole != y && t < T; t++) memcpy(y + t * N, whole + t * panels * WIDE, N * sizeof *y);
+    for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
+    if (whole != y) free(whole);
     free(arranged);
+}
+
+INLINE float number_at(const Weight *w, long at, long g, int odd) {         // unit, group; its second column
+    switch (w->kind) {
+        case F32: return ((const float *)w->w)[at];
+        case BF16: return one_bf16(((const uint16_t *)w->w)[2 * at + odd]);
+        case I8: return ((const int8_t *)w->w)[at];
+        default: return (((const uint8_t *)w->w)[at] >> 4 * odd & 15) - w->zero[g];
+    }
 }
 
 // Some rows of W as numbers: [R, K] -> 0; where there is no such row, its place in `which`, and 1.
 long rows(const Weight *w, const int64_t *which, float *out, long R) {
-    long K = w->K, columns = COLUMNS[w->kind], units = (K + columns - 1) / columns, group = w->group ? w->group : K, groups = (K + group - 1) / group;
+    long K = w->K, columns = COLUMNS[w->kind], units = parts(K, columns), groups = parts(K, w->group);
     for (long r = 0; r < R; r++) {
         if (which[r] < 0 || which[r] >= w->N) return r + 1;
+        long panel = which[r] / WIDE, lane = which[r] % WIDE;
         for (long k = 0; k < K; k++) {
-            long at = (which[r] / WIDE * units + k / columns) * WIDE + which[r] % WIDE, g = (which[r] / WIDE * groups + k / group) * WIDE + which[r] % WIDE;
-            float x = w->kind == F32 ? ((const float *)w->w)[at] : w->kind == BF16 ? one_bf16(((const uint16_t *)w->w)[2 * at + k % 2])
-                    : w->kind == I8 ? ((const int8_t *)w->w)[at] : (((const uint8_t *)w->w)[at] >> 4 * (k % 2) & 15) - w->zero[g];
+            long g = (panel * groups + k / w->group) * WIDE + lane;
+            float x = number_at(w, (panel * units + k / columns) * WIDE + lane, g, k % columns);
             out[r * K + k] = w->scale ? x * one_bf16(w->scale[g]) : x;
         }
     }

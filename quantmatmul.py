@@ -132,14 +132,14 @@ class QuantizedLinear(nn.Module):
 def main() -> None:
     from matmul import read_bandwidth, seconds
     roof, rows, weight = read_bandwidth(), [1, 4, 16, 64, 256], torch.randn(2048, 2048)
-    print("67 million weights, activations in bfloat16; milliseconds, and how many times as long as reading them once")
+    print("67 million weights; milliseconds, and how many times as long as reading them once")
     for bits in (8, 4):
-        layers = [QuantizedLinear(2048, 2048, dtype=torch.bfloat16, bits=bits) for _ in range(16)]
+        layers = [QuantizedLinear(2048, 2048, bits=bits) for _ in range(16)]
         for layer in layers:
             layer.put(quantize(weight, bits))
             layer.pack()
         for T in rows:
-            x = torch.randn(T, 2048, dtype=torch.bfloat16)
+            x = torch.randn(T, 2048)
             spent = seconds(lambda: [layer(x) for layer in layers], 5)
             print(f"  INT{bits} {T:4} rows{1e3 * spent:8.1f} {spent * roof / sum(layer.nbytes for layer in layers):6.1f}x  {layers[0].path(T)}")
 
