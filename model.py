@@ -175,9 +175,9 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Layer(config, **where) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = self.embed if config.tie_word_embeddings else make()
-        frequencies = inverse_frequencies(config).to(device)
+        frequencies = inverse_frequencies(config)
         self.few: native.Layers | None = None                                               # all layers in one call, for a few tokens on a CPU
-        self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)       # [D]
+        self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)).to(device), persistent=False)       # [D]
         if seed is not None:
             self._randomize(seed)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import native
-from conftest import SMALL, write_model
+from conftest import SMALL, write_model, program
 from matmul import default_dtype
 from model import Config, Llama, RMSNorm, inverse_frequencies, rotate
 
@@ -171,3 +171,13 @@ def test_nothing_is_left_uninitialized(tmp_path, monkeypatch):
     for case in CASES:
         llama = Llama.load(DATA / case, "cpu", torch.float32, trainable=True)
         assert not any(p.isnan().any() for p in llama.parameters())
+
+
+LOADED = "import sys; from model import Llama; Llama.load('tiny', 'cpu'); print('torch._dynamo' in sys.modules)"
+
+
+@pytest.mark.meanwhile(program, "-c", LOADED)
+def test_to_load_a_model_brings_no_compiler(meanwhile):
+    """torch._dynamo, which arithmetic on tensors of the meta device brings, is seconds of a start."""
+    done = meanwhile()
+    assert done.stdout == "False\n", done.stderr
