@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import native
-from conftest import SMALL, write_model, program
+from conftest import SMALL, program, write_model
 from matmul import default_dtype
 from model import Config, Llama, RMSNorm, inverse_frequencies, rotate
 
