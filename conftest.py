@@ -1,6 +1,7 @@
 """What the tests share: small random models in folders of their own, such as a user might have."""
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,11 @@ def begun(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Any, ...], Futu
 def meanwhile(request: pytest.FixtureRequest, begun: dict[tuple[Any, ...], Future[Any]]) -> Callable[[], Any]:
     """What this test's mark asked for, or the error that it ended with."""
     return begun[request.node.get_closest_marker("meanwhile").args].result
+
+
+def heard() -> None:
+    """In the new process: Ctrl-C counts, though it is ignored here, as in a shell's background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def program(*arguments: Any) -> subprocess.CompletedProcess[str]:

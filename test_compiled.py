@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 import compiled
-from conftest import ROOT
+from conftest import ROOT, heard
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux" or shutil.which("gcc") is None, reason="no gcc here")
 SOURCE = "int more(int x) { return x + MORE; }"
@@ -237,7 +237,7 @@ def test_nobody_waits_for_ever(folder, monkeypatch):
 def begin(place: Path, compiler: str) -> "subprocess.Popen[str]":
     environment = os.environ | {"XDG_CACHE_HOME": str(place), "TMPDIR": str(place), "CC": compiler, "LLAMA_MARCH": ""}
     command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)
 
 
 def at_once(n: int) -> tuple[list[tuple[str, str]], int, int]:

@@ -12,7 +12,7 @@ import pytest
 import bench
 import distill
 import quant
-from conftest import ROOT
+from conftest import ROOT, heard
 from shell import LONGEST, Parser, line, status, whole
 
 PROGRAMS = ("generate.py", "bench.py", "quant.py", "distill.py")
@@ -65,7 +65,8 @@ def started(redirect: str = "", before: str = "", work: str = "") -> subprocess.
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     source = PROGRAM.format(before=before, work=work)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.Popen(["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, source], cwd=ROOT, env=buffered, encoding="utf-8", **pipes)
+    return subprocess.Popen(["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, source], cwd=ROOT, env=buffered, encoding="utf-8",
+                            preexec_fn=heard, **pipes)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
