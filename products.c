@@ -161,7 +161,7 @@ static void name(const Stretch *a) {                                            
         vec unit[P][VECS][COLUMNS_##kind];                                                                             \
         UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                       \
             unit_##kind(w + p * a->panel + v * LANES * BYTES_##kind, zero[p][v], unit[p][v]);                          \
-        if (BYTES_##kind == 4) UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->panel);             \
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->panel);             \
         UNROLL for (int c = 0; c < STEPS_##kind; c++) UNROLL for (int t = 0; t < T; t++) {                             \
             __auto_type by = spread_##kind(x + t * a->row + c);                                                        \
             UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
@@ -224,7 +224,7 @@ static void some_panels(const Weight *w, const char *x, long row, float *y, long
             if (many) a = unfold[kind](&a, P, room);
             for (long i = 0, rows; i < tiles; i++, a.x = (const char *)a.x + rows * row * size, a.y += rows * N) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
-                if (!many && (tiles > 1 || LANES == 8))                 // the next stretch comes meanwhile, a part each time
+                if (!many && (tiles > 1 || LANES == 8 || unit < 64))                 // the next stretch comes meanwhile, a part each time
                     a.pace = unit / tiles, a.ahead = a.units * (unit + i * a.pace);
                 blocks[many ? F32 : kind][rows][P > 1](&a);
             }
