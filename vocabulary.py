@@ -77,16 +77,21 @@ def brief(said: object, limit: int = 400) -> str:
 # ---- Splitting -------------------------------------------------------------------------------------------------------
 
 @cache
+def everything() -> str:
+    """Every character there is, in order."""
+    return "".join(map(chr, range(0xD800))) + "".join(map(chr, range(0xE000, 0x110000)))
+
+
+@cache
 def members(character_class: str) -> str:
     r"""The ranges of a class such as \p{L}, to stand within the [...] of Python's `re`.
 
     Python's edition of Unicode varies with its version; that of tiktoken and `tokenizers` is the same. So tiktoken is asked: it
     encodes what its pattern matches and skips the rest, so out of every character there is come the members.
     """
-    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     spell = {bytes([byte]): byte for byte in range(256)}
     asked = tiktoken.Encoding("bytes", pat_str=character_class, mergeable_ranks=spell, special_tokens={})
-    inside = set(map(ord, bytes(asked.encode_ordinary(everything)).decode()))
+    inside = set(map(ord, bytes(asked.encode_ordinary(everything())).decode()))
     first, last = sorted(c for c in inside if c - 1 not in inside), sorted(c for c in inside if c + 1 not in inside)
     return "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in zip(first, last))
 
