@@ -1,14 +1,14 @@
 """Every claim, measured on the machine at hand.
 
-    python bench.py                                     the embedded pair on a CPU, in minutes: tables, and results/<machine>.json
-    python bench.py --quick                             the same, so small that its figures mean nothing: does everything work?
-    python bench.py --against transformers              the same prompts on the same weights, in turns; or --against llama.cpp (peers.py)
-    python bench.py --gpu kernels                       or decode, speculation, serving: models of 1B and 8B shapes, random weights (gpu.py)
-    python bench.py --pictures · --readme               results/*.svg, and the tables of README.md, from the results that README.md names
+    python bench.py                            the embedded pair on a CPU, in minutes: tables, and results/<machine>.json
+    python bench.py --quick                    the same, so small that its figures mean nothing: does everything work?
+    python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
+    python bench.py --gpu kernels              or decode, speculation, serving: 1B and 8B shapes (measure/gpu.py)
+    python bench.py --pictures · --readme      results/*.svg, and the tables of README.md, from the results it names
 
-A claim of speed is a ratio between things that were measured in one run, in turns (measure.py). What is measured is kept as numbers, as
-JSON, without the name of a host or of a folder; tables and pictures are made of that file alone (report.py, pictures.py), so they cannot
-say anything else.
+A claim of speed is a ratio between things that were measured in one run, in turns (measure/pair.py, traffic.py). What is
+measured is kept as numbers, as JSON, without the name of a host or of a folder; tables and pictures are made of that file
+alone (measure/report.py, pictures.py), so they cannot say anything else.
 
 Invariant: what one run did not measure stays in the file as it was.
 
@@ -26,14 +26,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu
-import measure
-import peers
-import pictures
-import report
-import traffic
 from kvcache import CacheFull
-from measure import QUICK, Effort
+from measure import gpu, pair, peers, pictures, report, traffic
+from measure.pair import QUICK, Effort
 from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
@@ -60,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
 def everything(effort: Effort, data: str | None) -> dict[str, Any]:
     """The embedded pair: all that results/*.json has of it."""
     parts: dict[str, Callable[[], Any]] = dict(
-        stack=lambda: measure.stack(effort), products=lambda: measure.products(effort), gammas=lambda: measure.gammas(effort),
-        bits=lambda: measure.bits(effort, data), waste=lambda: traffic.waste(effort), latency=lambda: traffic.latency(effort),
+        stack=lambda: pair.stack(effort), products=lambda: pair.products(effort), gammas=lambda: pair.gammas(effort),
+        bits=lambda: pair.bits(effort, data), waste=lambda: traffic.waste(effort), latency=lambda: traffic.latency(effort),
         places=traffic.places, blocks=traffic.blocks)
-    results = measure.machine()
+    results = pair.machine()
     for name, part in parts.items():
         start = time.perf_counter()
         results[name] = part()
@@ -124,14 +119,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), None
     if args.out or not args.quick:
-        out = Path(args.out or Path("results") / f"{measure.slug(measure.processor())}.json")
+        out = Path(args.out or Path("results") / f"{pair.slug(pair.processor())}.json")
         check_file(HERE / out)                                           # refused before minutes of measuring
         load(out)
     if args.against:
         results: dict[str, Any] = dict(peers=peers.against(args.against, args.target, args.gguf, effort))
     elif args.gpu:
         case = gpu.run(args.gpu, args.quick)
-        results = measure.machine(case[args.gpu]["read_bandwidth"]) | dict(gpu=case)
+        results = pair.machine(case[args.gpu]["read_bandwidth"]) | dict(gpu=case)
     else:
         results = everything(effort, args.data)
     tell(results)

@@ -19,6 +19,8 @@ from config import Config
 from model import Llama
 
 ROOT = Path(__file__).parent
+PAGES = [page for folder in ("", "train", "measure") for page in sorted((ROOT / folder).glob("*.py"))
+         if not page.name.startswith(("test_", "conftest", "__init__"))]
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before anybody imports Triton: its kernels are then run as Python

@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm: [T, C] each. None adds nothing."""
-        if (own := fuses(x, delta, self.weight)) and not self._forward_pre_hooks:       # whoever looks on (calibrate.py) sees what the norm gets
+        if (own := fuses(x, delta, self.weight)) and not self._forward_pre_hooks:       # whoever looks on (train/calibrate.py) sees what the norm gets
             return own.add_norm(x, delta, self.weight, self.eps)
         x = x if delta is None else x + delta
         return x, self(x)
@@ -267,7 +267,9 @@ class Llama(nn.Module):
             if isinstance(module, RMSNorm):
                 module.pack()
             elif isinstance(module, (Linear, QuantizedLinear)):
-                module.pack(keep=module is self.embed and native.library() is None)     # whose rows are read: what oneDNN orders cannot be
+                read = module is self.embed and native.library() is None                     # row by row: oneDNN's order cannot be
+                if not read or module is self.head:
+                    module.pack(keep=read)
         self.few = native.Layers.of(self)
         return self
 

@@ -16,9 +16,9 @@ would not be reached any more). A scale is at least 1e-30: all-zero groups are e
   - Keys and values: a scale (and a zero) for each token and head, as they come. 4-bit keys fare better with one for each channel
     over a block of tokens, since some channels of keys are large in all of them (KIVI): `int4(keys, dim=-2)`.
 
-`python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder (calibrate.py has GPTQ and AWQ,
-quantmatmul.py the products, weightonly.py those of a GPU); `--table` measures all of them (perplexity.py); with no flags it shows what the bits
-cost on the embedded model.
+`python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures all of them, and with
+no flags it shows what the bits cost on the embedded model: train/quantize.py, with GPTQ and AWQ in train/calibrate.py. The products are
+in quantmatmul.py, those of a GPU in weightonly.py.
 
 Not covered: NF4, FP8, quantized activations (SmoothQuant).
 
@@ -30,24 +30,12 @@ from shell import begin
 
 begin(__name__)                                         # what follows takes its time: a signal ends it in silence
 
-import argparse
-import json
-import shutil
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from shell import Parser, say, status
-
-if TYPE_CHECKING:
-    from config import Quantization
-    from model import Llama
-    from tokenizer import Tokenizer
 
 TINY = 1e-30                                            # the smallest scale: what is smaller counts as 0
 FAR = 2000                                              # steps from 0 at most, so that float32 still tells a step's thousandth
@@ -181,135 +169,6 @@ def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int,
     return ((unpack4(values)[:, :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
 
 
-# ---- Folders --------------------------------------------------------------------------------------------------------------------
-
-COPIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-
-
-def quantized(name: str | Path, how: "Quantization | None", texts: Sequence[Tensor] = (), device: str | None = None,
-              dtype: torch.dtype | None = None, progress: Callable[[str], None] = say) -> "Llama":
-    """The model of this name, quantized layer by layer; not packed."""
-    from calibrate import quantize_model
-    from model import Llama
-    llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
-    return llama if how is None else quantize_model(llama, how, texts, progress)
-
-
-def save(llama: "Llama", source: Path, out: Path) -> None:
-    """A quantized model's folder: what is not quantized in the dtype that it had in `source`, whose other files are copied."""
-    from safetensors.torch import save_file
-    from vocabulary import read_json
-    from weights import Checkpoint
-    dtype = Checkpoint(source).dtype
-    asis = lambda name, place: name.endswith("_scale") or not place.is_floating_point()
-    tensors = {name: place.detach().to("cpu", place.dtype if asis(name, place) else dtype, copy=True).contiguous() for name, place in llama.places().items()}
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for file in COPIED:
-        if (source / file).exists():
-            shutil.copy(source / file, out / file)
-    config = read_json(source / "config.json") | {"quantization_config": llama.config.to_dict()["quantization_config"]}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def size(llama: "Llama") -> int:
-    """Bytes of all weights, scales included, what is not quantized in 16 bits; embedding and head once if they are tied."""
-    whole = {place.dtype for place in llama.places().values() if not place.is_floating_point()}
-    return sum(place.nbytes if place.dtype in whole or name.endswith("_scale") else 2 * place.numel() for name, place in llama.places().items())
-
-
-def pieces(file: str, tokenizer: "Tokenizer", length: int, count: int, calibrate: bool = False) -> list[Tensor]:
-    """Up to `count` pieces of up to `length` tokens of a text (.xz too): its beginning, or, to calibrate with, from all over it.
-
-    Of a file of stories (stories.py): the beginning of those that are held out; to calibrate with, the others.
-    """
-    import lzma
-    from bpe import END
-    from stories import hold_out
-    try:
-        with lzma.open(file, "rt", encoding="utf-8") if file.endswith(".xz") else open(file, encoding="utf-8") as lines:
-            text = lines.read()
-    except (UnicodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    if END in text:
-        text = END.join(hold_out([story for part in text.split(END) if (story := part.strip())])[0 if calibrate else 1])
-
-    def encode(part: str) -> list[int]:
-        end = [tokenizer.specials[END]] if END in tokenizer.specials else []
-        return [token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)] if END in part else tokenizer.prompt(part)
-
-    size = 8 * length                                                           # characters: about twice what so many tokens take
-    if calibrate:
-        found = [torch.tensor(encode(text[len(text) * i // count:][:size]))[:length] for i in range(count)]
-    else:
-        found = list(torch.tensor(encode(text[:size * count])).split(length))[:count]
-    if not (found := [piece for piece in found if len(piece) > 1]):
-        raise ValueError(f"{file} holds no text: at least two tokens are needed")
-    return found
-
-
-# ---- The command line -----------------------------------------------------------------------------------------------------------
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    p = Parser("quant.py", "Store a model's weights in 8 or 4 bits.")
-    p.add_argument("name", help="the model: an alias, a Hub id or a folder")
-    p.add_argument("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
-    p.add_argument("--method", default="rtn", choices=["rtn", "gptq", "awq", "awq+gptq"], help="round to nearest (rtn, the default), or calibrated on --data")
-    p.add_argument("--group", type=int, default=128, choices=[32, 64, 128], help="numbers that share a scale where there are 4 bits (128)")
-    p.add_argument("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
-    p.add_argument("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
-    p.add_argument("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens from all over it (32)")
-    p.add_argument("--out", metavar="DIR", help="the new folder")
-    p.add_argument("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all widths of weights, keys and values, methods and groups")
-    p.add_argument("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
-    p.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    return p.parse_args(arguments)
-
-
-def run(args: argparse.Namespace) -> None:
-    from config import Config, Quantization
-    from engine import check_device
-    from perplexity import recipes, table
-    from tokenizer import Tokenizer
-    from weights import find
-    how = Quantization(args.bits, args.group, args.head_bits, args.method)
-    for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
-        if not least <= value <= most:
-            raise ValueError(f"--{flag} is {value}: it must be at least {least} and at most {most:,}")
-    if (args.out is None) == (args.table is None):
-        raise ValueError("give either --out, the folder to write, or --table, a text to measure on")
-    if how.method != "rtn" and args.data is None and args.table is None:
-        raise ValueError(f"--method {how.method} looks at text: give some with --data FILE")
-    source, device = find(args.name), check_device(args.device)
-    Config.load(source).quantized(how)                                          # or it is refused now
-    calibration = pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True) if args.data else []
-    if args.table is not None:
-        length = min(1024, Config.load(source).max_position_embeddings)
-        texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        table(args.name, texts, calibration, recipes(("rtn", "awq", "gptq", "awq+gptq") if calibration else ("rtn",), head_bits=args.head_bits), device)
-        return
-    out = Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
-    out.mkdir(parents=True, exist_ok=True)                                      # or it is refused now
-    try:
-        llama = quantized(source, how, calibration, device)
-        save(llama, source, out)
-    except BaseException:                                                       # half a folder is no model
-        shutil.rmtree(out, ignore_errors=True)
-        raise
-    say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    from safetensors import SafetensorError
-    arguments = sys.argv[1:] if arguments is None else arguments
-
-    def demonstration() -> None:
-        from perplexity import main as show
-        show()
-    return status(lambda: run(parse(arguments)) if arguments else demonstration(), SafetensorError)
-
-
-if __name__ == "__main__":
+if __name__ == "__main__":                              # the command line that stores whole models
+    from train.quantize import main
     sys.exit(main())

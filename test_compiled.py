@@ -220,7 +220,7 @@ def test_a_march_is_one_that_this_cpu_can_run(monkeypatch):
     assert reason() == "this CPU cannot run LLAMA_MARCH=x86-64: it has no AVX999"
     monkeypatch.undo()
     monkeypatch.setenv("LLAMA_MARCH", "no-such-cpu")
-    assert reason().startswith("the C compiler failed: bad value")
+    assert reason().startswith("the C compiler failed: ")                        # in the compiler's own words
 
 
 def test_nobody_waits_for_ever(folder, monkeypatch):

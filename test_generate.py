@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafters
-import quant
 import generate as cli
 from conftest import ROOT, program, write_model
 from generate import Model, generate
@@ -67,16 +66,10 @@ def test_a_long_prompt_is_read_in_chunks_with_the_same_result(base, monkeypatch)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_weights_of_fewer_bits_at_load_or_from_a_folder(base, capsys, tmp_path, bits):
-    assert quant.main([str(base), "--bits", str(bits), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    made = [run(capsys, PROMPT, "--target", *where, "--seed", "3", "--max-tokens", "12", "--dtype", "float64", "--json")
-            for where in ((base, "--bits", bits), (tmp_path / "out",), (base,))]
-    tokens = [json.loads(out)["tokens"] for status, out, _ in made if status == 0]
-    assert tokens[0] == tokens[1] == generate(PROMPT, base, seed=3, max_tokens=12, bits=bits, dtype=torch.float64)["tokens"] and len(tokens) == 3
+def test_weights_of_fewer_bits_at_load(base, capsys, bits):
+    status, out, _ = run(capsys, PROMPT, "--target", base, "--bits", bits, "--seed", "3", "--max-tokens", "12", "--dtype", "float64", "--json")
+    assert status == 0 and json.loads(out)["tokens"] == generate(PROMPT, base, seed=3, max_tokens=12, bits=bits, dtype=torch.float64)["tokens"]
     assert Model.load(base, "cpu", bits=bits).llama.config.quantization.bits == bits
-    status, out, err = run(capsys, PROMPT, "--target", tmp_path / "out", "--bits", "8")
-    assert (status, out, err.count("\n")) == (2, "", 1) and f"the weights have {bits} bits already" in err
 
 
 @pytest.mark.parametrize("kv", ["paged", "contiguous"])
@@ -203,14 +196,10 @@ def test_the_targets_own_copy_drafts_for_the_prompts_of_a_file(base, capsys, tmp
         PROMPT, base, temperature=0, max_tokens=12, dtype=torch.float64)["tokens"]
 
 
-def test_a_target_without_16_bits_has_no_copy(base, capsys, tmp_path):
-    for bits in (8, 4):
-        assert quant.main([str(base), "--bits", str(bits), "--out", str(tmp_path / str(bits))]) == 0
-    for where, says in (((base, "--bits", "4"), "the target's weights have 4 bits, so its INT4 copy (--draft self) would be no faster"),
-                        ((tmp_path / "4",), "the target's weights have 4 bits"), ((tmp_path / "8",), "8 holds weights of 8 bits, and the INT4 copy")):
-        capsys.readouterr()
-        status, out, err = run(capsys, PROMPT, "--draft", "self", "--target", *where)
-        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
+def test_a_target_without_16_bits_has_no_copy(base, capsys):
+    status, out, err = run(capsys, PROMPT, "--draft", "self", "--target", base, "--bits", "4")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")
+    assert "the target's weights have 4 bits, so its INT4 copy (--draft self) would be no faster" in err
     model = Model.load(base)
     with pytest.raises(ValueError, match="does not come from a folder"):
         generate(PROMPT, Model(model.llama, model.tokenizer, {}), draft="self")

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import bench
-import distill
-import quant
-from conftest import ROOT, heard
+from conftest import PAGES, ROOT, heard
 from shell import LONGEST, Parser, line, status, whole
 
-PROGRAMS = ("generate.py", "bench.py", "quant.py", "distill.py")
 PROGRAM = """
 from shell import begin
 begin(__name__)
@@ -82,9 +78,11 @@ def test_a_signal_ends_a_program_without_a_traceback_whenever_it_comes(number, c
 
 
 def test_every_program_begins_before_it_imports_what_takes_its_time():
-    for name in PROGRAMS:
-        first, second = ast.parse((ROOT / name).read_text(encoding="utf-8")).body[1:3]
-        assert (ast.unparse(first), ast.unparse(second)) == ("from shell import begin", "begin(__name__)"), name
+    programs = {path: source for path in PAGES if (source := path.read_text(encoding="utf-8")).endswith("    sys.exit(main())\n")}
+    assert len(programs) >= 2                           # generate.py and quant.py
+    for path, source in programs.items():
+        first, second = ast.parse(source).body[1:3]
+        assert (ast.unparse(first), ast.unparse(second)) == ("from shell import begin", "begin(__name__)"), path
     done = subprocess.run([sys.executable, "-c", "import shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n"
     from shell import begin
@@ -127,33 +125,3 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path):
         with pytest.raises(ValueError, match="is not a file|cannot be written"), whole(wrong):
             pass
     assert fifo.is_fifo() and stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-# ---- The command lines of the programs that measure, store and train
-
-def test_what_measures_stores_or_trains_is_refused_before_it_begins(base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "everything", lambda *_: pytest.fail("measured first"))
-    (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    stories = ["--from-scratch", "--data", __file__]
-    for main, arguments, says in [
-            (bench.main, ["--out", tmp_path], "is not a file"), (bench.main, ["--out", "/dev/null"], "/dev/null is not a file"),
-            (bench.main, ["--out", tmp_path / "no" / "x"], "cannot be written"), (bench.main, ["--out", tmp_path / "list.json"], "holds no results of a run"),
-            (bench.main, ["--out", tmp_path / "deep.json"], "is not JSON"), (bench.main, ["--data", tmp_path], "is not a file that is there"),
-            (quant.main, [base, "--out", tmp_path / "o", "--pieces", 10**18], "--pieces is 1000000000000000000: it must be at least 1 and at most 65,536"),
-            (quant.main, [base, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"), (quant.main, [base, "--out", tmp_path / "o", "--device", "tpu"], "device 'tpu'"),
-            (distill.main, [*stories, "--seed", 10**18], "--seed is 1000000000000000000"), (distill.main, [*stories, "--width", 10**18], "--width is 1000000000000000000"),
-            (distill.main, [*stories, "--device", "tpu"], "device 'tpu'"), (distill.main, [*stories, "--own", "nan"], "are shares")]:
-        try:
-            code = main([str(a) for a in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err, (arguments, err)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep.json", "list.json"]
-
-
-@pytest.mark.parametrize("stop, code", [(KeyboardInterrupt, 130), (OSError("No space left on device"), 2)])
-def test_half_a_folder_is_no_model(base, tmp_path, capsys, monkeypatch, stop, code):
-    monkeypatch.setattr("shutil.copy", lambda *_: raising(stop))
-    assert quant.main([str(base), "--out", str(tmp_path / "out")]) == code and not (tmp_path / "out").exists()

@@ -15,9 +15,9 @@ import torch
 
 from config import Quantization
 from kvquant import WIDTHS
-from perplexity import Recipe, saved, table
-from quant import pieces
 from tokenizer import Tokenizer
+from train.perplexity import Recipe, saved, table
+from train.quantize import pieces
 from weights import find
 
 TOKENS, PIECES = 2048, 8                                # measured; of 512 tokens each, to calibrate with

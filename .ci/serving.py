@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from engine import Engine
+from measure.traffic import in_flight, mixed, request
 from pretrained import Model
 from request import Request, Settings
-from traffic import in_flight, mixed, request
 
 
 def require(holds: bool, what: str) -> None:
@@ -32,7 +32,7 @@ def twice(measure: Callable[[], tuple], good: Callable[[tuple], bool]) -> tuple:
 
 
 def layouts(model: Model) -> list[dict[str, float]]:
-    """Rows and blocks with memory for 8 texts of 1024 tokens: how many texts are in flight, and what they waste (traffic.py)."""
+    """Rows and blocks with memory for 8 texts of 1024 tokens: how many texts are in flight, and what they waste (measure/traffic.py)."""
     memory = 8 * 1024 * 2 * 8 * 2 * 64 * model.llama.dtype.itemsize
     engines = {"rows": Engine(model, None, 0, 1024, 8, kv="contiguous"), "blocks": Engine(model, None, 0, 1024, 128, kv_memory=memory, prefix_cache=False)}
     for kv, engine in engines.items():

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpe import END
 from tokenizer import Tokenizer
+from train.bpe import END
 
 
 def read_stories(files: Sequence[str]) -> list[str]:

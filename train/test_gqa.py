@@ -6,8 +6,8 @@ import torch
 
 from config import Config
 from conftest import SMALL
-from distill import new_model
-from gqa import cache_bytes, merge_heads
+from train.distill import new_model
+from train.gqa import cache_bytes, merge_heads
 
 CONFIG = Config(**SMALL)
 

@@ -8,7 +8,7 @@ slow for a minute is slow for both. What a figure could at most be, the roof, is
     stack        the techniques, one added to the other: tokens/s, time to first token, bytes, and whose texts are still the first row's
     products     why: what one product of one row costs in 32, 8 and 4 bits
     gammas       acceptance and speed-up against γ, beside the formula (gamma.py)
-    bits         bytes and perplexity of fewer bits (perplexity.py)
+    bits         bytes and perplexity of fewer bits (train/perplexity.py)
 
 Each returns plain numbers, lists and names, as they go into results/*.json; traffic.py has those about many texts at a time.
 `Effort` says how much is done: `QUICK` is for tests.
@@ -31,19 +31,20 @@ from typing import Any, NamedTuple
 import torch
 
 from batcher import Batcher
-from distill import tell
 from engine import Engine
 from gamma import expected_tokens
 from matmul import Linear, read_bandwidth, seconds
 from model import Llama
 from paged import PagedCache
-from perplexity import recipes, table
 from pretrained import Model
-from quant import pieces, quantize
+from quant import quantize
 from quantmatmul import QuantizedLinear
 from request import Request, Settings
 from speculative import Decoder
 from tokenizer import Tokenizer
+from train.distill import tell
+from train.perplexity import recipes, table
+from train.quantize import pieces
 from weights import find
 
 Rows = list[dict[str, Any]]

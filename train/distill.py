@@ -9,10 +9,10 @@ p, on text and on what the target itself tells:
 and, in the last steps, on 1 − α itself: KL pulls wherever p is, which is what learning needs; 1 − α is what counts in the end.
 The same loop does all there is to do here; it differs in where the student starts and what it learns from:
 
-    distill.py --target NAME --data FILE... --out DIR                   a new draft learns from a target
-    distill.py --target NAME --alone ...                                the control: the same draft learns from the text alone
-    distill.py --from-scratch --data FILE... --out DIR                  a model, and its vocabulary (bpe.py), from text
-    distill.py --from NAME --kv-heads N --data FILE... --out DIR        fewer K/V heads (gqa.py): merged, then trained on
+    python -m train.distill --target NAME --data FILE... --out DIR              a new draft learns from a target
+    python -m train.distill --target NAME --alone ...                           the control: it learns from the text alone
+    python -m train.distill --from-scratch --data FILE... --out DIR             a model, and its vocabulary (bpe.py), from text
+    python -m train.distill --from NAME --kv-heads N --data FILE... --out DIR   fewer K/V heads (gqa.py): merged, then trained on
 
 and with no flags at all a draft for the embedded model learns from 32 texts that this model tells.
 
@@ -51,18 +51,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import bpe
 from batcher import Batcher
 from config import Config
 from engine import check_device
-from gqa import cache_bytes, merge_heads
 from model import Llama
-from muon import Optimizer, has_bfloat16
 from request import Request, Settings
 from shell import Parser, say, status, whole
 from speculative import Decoder
-from stories import Text, hold_out, read_stories
 from tokenizer import Tokenizer
+from train import bpe
+from train.gqa import cache_bytes, merge_heads
+from train.muon import Optimizer, has_bfloat16
+from train.stories import Text, hold_out, read_stories
 from weights import find
 
 
@@ -320,7 +320,7 @@ def distill(args: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    p = Parser("distill.py", "Train a small Llama to imitate a larger one, or from text alone.")
+    p = Parser("python -m train.distill", "Train a small Llama to imitate a larger one, or from text alone.")
     p.add_argument("--target", help="the model to imitate: an alias, a Hub id or a folder (tiny, unless --from-scratch or --from)")
     p.add_argument("--from", dest="start", metavar="NAME", help="the student starts as this model (default: random weights)")
     p.add_argument("--from-scratch", action="store_true", help="no target: learn from the text alone, with a vocabulary of its own")

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from config import Config
 from engine import Engine
-from gpumodels import Case, Roof, Scale, clock, relative
 from kernels import attention
 from kivi import ChannelPagedCache
 from kvcache import KVCache, kv_bytes
 from kvquant import WIDTHS, store
 from matmul import Linear
+from measure.gpumodels import Case, Roof, Scale, clock, relative
 from paged import PagedCache
 from pretrained import Model
 from quant import dequantize, quantize

@@ -5,7 +5,7 @@ import torch
 from config import Config
 from conftest import SMALL
 from model import Llama
-from muon import Optimizer, orthogonal
+from train.muon import Optimizer, orthogonal
 
 
 def test_orthogonal_evens_out_the_singular_values() -> None:

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import bpe
-import distill
 from config import Config
-from conftest import SMALL, write_model
-from distill import Batch, Recipe, Training, acceptance, divergence, measure, new_model, tell
+from conftest import ROOT, SMALL, write_model
 from model import Llama
-from stories import Text
 from tokenizer import Tokenizer
+from train import bpe, distill
+from train.distill import Batch, Recipe, Training, acceptance, divergence, measure, new_model, tell
+from train.stories import Text
 
 END = 256
 CONFIG = Config(**SMALL)
@@ -181,6 +180,7 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(tmp_path: Path, stories
     (["--from-scratch"], "no --data"),
     (["--from-scratch", "--data", "nowhere.txt"], "no such file"),
     (["--from-scratch", "--data", __file__], "stories; at least 10"),
+    (["--from-scratch", "--data", __file__, "--device", "tpu"], "device 'tpu'"),
     (["--target", "nobody-has-this"], "neither a folder"),
     (["--from-scratch", "--data", "STORIES", "--width", "30"], "not a multiple of --heads"),
     (["--from-scratch", "--data", "STORIES", "--vocab", "200"], "at least 256"),
@@ -196,22 +196,21 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: P
     assert last.startswith("error: ") and says in last
 
 
-@pytest.mark.parametrize("flags", [["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"]])
-def test_flags_that_cannot_be_meant(flags: list[str]) -> None:
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
+                                   ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18]])
+def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         distill.parse(flags)
-    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and flags[0] in err
 
 
 # ---- The pair in this repository -----------------------------------------------------------------------------------------------
 
-HERE = Path(__file__).parent / "models"
-
-
 def embedded(name: str) -> Path:
-    if not (HERE / name / "model.safetensors").exists():
+    if not (ROOT / "models" / name / "model.safetensors").exists():
         pytest.skip(f"models/{name} is not there")
-    return HERE / name
+    return ROOT / "models" / name
 
 
 def size(llama: Llama) -> int:

@@ -11,7 +11,7 @@ are merged, each new head the mean of the heads of its group,
     W'_g = mean over h in group g of W_h,          for k_proj and v_proj alike
 
 which leaves attention what it was only if those heads were equal. They were not, so the model is worse than before, but it is near:
-training on for a twentieth of what it was trained brings most of it back (`python distill.py --from NAME --kv-heads N --data FILE`
+training on for a twentieth of what it was trained brings most of it back (`python -m train.distill --from NAME --kv-heads N --data FILE`
 shows the loss before, right after the merge, and in the end). The mean beats taking the first head, or new ones.
 
 Invariant: the merge of equal heads changes no logit.
@@ -56,7 +56,7 @@ def cache_bytes(llama: Llama, tokens: int) -> int:
 # The demonstration: the embedded model, merged into one head a layer, and what a few seconds of training on bring back.
 
 def main() -> None:
-    from distill import Recipe, Training, measure, tell
+    from train.distill import Recipe, Training, measure, tell
 
     llama = Llama.load("tiny", dtype=torch.float32, trainable=True)
     told = tell(llama, 16, 129, llama.config.eos_token_ids[0], seed=1)                      # what it says itself is what it must go on saying

@@ -26,7 +26,7 @@ import torch
 from config import Config
 from engine import Engine
 from matmul import read_bandwidth
-from measure import Effort, weight_bytes
+from measure.pair import Effort, weight_bytes
 from pretrained import Model
 from request import Request, Settings
 from weights import find

@@ -4,13 +4,10 @@ import re
 import pytest
 import torch
 
-import gpu
-import gpukernels
-import gpumodels
-import gpuserving
 import native
-from gpumodels import QUICK, TOY
-from measure import weight_bytes
+from measure import gpu, gpukernels, gpumodels, gpuserving
+from measure.gpumodels import QUICK, TOY
+from measure.pair import weight_bytes
 from pretrained import Model
 from sampling import probabilities
 

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import calibrate
-import quant
-from calibrate import DAMP, Moments, awq, errors, fold, gptq, observe, quantize_model
 from config import Config, Quantization
 from conftest import SMALL, program
 from kvcache import Alone
 from model import Llama
-from perplexity import perplexity
-from quant import dequantize, quantize, unpack4
+from quant import Quantized, dequantize, quantize, unpack4
+from train import calibrate
+from train.calibrate import DAMP, Moments, awq, errors, fold, gptq, observe, quantize_model
+from train.distill import tell
+from train.perplexity import perplexity
 
 
 def inputs(T: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
@@ -49,7 +49,7 @@ def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> 
     return integers
 
 
-def integers(q: quant.Quantized) -> torch.Tensor:
+def integers(q: Quantized) -> torch.Tensor:
     return (q.values if q.zero is None else unpack4(q.values)[:, :q.columns]).float()
 
 
@@ -258,20 +258,19 @@ def test_calibration_needs_text():
 @torch.inference_mode()
 def losses() -> list[float]:
     """On texts that the embedded model told itself: how much further from the truth INT8 is; and how far from its logits INT8, INT4 and GPTQ are."""
-    from distill import tell
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
     told = tell(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
     held, heard, found = list(told[:8]), list(told[8:]), list[float]()
     before = [target(text) for text in held]
     for how in (Quantization(8), Quantization(4), Quantization(4, method="gptq")):                     # groups of 128
-        small = quant.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).pack()
+        small = calibrate.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).pack()
         if how.bits == 8:
             found.append(perplexity(small, held) / perplexity(target, held))
         found.append(sum(divergence(a, small(text)) for a, text in zip(before, held)) / 8)
     return found
 
 
-@pytest.mark.meanwhile(program, "-c", "import test_calibrate; print(*test_calibrate.losses())")
+@pytest.mark.meanwhile(program, "-c", "from train.test_calibrate import losses; print(*losses())")
 def test_on_the_embedded_model_int8_is_free_and_gptq_recovers_half_of_what_rounding_loses(meanwhile):
     done = meanwhile()
     assert done.returncode == 0, done.stderr

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from gamma import expected_tokens
-from gpukernels import kernels, logits_of
-from gpumodels import QUICK, Case, Roof, Scale, clock, engine, random_model, request, roofs
-from gpuserving import serving
 from kvcache import kv_bytes
-from measure import at_once, seconds_a_token, weight_bytes
+from measure.gpukernels import kernels, logits_of
+from measure.gpumodels import QUICK, Case, Roof, Scale, clock, engine, random_model, request, roofs
+from measure.gpuserving import serving
+from measure.pair import at_once, seconds_a_token, weight_bytes
+from measure.peers import INSTALL, RandomTransformers, installed
 from model import Llama
-from peers import INSTALL, RandomTransformers, installed
 from sampling import Keyed, probabilities
 
 # ---- Decoding -------------------------------------------------------------------------------------------------------------------

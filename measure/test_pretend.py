@@ -10,8 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-import pretend
 from conftest import program, write_model
+from measure import pretend
 
 SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"], "n-grams": ["--draft", "ngram", "--gamma", "2"],
@@ -67,7 +67,7 @@ def wrong() -> list[str]:
 
 def in_a_process(*functions: str) -> dict[str, Any]:
     """What they return."""
-    done = program("-c", f"import json, pretend; pretend.begin(); import test_pretend as t; print(json.dumps({{f: getattr(t, f)() for f in {functions}}}))")
+    done = program("-c", f"import json; from measure import pretend; pretend.begin(); from measure import test_pretend as t; print(json.dumps({{f: getattr(t, f)() for f in {functions}}}))")
     if "RuntimeError: no device" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr

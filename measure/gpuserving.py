@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from gpumodels import Case, Roof, Scale, engine, random_model, request
-from measure import Served, at_once, serve, spread, weight_bytes
+from measure.gpumodels import Case, Roof, Scale, engine, random_model, request
+from measure.pair import Served, at_once, serve, spread, weight_bytes
+from measure.peers import INSTALL, RandomTransformers, installed
 from model import Llama
-from peers import INSTALL, RandomTransformers, installed
 from request import Request
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bpe import END
-from stories import Text, hold_out, read_stories
+from train.bpe import END
+from train.stories import Text, hold_out, read_stories
 
 STORIES = [f"Story {i} is {'long ' * (i % 4)}\nand ends." for i in range(23)]
 TEXT = Text(torch.cat([torch.tensor([*story.encode(), 256]) for story in STORIES]), 256, sum(map(len, STORIES)))

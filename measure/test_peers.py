@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-import peers
-from gpumodels import TOY
-from measure import QUICK
+from measure import peers
+from measure.gpumodels import TOY
+from measure.pair import QUICK
 
 
 def test_who_is_not_there_is_named_with_the_way_to_get_it(monkeypatch):

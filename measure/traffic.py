@@ -25,7 +25,7 @@ from torch import Tensor
 from batcher import Batcher, timeline
 from engine import Engine
 from kvcache import KVCache
-from measure import Effort, Rows, Served, serve, spread
+from measure.pair import Effort, Rows, Served, serve, spread
 from paged import PagedCache
 from pretrained import Model
 from request import Request, Settings

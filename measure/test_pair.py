@@ -2,20 +2,19 @@
 import pytest
 import torch
 
-import measure
-import traffic
 from batcher import Batcher
 from kvcache import KVCache
+from measure import pair, traffic
+from measure.traffic import Blank, in_flight, mixed, request
 from paged import PagedCache
 from request import Request, Settings, Taken
 from speculative import Decoder
-from traffic import Blank, in_flight, mixed, request
 
 
 def test_arrivals_are_waited_for_and_every_token_is_counted():
     cache = KVCache(1, 1, 1, 64, 2)
     asked = [(0.05, request(3, 4, 1)), (0.0, request(5, 2, 2)), (0.02, request(2, 6, 3))]
-    served = measure.serve(Batcher(Decoder(Blank(), cache, 2), 2), [cache], asked)
+    served = pair.serve(Batcher(Decoder(Blank(), cache, 2), 2), [cache], asked)
     assert served.tokens == 12 and [len(text) for text in served.texts] == [4, 2, 6] and served.seconds > 0.05
     assert len(served.first) == 3 and len(served.gaps) == 9 and all(0 < at < served.seconds for at in served.first)
     assert served.held == cache.bytes and served.read == served.steps * cache.bytes and served.rate == 12 / served.seconds
@@ -23,10 +22,10 @@ def test_arrivals_are_waited_for_and_every_token_is_counted():
 
 def test_a_mixed_load_comes_at_half_the_machines_pace(monkeypatch):
     """A machine that makes all of it in 7 seconds gets it over 14; and percentiles are those of what it says."""
-    loads, told = [], measure.Served(7.0, 1, [0.3] * 100, [i / 100 for i in range(100)], 0, 1, 0, [])
+    loads, told = [], pair.Served(7.0, 1, [0.3] * 100, [i / 100 for i in range(100)], 0, 1, 0, [])
     monkeypatch.setattr(traffic.Model, "load", lambda *_: None)
     monkeypatch.setattr(traffic, "under_load", lambda model, arrivals, budget: loads.append((budget, arrivals)) or told)
-    rows = traffic.latency(measure.QUICK)
+    rows = traffic.latency(pair.QUICK)
     (_, at_once), *turns = loads
     assert [budget for budget, _ in turns] == [row["budget"] for row in rows] == [1024, 128]
     assert {at for at, *_ in at_once} == {0.0} and sorted(sizes for _, *sizes in at_once) == [[24, 64], [24, 64], [900, 16]]
@@ -37,12 +36,12 @@ def test_a_mixed_load_comes_at_half_the_machines_pace(monkeypatch):
 
 def test_live_blocks_are_what_a_paged_cache_holds():
     cache = PagedCache(1, 1, 1, 8, block_size=4)
-    assert measure.held([cache]) == 0
+    assert pair.held([cache]) == 0
     seq, _ = cache.open([1] * 9)
     cache.extend([(seq, [1] * 9)])
-    assert measure.held([cache]) == 3 * cache.bytes // 8
+    assert pair.held([cache]) == 3 * cache.bytes // 8
     cache.free(seq)
-    assert measure.held([cache]) == 0 and measure.held([object()]) == 0
+    assert pair.held([cache]) == 0 and pair.held([object()]) == 0
 
 
 @pytest.mark.parametrize("cache, texts, waste", [(KVCache(1, 1, 1, 1024, 8), 7.9, 0.6), (PagedCache(1, 1, 1, 512, 16, 1024), 20, 0.0)])
@@ -59,26 +58,26 @@ def test_speed_up_is_of_the_same_tokens_and_the_formula_of_what_was_measured():
         one.rounds = [Taken(0, 0, 9.0), *rounds]                    # the first read the prompt
         return one
     plain, drafted = made([Taken(0, 0, 1.0)] * 4), made([Taken(2, 2, 1.5), Taken(2, 0, 1.5)])
-    assert measure.seconds_a_token(plain) == 1.0 and measure.seconds_a_token(drafted) == 0.75
+    assert pair.seconds_a_token(plain) == 1.0 and pair.seconds_a_token(drafted) == 0.75
     maker = Decoder(Blank(), None, 2)
     for _ in range(3):
         maker.costs.saw_draft(1, 0.1)
         maker.costs.saw_pass(3, 1.2)
-    row = measure.against_plain(2, [((plain, maker), (drafted, maker))])
+    row = pair.against_plain(2, [((plain, maker), (drafted, maker))])
     alpha = 2 / 3
     assert row["acceptance"] == alpha and row["speed_up"] == 1 / 0.75 and row["draft_cost"] == pytest.approx(0.1) and row["pass_cost"] == pytest.approx(1.2)
     assert row["formula"] == pytest.approx((1 + alpha + alpha**2) / 1.4) and row["formula_flat"] == pytest.approx((1 + alpha + alpha**2) / 1.2)
 
 
 def test_lengths_are_spread_and_names_are_files():
-    assert sorted(measure.spread(16, 48, 12.0))[0] == 4 and max(measure.spread(16, 48, 12.0)) == 48 and len(measure.spread(1, 9)) == 1
-    assert measure.slug("NVIDIA H200 (141 GB)") == "nvidia-h200-141-gb" and measure.slug("Intel(R) Xeon(R) @ 2.0GHz") == "intel-r-xeon-r-2-0ghz"
+    assert sorted(pair.spread(16, 48, 12.0))[0] == 4 and max(pair.spread(16, 48, 12.0)) == 48 and len(pair.spread(1, 9)) == 1
+    assert pair.slug("NVIDIA H200 (141 GB)") == "nvidia-h200-141-gb" and pair.slug("Intel(R) Xeon(R) @ 2.0GHz") == "intel-r-xeon-r-2-0ghz"
 
 
 def test_bytes_of_weights_are_those_of_the_numbers():
     from config import Quantization
-    from gpumodels import TOY
+    from measure.gpumodels import TOY
     from model import Llama
     plain = Llama(TOY, dtype=torch.float32)
-    assert measure.weight_bytes(plain) == 4 * sum(place.numel() for place in plain.places().values()) == measure.weight_bytes(plain.pack())
-    assert measure.weight_bytes(Llama(TOY.quantized(Quantization(8)), seed=None)) < 0.4 * measure.weight_bytes(plain)
+    assert pair.weight_bytes(plain) == 4 * sum(place.numel() for place in plain.places().values()) == pair.weight_bytes(plain.pack())
+    assert pair.weight_bytes(Llama(TOY.quantized(Quantization(8)), seed=None)) < 0.4 * pair.weight_bytes(plain)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import bench
-import gpu
-import report
 from conftest import program
+from measure import gpu, report
 
 
 def everything(effort: str) -> dict:
@@ -81,6 +80,19 @@ def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, mo
     assert bench.main(arguments) == 2
     error = capsys.readouterr().err
     assert told in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_what_cannot_be_kept_or_read_is_refused_before_it_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "everything", lambda *_: pytest.fail("measured first"))
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for flag, path, told in [("--out", tmp_path, "is not a file"), ("--out", "/dev/null", "/dev/null is not a file"),
+                             ("--out", tmp_path / "no" / "x", "cannot be written"), ("--out", tmp_path / "list.json", "holds no results of a run"),
+                             ("--out", tmp_path / "deep.json", "is not JSON"), ("--data", tmp_path, "is not a file that is there")]:
+        assert bench.main([flag, str(path)]) == 2
+        out, error = capsys.readouterr()
+        assert (out, error.count("\n")) == ("", 1) and error.startswith("error: ") and told in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep.json", "list.json"]
 
 
 @pytest.mark.parametrize("name", gpu.CASES)

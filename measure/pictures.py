@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from report import size
+from measure.report import size
 
 INK, PALE, GRID, GOOD, BAD, EMPTY = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d", "#e4e8ec"
 BLUE, ORANGE = "#2f6fb4", "#c2562d"

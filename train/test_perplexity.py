@@ -2,13 +2,14 @@
 import pytest
 import torch
 
-import quant
 from config import Quantization
 from conftest import write_model
 from kvcache import kv_bytes
 from kvquant import WIDTHS
 from model import Llama
-from perplexity import Recipe, Row, perplexity, recipes, saved, table
+from train import quantize
+from train.calibrate import size
+from train.perplexity import Recipe, Row, perplexity, recipes, saved, table
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatc
     p = [llama(text).softmax(-1)[torch.arange(len(text) - 1), text[1:]] for text in TEXTS]
     plain = torch.cat(p).log().mean().neg().exp().item()
     for chunk in (256, 7, 1):
-        monkeypatch.setattr("perplexity.CHUNK", chunk)
+        monkeypatch.setattr("train.perplexity.CHUNK", chunk)
         assert perplexity(llama, TEXTS) == pytest.approx(plain, rel=1e-5)
 
 
@@ -37,7 +38,7 @@ def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatc
 @pytest.mark.parametrize("name", [name for name in WIDTHS if name != "16"])
 def test_what_is_measured_is_what_decoding_with_these_bits_gives(llama, name, monkeypatch):
     """Token by token, through a cache of these bits."""
-    monkeypatch.setattr("perplexity.CHUNK", 1)
+    monkeypatch.setattr("train.perplexity.CHUNK", 1)
     cache, losses = llama.cache(96, bits=WIDTHS[name]), []
     for text in TEXTS:
         seq, _ = cache.open(())
@@ -50,7 +51,7 @@ def test_what_is_measured_is_what_decoding_with_these_bits_gives(llama, name, mo
 
 def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     (tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
-    assert quant.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
+    assert quantize.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
     assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
@@ -59,7 +60,7 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     c = llama.config
     for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
         token = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits) / 1024
-        assert line[30:35].strip() == name and f"{quant.size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
+        assert line[30:35].strip() == name and f"{size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
 
 
 def test_a_row_is_what_it_is_alone(folder):

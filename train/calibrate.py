@@ -28,6 +28,7 @@ Frantar et al. 2023 (arXiv:2210.17323); Lin et al. 2023 (2306.00978); Frantar & 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K] · G, R, D key/value heads, query heads a head, head size
 """
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from matmul import Linear
 from model import Layer, Llama, product
 from quant import Quantized, check, dequantize, grid, pack4, quantize
 from quantmatmul import QuantizedLinear
+from shell import say
 
 DAMP = 0.1                                              # of H's mean diagonal is added to it: 0.01 in the paper, with 16 times the text
 
@@ -261,3 +263,16 @@ def quantize_ends(llama: Llama, result: Llama) -> None:
 
     result.embed = smaller(llama.embed.weight)
     result.head = result.embed if result.config.tie_word_embeddings else smaller(llama.head.weight)
+
+
+def quantized(name: str | Path, how: Quantization | None, texts: Sequence[Tensor] = (), device: str | None = None,
+              dtype: torch.dtype | None = None, progress: Callable[[str], None] = say) -> Llama:
+    """The model of this name, quantized layer by layer; not packed."""
+    llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
+    return llama if how is None else quantize_model(llama, how, texts, progress)
+
+
+def size(llama: Llama) -> int:
+    """Bytes of all weights, scales included, what is not quantized in 16 bits; embedding and head once if they are tied."""
+    whole = {place.dtype for place in llama.places().values() if not place.is_floating_point()}
+    return sum(place.nbytes if place.dtype in whole or name.endswith("_scale") else 2 * place.numel() for name, place in llama.places().items())

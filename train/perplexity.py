@@ -10,7 +10,7 @@ Rounding loses something; a calibrated method (calibrate.py) gets some of it bac
     saved = (rounding − method) / (rounding − 16 bits)        of perplexities; 1: nothing is lost any more
 
     python quant.py NAME --table TEXT --data FILE             the table of a model, calibrated on FILE
-    python perplexity.py                                      a short one of the embedded model, on what it tells itself
+    python -m train.perplexity                                a short one of the embedded model, on what it tells itself
 
 Invariant: a row does not depend on the rows before it.
 Cost: a pass over the text for each row, and what quantizing costs for each recipe.
@@ -20,7 +20,7 @@ Not covered: tasks and benchmarks. A perplexity of few tokens tells methods apar
     T tokens of a piece · V vocabulary
 """
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +29,16 @@ from torch import Tensor
 from config import Quantization
 from kvcache import kv_bytes
 from kvquant import WIDTHS, Bits
-from quant import quantized, say, size
-
-if TYPE_CHECKING:
-    from model import Llama
+from model import Llama
+from shell import say
+from train.calibrate import quantized, size
+from train.distill import tell
 
 CHUNK = 256                                             # tokens that are read at a time: the logits of more would take much memory
 
 
 @torch.inference_mode()
-def perplexity(llama: "Llama", texts: Sequence[Tensor], bits: Bits = (16, 16)) -> float:
+def perplexity(llama: Llama, texts: Sequence[Tensor], bits: Bits = (16, 16)) -> float:
     """Of all tokens but each piece's first, through a cache of these bits. texts: int64[T] each."""
     cache, losses = llama.cache(max(map(len, texts)), bits=bits), []
     for text in texts:
@@ -119,8 +119,6 @@ def line(label: str, rows: Sequence[Row]) -> str:
 # The demonstration: the embedded model, on texts of its own: some to calibrate with, others to measure.
 
 def main() -> None:
-    from distill import tell
-    from model import Llama
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
     told = tell(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
     table("tiny", list(told[:8]), list(told[8:]), recipes(("rtn", "gptq"), (128,)), progress=lambda line: None)

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-import pictures
+from measure import pictures
 
 STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6, in_flight=1, weight_bytes=10**7, speed_up=r,
               gain=1.0, same_texts=4, texts=4, drafted=0.0) for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]

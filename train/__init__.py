@@ -1,0 +1,1 @@
+"""Training and calibration: models, tokenizers and quantized folders, made from text."""
