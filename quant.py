@@ -13,7 +13,8 @@ would not be reached any more). A scale is at least 1e-30: all-zero groups are e
 
   - Weights: 8 bits have a scale for each row of W; 4 bits a scale and a zero for each group of 32, 64 or 128 numbers of a
     row, the last of which may be short. Bytes of W [N, K]: N (K + 2), or N (K / 2 + 4 ⌈K / group⌉). INT4 is a quarter of 16 bits, *plus scales*.
-  - Keys and values: a scale (and a zero) for each token and head, as they come; 4-bit keys have one for each group of 16 numbers (kvquant.py).
+  - Keys and values: a scale (and a zero) for each token and head, as they come; 4-bit keys have one for each group of 16 numbers (kvquant.py),
+    and their zeros count quarters of a step: a group's largest number, which a key hangs on, is met more closely.
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder (calibrate.py has GPTQ and AWQ,
 quantmatmul.py the products, weightonly.py those of a GPU); `--table` measures all of them (perplexity.py); with no flags it shows what the bits
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 TINY = 1e-30                                            # the smallest scale: what is smaller counts as 0
 FAR = 2000                                              # steps from 0 at most, so that float32 still tells a step's thousandth
+PARTS = 4                                               # of a step, which the zeros of a vector's groups count
 SLAB = 1 << 22                                          # numbers that are quantized at a time
 MOST8, MOST4 = 2.679e36, 4.851e37                       # scales so large that 127 (7) steps just stay below float32's largest number
 
@@ -78,13 +80,13 @@ def spread(x: Tensor, group: int | None, columns: int) -> Tensor:
     return x if x.shape[-1] == 1 else x.repeat_interleave(group, -1)[..., :columns]
 
 
-def grid4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The grids of 4-bit numbers [..., K], one for each group: scale, bfloat16[..., M]; zero, int16[..., M]."""
+def grid4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """The grids of 4-bit numbers [..., K], one for each group: scale, bfloat16[..., M]; zero, in parts of a step, int16[..., M]."""
     low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
     far = torch.maximum(high, -low)
     scale = torch.maximum(high / 15 - low / 15, far / FAR).clamp_(min=TINY).masked_fill_(far > 1e38, MOST4)
     scale = round_up(scale)
-    return scale, (-(low / scale).round_()).to(torch.int16)
+    return scale, (-(low / scale * parts).round_()).to(torch.int16)
 
 
 def pack4(q: Tensor) -> Tensor:
@@ -105,10 +107,14 @@ def int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M], and zero, int16[..., M], for each group, or for each whole vector."""
+    """Keys or values [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M], and zero, int16[..., M], of each group (None: each vector).
+
+    Groups have zeros in PARTS of a step: such numbers can be up to 1e38.
+    """
     D = x.shape[-1]
-    scale, zero = grid4(x, group or D)
-    q = (x.float() / spread(scale, group, D)).round_().add_(spread(zero, group, D)).clamp_(0, 15)
+    parts = PARTS if D > (group or D) else 1
+    scale, zero = grid4(x, group or D, parts)
+    q = (x.float() / spread(scale, group, D)).add_(spread(zero, group, D) / parts).round_().clamp_(0, 15)
     return pack4(q.to(torch.uint8)), scale, zero
 
 
@@ -117,7 +123,8 @@ def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = torch.float32, group: int | None = None) -> Tensor:
-    return dequantize(packed, scale, zero, 2 * packed.shape[-1], group, dtype)
+    scale, zero = (spread(x.float(), group, 2 * packed.shape[-1]) for x in (scale, zero / (PARTS if zero.shape[-1] > 1 else 1)))
+    return ((unpack4(packed) - zero) * scale).to(dtype)
 
 
 # ---- Weights --------------------------------------------------------------------------------------------------------------------
@@ -138,9 +145,11 @@ def check(bits: int, group: int) -> None:
         raise ValueError(f"group is {group}: at least one number must share a scale")
 
 
-def grid(w: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor | None]:
-    """The (scale, zero) that rounding to nearest uses for W: [N, K]."""
-    return (grid8(w), None) if bits == 8 else grid4(w, group)
+def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """W: [N, K] -> the nearest numbers of their grids, uint8[N, ⌈K / 2⌉], scale and zero."""
+    (scale, zero), K = grid4(w, group), w.shape[1]
+    q = (w.float() / spread(scale, group, K)).round_().add_(spread(zero, group, K)).clamp_(0, 15)
+    return pack4(q.to(torch.uint8)), scale, zero
 
 
 @torch.no_grad()
@@ -153,16 +162,16 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
     for rows in w.split(max(1, SLAB // columns)):                               # a few at a time: what is in between takes several times their room
         if not rows.isfinite().all():
             raise ValueError(f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite")
-        parts.append(int8(rows) if bits == 8 else int4(rows, group))
+        parts.append(int8(rows) if bits == 8 else round4(rows, group))
     values, scale, *zero = (torch.cat(part) for part in zip(*parts))
     return Quantized(values, scale, zero[0] if zero else None, columns, columns if bits == 8 else group)
 
 
-def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that a quantized matrix stands for: float[N, K]."""
     if zero is None:
         return from_int8(values, scale, dtype)
-    return ((unpack4(values)[..., :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
+    return ((unpack4(values)[:, :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
 
 
 # ---- Folders --------------------------------------------------------------------------------------------------------------------

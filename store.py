@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flash import Pool
 from quant import FAR, MOST4, MOST8, TINY
-from unpack import GROUP
+from unpack import GROUP, PARTS
 
 WHOLE = tl.constexpr(12582912.0)                        # 1.5 · 2^23
 
@@ -54,6 +54,7 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
         M: tl.constexpr = (D + SIZE - 1) // SIZE
+        parts: tl.constexpr = 1 if M == 1 else PARTS                              # of a step, which zeros count
         group, pair = tl.arange(0, WIDE // SIZE)[:, None, None], tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
         x, inside = x.reshape(WIDE // SIZE, SIZE // 2, 2), inside.reshape(WIDE // SIZE, SIZE // 2, 2)
         inside |= group >= M                                                      # what lies beyond all groups is 0
@@ -62,8 +63,9 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
         far = tl.maximum(high, -low)
         scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
         scale = _round_up(tl.where(far > 1e38, MOST4, scale))
-        zero = -_round(tl.div_rn(low, scale))
-        steps = tl.minimum(tl.maximum(_round(tl.div_rn(x, scale + tl.zeros_like(x))) + zero, 0.0), 15.0).to(tl.uint8)
+        zero = -_round(tl.div_rn(low, scale) * parts)
+        steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)) + zero * (1.0 / parts))
+        steps = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.uint8)
         first, second = tl.split(steps)                                           # [WIDE / SIZE, SIZE / 2] each
         tl.store(pool + vector * (D // 2) + pair, first | (second << 4), pair < D // 2)
         tl.store(pool_scale + vector * M + group, scale.to(tl.bfloat16), group < M)

@@ -18,10 +18,7 @@ KINDS = [(8, GROUP), (4, GROUP), (4, None)]                                     
 
 
 def rounded(x: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
-    """The numbers that are read: each group is a vector of its own."""
-    if bits == 8:
-        return from_int8(*int8(x))
-    return torch.cat([from_int4(*int4(part)) for part in x.split(group or x.shape[-1], -1)], -1)
+    return from_int8(*int8(x)) if bits == 8 else from_int4(*int4(x, group), group=group)
 
 
 def filled(shape: tuple[int, ...], bits: int, group: int | None, seed: int = 0) -> tuple[KVStore, torch.Tensor]:

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 
 import kvquant
+import quant
 
-GROUP = tl.constexpr(kvquant.GROUP)
+GROUP, PARTS = tl.constexpr(kvquant.GROUP), tl.constexpr(quant.PARTS)
 
 # Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, which the last operand's nibbles number; lop3 with 0xea: (a & b) | c.
 K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
@@ -75,9 +76,10 @@ def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.cons
     bits: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
     bias: tl.constexpr = 0 if dtype == tl.float32 else 16                         # of `_steps`
     M: tl.constexpr = (D + GROUP - 1) // GROUP
+    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # of a step, which zeros count
     group = tl.arange(0, WIDE // GROUP)
     at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]                      # [N, WIDE / GROUP]
-    zeros, scales = tl.load(zero + at, mask, 0).to(tl.float32) + bias, tl.load(scale + at, mask, 0).to(tl.float32)
+    zeros, scales = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias, tl.load(scale + at, mask, 0).to(tl.float32)
     x = _steps(pointer, vectors, seen, D, WIDE, 4, bits).to(tl.float32).reshape(vectors.shape[0], WIDE // GROUP, GROUP)
     return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 
