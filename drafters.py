@@ -41,9 +41,7 @@ import torch
 from torch import Tensor
 
 from kernels import send
-from kivi import ChannelKeys
 from kvcache import Alone
-from kvquant import GROUP
 from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role, probabilities
 
@@ -164,14 +162,13 @@ def write_drafts(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], un
 
 
 def writer(cache: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`write_drafts`, or its work at once: on a GPU a recording, on a CPU a call. (Not of keys that are rounded by the group.)"""
-    if isinstance(cache, ChannelKeys):
-        return write_drafts
+    """`write_drafts`, or its work at once: on a GPU a recording, on a CPU a call."""
     if cache.in_place:
         from graphs import Drafts
         return Drafts()
     from nativedrafts import write_at_once
-    return write_at_once
+    from nativestep import attends
+    return write_at_once if attends(cache.keys, cache.values, ()) else write_drafts
 
 
 class ModelDrafter(Drafter):
@@ -241,9 +238,8 @@ class SelfDrafter(Drafter):
         self.llama, self.cache, self.write = llama, cache, writer(cache)
 
     def room(self, request: Request, most: int) -> int:
-        """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)
-        And so few that a cache of 4-bit keys can take them all back: kivi.py."""
-        return min(most, GROUP) if len(request.tokens) > request.prompt else 0
+        """None for the first token. (Not: where the prompt is pending. A twin's is not, and γ must depend on the text alone.)"""
+        return most if len(request.tokens) > request.prompt else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         """Nothing of this is published: these keys and values are not the target's, and their tokens may be rejected."""

@@ -20,7 +20,6 @@ import torch
 
 from batcher import Batcher
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
-from kivi import ChannelPagedCache, ring_bytes
 from kvcache import NoCache, free_memory, kv_bytes
 from kvquant import Bits, widths
 from model import Llama
@@ -131,7 +130,7 @@ class Engine:
             caches = [llama.cache(min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits) for llama in models]
         else:
             blocks = self._blocks(models, tokens, max_batch, kv_memory, bits)
-            caches = [paged(llama, blocks, max_len, prefix_cache, bits, max_batch) for llama in models]
+            caches = [paged(llama, blocks, max_len, prefix_cache, bits) for llama in models]
         if isinstance(draft, Model):
             drafter = ModelDrafter(draft.llama, caches[1])
         elif isinstance(draft, Llama):
@@ -157,13 +156,11 @@ class Engine:
     @classmethod
     def _blocks(cls, models: Sequence[Llama], tokens: int, max_batch: int, kv_memory: float | None, bits: Bits) -> int:
         """Blocks of each cache: as many as are needed, where memory has them, or as many as `kv_memory` holds of all caches together."""
-        shapes = [(llama.config.num_hidden_layers, llama.config.num_key_value_heads, llama.config.head_dim, llama.dtype) for llama in models]
         one, free = cls._block_bytes(models, bits), free_memory(models[0].device)
-        rings = sum(ring_bytes(layers, heads, D, max_batch, dtype) for layers, heads, D, dtype in shapes) if bits[0] == 4 else 0
         if kv_memory is not None and kv_memory > max(1, free):
             raise ValueError(f"the memory for keys and values is {kv_memory:.4g} bytes, and {free:,} are free: give less, "
                              "or, up to 1, a share of them")
-        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device, rings)
+        fit = blocks_that_fit(0.8 if kv_memory is None else kv_memory, one, models[0].device)
         return fit if kv_memory is not None else min(fit, -(-tokens // BLOCK) + max_batch)
 
     def describe(self) -> str:
@@ -205,9 +202,8 @@ class Engine:
         return result
 
 
-def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16), texts: int = 16) -> PagedCache:
-    """A paged cache of this model's shape. texts: how many can be open, where that matters."""
+def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16)) -> PagedCache:
+    """A paged cache of this model's shape."""
     c = llama.config
-    shape = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks)
-    rest = dict(block_size=BLOCK, max_len=min(max_len, c.max_position_embeddings), device=llama.device, dtype=llama.dtype, prefix_sharing=prefix_cache, bits=bits)
-    return ChannelPagedCache(*shape, texts=texts, **rest) if bits[0] == 4 else PagedCache(*shape, **rest)
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK, min(max_len, c.max_position_embeddings),
+                      llama.device, llama.dtype, prefix_cache, bits)

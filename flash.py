@@ -9,9 +9,10 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
 
   - Where the keys lie is told by a table of blocks. A contiguous cache is the same thing: blocks as long as a row, one for each text.
   - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
-  - INT8 and INT4 become numbers in registers, and only the integers do. A key's scale multiplies its column of scores, a value's scale
-    its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_d q_d (k_d − z) = Σ_d q_d k_d − z Σ_d q_d. Steps are small whole
-    numbers, which 16 bits hold exactly (unpack.py): keys as float16, against rows of q that are divided by their largest number; values as bfloat16.
+  - INT8 and INT4 become numbers in registers (unpack.py). Where a vector has one scale, only its integers do: a key's scale multiplies its column
+    of scores, a value's scale its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_j p_j (v_j − z_j) = Σ_j p_j v_j − Σ_j p_j z_j.
+    Integers are small, so that 16 bits hold them exactly: keys as float16, against rows of q that are divided by their largest number; values as
+    bfloat16. 4-bit keys, whose groups have a scale each, become numbers of q's kind.
   - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
@@ -25,7 +26,7 @@ Invariant: what no sequence of the step has, in the cache, in `out` or in a bloc
 
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, a half of 4 n² H D.
 
-Not covered: 4-bit keys by channel (channelflash.py); tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
+Not covered: tensor maps and warps with roles of their own (Shah et al. 2024, FlashAttention-3), which would
 serve prompts on sm_90 better; sliding windows.
 
 Dao et al. 2022, FlashAttention (arXiv:2205.14135); Dao 2023, FlashAttention-2 (2307.08691); Dao et al. 2023, Flash-Decoding.
@@ -43,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvquant import KVStore
-from unpack import _steps
+from unpack import _numbers, _steps
 
 if TYPE_CHECKING:
     from crosscompile import Report
@@ -97,7 +98,7 @@ def _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total
 
 
 @triton.jit
-def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride, token_stride, scale,
+def _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride, token_stride, scale,
           S: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
     """Keys start to start + N, for rows x: [M, WIDE]."""
     keys = start + tl.arange(0, N)
@@ -107,14 +108,13 @@ def _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zer
     else:
         vectors = base + keys * token_stride                                      # [N], int64
     steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
-    scores = tl.dot(x, tl.trans(_steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)), input_precision="tf32x3")     # [M, N]
-    if K_BITS == 4:
-        scores -= sums[:, None] * tl.load(k_zero + vectors, seen, 0).to(tl.float32)[None, :]
-    if K_BITS < 16:
+    y = _numbers(k, k_scale, k_zero, vectors, seen, D, WIDE, x.dtype) if K_BITS == 4 else _steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)
+    scores = tl.dot(x, tl.trans(y), input_precision="tf32x3")                     # [M, N]
+    if K_BITS == 8:
         scores *= tl.load(k_scale + vectors, seen, 0).to(tl.float32)[None, :]
     if MASKED:
         scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-    if K_BITS < 16:
+    if K_BITS == 8:
         scores, scale = scores * scale[:, None], 1.0
     return _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
 
@@ -142,14 +142,13 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
         return
     past = tl.load(lengths + b) - n
     x, token, head, position, inside, inner = _queries(q, first, n, past, tile, g, q_token, q_head, R, D, WIDE, M)
-    if K_BITS < 16:                                                               # as large as float16 has them
+    if K_BITS == 8:                                                               # as large as float16 has them
         if x.dtype != tl.float32:
             largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
             x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
             scale = scale * largest
         else:
             scale = scale + tl.zeros((M,), tl.float32)
-    sums = tl.sum(x.to(tl.float32), 1)
     table += b * table_stride
     base = g.to(tl.int64) * head_stride
     if not S:
@@ -165,11 +164,11 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     if M > 64:                                                                    # tiles that all rows see whole
         whole = tl.maximum(begin, tl.minimum(end, past + tile * M // R + 1) // N * N)
         for start in tl.range(begin, whole, N):
-            o, drift, m, l = _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
+            o, drift, m, l = _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
                                    token_stride, scale, S, D, WIDE, K_BITS, V_BITS, N, False)
         begin = whole
     for start in tl.range(begin, end, N):
-        o, drift, m, l = _tile(start, end, base, x, sums, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
+        o, drift, m, l = _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
                                token_stride, scale, S, D, WIDE, K_BITS, V_BITS, N, True)
     _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT)
 
@@ -323,7 +322,7 @@ def table(archs: Sequence[int], models: Sequence[str], rows: Sequence[int]) -> l
     """A row for each kernel: architecture, model, bits, M, registers, spills, shared memory, wgmma, programs a multiprocessor has registers for."""
     found = []
     for arch, model in [(arch, model) for arch in archs for model in models]:
-        for bits, M in [(bits, M) for bits in ((16, 16), (8, 8), (8, 4)) for M in rows]:
+        for bits, M in [(bits, M) for bits in ((16, 16), (8, 8), (8, 4), (4, 4)) for M in rows]:
             report = compiled(arch, model, bits, M)
             found.append([arch, model, "{}/{}".format(*bits), M, *report[:3], report.wgmma, report.programs])
         report = merging(arch, MODELS[model][2])

@@ -152,7 +152,7 @@ def filled(T: int, B: int, most: int, spans: Sequence[Span], S: int) -> bytearra
         starts.append(len(positions))
         lengths.append(stop)
         tables.extend(blocks)
-        tables.extend([blocks[-1] if blocks else 0] * (most - len(blocks)))      # the last, for what reads ahead; and channelstep.py reads it
+        tables.extend([blocks[-1] if blocks else 0] * (most - len(blocks)))      # the last, for what reads ahead
     slots.extend([-1] * (T - len(slots)))
     starts.extend(starts[-1:] * (B + 1 - len(starts)))
     return bytearray().join(part.tobytes().ljust(size, b"\0") for part, size in zip((positions, slots, starts, lengths, tables), Places.sizes(T, B, most)))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, in_place
-from kvquant import GROUP, Bits, KVStore, key_bytes, store, vector_bytes
+from kvquant import GROUP, Bits, KVStore, store, vector_bytes
 from nativestep import NativeStep, attends
 
 Places = Sequence[Tensor | KVStore]                             # of one layer after the other
@@ -46,7 +46,7 @@ class CacheFull(RuntimeError):
 
 def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    return layers * kv_heads * (key_bytes(head_dim, bits[0], tokens, dtype) + tokens * vector_bytes(head_dim, bits[1], dtype))
+    return layers * kv_heads * tokens * (vector_bytes(head_dim, bits[0], dtype, GROUP) + vector_bytes(head_dim, bits[1], dtype))
 
 
 def free_memory(device: torch.device) -> int:
@@ -61,7 +61,7 @@ def free_memory(device: torch.device) -> int:
 def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8,
                     bits: Bits = (16, 16)) -> int:
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
-    return int(share * free_memory(device)) * GROUP // kv_bytes(layers, kv_heads, head_dim, GROUP, dtype, bits)
+    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
 
 
 class KVCache:
@@ -76,8 +76,7 @@ class KVCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         shape = (layers, sequences, kv_heads, max_len, head_dim)
         try:
-            self.values = store(shape, bits[1], device, dtype)                                       # [L, S, G, N, D]
-            self.keys = self._room_for_keys(shape, bits[0], dtype)
+            self.keys, self.values = store(shape, bits[0], device, dtype, GROUP), store(shape, bits[1], device, dtype)   # [L, S, G, N, D]
         except RuntimeError:                                                 # out of memory, whatever the device calls it
             size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
             raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
@@ -85,9 +84,6 @@ class KVCache:
         self.max_len, self.device, self.dtype = max_len, torch.device(device), dtype
         self._lengths: dict[int, int] = {}                               # of the open sequences
         self._rows = list(reversed(range(sequences)))                    # rows that nobody has
-
-    def _room_for_keys(self, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor | KVStore:
-        return store(shape, bits, self.values.device, dtype)
 
     @property
     def bytes(self) -> int:

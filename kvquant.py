@@ -3,25 +3,28 @@
 A cache holds [..., D]: for every layer, head and place a vector of D numbers. Quantized (quant.py), a vector is its integers and a
 scale, for 4 bits a zero too. They lie in tensors of their own, side by side, alike in all dimensions but the last:
 
-    16 bits     [..., D]                                                                 2 D     bytes a vector
-     8 bits     [..., D] int8,          [..., 1] scale                                   D + 2
-     4 bits     [..., D / 2] uint8,     [..., 1] scale,     [..., 1] zero                D / 2 + 4
+    16 bits              [..., D]                                                      2 D     bytes a vector
+     8 bits              [..., D] int8,        [..., 1] scale                          D + 2
+     4 bits, values      [..., D / 2] uint8,   [..., 1] scale,   [..., 1] zero         D / 2 + 4
+     4 bits, keys        [..., D / 2] uint8,   [..., M] scale,   [..., M] zero         D / 2 + 4 M,   M = ⌈D / 16⌉
 
 So whatever a cache does with whole vectors, it does with each of these: a view of some rows, a block copied, a gather by slots. Only
 two things look inside: storing rounds (`copy_`, `index_copy_`), and reading for attention makes numbers again (`to`), of one layer and
 one step at a time. Truncating, sharing and forking know nothing of it.
 
-Every vector has a scale of its own, from its own numbers alone. So what is stored does not depend on which tokens came together, and a
+Every vector has scales of its own, from its own numbers alone. So what is stored does not depend on which tokens came together, and a
 text gives the same logits however its prompt was cut, shared, or read again.
 
-Keys suffer more than values: an error in a key moves the weight of a token, one in a value is averaged over all of them. Hence 8/4: keys
-of 8 bits, values of 4. `python -m train.perplexity` shows what each costs.
+Keys suffer more than values: an error in a key moves the weight of a token, one in a value is averaged over all of them; and a few numbers of
+every key are much larger than the others, which a scale for the whole vector would round away. Hence 8/4, keys of 8 bits and values of 4; and
+hence 4-bit keys have a scale for each 16 numbers. `python -m train.perplexity` shows what each costs.
 
 Invariant: what is read is within half a step of what was stored, and does not change until it is stored again.
 
-Keys of 4 bits want a scale for each channel over some tokens instead: kivi.py.
+Not covered: 2 bits; a scale for each channel of the keys over some tokens (Liu et al. 2024, KIVI, arXiv:2402.02750), which loses a third of
+what groups lose, but can round a key only when its last neighbour has come.
 
-    D head size · bits: of keys, of values
+    D head size · M groups of a key · bits: of keys, of values
 """
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +36,7 @@ from quant import from_int4, from_int8, int4, int8
 
 Bits = tuple[int, int]                                  # of keys, of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}   # as they are asked for
-GROUP = 16                                              # tokens that share a scale where keys have 4 bits (kivi.py)
+GROUP = 16                                              # numbers of a key that share a scale where it has 4 bits; all of a value do
 
 
 def widths(name: str | int) -> Bits:
@@ -43,24 +46,23 @@ def widths(name: str | int) -> Bits:
     return WIDTHS[str(name)]
 
 
-def vector_bytes(D: int, bits: int, dtype: torch.dtype) -> int:
-    """Of one vector; 16 bits stand for `dtype`, whatever it has."""
-    return {16: D * dtype.itemsize, 8: D + 2, 4: D // 2 + 4}[bits]
+def vector_bytes(D: int, bits: int, dtype: torch.dtype, group: int | None = None) -> int:
+    """Of one vector; 16 bits stand for `dtype`, whatever it has. group: GROUP for a key, None for a value."""
+    return {16: D * dtype.itemsize, 8: D + 2, 4: D // 2 + 4 * -(-D // (group or D))}[bits]
 
 
-def key_bytes(D: int, bits: int, tokens: int, dtype: torch.dtype) -> int:
-    """Of the keys of so many tokens: of whole groups, where they have 4 bits."""
-    return -(-tokens // GROUP) * (GROUP * D // 2 + 4 * D) if bits == 4 else tokens * vector_bytes(D, bits, dtype)
+def store(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype, group: int | None = None) -> "Tensor | KVStore":
+    """Room for vectors, uninitialized: a tensor, or in its place a KVStore. group: GROUP for keys, None for values.
 
-
-def store(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype) -> "Tensor | KVStore":
-    """Room for vectors, uninitialized: a tensor, or in its place a KVStore. ValueError for an odd number of 4-bit numbers."""
+    ValueError for an odd number of 4-bit numbers.
+    """
     *lead, D = shape
     if bits == 16:
         return torch.empty(shape, device=device, dtype=dtype)
     if bits == 4 and D % 2:
         raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
-    kinds = {8: [(D, torch.int8), (1, torch.bfloat16)], 4: [(D // 2, torch.uint8), (1, torch.bfloat16), (1, torch.int16)]}
+    M = -(-D // (group or D))
+    kinds = {8: [(D, torch.int8), (1, torch.bfloat16)], 4: [(D // 2, torch.uint8), (M, torch.bfloat16), (M, torch.int16)]}
     return KVStore([torch.empty((*lead, width), device=device, dtype=kind) for width, kind in kinds[bits]])
 
 
@@ -68,7 +70,8 @@ class KVStore:
     """Vectors [..., D] of 8 or 4 bits. The methods are a tensor's own, for all dimensions but the last."""
 
     def __init__(self, parts: Sequence[Tensor]):
-        self.parts = tuple(parts)                       # integers, scale, and zero if they have 4 bits
+        self.parts = tuple(parts)                       # integers, scales, and zeros if they have 4 bits
+        self.group = GROUP if self.parts[1].shape[-1] > 1 else None
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "KVStore":
         return KVStore([change(part) for part in self.parts])
@@ -107,11 +110,11 @@ class KVStore:
             part.index_copy_(dim, index, numbers)
 
     def _round(self, x: Tensor) -> tuple[Tensor, ...]:
-        return int8(x) if len(self.parts) == 2 else int4(x)
+        return int8(x) if len(self.parts) == 2 else int4(x, self.group)
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """The numbers, for attention: float[..., D]."""
-        return (from_int8 if len(self.parts) == 2 else from_int4)(*self.parts, dtype)
+        return from_int8(*self.parts, dtype) if len(self.parts) == 2 else from_int4(*self.parts, dtype, self.group)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 import native
 from config import Config, Quantization, inverse_frequencies
 from kernels import on_gpu
-from kivi import ChannelKVCache
 from kvcache import Alone, KVCache, free_memory, tokens_that_fit
 from kvquant import Bits
 from matmul import Linear, default_dtype
@@ -284,9 +283,8 @@ class Llama(nn.Module):
     def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None, bits: Bits = (16, 16)) -> KVCache:
         """A contiguous cache of this model's shape, for `sequences` texts of up to `max_len` tokens (its own limit)."""
         c = self.config
-        make = ChannelKVCache if bits[0] == 4 else KVCache
-        return make(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.max_position_embeddings if max_len is None else max_len, sequences,
-                    self.device, dtype or self.dtype, bits)
+        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.max_position_embeddings if max_len is None else max_len, sequences,
+                       self.device, dtype or self.dtype, bits)
 
     def max_len(self, bits: Bits = (16, 16)) -> int:
         """The longest text: this model's limit, or what a cache can hold in the memory that is left."""

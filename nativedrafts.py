@@ -7,7 +7,7 @@ tokens that nobody knows yet (−1); whoever keeps them later says what they wer
 
 Invariant: drafts, and the distributions they were drawn from, are those of `write_drafts`, up to the order of sums.
 
-Not covered: several texts, top-k, top-p and min-p (drafters.py has them all), keys of 4 bits.
+Not covered: several texts, top-k, top-p and min-p, keys and values of 4 bits (drafters.py has them all).
 """
 from collections.abc import Callable, Sequence
 from typing import Any

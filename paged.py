@@ -35,7 +35,7 @@ from torch import Tensor
 from blocks import Key, Pool
 from kernels import in_place
 from kvcache import CACHE_DTYPES, CacheFull, Step, free_memory, kv_bytes
-from kvquant import Bits, KVStore, store
+from kvquant import GROUP, Bits, KVStore, store
 from nativestep import NativeStep, attends
 from pagedstep import PagedStep, in_order
 
@@ -48,24 +48,23 @@ class Text:
     chain: list[int] = field(default_factory=list)
 
 
-def blocks_that_fit(memory: float, one: int, device: torch.device, beside: int = 0) -> int:
-    """How many blocks of `one` byte each `memory` holds, beside so many other bytes: bytes, or, up to 1, a share of what is free on the device now.
-    ValueError if not one."""
+def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
+    """How many blocks of `one` byte each `memory` holds: bytes, or, up to 1, a share of what is free on the device now. ValueError if not one."""
     if not memory > 0:
         raise ValueError(f"the memory for keys and values is {memory}: it must be a share of what is free (up to 1), or a number of bytes")
-    blocks = (int(memory * free_memory(device) if memory <= 1 else memory) - beside) // one
+    blocks = int(memory * free_memory(device) if memory <= 1 else memory) // one
     if blocks < 1:
-        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one + beside:,} bytes")
+        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} bytes")
     return blocks
 
 
-def room_for_blocks(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype) -> Tensor | KVStore:
+def room_for_blocks(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype, group: int | None = None) -> Tensor | KVStore:
     """[L, N, S, G, D], uninitialized. Kernels read it block by block; plain torch, head by head, so that in
     memory the heads are outermost there: what is read together lies together."""
     L, N, S, G, D = shape
     if in_place(torch.device(device), dtype if bits == 16 else torch.float32):
-        return store(shape, bits, device, dtype)
-    return store((L, G, N, S, D), bits, device, dtype).transpose(1, 2).transpose(2, 3)
+        return store(shape, bits, device, dtype, group)
+    return store((L, G, N, S, D), bits, device, dtype, group).transpose(1, 2).transpose(2, 3)
 
 
 class PagedCache:
@@ -81,8 +80,7 @@ class PagedCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         try:
             shape = (layers, blocks, block_size, kv_heads, head_dim)
-            self.values = room_for_blocks(shape, bits[1], device, dtype)
-            self.keys = self._room_for_keys(shape, bits[0], dtype)
+            self.keys, self.values = room_for_blocks(shape, bits[0], device, dtype, GROUP), room_for_blocks(shape, bits[1], device, dtype)
         except RuntimeError:                                             # out of memory, whatever the device calls it
             size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype, bits)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None
@@ -90,9 +88,6 @@ class PagedCache:
         self.block_size, self.max_len, self.prefix_sharing = block_size, longest, prefix_sharing
         self.device, self.dtype = torch.device(device), dtype
         self.pool, self._texts, self._opened = Pool(blocks), dict[int, Text](), 0
-
-    def _room_for_keys(self, shape: Sequence[int], bits: int, dtype: torch.dtype) -> Tensor | KVStore:
-        return room_for_blocks(shape, bits, self.values.device, dtype)
 
     @property
     def bytes(self) -> int:

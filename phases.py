@@ -33,7 +33,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import speculative
 from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter
-from kivi import ChannelStep
 from kvcache import Alone, Step
 from nativestep import NativeStep
 from pagedstep import PagedStep
@@ -43,7 +42,7 @@ from speculative import Decoder
 
 PHASES = [(ModelDrafter, "propose", "draft"), (SelfDrafter, "propose", "draft"), (NgramDrafter, "propose", "draft"), (Decoder, "_read", "verify"),
           (Step, "attend", "attend"), (PagedStep, "attend", "attend"), (NativeStep, "attend", "attend"), (NativeStep, "attend_turned", "attend"),
-          (ChannelStep, "attend", "attend"), (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
+          (Alone, "attend", "attend"), (Round, "probabilities", "sample"),
           (Keyed, "pick", "sample"), (Keyed, "accept", "sample"), (Keyed, "ahead", "sample"),
           (speculative, "verify", "sample"), (speculative, "couple", "sample")]
 
@@ -80,9 +79,8 @@ class Phases:
         """Every function of PHASES is in its phase."""
         phases = list(PHASES)
         if torch.cuda.is_available() and find_spec("triton"):                   # which kernelstep.py needs
-            from channelstep import ChannelKernelStep
             from kernelstep import KernelStep
-            phases += [(KernelStep, "attend", "attend"), (KernelStep, "attend_turned", "attend"), (ChannelKernelStep, "attend", "attend")]
+            phases += [(KernelStep, "attend", "attend"), (KernelStep, "attend_turned", "attend")]
         own = [(owner, name, vars(owner)[name], phase) for owner, name, phase in phases if name in vars(owner)]
         self.start = time.perf_counter()
         try:

@@ -1,20 +1,20 @@
 """INT8 and INT4 numbers: fewer bytes for the same weights, keys and values.
 
 A decoding step takes as long as reading the weights takes, and a cache fills the memory that is left. So numbers are stored as
-small integers on a grid, a grid for each row, group or channel, and become numbers again where they are used:
+small integers on a grid, a grid for each row or group, and become numbers again where they are used:
 
     x ≈ (q − zero) · scale          8 bits: q in [−127, 127], zero = 0           4 bits: q in [0, 15], two in a byte
 
     |x − (q − zero) · scale| ≤ scale / 2        scale = max|x| / 127     or      (max x − min x) / 15,   zero = −round(min x / scale)
 
-Zero is a whole number, so the grid is {k · scale} for whole k and 4 bits are sixteen neighbours of it, wherever they lie: keys
-whose channel is far from 0 lose nothing. Scales of 16 bits are rounded *up* before q is computed with them (rounded down, max x
+Zero is a whole number, so the grid is {k · scale} for whole k and 4 bits are sixteen neighbours of it, wherever they lie: groups
+far from 0 lose nothing. Scales of 16 bits are rounded *up* before q is computed with them (rounded down, max x
 would not be reached any more). A scale is at least 1e-30: all-zero groups are exact, and nothing is ever divided by 0.
 
   - Weights: 8 bits have a scale for each row of W; 4 bits a scale and a zero for each group of 32, 64 or 128 numbers of a
     row, the last of which may be short. Bytes of W [N, K]: N (K + 2), or N (K / 2 + 4 ⌈K / group⌉). INT4 is a quarter of 16 bits, *plus scales*.
-  - Keys and values: a scale (and a zero) for each token and head, as they come. 4-bit keys fare better with one for each channel
-    over a block of tokens, since some channels of keys are large in all of them (KIVI): `int4(keys, dim=-2)`.
+  - Keys and values: a scale (and a zero) for each token and head, as they come; 4-bit keys have one for each group of 16 numbers (kvquant.py),
+    and their zeros count quarters of a step: a group's largest number, which a key hangs on, is met more closely.
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures all of them, and with
 no flags it shows what the bits cost on the embedded model: train/quantize.py, with GPTQ and AWQ in train/calibrate.py. The products are
@@ -22,7 +22,7 @@ in quantmatmul.py, those of a GPU in weightonly.py.
 
 Not covered: NF4, FP8, quantized activations (SmoothQuant).
 
-Frantar et al. 2023, GPTQ (arXiv:2210.17323); Lin et al. 2023, AWQ (2306.00978); Liu et al. 2024, KIVI (2402.02750).
+Frantar et al. 2023, GPTQ (arXiv:2210.17323); Lin et al. 2023, AWQ (2306.00978).
 
     N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row · D head size
 """
@@ -39,6 +39,7 @@ from torch import Tensor
 
 TINY = 1e-30                                            # the smallest scale: what is smaller counts as 0
 FAR = 2000                                              # steps from 0 at most, so that float32 still tells a step's thousandth
+PARTS = 4                                               # of a step, which the zeros of a vector's groups count
 SLAB = 1 << 22                                          # numbers that are quantized at a time
 MOST8, MOST4 = 2.679e36, 4.851e37                       # scales so large that 127 (7) steps just stay below float32's largest number
 
@@ -55,13 +56,25 @@ def grid8(x: Tensor) -> Tensor:
     return round_up((x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8))
 
 
-def grid4(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """The grid of 4-bit numbers over `dim`, which becomes 1: scale, bfloat16; zero, int16."""
-    low, high = (edge.float() for edge in torch.aminmax(x, dim=dim, keepdim=True))
+def groups(x: Tensor, group: int) -> Tensor:
+    """[..., K] -> [..., M, group], the last group filled up with its last number, which changes no grid."""
+    if short := -x.shape[-1] % group:
+        x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), -1)
+    return x.unflatten(-1, (-1, group))
+
+
+def spread(x: Tensor, group: int | None, columns: int) -> Tensor:
+    """One for each group [..., M] -> one for each column [..., K], or one for all of them."""
+    return x if x.shape[-1] == 1 else x.repeat_interleave(group, -1)[..., :columns]
+
+
+def grid4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """The grids of 4-bit numbers [..., K], one for each group: scale, bfloat16[..., M]; zero, in parts of a step, int16[..., M]."""
+    low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
     far = torch.maximum(high, -low)
     scale = torch.maximum(high / 15 - low / 15, far / FAR).clamp_(min=TINY).masked_fill_(far > 1e38, MOST4)
     scale = round_up(scale)
-    return scale, (-(low / scale).round_()).to(torch.int16)
+    return scale, (-(low / scale * parts).round_()).to(torch.int16)
 
 
 def pack4(q: Tensor) -> Tensor:
@@ -78,34 +91,28 @@ def unpack4(packed: Tensor) -> Tensor:
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
     scale = grid8(x)
-    return int8_at(x, scale), scale
+    return (x.float() / scale).round_().to(torch.int8), scale
 
 
-def int4(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys or values [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16, and zero, int16, with `dim` become 1.
+def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys or values [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M], and zero, int16[..., M], of each group (None: each vector).
 
-    dim -1: a grid for each vector. dim -2: for [..., n, D], a grid for each channel over n tokens.
+    Groups have zeros in PARTS of a step: such numbers can be up to 1e38.
     """
-    scale, zero = grid4(x, dim)
-    return pack4(round4(x, scale, zero)), scale, zero
-
-
-def int8_at(x: Tensor, scale: Tensor) -> Tensor:
-    """The nearest of an 8-bit grid's numbers: int8, of x's shape."""
-    return (x.float() / scale).round_().to(torch.int8)
-
-
-def round4(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The nearest of a grid's sixteen numbers: uint8, of x's shape."""
-    return (x.float() / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8)
+    D = x.shape[-1]
+    parts = PARTS if D > (group or D) else 1
+    scale, zero = grid4(x, group or D, parts)
+    q = (x.float() / spread(scale, group, D)).add_(spread(zero, group, D) / parts).round_().clamp_(0, 15)
+    return pack4(q.to(torch.uint8)), scale, zero
 
 
 def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return (values * scale.float()).to(dtype)
 
 
-def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return ((unpack4(packed) - zero) * scale.float()).to(dtype)
+def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = torch.float32, group: int | None = None) -> Tensor:
+    scale, zero = (spread(x.float(), group, 2 * packed.shape[-1]) for x in (scale, zero / (PARTS if zero.shape[-1] > 1 else 1)))
+    return ((unpack4(packed) - zero) * scale).to(dtype)
 
 
 # ---- Weights --------------------------------------------------------------------------------------------------------------------
@@ -126,23 +133,11 @@ def check(bits: int, group: int) -> None:
         raise ValueError(f"group is {group}: at least one number must share a scale")
 
 
-def groups(w: Tensor, group: int) -> Tensor:
-    """[N, K] -> [N, M, group], the last group filled up with its last number, which changes no grid."""
-    short = -w.shape[1] % group
-    return torch.cat((w, w[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, group)) if short else w.unflatten(1, (-1, group))
-
-
-def spread(x: Tensor, group: int, columns: int) -> Tensor:
-    """One for each group [N, M] -> one for each column [N, K]."""
-    return x.repeat_interleave(group, 1)[:, :columns]
-
-
-def grid(w: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor | None]:
-    """The (scale, zero) that rounding to nearest uses for W: [N, K]."""
-    if bits == 8:
-        return grid8(w), None
-    scale, zero = grid4(groups(w, group))
-    return scale[..., 0], zero[..., 0]
+def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """W: [N, K] -> the nearest numbers of their grids, uint8[N, ⌈K / 2⌉], scale and zero."""
+    (scale, zero), K = grid4(w, group), w.shape[1]
+    q = (w.float() / spread(scale, group, K)).round_().add_(spread(zero, group, K)).clamp_(0, 15)
+    return pack4(q.to(torch.uint8)), scale, zero
 
 
 @torch.no_grad()
@@ -153,11 +148,9 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
         raise ValueError(f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: it must be a matrix of floating-point numbers")
     columns, parts = w.shape[1], []
     for rows in w.split(max(1, SLAB // columns)):                               # a few at a time: what is in between takes several times their room
-        scale, zero = grid(rows, bits, group)
         if not rows.isfinite().all():
             raise ValueError(f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite")
-        parts.append((int8_at(rows, scale), scale) if bits == 8 else
-                     (pack4(round4(rows, spread(scale, group, columns), spread(zero, group, columns))), scale, zero))
+        parts.append(int8(rows) if bits == 8 else round4(rows, group))
     values, scale, *zero = (torch.cat(part) for part in zip(*parts))
     return Quantized(values, scale, zero[0] if zero else None, columns, columns if bits == 8 else group)
 
@@ -165,7 +158,7 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
 def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that a quantized matrix stands for: float[N, K]."""
     if zero is None:
-        return (values * scale.float()).to(dtype)
+        return from_int8(values, scale, dtype)
     return ((unpack4(values)[:, :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
 
 

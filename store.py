@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flash import Pool
 from quant import FAR, MOST4, MOST8, TINY
+from unpack import GROUP, PARTS
 
 WHOLE = tl.constexpr(12582912.0)                        # 1.5 · 2^23
 
@@ -42,19 +43,9 @@ def _round_up(x):
 
 
 @triton.jit
-def _on_grid(x, low, high, TINY: tl.constexpr, FAR: tl.constexpr, MOST4: tl.constexpr):
-    """The 4-bit grid from low to high, of any shape that x can be divided by, and which of its steps are nearest to x -> steps, scale, zero."""
-    far = tl.maximum(high, -low)
-    scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
-    scale = _round_up(tl.where(far > 1e38, MOST4, scale))
-    zero = -_round(tl.div_rn(low, scale))
-    return tl.minimum(tl.maximum(_round(tl.div_rn(x, scale + tl.zeros_like(x))) + zero, 0.0), 15.0).to(tl.uint8), scale, zero
-
-
-@triton.jit
-def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
+def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
          TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
-    """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it."""
+    """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it. SIZE: numbers that share a scale, where they have 4 bits."""
     if BITS == 16:
         tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
     if BITS == 8:
@@ -62,13 +53,23 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
         tl.store(pool + vector * D + at, _round(tl.div_rn(x, scale + tl.zeros_like(x))).to(tl.int8), inside)
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
-        low, high = tl.min(tl.where(inside, x, float("inf"))), tl.max(tl.where(inside, x, float("-inf")))
-        steps, scale, zero = _on_grid(x, low, high, TINY, FAR, MOST4)
-        first, second = tl.split(steps)                                           # [WIDE / 2] each
-        half = tl.arange(0, WIDE // 2)
-        tl.store(pool + vector * (D // 2) + half, first | (second << 4), half < D // 2)
-        tl.store(pool_scale + vector, scale.to(tl.bfloat16))
-        tl.store(pool_zero + vector, zero.to(tl.int16))
+        M: tl.constexpr = (D + SIZE - 1) // SIZE
+        parts: tl.constexpr = 1 if M == 1 else PARTS                              # of a step, which zeros count
+        group, pair = tl.arange(0, WIDE // SIZE)[:, None, None], tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
+        x, inside = x.reshape(WIDE // SIZE, SIZE // 2, 2), inside.reshape(WIDE // SIZE, SIZE // 2, 2)
+        inside |= group >= M                                                      # what lies beyond all groups is 0
+        low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)[:, None, None]
+        high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)[:, None, None]
+        far = tl.maximum(high, -low)
+        scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
+        scale = _round_up(tl.where(far > 1e38, MOST4, scale))
+        zero = -_round(tl.div_rn(low, scale) * parts)
+        steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)) + zero * (1.0 / parts))
+        steps = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.uint8)
+        first, second = tl.split(steps)                                           # [WIDE / SIZE, SIZE / 2] each
+        tl.store(pool + vector * (D // 2) + pair, first | (second << 4), pair < D // 2)
+        tl.store(pool_scale + vector * M + group, scale.to(tl.bfloat16), group < M)
+        tl.store(pool_zero + vector * M + group, zero.to(tl.int16), group < M)
 
 
 @triton.jit
@@ -101,9 +102,9 @@ def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_sc
         x = tl.load(k + t * k_token + g * k_head + at, inside, 0)
     if slot >= 0:
         vector = (slot // S).to(tl.int64) * block_stride + slot % S * token_stride + g * head_stride
-        _put(x.to(tl.float32), at, inside, keys, k_scale, k_zero, vector, D, WIDE, K_BITS, TINY, FAR, MOST8, MOST4)
+        _put(x.to(tl.float32), at, inside, keys, k_scale, k_zero, vector, D, WIDE, K_BITS, min(GROUP, WIDE), TINY, FAR, MOST8, MOST4)
         y = tl.load(v + t * v_token + g * v_head + at, inside, 0)
-        _put(y.to(tl.float32), at, inside, values, v_scale, v_zero, vector, D, WIDE, V_BITS, TINY, FAR, MOST8, MOST4)
+        _put(y.to(tl.float32), at, inside, values, v_scale, v_zero, vector, D, WIDE, V_BITS, WIDE, TINY, FAR, MOST8, MOST4)
 
 
 def store(k: Tensor, v: Tensor, keys: Pool, values: Pool, slots: Tensor, S: int, q: Tensor | None = None, cos: Tensor | None = None,

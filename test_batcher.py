@@ -13,7 +13,6 @@ from config import Config
 from conftest import SMALL, write_model
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from engine import Engine, Writer
-from kivi import ChannelPagedCache
 from kvquant import Bits
 from model import Llama
 from paged import PagedCache
@@ -40,8 +39,7 @@ for place in COPY.places().values():                                            
 
 def paged(llama: Llama, blocks: int, size: int, sharing: bool = True, bits: Bits = (16, 16)) -> PagedCache:
     c = llama.config
-    make = ChannelPagedCache if bits[0] == 4 else PagedCache
-    return make(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, block_size=size, dtype=torch.float64, prefix_sharing=sharing, bits=bits)
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, block_size=size, dtype=torch.float64, prefix_sharing=sharing, bits=bits)
 
 
 def alone(request: Request, drafter: str, coupled: bool, bits: Bits = (16, 16)) -> list[int]:
@@ -68,7 +66,7 @@ def workloads(draw) -> dict:
                                      top_k=st.sampled_from([None, 5]), cancelled=st.sampled_from([None, None, None, 3])))
     texts = draw(st.lists(one, min_size=count, max_size=count))
     bits = draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)]))
-    return dict(texts=texts, size=draw(st.integers(1, 32) if bits[0] != 4 else st.sampled_from([16, 32])), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
+    return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
                 drafter=draw(st.sampled_from(["none", "model", "self", "self", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
                 sharing=draw(st.booleans()), bits=bits)
 

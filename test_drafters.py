@@ -11,9 +11,8 @@ from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter, pack
 from engine import Engine, load_draft
-from kivi import RING, ChannelKeys
 from kvcache import KVCache
-from kvquant import GROUP, WIDTHS
+from kvquant import WIDTHS
 from model import Llama
 from paged import PagedCache
 from pretrained import Model
@@ -128,12 +127,7 @@ def held(cache, seq: int, length: int) -> list[Tensor]:
     S, parts = getattr(cache, "block_size", 1), lambda kept: getattr(kept, "parts", [kept])
     where = lambda i: (seq, i) if isinstance(cache, KVCache) else (cache._texts[seq].blocks[i // S], i % S)
     token = lambda part, i: part[:, where(i)[0], :, where(i)[1]] if isinstance(cache, KVCache) else part[:, where(i)[0], where(i)[1]]
-    found = [torch.stack([token(part, i) for i in range(length)]) for part in parts(cache.values)]
-    if not isinstance(cache, ChannelKeys):
-        return found + [torch.stack([token(part, i) for i in range(length)]) for part in parts(cache.keys)]
-    full, rest = length // GROUP * GROUP, torch.arange(length // GROUP * GROUP, length) % RING           # groups, and the keys of the unfinished one
-    groups = [torch.stack([part[:, where(i)[0], where(i)[1] // GROUP] for i in range(0, full, GROUP)]) for part in parts(cache.keys) if full]
-    return [*found, *groups, cache.rings.keys[:, cache.rings.of[seq], rest]]
+    return [torch.stack([token(part, i) for i in range(length)]) for part in (*parts(cache.keys), *parts(cache.values))]
 
 
 @pytest.fixture(scope="module")
@@ -164,22 +158,6 @@ def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
             assert all(torch.equal(a, b) for a, b in zip(was, held(cache, request.seq, length), strict=True))
         if kv == "paged":
             cache.check()
-
-
-def test_a_round_is_short_enough_for_4_bit_keys_to_be_taken_back(small):
-    """At every place of a group."""
-    model, copy = small
-    engine = Engine(model, copy, 200, 96, kv_bits=4)
-    maker, cache, request = engine.maker, engine.caches[0], Request(model.encode("Once upon a time, there"), Settings(1.0, seed=1, max_tokens=41, gamma=60))
-    maker.open(request)
-    maker.step([maker.plan(request)])
-    while request.left > 20:
-        length, gamma = len(request.tokens) - 1, maker.drafter.room(request, 60)
-        before = held(cache, request.seq, length)
-        maker.drafter.propose(Round([request], [gamma], maker.vocab, maker.target.device, torch.float64))
-        assert gamma == 16 and cache.length(request.seq) == length
-        assert all(torch.equal(a, b) for a, b in zip(before, held(cache, request.seq, length), strict=True))
-        maker.step([maker.plan(request)._replace(gamma=0)])
 
 
 @pytest.mark.parametrize("kv, bits", [("paged", "16"), ("contiguous", "16"), ("contiguous", "8"), ("paged", "8/4")])

@@ -75,7 +75,7 @@ def test_weights_of_fewer_bits_at_load(base, capsys, bits):
 @pytest.mark.parametrize("kv", ["paged", "contiguous"])
 def test_a_cache_of_fewer_bits(base, capsys, kv):
     made = {name: run(capsys, PROMPT, "--target", base, "--kv", kv, "--kv-bits", name, "--temperature", "0", "--max-tokens", "12", "--dtype", "float64", "--json")
-            for name in ("16", "8", "8/4")}
+            for name in ("16", "8", "8/4", "4")}
     assert all(status == 0 for status, _, _ in made.values())
     for name, (_, out, _) in made.items():
         assert json.loads(out)["tokens"] == generate(PROMPT, base, temperature=0, max_tokens=12, kv_bits=name, dtype=torch.float64)["tokens"]

@@ -20,7 +20,6 @@ from config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, Round, SelfDrafter, write_drafts
 from graphs import Drafts, Replayed, rounded
-from kivi import ChannelPagedCache
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -128,25 +127,6 @@ def test_a_recorded_pass_is_the_models():
         assert len(made) == 3                           # 1, 1, 1 in 3 blocks; 2, 2, 2 and what fits in it, in 4; 1, 1
         rows = replayed(torch.tensor([1] * 3, device=DEVICE), cache.extend([(mine, [1]) for mine, _ in seqs]), rows=slice(-1, None))
         assert len(rows) == 1 and len(made) == 3
-
-
-@torch.inference_mode()
-def test_a_recorded_pass_over_keys_of_4_bits_is_the_models():
-    """Their rings are in the last column of the tables, whatever a recording rounds its width to; a group is finished on the way."""
-    llama = loud(3, head_dim=64)
-    with recorded() as made, mock.patch("kivi.in_place", lambda *_: True):
-        cache, other = (ChannelPagedCache(1, 1, 64, 9, texts=3, bits=(4, 4), device=DEVICE) for _ in "ab")
-        parts = [[*kept.keys.parts, *kept.values.parts] for kept in (cache, other)]
-        for part in parts[0] + parts[1]:
-            part.zero_()
-        replayed, seqs = Replayed(llama), [[kept.open(())[0] for kept in (cache, other)] for _ in range(3)]
-        for counts in ((1, 14, 62), (1, 1, 1), (1, 1, 1), (1, 1, 1)):
-            new = [[(7 * i + n) % 67 for i in range(n)] for n in counts]
-            tokens = torch.tensor(sum(new, []), device=DEVICE)
-            steps = [kept.extend([(pair[which], piece) for pair, piece in zip(seqs, new)]) for which, kept in enumerate((cache, other))]
-            torch.testing.assert_close(replayed(tokens, steps[0]), llama(tokens, steps[1]), atol=1e-4, rtol=1e-4)
-        assert len(made) == 1
-        assert all(torch.equal(a, b) for a, b in zip(*parts))
 
 
 @pytest.mark.parametrize("layout, coupled", [("rows", True), ("blocks", False)])

@@ -9,7 +9,8 @@ import native
 import nativedrafts
 from config import Config, Quantization
 from conftest import SMALL
-from drafters import Round, write_drafts
+from drafters import ModelDrafter, Round, write_drafts
+from kvquant import WIDTHS
 from model import Llama
 from nativedrafts import serves, write_at_once
 from nativestep import NativeStep
@@ -63,6 +64,11 @@ def test_they_are_those_written_one_by_one(layout, kind):
         torch.testing.assert_close(after, wanted[2], atol=1e-4, rtol=1e-4)
         alike += len(set(tokens[0].tolist()))
     assert alike > 12                                                                          # not one token all the time
+
+
+def test_a_cache_that_c_does_not_read_has_them_written_one_by_one():
+    llama = loud()
+    assert [ModelDrafter(llama, llama.cache(40, bits=bits)).write for bits in WIDTHS.values()] == [write_at_once] * 2 + [write_drafts] * 2
 
 
 @torch.inference_mode()

@@ -7,33 +7,29 @@ the constant adds is taken off where that costs least:
     1024 + n    float16     a byte in bits 0 to 7             taken off at once
     2²³ + n     float32     the same, for a byte of values    taken off at once
       16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
-      64 + n    float16     a nibble in bits 4 to 7           keys by channel: in what is added, n · scale − zero · scale
+                                                              keys: with their zeros, (n + 16) − (zero + 16), before the scale
 
     _steps      vectors with a scale each: whole steps, exact; those of 4 bits as bfloat16 are 16 too large, `bias`
-    _channels   groups of sixteen keys with a scale and a zero for each channel (kivi.py): numbers, (n + bias) · scale + (−(zero + bias) · scale)
+    _numbers    keys of 4 bits, whose groups have a scale and a zero each (kvquant.py)
 
 What is loaded stays where the product wants it, if no two numbers change places: hence a byte's two nibbles are a pair of neighbours from the
-beginning. And a thread that has several keys of a group needs the group's scales once: hence the order of keys in `_channels`, where row i is
-token i // F of group i % F. F groups of a tile.
+beginning.
 
-Invariant: of _steps, exact. Of _channels: in float32 what quant.py makes of the same bits, exactly; in 16 bits one rounding of what is added, one
-of the sum.
+Invariant: of _steps, exact. Of _numbers: what quant.py makes of the same bits.
 
-    N vectors of a tile · F groups, N = 16 F · D head size, WIDE the power of 2 from it on
+    N vectors of a tile · M groups of a key · D head size, WIDE the power of 2 from it on
 """
 import triton
 import triton.language as tl
 
-from kvquant import GROUP
+import kvquant
+import quant
 
-TOKENS = tl.constexpr(GROUP)                            # of a group
+GROUP, PARTS = tl.constexpr(kvquant.GROUP), tl.constexpr(quant.PARTS)
 
 # Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, which the last operand's nibbles number; lop3 with 0xea: (a & b) | c.
 K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
     prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
-K4 = tl.constexpr("""{ .reg .b32 l, h, c; mov.b32 c, 0x64006400; and.b32 l, $4, 0x0f0f0f0f; shr.u32 h, $4, 4; and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 $0, l, 0x64646464, 0x5150; prmt.b32 $1, l, 0x64646464, 0x5352; prmt.b32 $2, h, 0x64646464, 0x5150; prmt.b32 $3, h, 0x64646464, 0x5352;
-    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; sub.rn.f16x2 $2, $2, c; sub.rn.f16x2 $3, $3, c; }""")
 V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
     prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441; prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
     sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
@@ -65,9 +61,6 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
         x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
     elif BITS == 8 and dtype == tl.bfloat16:                                      # said to be impure, or it would come after a slow way to the dot
         x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
-    elif BITS == 4 and dtype == tl.float16:
-        low, high = tl.inline_asm_elementwise(K4, "=r,=r,=r,=r,r", [x], (tl.float16, tl.float16), True, 4)
-        x = tl.join(low, high).reshape(x.shape[0], WIDE)
     elif BITS == 4 and dtype == tl.bfloat16:
         x = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
     elif BITS == 4:
@@ -77,56 +70,18 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     return x
 
 
-# The same for keys by channel: four bytes, then for each its two channels' scales, $5 to $8, and what is added, $9 to $12.
-CB16 = tl.constexpr("""{ .reg .b32 l, h, p, q, r, s; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
-    prmt.b32 p, l, h, 0x4400; prmt.b32 q, l, h, 0x5511; prmt.b32 r, l, h, 0x6622; prmt.b32 s, l, h, 0x7733;
-    lop3.b32 p, p, 0x00780078, 0x41804180, 0xea; lop3.b32 q, q, 0x00780078, 0x41804180, 0xea;
-    lop3.b32 r, r, 0x00780078, 0x41804180, 0xea; lop3.b32 s, s, 0x00780078, 0x41804180, 0xea;
-    fma.rn.bf16x2 $0, p, $5, $9; fma.rn.bf16x2 $1, q, $6, $10; fma.rn.bf16x2 $2, r, $7, $11; fma.rn.bf16x2 $3, s, $8, $12; }""")
-C16 = tl.constexpr(CB16.value.replace("shl.b32 l, $4, 3; shr.u32 h, $4, 1;", "shl.b32 l, $4, 4; mov.b32 h, $4;").replace(
-    "0x00780078, 0x41804180", "0x00f000f0, 0x54005400").replace("bf16x2", "f16x2"))
-WORDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
-
-
 @triton.jit
-def _over_tokens(x, HALF: tl.constexpr):
-    """A number for each channel of F groups, for each of their tokens: [F, HALF] -> [16 F, HALF], a group's tokens F apart."""
-    return tl.broadcast_to(x[None], (TOKENS, x.shape[0], HALF)).reshape(TOKENS * x.shape[0], HALF)
-
-
-@triton.jit
-def _pairs(x):
-    """[F, K, 2], numbers of 16 bits -> int32[F, K]. As a sum, whose parts no compiler works out again for each thread that wants it."""
-    return tl.sum((x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * tl.arange(0, 2)[None, None, :]), 2)
-
-
-@triton.jit
-def _channels(packed, scale, zero, vectors, groups, seen, there, D: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr):
-    """Groups of keys as numbers: [16 F, WIDE], 0 from D on and where not `seen`.
-
-    vectors, seen: of each key, [16 F]; groups, there: of their scales, [F].
-    """
-    HALF: tl.constexpr = WIDE // 2
-    bias: tl.constexpr = 64 if dtype == tl.float16 else 16 if dtype == tl.bfloat16 else 0
-    d, at = tl.arange(0, WIDE), tl.arange(0, HALF)
-    mask, inner = seen[:, None], there[:, None]
-    if D < WIDE:
-        mask, inner = mask & (at < D // 2)[None, :], inner & (d < D)[None, :]
-    x = tl.load(packed + vectors[:, None] * (D // 2) + at[None, :], mask, 0)                                      # [16 F, HALF]
-    steps = tl.load(scale + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32)                            # [F, WIDE]
-    lowest = -(tl.load(zero + groups[:, None] * D + d[None, :], inner, 0).to(tl.float32) + bias) * steps
-    steps, lowest = steps.to(dtype).reshape(F, HALF, 2), lowest.to(dtype).reshape(F, HALF, 2)
-    if dtype == tl.float32:
-        even, odd = tl.split(steps)
-        even_low, odd_low = tl.split(lowest)
-        low = (x & 15).to(dtype) * _over_tokens(even, HALF) + _over_tokens(even_low, HALF)
-        high = (x >> 4).to(dtype) * _over_tokens(odd, HALF) + _over_tokens(odd_low, HALF)
-        numbers = tl.join(low, high).reshape(TOKENS * F, WIDE)
-    else:
-        asm: tl.constexpr = CB16 if dtype == tl.bfloat16 else C16
-        words = [x, _over_tokens(_pairs(steps), HALF), _over_tokens(_pairs(lowest), HALF)]
-        numbers = _halves(tl.inline_asm_elementwise(asm, WORDS, words, tl.int32, True, 4), dtype)
-    return numbers
+def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
+    """Keys of 4 bits as the numbers that they stand for: [N, WIDE], 0 from D on and where not `seen`."""
+    bits: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
+    bias: tl.constexpr = 0 if dtype == tl.float32 else 16                         # of `_steps`
+    M: tl.constexpr = (D + GROUP - 1) // GROUP
+    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # of a step, which zeros count
+    group = tl.arange(0, WIDE // GROUP)
+    at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]                      # [N, WIDE / GROUP]
+    zeros, scales = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias, tl.load(scale + at, mask, 0).to(tl.float32)
+    x = _steps(pointer, vectors, seen, D, WIDE, 4, bits).to(tl.float32).reshape(vectors.shape[0], WIDE // GROUP, GROUP)
+    return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

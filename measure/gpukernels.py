@@ -26,9 +26,8 @@ from torch import Tensor
 from config import Config
 from engine import Engine
 from kernels import attention
-from kivi import ChannelPagedCache
 from kvcache import KVCache, kv_bytes
-from kvquant import WIDTHS, store
+from kvquant import GROUP, WIDTHS, store
 from matmul import Linear
 from measure.gpumodels import Case, Roof, Scale, clock, relative
 from paged import PagedCache
@@ -83,9 +82,7 @@ def cache_of(config: Config, kv: str, layout: str, scale: Scale) -> KVCache | Pa
     G, D, past, bits = config.num_key_value_heads, config.head_dim, scale.past, WIDTHS[kv]
     if layout == "rows":
         return KVCache(1, G, D, past, scale.texts, scale.device, scale.dtype, bits)
-    shape, rest = (1, G, D, scale.texts * -(-past // 16)), dict(block_size=16, max_len=past, device=torch.device(scale.device), dtype=scale.dtype,
-                                                                prefix_sharing=False, bits=bits)
-    return ChannelPagedCache(*shape, texts=scale.texts, **rest) if bits[0] == 4 else PagedCache(*shape, **rest)
+    return PagedCache(1, G, D, scale.texts * -(-past // 16), 16, past, scale.device, scale.dtype, prefix_sharing=False, bits=bits)
 
 
 def decode_attention(config: Config, scale: Scale, roof: Roof) -> list[list[Any]]:
@@ -114,15 +111,15 @@ def errors(out: Tensor, new: tuple[Tensor, Tensor, Tensor], config: Config, kv: 
         q, *own = (x[i:i + 1] for x in new)
         k, v = (torch.cat((x, one)).transpose(0, 1) for x, one in zip(heads(config, scale.past - 1, scale, i)[1:], own))     # [G, m, D]
         kinds["original"].append(attention(q.float(), k.float(), v.float()))
-        if kv in ("8", "8/4"):
-            kinds.setdefault("stored", []).append(attention(q.float(), *(stored(x, bits) for x, bits in zip((k, v), WIDTHS[kv]))))
+        if kv != "16":
+            kinds.setdefault("stored", []).append(attention(q.float(), *(stored(*x) for x in zip((k, v), WIDTHS[kv], (GROUP, None)))))
     told = {kind: relative(found, torch.cat(wanted)) for kind, wanted in kinds.items()}
     return f"{told['original']:.1e}" + (f", {told['stored']:.1e} beside what is stored" if "stored" in told else "")
 
 
-def stored(x: Tensor, bits: int) -> Tensor:
+def stored(x: Tensor, bits: int, group: int | None) -> Tensor:
     """Vectors as a cache of so many bits has them, in float32."""
-    place = store(x.shape, bits, x.device, x.dtype)
+    place = store(x.shape, bits, x.device, x.dtype, group)
     place.copy_(x)
     return place.to(torch.float32)
 

@@ -38,7 +38,7 @@ from config import Config, Quantization
 from kvcache import Alone
 from matmul import Linear
 from model import Layer, Llama, product
-from quant import Quantized, check, dequantize, grid, pack4, quantize
+from quant import Quantized, check, dequantize, grid4, pack4, quantize
 from quantmatmul import QuantizedLinear
 from shell import say
 
@@ -108,7 +108,7 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128, block: int = 1
                 ahead = free[:, k:k + group].clone()
                 if k + group > stop:
                     ahead[:, stop - k:] -= e @ U[start:stop, stop:k + group]
-                scale[:, k // group, None], zero[:, k // group, None] = grid(ahead, 4, group)
+                scale[:, k // group, None], zero[:, k // group, None] = grid4(ahead, group)
             q[:, k], value = nearest(free[:, k], scale, zero, k // group)
             e[:, k - start] = (free[:, k] - value) / U[k, k]
             free[:, k + 1:stop] -= e[:, k - start, None] * U[k, k + 1:stop]
