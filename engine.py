@@ -205,5 +205,5 @@ class Engine:
 def paged(llama: Llama, blocks: int, max_len: int, prefix_cache: bool = True, bits: Bits = (16, 16)) -> PagedCache:
     """A paged cache of this model's shape."""
     c = llama.config
-    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK, min(max_len, c.max_position_embeddings),
-                      llama.device, llama.dtype, prefix_cache, bits)
+    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, BLOCK,
+                      min(max_len, c.max_position_embeddings), llama.device, llama.dtype, prefix_cache, bits)

@@ -9,10 +9,11 @@ so that o / l is the softmax's, exactly, though no score leaves the chip (Dao et
 
   - Where the keys lie is told by a table of blocks. A contiguous cache is the same thing: blocks as long as a row, one for each text.
   - Causal, aligned bottom-right. Tiles that every row sees whole have no mask; only those on the diagonal do.
-  - INT8 and INT4 become numbers in registers (unpack.py). Where a vector has one scale, only its integers do: a key's scale multiplies its column
-    of scores, a value's scale its weights, and the zeros of 4 bits are subtracted once, as a sum: Σ_j p_j (v_j − z_j) = Σ_j p_j v_j − Σ_j p_j z_j.
-    Integers are small, so that 16 bits hold them exactly: keys as float16, against rows of q that are divided by their largest number; values as
-    bfloat16. 4-bit keys, whose groups have a scale each, become numbers of q's kind.
+  - INT8 and INT4 become numbers in registers (unpack.py). Where a vector has one scale, only its integers do: a key's
+    scale multiplies its column of scores, a value's scale its weights, and the zeros of 4 bits are subtracted once, as a
+    sum: Σ_j p_j (v_j − z_j) = Σ_j p_j v_j − Σ_j p_j z_j. Integers are small, so that 16 bits hold them exactly: keys as
+    float16, against rows of q that are divided by their largest number; values as bfloat16. 4-bit keys, whose groups
+    have a scale each, become numbers of q's kind.
   - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l, m + log2 l), and a
     second kernel weighs the parts (Flash-Decoding, Dao et al. 2023). How many parts is decided from shapes that the host knows, never
     from lengths on the device: a part that has no keys writes −∞ and is gone. A captured graph stays valid while texts grow.
@@ -108,7 +109,10 @@ def _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, 
     else:
         vectors = base + keys * token_stride                                      # [N], int64
     steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
-    y = _numbers(k, k_scale, k_zero, vectors, seen, D, WIDE, x.dtype) if K_BITS == 4 else _steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)
+    if K_BITS == 4:
+        y = _numbers(k, k_scale, k_zero, vectors, seen, D, WIDE, x.dtype)
+    else:
+        y = _steps(k, vectors, seen, D, WIDE, K_BITS, x.dtype)
     scores = tl.dot(x, tl.trans(y), input_precision="tf32x3")                     # [M, N]
     if K_BITS == 8:
         scores *= tl.load(k_scale + vectors, seen, 0).to(tl.float32)[None, :]

@@ -46,7 +46,8 @@ class CacheFull(RuntimeError):
 
 def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    return layers * kv_heads * tokens * (vector_bytes(head_dim, bits[0], dtype, GROUP) + vector_bytes(head_dim, bits[1], dtype))
+    one = vector_bytes(head_dim, bits[0], dtype, GROUP) + vector_bytes(head_dim, bits[1], dtype)
+    return layers * kv_heads * tokens * one
 
 
 def free_memory(device: torch.device) -> int:
@@ -76,7 +77,8 @@ class KVCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         shape = (layers, sequences, kv_heads, max_len, head_dim)
         try:
-            self.keys, self.values = store(shape, bits[0], device, dtype, GROUP), store(shape, bits[1], device, dtype)   # [L, S, G, N, D]
+            self.keys = store(shape, bits[0], device, dtype, GROUP)          # [L, S, G, N, D]
+            self.values = store(shape, bits[1], device, dtype)
         except RuntimeError:                                                 # out of memory, whatever the device calls it
             size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
             raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "

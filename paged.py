@@ -49,7 +49,10 @@ class Text:
 
 
 def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
-    """How many blocks of `one` byte each `memory` holds: bytes, or, up to 1, a share of what is free on the device now. ValueError if not one."""
+    """How many blocks of `one` byte each `memory` holds: bytes, or, up to 1, a share of what is free on the device now.
+
+    ValueError if not one.
+    """
     if not memory > 0:
         raise ValueError(f"the memory for keys and values is {memory}: it must be a share of what is free (up to 1), or a number of bytes")
     blocks = int(memory * free_memory(device) if memory <= 1 else memory) // one
@@ -58,7 +61,8 @@ def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
     return blocks
 
 
-def room_for_blocks(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype, group: int | None = None) -> Tensor | KVStore:
+def room_for_blocks(shape: Sequence[int], bits: int, device: torch.device | str, dtype: torch.dtype,
+                    group: int | None = None) -> Tensor | KVStore:
     """[L, N, S, G, D], uninitialized. Kernels read it block by block; plain torch, head by head, so that in
     memory the heads are outermost there: what is read together lies together."""
     L, N, S, G, D = shape
@@ -80,7 +84,8 @@ class PagedCache:
             raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
         try:
             shape = (layers, blocks, block_size, kv_heads, head_dim)
-            self.keys, self.values = room_for_blocks(shape, bits[0], device, dtype, GROUP), room_for_blocks(shape, bits[1], device, dtype)
+            self.keys = room_for_blocks(shape, bits[0], device, dtype, GROUP)
+            self.values = room_for_blocks(shape, bits[1], device, dtype)
         except RuntimeError:                                             # out of memory, whatever the device calls it
             size = kv_bytes(layers, kv_heads, head_dim, blocks * block_size, dtype, bits)
             raise CacheFull(f"{blocks} blocks of {block_size} tokens need {size / 1e9:.1f} GB, which {device} does not have: ask for fewer") from None

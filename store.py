@@ -45,7 +45,7 @@ def _round_up(x):
 @triton.jit
 def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
          TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
-    """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it. SIZE: numbers that share a scale, where they have 4 bits."""
+    """Round a vector, [WIDE / 2, 2], of which `inside` counts, and write it. SIZE: of a group of 4-bit numbers."""
     if BITS == 16:
         tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
     if BITS == 8:
@@ -55,7 +55,8 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
     if BITS == 4:
         M: tl.constexpr = (D + SIZE - 1) // SIZE
         parts: tl.constexpr = 1 if M == 1 else PARTS                              # of a step, which zeros count
-        group, pair = tl.arange(0, WIDE // SIZE)[:, None, None], tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
+        group = tl.arange(0, WIDE // SIZE)[:, None, None]
+        pair = tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
         x, inside = x.reshape(WIDE // SIZE, SIZE // 2, 2), inside.reshape(WIDE // SIZE, SIZE // 2, 2)
         inside |= group >= M                                                      # what lies beyond all groups is 0
         low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)[:, None, None]

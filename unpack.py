@@ -7,7 +7,7 @@ the constant adds is taken off where that costs least:
     1024 + n    float16     a byte in bits 0 to 7             taken off at once
     2²³ + n     float32     the same, for a byte of values    taken off at once
       16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
-                                                              keys: with their zeros, (n + 16) − (zero + 16), before the scale
+                                                              keys: with theirs, (n + 16) − (zero + 16)
 
     _steps      vectors with a scale each: whole steps, exact; those of 4 bits as bfloat16 are 16 too large, `bias`
     _numbers    keys of 4 bits, whose groups have a scale and a zero each (kvquant.py)
@@ -78,8 +78,9 @@ def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.cons
     M: tl.constexpr = (D + GROUP - 1) // GROUP
     part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # of a step, which zeros count
     group = tl.arange(0, WIDE // GROUP)
-    at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]                      # [N, WIDE / GROUP]
-    zeros, scales = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias, tl.load(scale + at, mask, 0).to(tl.float32)
+    at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]         # [N, WIDE / GROUP]
+    zeros = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias
+    scales = tl.load(scale + at, mask, 0).to(tl.float32)
     x = _steps(pointer, vectors, seen, D, WIDE, 4, bits).to(tl.float32).reshape(vectors.shape[0], WIDE // GROUP, GROUP)
     return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 

@@ -82,7 +82,8 @@ def cache_of(config: Config, kv: str, layout: str, scale: Scale) -> KVCache | Pa
     G, D, past, bits = config.num_key_value_heads, config.head_dim, scale.past, WIDTHS[kv]
     if layout == "rows":
         return KVCache(1, G, D, past, scale.texts, scale.device, scale.dtype, bits)
-    return PagedCache(1, G, D, scale.texts * -(-past // 16), 16, past, scale.device, scale.dtype, prefix_sharing=False, bits=bits)
+    blocks = scale.texts * -(-past // 16)
+    return PagedCache(1, G, D, blocks, 16, past, scale.device, scale.dtype, prefix_sharing=False, bits=bits)
 
 
 def decode_attention(config: Config, scale: Scale, roof: Roof) -> list[list[Any]]:
@@ -112,7 +113,8 @@ def errors(out: Tensor, new: tuple[Tensor, Tensor, Tensor], config: Config, kv: 
         k, v = (torch.cat((x, one)).transpose(0, 1) for x, one in zip(heads(config, scale.past - 1, scale, i)[1:], own))     # [G, m, D]
         kinds["original"].append(attention(q.float(), k.float(), v.float()))
         if kv != "16":
-            kinds.setdefault("stored", []).append(attention(q.float(), *(stored(*x) for x in zip((k, v), WIDTHS[kv], (GROUP, None)))))
+            kept = (stored(*x) for x in zip((k, v), WIDTHS[kv], (GROUP, None)))
+            kinds.setdefault("stored", []).append(attention(q.float(), *kept))
     told = {kind: relative(found, torch.cat(wanted)) for kind, wanted in kinds.items()}
     return f"{told['original']:.1e}" + (f", {told['stored']:.1e} beside what is stored" if "stored" in told else "")
 
