@@ -141,7 +141,8 @@ typedef struct {
     long row;                                       // and numbers from a row to the next
     float *y;                                       // sums are added here, or begin here, if `first`
     long N, first;
-    long ahead, pace;                               // bytes from w to what is soon wanted, and from unit to unit there
+    const char *soon;                               // what is wanted next; as `w`, `panel`, and bytes a unit
+    long far, pace;
 } Stretch;
 
 enum { ZERO_f32 = 0, ZERO_bf16 = 0, ZERO_i8 = 0, ZERO_i4 = 1 };
@@ -156,12 +157,12 @@ static void name(const Stretch *a) {                                            
         UNROLL for (int t = 0; t < T; t++) s[t][p][v] = (vec){0};                                                      \
     }                                                                                                                  \
     const x_##kind *x = a->x;                                                                                          \
-    const char *w = a->w, *soon = w + a->ahead;                                                                        \
+    const char *w = a->w, *soon = a->soon;                                                                             \
     for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind, soon += a->pace) {              \
         vec unit[P][VECS][COLUMNS_##kind];                                                                             \
         UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                       \
             unit_##kind(w + p * a->panel + v * LANES * BYTES_##kind, zero[p][v], unit[p][v]);                          \
-        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->panel);             \
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->far);                                      \
         UNROLL for (int c = 0; c < STEPS_##kind; c++) UNROLL for (int t = 0; t < T; t++) {                             \
             __auto_type by = spread_##kind(x + t * a->row + c);                                                        \
             UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
@@ -209,7 +210,7 @@ UNFOLD(bf16) UNFOLD(i8) UNFOLD(i4)
 static void some_panels(const Weight *w, const char *x, long row, float *y, long T, long N, long first, long last) {
     static void (*const (*const blocks[])[2])(const Stretch *) = { blocks_f32, blocks_bf16, blocks_i8, blocks_i4 };
     static Stretch (*const unfold[])(const Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
-    static const int few[] = { 0, LANES == 16 ? 32 : 8, 64, LANES == 16 ? 64 : 8 };     // rows that do not pay for that
+    static const int few[] = { 0, LANES == 16 ? 32 : 8, 32, LANES == 16 ? 32 : 8 };     // rows that do not pay for that
     long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = parts(w->K, columns);
     long stretch = w->group < STRETCH ? w->group : STRETCH, groups = parts(w->K, w->group);
     long size = kind == BF16 ? sizeof(x_bf16) : 4, tiles = parts(T, TILE), many = kind != F32 && size == 4 && T > few[kind];
@@ -220,12 +221,13 @@ static void some_panels(const Weight *w, const char *x, long row, float *y, long
             long g = (p * groups + k / w->group) * WIDE, n = w->K - k < stretch ? w->K - k : stretch;
             Stretch a = { (const char *)w->w + (p * units + k / columns) * unit, units * unit, parts(n, columns),
                           w->scale ? w->scale + g : 0, w->zero ? w->zero + g : 0, groups * WIDE,
-                          x + k * size, row, y + p * WIDE, N, k == 0, 0, 0 };
+                          x + k * size, row, y + p * WIDE, N, k == 0, 0, units * unit, 0 };
+            long bytes = tiles > 1 || LANES == 8 || unit < 64 ? a.units * unit : 0;     // of the next stretch come meanwhile,
+            const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
             for (long i = 0, rows; i < tiles; i++, a.x = (const char *)a.x + rows * row * size, a.y += rows * N) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
-                if (!many && (tiles > 1 || LANES == 8 || unit < 64))                 // the next stretch comes meanwhile, a part each time
-                    a.pace = unit / tiles, a.ahead = a.units * (unit + i * a.pace);
+                a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;     // a part of them each time
                 blocks[many ? F32 : kind][rows][P > 1](&a);
             }
         }
