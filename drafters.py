@@ -96,11 +96,7 @@ class Round:
 
     def probabilities(self, logits: Tensor, columns: Sequence[Setting]) -> Tensor:
         """Of each row, under its settings. Columns beyond the vocabulary are padding, which stands for no text."""
-        logits = logits[:, :self.vocab]
-        if logits.device.type == "cpu" and not (math.isfinite(logits.sum(dtype=torch.float32)) or logits.amax(-1).isfinite().all()):
-            raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
-                             "(fetch it again, or use a wider --dtype)")
-        return probabilities(logits, *columns)
+        return probabilities(finite(logits[:, :self.vocab]), *columns)
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
         """Draft j of these rows is picked with noise of its own; coupled, with the noise that the target will pick with at that place."""
@@ -111,6 +107,14 @@ class Round:
     def text_coin(self) -> Any:
         """The target's: a row for each text; coupled, `width` of them, one for each place."""
         return self.coins if self.coupled else self.coins[::self.width]
+
+
+def finite(x: Tensor) -> Tensor:
+    """x: [B, V], a model's logits or what they became. ValueError where a row has no largest (−∞ is fine). A GPU is not waited for."""
+    if x.device.type == "cpu" and not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
+        raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
+                         "(fetch it again, or use a wider --dtype)")
+    return x
 
 
 class Drafter:

@@ -10,7 +10,8 @@ this build of the library and this CPU have it. `python matmul.py` shows the dif
 
 Weights of 8 and 4 bits have products of their own (quantmatmul.py).
 
-Invariant: the weights are in memory once, plain or packed; `path(rows)` tells which product a step of so many rows takes.
+Invariant: the weights are in memory once, plain or packed (in oneDNN's order a head that is the embedding, too, stays plain beside it, for rows of
+that order cannot be read); `path(rows)` tells which product a step of so many rows takes.
 
 Not covered: training; float64 (which is for proofs) and float16 use the plain order.
 

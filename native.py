@@ -1,4 +1,4 @@
-"""A step on a CPU, in C: as fast as memory can be read, for a few tokens, and as fast as the CPU multiplies, for many.
+"""A step on a CPU, in C: near what memory gives, for a few tokens, and near what the CPU multiplies, for many (`python native.py`).
 
 A step of one token reads every weight once and multiplies it once: two operations for four bytes. A core has time to spare, if the next bytes
 are always under way. A step of many multiplies what it reads many times, and has none. Both want the same order in memory, which `Weight` makes
@@ -11,16 +11,16 @@ when a model is loaded: sixteen rows of W lie side by side, a panel, and a sum f
 
 INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns share a unit in INT4 (a byte) and in bfloat16 (a pair, which
 is multiplied as it is where there are instructions for it, x then being bfloat16, too). Accumulating over 128 columns at a time also keeps the error
-small: at most 2e-5 of Σ|x||w|, whatever the instruction set (test_native.py).
+small: at most 2e-5 of Σ|x||w|, whatever the instruction set (test_quantmatmul.py).
 
 A row's numbers do not depend on how many rows there are, to the bit: all sums run in one order.
 
-And what lies between. Memory stands still while Python finds the next operation, a few microseconds each, some three hundred times a token. So what
+And what lies between. Memory stands still while Python finds the next operation. So what
 a layer does between two products is one call (as fused.py's on a GPU), attention reads keys and values where they lie and takes another, and
 where all weights are this page's, all layers are one call together, as a CUDA graph is one launch (graphs.py), and so are all tokens that a
 model drafts in a round: `Layers`.
 
-It is compiled when first needed, in a few seconds, by the gcc that Triton asks for, too (compiled.py), and shares PyTorch's threads. Where these are
+It is compiled when first needed, by the gcc that Triton asks for, too (compiled.py), and shares PyTorch's threads. Where these are
 GCC's, clang is refused: it asks for LLVM's. Without a compiler, or with LLAMA_NATIVE=0, everything runs as PyTorch does it, and gives the same up
 to the order of sums.
 
@@ -159,6 +159,8 @@ def panels(x: Tensor, unit: int = 1) -> Tensor:
 
 def product(x: Tensor, weight: Weight) -> Tensor:
     """x Wᵀ + bias. x: [T, K], float32 or bfloat16 (rounded to that beside such a weight) -> [T, N], as x."""
+    if x.shape[1] != weight.K:
+        raise ValueError(f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns")
     T, dtype, own = x.shape[0], x.dtype, torch.bfloat16 if weight.kind == 1 else torch.float32
     given = x if dtype == own else x.to(own)
     if not given.is_contiguous():

@@ -8,7 +8,7 @@ static void soften(const float *x, float *p, long V, float t) {
     long first = 0;
     for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
     if (t == 0) {
-        for (long i = 0; i < V; i++) p[i] = i == first;
+        for (long i = 0; i < V; i++) p[i] = (i == first) + 0 * x[i];      // what is no number stays none
         return;
     }
     #pragma omp simd reduction(+:all)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import native
-from drafters import SETTINGS, Round, write_drafts
+from drafters import SETTINGS, Round, finite, write_drafts
 from kernels import FEW
 from nativestep import NativeStep
 from sampling import Keyed
@@ -39,7 +39,7 @@ def write_at_once(llama: Any, extend: Callable[..., Any], seqs: Sequence[int], u
     coins, temperature = round.coins[round.own:round.own + k], round.settings("temperature")[0]
     drafted, q = step.drafts(llama.few, llama.embed.rows(torch.tensor(new)), *llama.turns(step.positions),
                              1.0 if temperature is None else temperature, coins.place, coins.role, round.vocab)
-    return drafted[None], q[None]
+    return drafted[None], finite(q)[None]
 
 
 # ------------------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from engine import Engine, Writer
-from model import Llama
 from pretrained import Model
 from request import Request, Settings
 

@@ -373,11 +373,12 @@ def test_python_callers_get_value_errors(base, instruct):
 
 @pytest.mark.parametrize("worst", [math.nan, math.inf])
 @pytest.mark.parametrize("asked", [{}, dict(top_k=3), dict(temperature=0.0), dict(draft="ngram"), dict(draft="self"), dict(kv_bits=8)])
-def test_weights_that_are_no_numbers_end_in_one_error(tmp_path, worst, asked):
+def test_weights_that_are_no_numbers_end_in_one_error(base, tmp_path, worst, asked):
     """A download that went wrong, say: never a text."""
     folder = write_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = worst
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="not finite"):
-        generate("a word", folder, seed=1, max_tokens=5, **asked)
+    for target, more in ((folder, asked), *((base, dict(draft=folder, gamma=2, dtype=torch.float32, temperature=t)) for t in (0.0, 1.0))):
+        with pytest.raises(ValueError, match="not finite"):
+            generate("a word", target, seed=1, max_tokens=5, **more)

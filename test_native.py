@@ -71,6 +71,8 @@ def test_products_of_any_shape(kind, T, N, K, group, bias, threads, seed):
     assert torch.equal(native.product(short, own), native.product(short.float(), own).bfloat16())
     which = torch.randint(N, (5,), generator=generator)
     assert torch.equal(own.rows(which), wide[which].float())
+    with pytest.raises(ValueError, match=f"rows of {K + 1} numbers cannot be multiplied by a matrix of {K} columns"):
+        native.product(torch.zeros(1, K + 1), own)
     for wrong in (-1, N):
         with pytest.raises(IndexError, match=f"row {wrong} of a matrix of {N}"):
             own.rows(torch.tensor([0, wrong]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import PAGES, ROOT, heard
-from shell import LONGEST, Parser, line, status, whole
+from shell import LONGEST, Parser, status, whole
 
 PROGRAM = """
 from shell import begin
