@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import native
-from config import Config
-from model import Llama
-
-ROOT = Path(__file__).parent
-PAGES = [page for folder in ("", "train", "measure") for page in sorted((ROOT / folder).glob("*.py"))
-         if not page.name.startswith(("test_", "conftest", "__init__"))]
-
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before anybody imports Triton: its kernels are then run as Python
+
+from weights import Config
+from model import Llama
+
+if find_spec("cpu"):                                    # the tests of the core run without it, too
+    from cpu import native
+
+ROOT = Path(__file__).parent
+PAGES = [page for folder in ("", "cpu", "gpu", "train", "measure") for page in sorted((ROOT / folder).glob("*.py"))
+         if not page.name.startswith(("test_", "conftest")) and page.read_text(encoding="utf-8").count("\n") > 3]
+
 
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
@@ -84,12 +88,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["C", "no C"])
+@pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether native.py has a library: once as it is here, and once without."""
-    if request.param == "no C":
+    """Whether cpu/native.py has a library: once as it is here, and once without."""
+    if find_spec("cpu") and request.param == "no C":
         monkeypatch.setattr(native, "library", lambda: None)
-    return native.library() is not None
+    return bool(find_spec("cpu")) and native.library() is not None
 
 
 # ---- Processes of their own -----------------------------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
 PEAK = """
 import sys, torch
 from model import Llama
-from pretrained import Model
+from generate import Model
 def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 torch.set_num_threads(1)
 folder, before, measured = sys.argv[1:]

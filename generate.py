@@ -1,347 +1,261 @@
-"""Text from a prompt: the command line, and `generate(...)` for Python.
+"""Everything together: prompts in, text out.
 
-    python generate.py "Once upon a time"                        continue a text with the model in this repository
-    python generate.py --draft tiny-draft "Once upon a time"     the same, with a smaller model guessing ahead
-    python generate.py --target 8B --draft 1B "Why is the sky blue?"
-    python generate.py --target 1B                               chat
+    python generate.py --draft tiny-draft "Once upon a time"     the model in this repository, a smaller one ahead of it
+    python generate.py --target 8B --draft 1B                    chat
     python generate.py --prompts FILE.jsonl                      a request a line, many at a time
 
-Everything here is composition (engine.py). There is one kind of work (speculative.py): what of a text is not in the cache yet is
-read, in chunks; then tokens are drafted and verified, or simply drawn. A prompt, the next token, and the next turn of a chat, whose
-beginning is in the cache already, are the same thing; and a single prompt is a batch of one (batcher.py).
+`generate` is for Python callers, cli.py is the command line. The loop of an `Engine`: step the batch, hand each
+request's new tokens to its writer, and when a writer is done, so is the request. There is one kind of work: read what
+the cache lacks, in chunks; then draft and verify, or draw (speculative.py). A single prompt is a batch of one.
 
-What a run promises: the same model, prompt, settings and seed give the same text, with and without a cache, in one dtype on one
-machine, and with `--verify coupled` also with and without a draft. (bfloat16 rounds coarsely enough for another chunk size, or
-another γ, to change a near-tie; float32 all but never.) Without it a draft changes the text, but not its law.
-
-The text goes to standard output as it is made, everything else to standard error. A wrong flag, file or value ends in one line
-that names it and the way out, with exit status 2.
+The same model, prompt, settings and seed give the same text with and without a cache, in one dtype on one machine, and
+with verify="coupled" with and without a draft. Otherwise a draft changes the text, but not its law. (bfloat16 rounds
+coarsely: another chunk size or another γ may change a near-tie.)
 """
-from shell import begin
+if __name__ == "__main__":                              # imports take their time: a signal ends them in silence
+    from shell import begin
+    begin()
 
-begin(__name__)                                         # what follows takes its time: a signal ends it in silence
-
-import argparse
-import json
-import sys
-import time
-import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, nullcontext
+import os
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import Draft, Engine, Show, Writer, check_device, load_draft, silent
-from kvcache import CacheFull
-from kvquant import WIDTHS
-from phases import profiled
-from pretrained import Model
-from prompts import Line, read_requests
-from request import MAX_TOKENS, Message, Request, Result, Settings
-from shell import Parser, Terminated, line, say, status, write
-from weights import EMBEDDED
+from batcher import Batcher
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from kernels import free_memory
+from kvcache import KVCache, NoCache, kv_bytes, tokens_that_fit
+from model import Llama
+from paged import PagedCache, blocks_that_fit
+from quant import widths
+from request import Message, Request, Result, Settings, Writer
+from sampling import SETTINGS, check_settings
+from speculative import Decoder
+from tokenizer import Tokenizer
+from weights import Config, brief, end_tokens, find, read_json
 
-MOST = 2**16                                            # texts asked for at a time
-COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
+BLOCK = 16                                              # tokens of a block
+CHUNK = 512                                             # tokens of a step, at most
+NEUTRAL = dict(repetition_penalty=1.0, encoder_repetition_penalty=1.0, no_repeat_ngram_size=0, num_beams=1,
+               min_length=0, encoder_no_repeat_ngram_size=0, num_beam_groups=1, diversity_penalty=0.0,
+               length_penalty=1.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, **dict.fromkeys((
+                   "penalty_alpha", "bad_words_ids", "sequence_bias", "guidance_scale", "min_new_tokens", "top_h",
+                   "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+                   "stop_strings")))
 
 
-def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *, temperature: float | None = None,
-             top_k: int | None = None, top_p: float | None = None, min_p: float | None = None, seed: int | None = None,
-             max_tokens: int = MAX_TOKENS, stop: Sequence[str] = (), system: str | None = None, chat: bool | None = None,
-             max_len: int | None = None, use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None,
-             draft: Draft = None, gamma: int | None = None, verify: str = "exact", bits: int = 16, kv_bits: str | int = 16, device: str | None = None,
-             dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda piece: None) -> dict[str, Any]:
-    """Continue or answer `prompt` (a text, or chat messages) and return the result as `--json` prints it.
+class Model:
+    """A model folder: weights, tokenizer, and the settings that its makers recommend."""
 
-    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, "ngram", or "self". Settings
-    left None are the model's own. chat: use the model's template; None: where it has one. gamma: tokens drafted a round; None: chosen
-    as it goes, by the clock. verify: "exact", or "coupled": the text then depends on target and seed alone. kv: "paged", or "contiguous".
-    kv_memory: bytes for keys and values, or, up to 1, a share of what is free. bits: 8 or 4 rounds the target's weights. kv_bits: 8, 4, or
-    "8/4" for 8-bit keys and 4-bit values. show: called with the text as it grows. Raises ValueError, FileNotFoundError or CacheFull, each naming the value, the rule and the way out.
-    """
+    def __init__(self, llama: Llama, tokenizer: Tokenizer, recommended: dict[str, Any], folder: Path | None = None):
+        if (needed := tokenizer.vocab_size) > (rows := llama.config.vocab_size):
+            raise ValueError(f"the tokenizer has {needed} tokens, the model {rows}: they belong to different models")
+        self.llama, self.tokenizer, self.recommended, self.folder = llama, tokenizer, recommended, folder
+        self.ends = {*llama.config.eos_token_ids, *end_tokens(recommended)}
+
+    @classmethod
+    def load(cls, name: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+             bits: int = 16) -> "Model":
+        """An alias, a Hub id or a folder; bits: 8 or 4 rounds its weights. Raises FileNotFoundError or ValueError."""
+        folder = find(name)
+        tokenizer, file = Tokenizer.load(folder), folder / "generation_config.json"
+        recommended = read_json(file) if os.path.lexists(file) else {}              # checked as they are used, but for:
+        try:
+            end_tokens(recommended)
+            if not isinstance(sample := recommended.get("do_sample", False), bool | None):
+                raise ValueError(f"do_sample is {sample!r}; it must be true or false")
+        except ValueError as error:
+            raise ValueError(f"{file}: {brief(error)}") from None
+        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, recommended, folder)
+
+    def int4_copy(self) -> Llama:
+        """What drafts for `--draft self`: the layers in 4 bits. ValueError if that is impossible, or no use."""
+        how = self.llama.config.quantization
+        stored = None if self.folder is None else Config.load(self.folder).quantization
+        why = ("this model does not come from a folder" if self.folder is None else
+               "the target's weights have 4 bits already" if how is not None and how.bits == 4 else
+               f"{self.folder} holds weights of {stored.bits} bits" if stored is not None else "")
+        if why:
+            raise ValueError(f"{why}, and the INT4 copy (--draft self) is made from a folder of 16 bits: name another")
+        return self.llama.rounded(self.folder)
+
+    def complete(self, settings: Settings) -> Settings:
+        """Fill what is None from generation_config.json, as transformers reads it: without do_sample, temperature 0."""
+        asked = {name: value for name in SETTINGS if (value := getattr(settings, name)) is not None}
+        own = {} if asked else {"temperature": 0.0}
+        if self.recommended.get("do_sample"):
+            own = {name: self.recommended[name] for name in SETTINGS
+                   if self.recommended.get(name) is not None and name not in asked}
+        try:
+            check_settings(**own)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {brief(error)}; or ask for another yourself") from None
+        seed = int.from_bytes(os.urandom(4), "little") if settings.seed is None else settings.seed
+        return replace(settings, seed=seed, **{"temperature": 1.0, **own, **asked})
+
+    def unhonoured(self) -> list[str]:
+        """The settings in generation_config.json that this program does not honour."""
+        return [f"{name} {brief(value, 60)}" for name, neutral in NEUTRAL.items()
+                if (value := self.recommended.get(name)) is not None and value != neutral]
+
+    def room(self, prompt: int, max_tokens: int, max_len: int | None, kv_bits: str | int = 16) -> int:
+        """The most tokens of a text that begins with `prompt` of them. ValueError if no room is left for an answer."""
+        c, most = self.llama.config, self.llama.config.max_position_embeddings
+        limit = max_len if max_len is not None else min(most, tokens_that_fit(
+            c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.llama.dtype, self.llama.device,
+            bits=widths(kv_bits)))
+        if limit > most:
+            raise ValueError(f"max_len is {limit}: this model was made for at most {most} tokens")
+        if not 0 < prompt < limit:
+            raise ValueError(f"the prompt has {prompt} tokens, and must have from 1 to {limit - 1}: change it, or "
+                             f"raise --max-len (the model's limit is {most}, and memory must hold it)")
+        return min(limit, prompt + max_tokens)
+
+    def encode(self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None) -> list[int]:
+        """Tokens of a prompt: by the model's chat template (chat None: if it has one), or as plain text to continue."""
+        if chat is False or self.tokenizer.chat_template is None:
+            if chat or system is not None or not isinstance(prompt, str):
+                what = "--chat" if chat else "a list of messages" if system is None else "a system message"
+                raise ValueError(f"{what} needs a chat template: leave it out, or use an Instruct model without --raw")
+            return self.tokenizer.prompt(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        opening = [{"role": "system", "content": system}] if system is not None else []
+        return self.tokenizer.chat([*opening, *messages])
+
+    def request(self, prompt: str | list[Message], settings: Settings, system: str | None = None,
+                chat: bool | None = None, max_len: int | None = None, kv_bits: str | int = 16) -> Request:
+        """With complete settings, and max_tokens for which there is room. ValueError: see above."""
+        settings, tokens = self.complete(settings), self.encode(prompt, system, chat)
+        left = self.room(len(tokens), settings.max_tokens, max_len, kv_bits) - len(tokens)
+        return Request(tokens, replace(settings, max_tokens=left), self.ends)
+
+
+Draft = str | Path | Model | Llama | None       # a name or a loaded model; "ngram"; "self", or the target's INT4 copy
+
+
+def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
+    """The draft, its model loaded on the target's device. ValueError if its vocabulary is not the target's."""
+    if draft is None or draft == "ngram" or isinstance(draft, Llama):
+        return draft
+    if draft == "self":
+        return model.int4_copy()
+    loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
+    if difference := model.tokenizer.difference(loaded.tokenizer):
+        raise ValueError(f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram")
+    return loaded
+
+
+class Engine:
+    """A target, a draft, their caches and the batch.
+    draft: what `load_draft` returns. tokens: of all requests in flight together; more requests wait. max_len: of the
+    longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len). kv_memory: bytes for keys
+    and values, or, up to 1, a share of free memory; None: as much as `tokens` need. kv_bits: 16, 8, 4 or "8/4" (keys in
+    8, values in 4). Raises ValueError or CacheFull."""
+
+    def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False,
+                 use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None, prefix_cache: bool = True,
+                 kv_bits: str | int = 16):
+        bits, device = widths(kv_bits), model.llama.device
+        llamas = [part.llama for part in (model, draft) if isinstance(part, Model)]
+        block = sum(kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK, llama.dtype, bits)
+                    for llama in llamas for c in [llama.config])              # bytes of a block in all caches together
+        rows, free = max_batch * -(-max_len // BLOCK) * block, free_memory(device)
+        size = rows if kv == "contiguous" else kv_memory or 0                 # up to 1: a share
+        for wrong, rule in (
+                (kv not in ("paged", "contiguous"), f"kv is {kv!r}: it must be paged or contiguous"),
+                (not use_cache and (draft is not None or max_batch > 1 or bits != (16, 16)), "without a cache there "
+                 "are no drafts, batches or bits of it: leave out --draft, --prompts and --kv-bits, or --no-cache"),
+                (kv == "contiguous" and kv_memory is not None, "kv_memory is for the paged cache: a contiguous one has "
+                 "max_batch rows of max_len"),
+                (use_cache and size > max(1, free), f"the memory for keys and values is {size:.4g} bytes, and {free:,} "
+                 "are free: a smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len")):
+            if wrong:
+                raise ValueError(rule)
+        if not use_cache:
+            self.caches: list[Any] = [NoCache(device)]
+        elif kv == "contiguous":
+            self.caches = [KVCache.of(llama, min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits)
+                           for llama in llamas]
+        else:
+            blocks = blocks_that_fit(0.8 if kv_memory is None else kv_memory, block, device)
+            blocks = min(blocks, -(-tokens // BLOCK) + max_batch) if kv_memory is None else blocks
+            self.caches = [PagedCache.of(llama, blocks, BLOCK, max_len, prefix_cache, bits) for llama in llamas]
+        drafter = (ModelDrafter(draft.llama, self.caches[1]) if isinstance(draft, Model) else
+                   SelfDrafter(draft, self.caches[0]) if isinstance(draft, Llama) else
+                   NgramDrafter() if draft == "ngram" else None)
+        self.decoder = Decoder(model.llama, self.caches[0], model.tokenizer.vocab_size, drafter, coupled,
+                               budget=CHUNK if use_cache else max_len)
+        if isinstance(drafter, SelfDrafter):                            # where its few bits cost more than they save,
+            self.decoder.costs.draft.seconds = drafter.estimate()       # no draft is needed to see that
+        self.batch = Batcher(self.decoder, max_batch)
+
+    def describe(self) -> str:
+        """The memory for keys and values, in a line."""
+        size, cache = sum(cache.bytes for cache in self.caches) / 1e6, self.caches[0]
+        blocks = (f"{cache.pool.total:,} blocks of {cache.block_size} tokens" if isinstance(cache, PagedCache) else
+                  f"rows of {cache.max_len:,} tokens")
+        return f"keys and values: {blocks}, {size:,.1f} MB"
+
+    def serve(self, writers: Iterable[Writer]) -> Generator[Result, None, None]:
+        """Each text's result as it is finished; nothing of it is kept here. Ctrl-C ends all texts as they are: their
+        results come, and then KeyboardInterrupt goes on its way."""
+        waiting = {writer.request: writer for writer in writers}
+        del writers
+        for request in waiting:
+            self.batch.add(request)
+
+        def finish(request: Request, reason: str = "") -> Result:
+            self.batch.cancel(request)
+            result = waiting.pop(request).finish(reason)
+            result.speculation = self.decoder.report(request)
+            return result
+        try:
+            while waiting:
+                grown = self.batch.step()
+                for request, new in grown.items():
+                    waiting[request].feed(new)
+                for request in grown:
+                    if waiting[request].done:
+                        yield finish(request)
+                if self.batch.running:
+                    self.decoder.measure_plain(self.batch.running[0])
+        except KeyboardInterrupt:
+            for request in [*waiting]:
+                yield finish(request, "interrupted")
+            raise
+
+
+def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *, system: str | None = None,
+             chat: bool | None = None, max_len: int | None = None, use_cache: bool = True, kv: str = "paged",
+             kv_memory: float | None = None, kv_bits: str | int = 16, draft: Draft = None, verify: str = "exact",
+             bits: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+             show: Callable[[str], None] = lambda piece: None, **settings: Any) -> dict[str, Any]:
+    """Continue or answer `prompt` (a text, or chat messages) -> the result as `--json` prints it.
+    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, "ngram" or
+    "self". settings: those of `Settings`, by name. chat: use the model's template; None: if it has one. verify: exact,
+    or coupled: the text then depends on target and seed alone. bits: 8 or 4 rounds the target's weights. kv, kv_memory,
+    kv_bits: see `Engine`. show: called with each new piece. Raises ValueError, FileNotFoundError or CacheFull."""
     if verify not in ("exact", "coupled"):
         raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
-    settings = Settings(temperature, top_k, top_p, min_p, seed, max_tokens, tuple([stop] if isinstance(stop, str) else stop), gamma)
+    asked = Settings(**settings)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
-    tokens = model.encode(prompt, system, chat)
-    length = model.room(len(tokens), max_tokens, max_len, kv_bits)
-    request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
-    engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv, kv_memory, kv_bits=kv_bits)
-    return next(engine.serve([Writer(model, request, prompt, lambda piece, whose: show(piece))])).to_dict()
-
-
-# ------------------------------------------------------------------------------------------------------------------------------
-# The command line
-
-def as_json(result: dict[str, Any]) -> str:
-    """In one line that standard output can hold, whatever its encoding: half a surrogate pair, say, spelled out."""
-    text = json.dumps(result, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = json.dumps(result)
-    return text + "\n"
-
-
-def gamma(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be auto or a whole number of at least 0")
-    return text if text == "auto" else int(text)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser("generate.py", "Continue a text, answer, or chat, with a Llama.")
-    p.add_argument("prompt", nargs="?", help="text to continue or to answer; '-' reads standard input; nothing, at a terminal: chat")
-    p.add_argument("--target", default="tiny", metavar="NAME",
-                   help="1B, 3B, 8B, 70B (Llama 3.x Instruct, from the Hub), a Hub id, a folder, or tiny, which is in this repository (default)")
-    p.add_argument("--draft", metavar="NAME", help="a smaller model of the same family that guesses ahead, named like --target (tiny-draft is in this "
-                   "repository); or ngram: what followed the last few tokens earlier in the text; or self: the target's own weights in 4 bits")
-    p.add_argument("--gamma", type=gamma, metavar="N|auto", help="tokens drafted a round; auto (default): what pays best by the measured cost and "
-                   "acceptance, 0 included. auto measures time, so it promises the text's law, not the same text for the same seed")
-    p.add_argument("--verify", choices=["exact", "coupled"], help="exact (default): rejection sampling. coupled: draft and target use the same noise, "
-                   "and the text depends on the target and the seed alone; fewer drafts are accepted")
-    for name, kind, text in [("temperature", float, "0 always takes the most probable token"), ("top-k", int, "keep the k most probable"),
-                             ("top-p", float, "keep the fewest that hold this share"), ("min-p", float, "keep those with this share of the largest"),
-                             ("seed", int, "the same seed gives the same text")]:
-        p.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=f"{text}; unset: the model's generation_config.json"
-                       if name != "seed" else f"{text}; unset: a new one, which is told")
-    p.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"make at most N tokens (default {MAX_TOKENS})")
-    p.add_argument("--max-len", type=int, metavar="N", help="prompt and answer together, at most (default: as much as memory allows, up to the model's limit)")
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    p.add_argument("--system", metavar="TEXT", help="a system message, for chat templates")
-    p.add_argument("--n", type=int, default=1, metavar="N", help="make N texts, with seeds SEED, SEED+1, …")
-    how = p.add_mutually_exclusive_group()
-    how.add_argument("--raw", action="store_true", help="continue the prompt as it is")
-    how.add_argument("--chat", action="store_true", help="use the model's chat template (default where it has one)")
-    p.add_argument("--prompts", metavar="FILE", help="make a text for each line of this file: {\"prompt\": …} and any of the settings by name; results as JSONL")
-    p.add_argument("--max-batch", type=int, default=16, metavar="N", help="at most N texts at a time, of --prompts or --n (default 16)")
-    p.add_argument("--kv", choices=["paged", "contiguous"], default="paged", help="keys and values in blocks, on demand (default), or reserved rows")
-    p.add_argument("--kv-bits", choices=list(WIDTHS), default="16", help="store keys and values in 8 or 4 bits, or keys in 8 and values in 4")
-    p.add_argument("--kv-memory", type=float, metavar="SIZE", help="memory for keys and values: bytes, or, up to 1, a share of what is free "
-                   "(default: what the texts in flight can need, up to 0.8)")
-    p.add_argument("--no-prefix-cache", action="store_true", help="read every prompt from its beginning, also where another began alike")
-    p.add_argument("--no-cache", action="store_true", help="recompute everything for each token, to feel the difference")
-    p.add_argument("--bits", type=int, choices=[16, 8, 4], default=16, help="round the target's weights to 8 or 4 bits as they are loaded (quant.py does it with care)")
-    p.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
-    p.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="compute in this type (default: the checkpoint's)")
-    p.add_argument("--color", action="store_true", help="show whose each token is: drafted and accepted, corrected, or the bonus after a full round")
-    p.add_argument("--profile", metavar="FILE", help="write a trace for ui.perfetto.dev, its phases named, and tell where the time went (loading is not in it)")
-    p.add_argument("--json", action="store_true", help="print each result as one JSON object, with the tokens and the times")
-    return p
-
-
-def load(args: argparse.Namespace) -> tuple[Model, Draft]:
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = Model.load(args.target, check_device(args.device), dtype, args.bits)
-    return model, load_draft(args.draft, model, dtype)
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """What does not go together, and what a seed implies."""
-    for name, value in (("n", args.n), ("max-batch", args.max_batch)):
-        if not 1 <= value <= MOST:
-            raise ValueError(f"--{name} is {value}: it must be from 1 to {MOST:,}")
-    if args.draft is None:
-        for name in ("gamma", "verify", "color"):
-            if getattr(args, name) not in (None, False):
-                raise ValueError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, 1B, ngram, …)")
-    if args.no_cache and (args.draft or args.prompts or args.kv_memory is not None or args.kv != "paged" or args.no_prefix_cache or args.kv_bits != "16"):
-        raise ValueError("--no-cache keeps nothing: leave it out, or --draft, --prompts, --kv, --kv-bits, --kv-memory and --no-prefix-cache")
-    if args.kv == "contiguous" and (args.kv_memory is not None or args.no_prefix_cache):
-        raise ValueError("--kv-memory and --no-prefix-cache are about the paged cache: leave them out, or --kv contiguous")
-    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
-        raise ValueError("--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n and --color")
-    if args.color and args.json:
-        raise ValueError("--color is for text: leave it out, or --json")
-    if args.draft and args.seed is not None and args.gamma in (None, "auto"):
-        if args.verify is None:
-            args.verify = "coupled"
-            say("note: a seed with --gamma auto: verifying in coupled mode, so that the seed decides the text (--gamma N for rejection sampling)")
-        elif args.verify == "exact":
-            say("note: --gamma auto goes by the clock, so this seed need not give the same text again: --gamma N or --verify coupled does")
-
-
-def engine(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int) -> Engine:
-    if args.profile is not None:
-        args.profiling.enter_context(profiled(args.profile))
-    return Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv, args.kv_memory, not args.no_prefix_cache, args.kv_bits)
-
-
-def shower(args: argparse.Namespace) -> Show:
-    """Writes text as it comes: in colours with --color, not at all with --json."""
-    if args.color:
-        say("colours: " + ", ".join(f"\x1b[{code}m{whose}\x1b[0m" for whose, code in COLORS.items()) + ", plain: without drafts")
-    painted = lambda piece, whose: write(f"\x1b[{COLORS[whose]}m{piece}\x1b[0m" if args.color and whose in COLORS else piece)
-    return silent if args.json else painted
-
-
-def tell(model: Model, args: argparse.Namespace) -> None:
-    """A word about what somebody may expect and does not get."""
-    for setting in model.unhonoured():
-        say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
-    if not args.raw and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
-        say("note: this model has no chat template: it continues your text")
-
-
-def each(results: Generator[Result, None, None], told: Callable[[Result], None]) -> None:
-    """Tell of every result. Ctrl-C meanwhile is the engine's: it ends the others with what there is."""
-    try:
-        for result in results:
-            told(result)
-    except KeyboardInterrupt as stop:
-        told(results.throw(stop))                       # raised at once, if that is where it comes from
-        for result in results:
-            told(result)
-
-
-def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
-    """Answer args.prompt --n times: one after the other to be read, side by side with --json. The prompt is read once."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    model, draft = load(args)
-    tokens = model.encode(prompt, args.system, mode(args))
-    length = model.room(len(tokens), settings.max_tokens, args.max_len, args.kv_bits)
-    settings = replace(model.complete(settings), max_tokens=length - len(tokens))
-    replace(settings, seed=settings.seed + args.n - 1)                            # refuses now, if the last seed is none
-    together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
-    maker, show = engine(args, model, draft, together * length, length, together), shower(args)
-    requests = [Request(tokens, replace(settings, seed=settings.seed + i), model.ends) for i in range(args.n)]
-    maker.batch.check(requests[0])
-    tell(model, args)
-    for request in requests:
-        request.twin = requests[0] if request is not requests[0] else None
-    writers = [Writer(model, request, prompt, show, i) for i, request in enumerate(requests)]
-
-    def told(result: Result) -> None:
-        write(as_json(result.to_dict()) if args.json else "\n")
-        say(result.summary())
-    for group in [writers] if together > 1 else [[writer] for writer in writers]:
-        each(maker.serve(group), told)
-    return 0
-
-
-def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
-    """The requests of a file, as many at a time as --max-batch and memory allow; results as they finish. 1 if a line was bad."""
-    try:
-        with nullcontext(sys.stdin) if args.prompts == "-" else open(args.prompts, encoding="utf-8") as file:
-            lines = file.read().removeprefix("\ufeff").split("\n")               # a text may have other ends inside
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
-    model, draft = load(args)
-    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len, args.kv_bits)
-    maker = engine(args, model, draft, args.max_batch * limit, limit, args.max_batch)
-    tell(model, args)
-    say(maker.describe())
-    start, served, bad, writers = time.perf_counter(), 0, 0, []
-
-    def refuse(asked: Line, why: str) -> None:
-        nonlocal bad
-        bad += 1
-        say(f"line {asked.number} is left out: {line(why)}")
-        result = Result(asked.asked.get("prompt", ""), [], 0, asked.index, finish_reason="error")
-        given = {"id": asked.asked["id"]} if "id" in asked.asked else {}
-        write(as_json(result.to_dict() | {"error": line(why)} | given))
-
-    ids = {}
-    for asked in read_requests(lines, model, settings, min(limit, maker.maker.cache.max_len), args.system, mode(args)):
-        try:
-            if asked.request is None:
-                raise ValueError(asked.error)
-            maker.batch.check(asked.request)
-            writers.append(Writer(model, asked.request, asked.asked["prompt"], index=asked.index))
-            ids |= {asked.index: {"id": asked.asked["id"]}} if "id" in asked.asked else {}
-        except ValueError as error:
-            refuse(asked, str(error))
-    made, count, waiting = 0, len(writers), iter(writers)
-    del writers                                                                  # who is finished is let go
-
-    def told(result: Result) -> None:
-        nonlocal served, made
-        write(as_json(result.to_dict() | ids.get(result.index, {})))
-        served, made = served + 1, made + len(result.tokens)
-        say(f"{served} of {count}: {result.summary()}")
-    each(maker.serve(waiting), told)
-    seconds = time.perf_counter() - start
-    say(f"{served} texts, {made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s" + (f"; {bad} bad lines" if bad else ""))
-    return 1 if bad else 0
-
-
-def mode(args: argparse.Namespace) -> bool | None:
-    return True if args.chat else False if args.raw else None
-
-
-def chat(args: argparse.Namespace, settings: Settings) -> int:
-    """Turns at a terminal. What the last turns said is in the paged cache, and is not read again."""
-    model, draft = load(args)
-    first = Request(model.encode("?", args.system, mode(args)), replace(settings, max_tokens=1))
-    talk = model.tokenizer.chat_template is not None and not args.raw
-    limit = model.room(1, model.llama.config.max_position_embeddings, args.max_len, args.kv_bits)
-    maker, show = engine(args, model, draft, limit, limit, 1), shower(args)
-    maker.batch.check(first)                                                      # what could never be served is refused now
-    tell(model, args)
-    messages: list[Message] = []
-    say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
-    while True:
-        try:
-            typed = input("> ")
-        except EOFError:
-            say("")
-            return 0
-        except KeyboardInterrupt:
-            say("")
-            raise
-        except ValueError as error:
-            say(f"this cannot be read as text ({line(str(error))}): type it again")
-            continue
-        if not typed:
-            continue
-        messages = messages + [{"role": "user", "content": typed}] if talk else []
-        try:
-            tokens = model.encode(messages or typed, args.system, mode(args))
-            length = model.room(len(tokens), settings.max_tokens, min(limit, maker.maker.cache.max_len))
-        except ValueError as error:
-            say(f"{line(str(error))}\nA new conversation begins.")
-            messages = []
-            continue
-        request = Request(tokens, replace(model.complete(settings), max_tokens=length - len(tokens)), model.ends)
-        try:
-            for result in maker.serve([Writer(model, request, typed, show)]):
-                messages.append({"role": "assistant", "content": result.text})
-                write("\n")
-                say(result.summary())
-        except Terminated:
-            raise
-        except KeyboardInterrupt:                                                 # enough of this answer
-            continue
-
-
-def work(args: argparse.Namespace, settings: Settings) -> int:
-    if args.prompts is not None:
-        return many_prompts(args, settings)
-    if args.prompt is not None:
-        return one_prompt(args, settings)
-    if not sys.stdin.isatty():
-        raise ValueError("there is no prompt: give one in quotes, or '-' to read standard input")
-    if args.json or args.n > 1:
-        raise ValueError(f"{'--json' if args.json else '--n'} needs a prompt: give one in quotes, or '-' to read standard input")
-    return chat(args, settings)
-
-
-def run(args: argparse.Namespace) -> int:
-    check_flags(args)
-    settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens, tuple(args.stop),
-                        None if args.gamma == "auto" else args.gamma)
-    with ExitStack() as args.profiling:
-        return work(args, settings)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    warnings.showwarning = lambda message, *rest: say(f"note: {message}")
-    return status(lambda: run(args), CacheFull)
+    request = model.request(prompt, asked, system, chat, max_len, kv_bits)
+    length = request.prompt + request.left
+    engine = Engine(model, load_draft(draft, model, dtype), length, length, 1, verify == "coupled", use_cache, kv,
+                    kv_memory, kv_bits=kv_bits)
+    writer = Writer(model.tokenizer, request, prompt, lambda piece, origin: show(piece))
+    return next(engine.serve([writer])).to_dict()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import sys
+
+    from cli import main
+
+    def profiled(*args: Any) -> Any:
+        from measure import profiler                    # only for --profile: a slow import
+        return profiler.profiled(*args)
+    sys.exit(main(profiled=profiled if Path(__file__).with_name("measure").is_dir() else None))

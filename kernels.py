@@ -1,118 +1,343 @@
-"""Attention over a cache: the plain torch reference, which is the specification.
+"""What a forward pass is made of, in plain torch: the specification, and the one seam behind which faster versions
+drop in.
 
-Every query of a sequence looks at all keys up to its own position:
+`Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a subclass that
+overrides what its machine does faster, and calls super() for the rest. Nothing else asks what the machine is. Delete
+a folder, and this page runs; so does LLAMA_PLAIN=1.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
-for n queries and m ≥ n keys. The n queries are the *last* n of the m tokens, so the causal mask is aligned bottom-right: the
-last query sees everything. (A mask aligned top-left, which is what "causal" means to most library calls, is right only for
-n = m: with one query and a full cache it would show that query nothing but the first token.)
+for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is aligned bottom-right:
+the last query sees everything. (Aligned top-left, as most library calls do, it is right only for n = m.) Grouped-query
+attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G each; the cache shrinks by R.
 
-Grouped-query attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G of them each. G = H is
-multi-head attention, G = 1 multi-query attention; the cache shrinks by R.
+A `Step` says where the new tokens of a pass belong, for every cache and device: a contiguous cache is a paged one
+with one block of max_len tokens a sequence. Attention reads keys and values as they are *stored*, also those of the
+new tokens, so a result does not depend on how a prompt was cut.
 
-Memory is O(n) beside the mask: torch's scaled_dot_product_attention computes the softmax in tiles (FlashAttention, Dao et
-al. 2022) and accumulates in float32.
+`Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135), in one kernel: the scores never leave
+the chip.
 
-    n queries · m keys · H query heads · G key/value heads · D head size
+    T tokens of a step · B sequences · H query heads · G key/value heads · D head size · C hidden_size
+    F intermediate_size · V vocab_size · N blocks · S tokens of a block · M blocks of the longest sequence
 """
-import time
-from collections.abc import Sequence
-from functools import cache, lru_cache
+import math
+import os
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 16                                                # up to so many queries, the heads of a group are rows of one product
+import sampling
+from quant import Quantized
+from sampling import Setting
+
+triton = None                                           # for Linux only; and where nobody needs it, a slow import
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" in sys.modules:
+    with suppress(ImportError):
+        import triton
+        import triton.language as tl
+
+Span = tuple[Sequence[int], int, int]                   # of a sequence: blocks, length before and with the new tokens
+TILE = 1 << 21                                          # quantized weights that become numbers at a time
 
 
-@cache
-def on_gpu(device: torch.device) -> bool:
-    """Whether Triton's kernels are for what is there."""
-    return device.type == "cuda" and find_spec("triton") is not None
+class Linear(NamedTuple):
+    """y = x Wᵀ + b."""
+    weight: Tensor | Quantized                          # [N, K]
+    bias: Tensor | None = None                          # [N]
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Of this GPU; of what is none, as many as an H100 has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+# ---- The step --------------------------------------------------------------------------------------------------------
+
+class Places(NamedTuple):
+    """Attention metadata, as views of one buffer."""
+    positions: Tensor                                   # int64[T]: where a token is in its text
+    slots: Tensor                                       # int32[T]: where k and v go, block · S + place; −1: nowhere
+    starts: Tensor                                      # int32[B + 1]: cu_seqlens_q
+    lengths: Tensor                                     # int32[B]: new tokens included
+    tables: Tensor                                      # int32[B, M]: blocks; after the last, that one again
+
+    @staticmethod
+    def sizes(T: int, B: int, M: int) -> list[int]:     # in bytes
+        return [8 * T, 4 * T, 4 * B + 4, 4 * B, 4 * B * M]
+
+    @classmethod
+    def of(cls, buffer: Tensor, T: int, B: int, M: int) -> "Places":
+        positions, *rest = buffer.split(cls.sizes(T, B, M))
+        slots, starts, lengths, tables = (part.view(torch.int32) for part in rest)
+        return cls(positions.view(torch.int64), slots, starts, lengths, tables.view(B, M))
 
 
-def in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a cache of `dtype` there is attended to in place, by Triton's kernels (kernelstep.py), rather than by what is in this file."""
-    return on_gpu(device) and dtype != torch.float64
+class Step:
+    """The new tokens of one forward pass, packed end to end.
+
+    `places` are put together on the host when they are first asked for, and copied to the device at once. shape: T, B
+    and M of a step that will be filled again (`fill`) with up to so many.
+    """
+
+    def __init__(self, spans: Sequence[Span], block_size: int, cache: Any = None, device: torch.device | str = "cpu",
+                 shape: tuple[int, int, int] | None = None):
+        self.spans, self.block_size, self.cache, self.device = spans, block_size, cache, torch.device(device)
+        self.counts = [stop - start for _, start, stop in spans]
+        self.shape = shape or (sum(self.counts), len(spans), max(len(blocks) for blocks, _, _ in spans))
+
+    @classmethod
+    def alone(cls, count: int, length: int, device: torch.device | str = "cpu") -> "Step":
+        """Without a cache: `count` texts of `length` tokens, each from its beginning."""
+        return cls([([i], 0, length) for i in range(count)], length, None, device)
+
+    @cached_property
+    def places(self) -> Places:
+        self._buffer = send(packed(self.spans, self.block_size, *self.shape), self.device)
+        return Places.of(self._buffer, *self.shape)
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Other sequences in the same tensors. Tokens that they do not have are stored nowhere."""
+        self.spans, _ = spans, self.places              # there is a buffer now
+        self._buffer.copy_(send(packed(spans, self.block_size, *self.shape), self.device), non_blocking=True)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.places.positions
+
+    @cached_property
+    def seen(self) -> list[Tensor]:
+        """The slots of all tokens of each sequence, in order: int64[m] each."""
+        S, most = self.block_size, max(stop for _, _, stop in self.spans)
+        every = torch.arange(most, device=self.device)
+        slots = self.places.tables.long()[:, every // S] * S + every % S                     # [B, most]
+        return [own[:stop] for own, (_, _, stop) in zip(slots, self.spans)]
 
 
-def send(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """These numbers there, without waiting for what a GPU still has to do."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)         # torch keeps pinned memory until it is copied
+def packed(spans: Sequence[Span], S: int, T: int, B: int, M: int) -> Tensor:
+    """`Places` of this shape as one buffer on the host, uint8. Nothing is done token by token."""
+    positions, slots, starts, lengths, tables = array("q"), array("i"), array("i", [0]), array("i"), array("i")
+    for blocks, start, stop in spans:
+        positions.extend(range(start, stop))
+        for at in range(start - start % S, stop, S):    # block by block
+            first = blocks[at // S] * S - at
+            slots.extend(range(first + max(start, at), first + min(stop, at + S)))
+        starts.append(len(positions))
+        lengths.append(stop)
+        tables.extend(blocks)
+        tables.extend([blocks[-1] if blocks else 0] * (M - len(blocks)))
+    slots.extend([-1] * (T - len(slots)))
+    starts.extend(starts[-1:] * (B + 1 - len(starts)))
+    parts = zip((positions, slots, starts, lengths, tables), Places.sizes(T, B, M))
+    whole = bytearray().join(part.tobytes().ljust(size, b"\0") for part, size in parts)
+    return torch.frombuffer(whole, dtype=torch.uint8)
 
+
+# ---- The device ------------------------------------------------------------------------------------------------------
+
+def send(numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """These numbers on the device, without waiting for its work. (PyTorch keeps pinned memory until it is copied.)"""
+    x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if (told := Path("/proc/meminfo")).exists():
+        return 1024 * int(told.read_text().split("MemAvailable:")[1].split()[0])
+    return sys.maxsize                                  # this system does not say; allocation will
+
+
+def find_device(name: torch.device | str | None = None) -> torch.device:
+    """The device of this name; None: a GPU, if there is one. ValueError for one that this machine does not have."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        also = " or cuda" if torch.cuda.is_available() else ""
+        raise ValueError(f"device {str(name)!r} is not on this machine: use cpu{also}") from None
+    if (device := torch.device(name)).type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(name)!r} is not supported: use cpu or cuda")
+    return device
+
+
+# ---- The operations --------------------------------------------------------------------------------------------------
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one sequence's newest tokens. q: [n, H, D]; k, v: [G, m, D], m ≥ n -> [n, H, D]."""
-    (n, H, D), (G, m, _) = q.shape, k.shape
-    R = H // G
-    if n == 1:                                                                      # one query sees every key
-        return F.scaled_dot_product_attention(q.view(1, G, R, D), k[None], v[None]).view(1, H, D)
-    if n <= FEW and n < m:
-        rows = q.view(n, G, R, D).transpose(0, 1).reshape(1, G, n * R, D)
-        out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=causal(n, m, R, q.dtype, q.device))
-        return out.view(G, n, R, D).transpose(0, 1).reshape(n, H, D)
-    mask = None if n == m else causal(n, m, 1, q.dtype, q.device)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, is_causal=n == m, enable_gqa=True)
+    n, m = len(q), k.shape[1]
+    mask = None if n in (1, m) else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    q, causal = q.transpose(0, 1)[None], n == m > 1
+    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=causal, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-@lru_cache(maxsize=4)                                   # all layers of a step ask for the same
-def causal(n: int, m: int, repeats: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores of the last n of m tokens, `repeats` rows for each: [n · repeats, m], 0 where a query sees, else −∞."""
-    unseen = torch.ones(n, m, dtype=torch.bool, device=device).triu(m - n + 1)
-    return torch.zeros(n, m, dtype=dtype, device=device).masked_fill_(unseen, float("-inf")).repeat_interleave(repeats, 0)
+class Ops:
+    """The plain operations, differentiable, in every dtype."""
+
+    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
+        """What this machine computes fastest, for a model of so many `numbers`, stored so or in fewer bits."""
+        return torch.float32 if stored.itemsize == 2 else stored
+
+    def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> Any:
+        """A weight as `linear` (and `embed`, if it is looked up) reads it fastest; dtype: of x. Opaque to others."""
+        return weight
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialized keys or values [L, N, S, G, D], in the order in memory that `attend` reads fastest."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """x Wᵀ + b: [T, K] -> [T, N]. Fewer bits become numbers some rows of W at a time."""
+        w, bias = weight
+        if isinstance(w, Tensor):
+            return F.linear(x, w, bias)
+        tile = max(16, TILE // w.columns)
+        y = [F.linear(x, w.rows(slice(at, at + tile), x.dtype)) for at in range(0, len(w.values), tile)]
+        y = y[0] if len(y) == 1 else torch.cat(y, -1)
+        return y if bias is None else y + bias
+
+    def embed(self, tokens: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
+        """Rows of W: int64[T] -> [T, C]."""
+        w = weight.weight
+        return F.embedding(tokens, w) if isinstance(w, Tensor) else w.rows(tokens, dtype)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, and its RMSNorm, in at least float32: [T, C] each. None adds nothing."""
+        x = x if delta is None else x + delta
+        wide = x.float() if x.dtype.itemsize == 2 else x
+        return x, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn the pairs (i, i + D/2) of x: [T, heads, D]. cos, sin: [T, 1, D], the first half of sin negated."""
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) · up: [T, 2 F] -> [T, F]."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def attend(self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int) -> Tensor:
+        """Rotate q and k, store k and v, and let each token look back in its own text. [T, H + 2 G, D] -> [T, H, D]."""
+        qk, v = qkv.split((qkv.shape[1] - G, G), dim=1)
+        q, k = self.rotate(qk, cos, sin).split((qk.shape[1] - G, G), dim=1)
+        return self.look_back(q, k, v, step, layer)
+
+    def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
+        """Store k and v: [T, G, D]; then attention of q: [T, H, D] -> [T, H, D]."""
+        if step.cache is None:                                                   # texts of one length: one call for all
+            q, k, v = (x.unflatten(0, (len(step.counts), -1)).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(0, 1)
+        keys, values, slots = step.cache.keys, step.cache.values, step.places.slots.long()
+        keys.write(layer, slots, k)
+        values.write(layer, slots, v)
+        past = [[kept.read(layer, seen, q.dtype).transpose(0, 1) for kept in (keys, values)] for seen in step.seen]
+        return torch.cat([attention(new, *own) for new, own in zip(q.split(step.counts), past)])
+
+    def probabilities(self, logits: Tensor, *settings: Setting, **named: Setting) -> Tensor:
+        """sampling.probabilities. logits: [B, V]. ValueError for logits that are not finite."""
+        return sampling.probabilities(sampling.finite(logits), *settings, **named)
+
+    def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
+        """sampling.pick. probs: [B, V]; streams: int64[B, 1] -> int64[B]."""
+        return sampling.pick(probs, streams)
+
+    def forward(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any) -> Tensor:
+        """A whole pass, plain(tokens, step, rows); a backend may do it in one go."""
+        return plain(tokens, step, rows)
+
+    def draft(self, plain: Callable[..., Any], llama: Any, *round: Any) -> tuple[Tensor, Tensor]:
+        """All drafts of a round, plain(llama, *round) (drafters.write_drafts); a backend may do them in one go."""
+        return plain(llama, *round)
 
 
-def paged_attention(q: Tensor, keys: Any, values: Any, past: Tensor, mask: Tensor, place: Tensor | None = None) -> Tensor:
-    """Causal attention of a few queries of each of B sequences, whose keys and values lie anywhere, in one call.
+# ---- Flash attention -------------------------------------------------------------------------------------------------
 
-    q: [T, H, D]; keys, values: [G, slots, D], or in fewer bits (kvquant.py); past: int64[B, G, M], where the vectors of each sequence's tokens are
-    among the G · slots, head by head, in order, padded with any of its own; mask: [B, 1, n · R, M], 0 or −∞, what each of a sequence's n queries
-    sees, R = H / G times over. Where not all sequences have n queries, place: int64[T] says where these are among B · n. -> [T, H, D]
-    """
-    (_, H, D), (B, G, M) = q.shape, past.shape
-    k, v = (kept.flatten(0, 1).index_select(0, past.flatten()).to(q.dtype).view(B, G, M, D) for kept in (keys, values))
-    R, n = H // G, mask.shape[2] // (H // G)
-    if place is not None:
-        q = q.new_zeros(B * n, H, D).index_copy_(0, place, q)
-    grouped = q.view(B, n, G, R, D).transpose(1, 2).reshape(B, G, n * R, D)                                 # a group's R heads are rows
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view(B, G, n, R, D).transpose(1, 2).reshape(B * n, H, D)
-    return out if place is None else out[place]
+if triton is not None:
+    @triton.jit
+    def _flash(q, k, v, out, tables, starts, lengths, scale, most, S, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+               WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+        """A program has ROWS rows of one sequence: its newest tokens times the R query heads of a key/value head. It
+        walks over the keys in tiles and keeps of each row the largest score, the sum of the weights, the weighted sum
+        of values:
+
+            top' = max(top, max_j s_j)    p_j = 2^(s_j − top')    l, o = 2^(top − top') · (l, o) + Σ_j p_j · (1, v_j)
+        """
+        b, g = tl.program_id(0) // G, tl.program_id(0) % G
+        first, length = tl.load(starts + b), tl.load(lengths + b)
+        n = tl.load(starts + b + 1) - first                                      # new tokens, the last n of length
+        row, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+        token, position = first + row // R, length - n + row // R                # [ROWS]: in the step, in its text
+        inside = (row < n * R)[:, None] & (d < D)[None, :]
+        place = (token * G * R + g * R + row % R).to(tl.int64)[:, None] * D + d[None, :]
+        x = tl.load(q + place, inside, 0)                                        # [ROWS, WIDE]
+        o, l = tl.zeros((ROWS, WIDE), tl.float32), tl.zeros((ROWS,), tl.float32)
+        top = tl.full((ROWS,), -1e30, tl.float32)
+        for start in range(0, tl.minimum(length, tl.max(position, 0) + 1), KEYS):
+            j = start + tl.arange(0, KEYS)                                       # keys, in whatever blocks
+            block = tl.load(tables + b * most + j // S, j < length, 0).to(tl.int64)
+            at = ((block * S + j % S) * G + g)[:, None] * D + d[None, :]
+            there = (j < length)[:, None] & (d < D)[None, :]
+            s = tl.dot(x, tl.trans(tl.load(k + at, there, 0)), input_precision="tf32x3") * scale
+            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))      # causal, aligned bottom-right
+            higher = tl.maximum(top, tl.max(s, 1))
+            p, fade = tl.exp2(s - higher[:, None]), tl.exp2(top - higher)
+            o = tl.dot(p.to(v.dtype.element_ty), tl.load(v + at, there, 0), o * fade[:, None], input_precision="tf32x3")
+            l, top = l * fade + tl.sum(p, 1), higher
+        tl.store(out + place, (o / l[:, None]).to(out.dtype.element_ty), inside)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The demonstration: what a mask aligned top-left makes of a cache, and how memory grows with the text.
+class Flash(Ops):
+    """What a GPU runs without the folder gpu/: attention in place, for keys and values in 16 or 32 bits."""
 
-@torch.inference_mode()
+    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
+        return stored
+
+    def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
+        cache = step.cache
+        if cache is None or cache.dtype == torch.float64 or (cache.keys.bits, cache.values.bits) != (16, 16):
+            return super().look_back(q, k, v, step, layer)
+        for kept, new in ((cache.keys, k), (cache.values, v)):
+            kept.write(layer, step.places.slots.long(), new)
+        (_, H, D), G, q, out = q.shape, k.shape[1], q.contiguous(), torch.empty_like(q)
+        _, _, starts, lengths, tables = step.places
+        rows = 16 if max(step.counts) * (H // G) <= 16 else 64
+        grid = len(step.counts) * G, triton.cdiv(max(step.counts) * (H // G), rows)
+        _flash[grid](q, cache.keys.parts[0][layer], cache.values.parts[0][layer], out, tables, starts, lengths,
+                     D ** -0.5 / math.log(2), tables.shape[1], step.block_size, G, H // G, D,
+                     max(16, triton.next_power_of_2(D)), rows, 32)
+        return out
+
+
+def ops_for(device: torch.device | str) -> Ops:
+    """The fastest operations for this device: those of the folder cpu/ or gpu/, if it is there and can serve, else this
+    page's."""
+    kind = torch.device(device).type
+    if os.environ.get("LLAMA_PLAIN") == "1" or kind not in ("cpu", "cuda"):
+        return Ops()
+    folder, own = ("gpu", Flash() if triton else Ops()) if kind == "cuda" else ("cpu", Ops())
+    return (import_module(folder).ops() if find_spec(folder) else None) or own
+
+
+# The demonstration: what a mask aligned top-left makes of a cache.
+
 def main() -> None:
-    torch.manual_seed(0)
-    n, m, H, G, D = 3, 10, 4, 2, 16
-    q, k, v = torch.randn(n, H, D), torch.randn(G, m, D), torch.randn(G, m, D)
-    slow = torch.stack([(q[i] @ k[h // (H // G), :m - n + i + 1].T / D**0.5)[h].softmax(-1) @ v[h // (H // G), :m - n + i + 1]
-                        for i in range(n) for h in range(H)]).view(n, H, D)
-    library = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    print(f"the last {n} of {m} tokens: a query may see the keys marked x\n  bottom-right, as here{'':10}top-left, as the library's is_causal")
-    for i in range(n):
-        print("  " + "".join("x" if j <= i + m - n else "·" for j in range(m)) + " " * 21 + "".join("x" if j <= i else "·" for j in range(m)))
-    print(f"largest difference from the equation, query by query: {(attention(q, k, v) - slow).abs().max():.1e} here, {(library - slow).abs().max():.2f} there")
-    print("tokens of a prompt, milliseconds a head, and the megabytes that all its scores together would take")
-    for length in (512, 1024, 2048, 4096):
-        q, k, v = torch.randn(length, 1, 64), torch.randn(1, length, 64), torch.randn(1, length, 64)
-        start = time.perf_counter()
-        attention(q, k, v)
-        print(f"{length:6}{1e3 * (time.perf_counter() - start):9.1f}{4 * length**2 / 1e6:9.1f}")
+    n, m, q, k, v = 3, 10, torch.randn(3, 1, 16), torch.randn(1, 10, 16), torch.randn(1, 10, 16)
+    library = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True)[0, 0]
+    print(f"the last {n} of {m} tokens: x marks the keys that a query sees, and the error beside the equation")
+    for i, last in enumerate(range(m - n + 1, m + 1)):
+        wanted = (q[i] @ k[0, :last].T / 4).softmax(-1) @ v[0, :last]
+        for name, out, seen in (("bottom-right", attention(q, k, v)[i], last), ("top-left", library[i], i + 1)):
+            print(f"  {name:14}{'x' * seen:·<{m}}{(out - wanted).abs().max():10.1e}")
 
 
 if __name__ == "__main__":

@@ -1,43 +1,85 @@
 """The contiguous KV cache: keys and values of past tokens are kept, so that no token is read twice.
 
-Without it, token t costs a forward pass over all t tokens before it; with it, a pass over one. What it costs is memory,
-reserved in advance for the longest text that may come:
+Without it, token t costs a pass over all t tokens before it; with it, over one. The price is memory, reserved for the
+longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens; Llama 3.1 8B in bf16, 131,072 a
+token. Or in 8 or 4 bits (quant.py): an error in a key moves a token's weight, one in a value is averaged over all, so
+"4 bits" are keys of 8 and values of 4.
 
-    bytes = 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens
-
-Llama 3.1 8B in bf16: 2 · 32 · 8 · 128 · 2 = 131,072 bytes a token, 1.07 GB for 8,192 tokens. Llama 2 70B, with 80 layers and
-the same 8 heads, at 4,096 tokens: 1.34 GB (not the "80 GB" or "4 GB" that one reads; with all its 64 heads it would be 10.7).
-
-One cache holds several sequences, each in a row of its own. Its verbs are those of every cache here (paged.py has the same):
-
-    seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are there already (none, in this layout)
+    seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are stored already (none, in this layout)
     cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
-    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed; publish=False: nobody else may find them
-    cache.truncate(seq, length)          forgets what comes after: a rejected draft, the next turn of a chat
-    cache.settle(seq, tokens)            says which tokens those were that `extend` was not told (−1): drafts that only the device knew
+    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed
+    cache.truncate(seq, length)          keeps the first `length` tokens: a rejected draft, the next turn of a chat
+    cache.settle(seq, tokens)            names the tokens that `extend` got as −1
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
-A `Step` is what the forward pass sees: positions to rotate by, and `attend`, which stores the new keys and values and then
-attends to what was *stored*, so that a result does not depend on how a prompt was cut.
-
-Invariant: row `seq` holds exactly the tokens [0, length(seq)); what lies beyond is never read.
-
-    L layers · S sequences · N longest text · G key/value heads · H query heads · D head size · T tokens of a step
+Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); later places are never read.
+Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
+    L layers · N blocks (here: rows) · S tokens of a block (here: max_len) · G key/value heads · D head size
 """
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import attention, in_place
-from kvquant import GROUP, Bits, KVStore, store, vector_bytes
-from nativestep import NativeStep, attends
+from kernels import Ops, Step, free_memory, ops_for
+from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
-Places = Sequence[Tensor | KVStore]                             # of one layer after the other
-CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+def layout(D: int, bits: int, dtype: torch.dtype, group: int | None = None) -> list[tuple[int, torch.dtype]]:
+    """The parts of one stored vector, as (numbers, dtype): values, scales, zeros. 16 bits stand for `dtype`.
+    group: GROUP for a key, None for a value. ValueError for an odd number of 4-bit numbers."""
+    if bits == 4 and D % 2:
+        raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
+    M = -(-D // (group or D))
+    return {16: [(D, dtype)], 8: [(D, torch.int8), (1, torch.bfloat16)],
+            4: [(D // 2, torch.uint8), (M, torch.bfloat16), (M, torch.int16)]}[bits]
+
+
+class Store:
+    """The keys or values of a cache: parts [L, N, S, G, width] (`layout`); slot = block · S + place.
+    Each vector has scales of its own, so what is stored does not depend on which tokens were stored together."""
+
+    def __init__(self, parts: Sequence[Tensor], bits: int, group: int | None = None):
+        self.parts, self.bits, self.group = tuple(parts), bits, group
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], bits: int, dtype: torch.dtype, device: torch.device,
+              room: Callable[..., Tensor], group: int | None = None) -> "Store":
+        """Uninitialized, of shape [L, N, S, G, D]. room: `Ops.room`, which allocates a part."""
+        kinds = layout(shape[-1], bits, dtype, group)
+        return cls([room((*shape[:-1], width), kind, device) for width, kind in kinds], bits, group)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """float[..., D] -> the parts that are stored."""
+        return (x,) if self.bits == 16 else int8(x) if self.bits == 8 else int4(x, self.group)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Stored parts -> float[..., D]."""
+        return (parts[0].to(dtype) if self.bits == 16 else from_int8(*parts, dtype) if self.bits == 8 else
+                from_int4(*parts, dtype, self.group))
+
+    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
+        """Store x: [T, G, D] at slots: int64[T]."""
+        for part, numbers in zip(self.parts, self.encode(x)):
+            part[layer].flatten(0, 1).index_copy_(0, slots, numbers.to(part.dtype))
+
+    def read(self, layer: int, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """The vectors at slots, int64[m] or a range of them -> [m, G, D]."""
+        every = (part[layer].flatten(0, 1) for part in self.parts)
+        ranged = isinstance(slots, slice)
+        return self.decode([part[slots] if ranged else part.index_select(0, slots) for part in every], dtype)
+
+    def copy(self, source: int, target: int, count: int | None = None) -> None:
+        """The first `count` tokens of a block (all), in all layers."""
+        for part in self.parts:
+            part[:, target, :count] = part[:, source, :count]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 class CacheFull(RuntimeError):
@@ -46,223 +88,156 @@ class CacheFull(RuntimeError):
 
 def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    one = vector_bytes(head_dim, bits[0], dtype, GROUP) + vector_bytes(head_dim, bits[1], dtype)
-    return layers * kv_heads * tokens * one
+    parts = layout(head_dim, bits[0], dtype, GROUP) + layout(head_dim, bits[1], dtype)
+    return layers * kv_heads * tokens * sum(width * kind.itemsize for width, kind in parts)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on `device` now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if (told := Path("/proc/meminfo")).exists():
-        return 1024 * int(next(line.split()[1] for line in told.read_text().splitlines() if line.startswith("MemAvailable")))
-    return sys.maxsize                                                       # this system does not tell; allocation will
-
-
-def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, share: float = 0.8,
-                    bits: Bits = (16, 16)) -> int:
+def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+                    share: float = 0.8, bits: Bits = (16, 16)) -> int:
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
     return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
 
 
-class KVCache:
-    """Keys and values of up to `sequences` texts of up to `max_len` tokens each, all reserved at once."""
+@dataclass
+class Text:
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)     # where the tokens are stored, in order
+    chain: list[int] = field(default_factory=list)      # identities of the full blocks (paged.py)
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
-                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, bits: Bits = (16, 16)):
-        for name, value in dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_len=max_len, sequences=sequences).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}: a cache needs at least 1")
-        if dtype not in CACHE_DTYPES:
-            raise ValueError(f"a cache of {dtype} is not supported; use one of {', '.join(str(d)[6:] for d in CACHE_DTYPES)}")
-        shape = (layers, sequences, kv_heads, max_len, head_dim)
+
+class Cache:
+    """Both layouts: the storage, the sequences, and verbs that refuse before anything has changed.
+    sizes: L, N, S, G, D, each under the name that an error gives it."""
+
+    def __init__(self, sizes: dict[str, int], max_len: int, dtype: torch.dtype, device: torch.device | str, bits: Bits,
+                 ops: Ops | None):
+        for name, size in (sizes | {"max_len": max_len}).items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}: a cache needs at least 1")
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16")
+        L, N, S, G, D = sizes.values()
+        self.device, self.dtype, self.block_size, self.max_len = torch.device(device), dtype, S, max_len
+        self._texts: dict[int, Text] = {}               # by sequence
         try:
-            self.keys = store(shape, bits[0], device, dtype, GROUP)          # [L, S, G, N, D]
-            self.values = store(shape, bits[1], device, dtype)
-        except RuntimeError:                                                 # out of memory, whatever the device calls it
-            size = sequences * kv_bytes(layers, kv_heads, head_dim, max_len, dtype, bits)
-            raise CacheFull(f"a cache of {sequences} x {max_len} tokens needs {size / 1e9:.1f} GB, which {device} does not have: "
-                            "ask for a smaller max_len") from None
-        self.max_len, self.device, self.dtype = max_len, torch.device(device), dtype
-        self._lengths: dict[int, int] = {}                               # of the open sequences
-        self._rows = list(reversed(range(sequences)))                    # rows that nobody has
+            room = (ops or ops_for(device)).room
+            self.keys, self.values = (Store.empty((L, N, S, G, D), width, dtype, self.device, room, group)
+                                      for width, group in zip(bits, (GROUP, None)))
+        except RuntimeError:                            # out of memory, whatever the device calls it
+            raise CacheFull(f"a cache of {N} x {S} tokens needs {kv_bytes(L, G, D, N * S, dtype, bits) / 1e9:.1f} GB, "
+                            f"which {device} does not have: ask for less") from None
 
     @property
     def bytes(self) -> int:
-        """What is allocated."""
         return self.keys.nbytes + self.values.nbytes
 
-    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new, empty sequence for the text `tokens` -> (seq, 0): this layout shares nothing between sequences."""
-        if not self._rows:
-            raise CacheFull(f"all {len(self._lengths)} rows of the cache are taken: free a sequence, or make a cache of more")
-        seq = self._rows.pop()
-        self._lengths[seq] = 0
-        return seq, 0
+    def _text(self, seq: int) -> Text:
+        if seq not in self._texts:
+            raise KeyError(f"sequence {seq} is not open; open ones: {sorted(self._texts)}")
+        return self._texts[seq]
 
     def length(self, seq: int) -> int:
-        """How many tokens of this sequence are stored."""
-        if seq not in self._lengths:
-            raise KeyError(f"sequence {seq} is not open; open ones: {sorted(self._lengths)}")
-        return self._lengths[seq]
+        return len(self._text(seq).tokens)
 
     def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
-        """Is there room for n more tokens of each (seq, n)? Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> "Step":
-        """Make room for these tokens of each (seq, tokens); they are stored when the step's `attend` runs in each layer. Nothing is ever published.
-
-        Raises CacheFull, ValueError or KeyError before anything has changed.
-        """
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
+        """Room for these tokens of each (seq, tokens), for `Ops.attend` to fill; −1: one that only the device knows.
+        publish: share the full blocks so far (paged.py). CacheFull, ValueError, KeyError before anything changed."""
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
         if len({seq for seq, _ in requests}) < len(requests):
             raise ValueError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
         for seq, tokens in requests:
-            if not self.fits([(seq, len(tokens))]):
-                raise CacheFull(f"sequence {seq} has {self.length(seq)} tokens and cannot take {len(tokens)} more: "
-                                f"a row holds {self.max_len}; ask for fewer, or make a cache of a larger max_len")
-        starts = [(seq, self._lengths[seq]) for seq, _ in requests]
+            if (have := self.length(seq)) + len(tokens) > self.max_len:
+                raise CacheFull(f"sequence {seq} has {have} tokens and cannot take {len(tokens)} more: the limit is "
+                                f"{self.max_len}; ask for fewer, or make a cache of a larger max_len")
+        self._add_blocks(requests, publish)
+        spans = [(self._texts[seq].blocks, self.length(seq), self.length(seq) + len(new)) for seq, new in requests]
         for seq, tokens in requests:
-            self._lengths[seq] += len(tokens)
-        return self._step(starts)
+            self._texts[seq].tokens += map(int, tokens)
+        return Step(spans, self.block_size, self, self.device)
 
-    @property
-    def in_place(self) -> bool:
-        """Whether its steps are KernelSteps, which can be recorded (graphs.py)."""
-        return in_place(self.device, self.keys.dtype)
-
-    def _step(self, starts: Sequence[tuple[int, int]]) -> "Step":
-        """The step of these sequences, which were so long before."""
-        spans, places = [([seq], start, self._lengths[seq]) for seq, start in starts], (self.keys.transpose(2, 3), self.values.transpose(2, 3))
-        if self.in_place:
-            from kernelstep import KernelStep
-            return KernelStep(*places, spans, self.max_len, rows=True)
-        if self.dtype != torch.float64 and attends(*places, spans):
-            return NativeStep(*places, spans, self.max_len)
-        return Step([(start, self._lengths[seq], self.keys[:, seq], self.values[:, seq]) for seq, start in starts], self.device)
+    def _add_blocks(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool) -> None: ...
 
     def truncate(self, seq: int, length: int) -> None:
-        """Keep the first `length` tokens."""
         if not 0 <= length <= self.length(seq):
             raise ValueError(f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}")
-        self._lengths[seq] = length
+        del self._texts[seq].tokens[length:]
 
     def settle(self, seq: int, tokens: Sequence[int]) -> None:
-        """This layout has no use for tokens: it shares nothing."""
+        """The newest tokens are −1, drafts that only the device knew: read them off the whole text, `tokens`."""
+        kept = self._text(seq).tokens
+        at = next((i for i in range(len(kept), 0, -1) if kept[i - 1] >= 0), 0)
+        kept[at:] = tokens[at:len(kept)]
+
+
+class KVCache(Cache):
+    """`sequences` texts of up to `max_len` tokens, all reserved at once: block `seq` is that of sequence `seq`."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, bits: Bits = (16, 16),
+                 ops: Ops | None = None):
+        sizes = dict(layers=layers, sequences=sequences, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
+        super().__init__(sizes, max_len, dtype, device, bits, ops)
+        self._rows = list(reversed(range(sequences)))                           # free ones
+
+    @classmethod
+    def of(cls, llama: Any, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None,
+           bits: Bits = (16, 16)) -> "KVCache":
+        """A cache of this model's shape. max_len None: the model's own limit."""
+        c = llama.config
+        longest = c.max_position_embeddings if max_len is None else max_len
+        return cls(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, longest, sequences, llama.device,
+                   dtype or llama.dtype, bits, llama.ops)
+
+    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """A new, empty sequence for the text `tokens` -> (seq, 0): this layout shares nothing between sequences."""
+        if not self._rows:
+            raise CacheFull(f"all {len(self._texts)} rows are taken: free a sequence, or make a cache of more")
+        seq = self._rows.pop()
+        self._texts[seq] = Text(blocks=[seq])
+        return seq, 0
 
     def fork(self, seq: int) -> int:
-        """A second sequence with the same past. In this layout that is a copy."""
-        length = self.length(seq)
-        new, _ = self.open(())
+        """A second sequence with the same past: a copy, in this layout."""
+        past = self._text(seq).tokens
+        new, _ = self.open(past)
+        self._texts[new].tokens += past
         for kept in (self.keys, self.values):
-            kept[:, new, :, :length] = kept[:, seq, :, :length]
-        self._lengths[new] = length
+            kept.copy(seq, new, len(past))
         return new
 
     def free(self, seq: int) -> None:
-        """Give the row back."""
-        self.length(seq)
-        del self._lengths[seq]
-        self._rows.append(seq)
+        self._rows += self._text(seq).blocks
+        del self._texts[seq]
 
 
-class Step:
-    """The new tokens of one forward pass, packed end to end: where they belong, and attention for them."""
-
-    def __init__(self, spans: Sequence[tuple[int, int, Tensor | KVStore, Tensor | KVStore]], device: torch.device):
-        """spans: of each sequence its length before and with its new tokens, and its row of keys and of values: [L, G, N, D]."""
-        positions = [torch.arange(start, stop, device=device) for start, stop, _, _ in spans]
-        self.positions = positions[0] if len(spans) == 1 else torch.cat(positions)                          # [T]
-        self.spans, at = [], 0
-        for start, stop, *row in spans:                                  # layer by layer, the places of what is new, and of all there is by then
-            new = [kept[:, :, start:stop].transpose(1, 2).unbind() for kept in row]                       # [n, G, D]
-            self.spans.append((slice(at, at + stop - start), *new, *(kept[:, :, :stop].unbind() for kept in row)))     # [G, stop, D]
-            at += stop - start
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v: [T, G, D]; then let q: [T, H, D] look back, each token within its own sequence -> [T, H, D]."""
-        if len(self.spans) == 1:
-            return self._attend(layer, q, k, v, *self.spans[0][1:])
-        return torch.cat([self._attend(layer, q[own], k[own], v[own], *places) for own, *places in self.spans])
-
-    @staticmethod
-    def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, new_k: Places, new_v: Places, all_k: Places, all_v: Places) -> Tensor:
-        new_k[layer].copy_(k)
-        new_v[layer].copy_(v)
-        return attention(q, all_k[layer].to(q.dtype), all_v[layer].to(q.dtype))
-
-
-class Alone:
-    """The step of one whole text without a cache."""
-
-    def __init__(self, tokens: Tensor):
-        self.positions = torch.arange(len(tokens), device=tokens.device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k.transpose(0, 1), v.transpose(0, 1))
-
-
-class NoCache:
-    """The verbs of a cache that keeps nothing: every step reads its whole text again. To feel the difference."""
-
-    max_len, in_place = sys.maxsize, False
+class NoCache(Cache):
+    """Keeps nothing: every step reads its whole text again, alone. To feel the difference."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.max_len, self._texts = device, sys.maxsize, {0: Text()}
 
-    def open(self, tokens: Any) -> tuple[int, int]:
+    def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0
 
-    def length(self, seq: int) -> int:
-        return 0
+    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
+        return Step.alone(1, len(requests[0][1]), self.device)
 
-    def fits(self, requests: Any) -> bool:
-        return True
-
-    def extend(self, requests: Any) -> Alone:
-        (_, tokens), = requests
-        return Alone(torch.tensor(tokens, device=self.device))
-
-    def truncate(self, seq: int, length: int) -> None:
-        pass
-
-    def free(self, seq: int) -> None:
-        pass
+    def free(self, seq: int) -> None: ...
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The demonstration: the same 50 tokens with and without a cache, and the bytes by formula beside those allocated.
-
-@torch.inference_mode()
-def main() -> None:
-    import time
+if __name__ == "__main__":                              # 50 tokens after 200, without a cache and with one
+    from time import perf_counter
 
     from model import Llama
     llama = Llama.load("tiny")
-    config, text = llama.config, torch.arange(1, 201, device=llama.device)                   # any 200 tokens will do
-    cache = llama.cache(max_len=len(text) + 50)
-    formula = kv_bytes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, cache.max_len, llama.dtype)
-    print(f"2 · {config.num_hidden_layers} layers · {config.num_key_value_heads} heads · {config.head_dim} · {llama.dtype.itemsize} bytes"
-          f" · {cache.max_len} tokens = {formula:,} bytes; allocated: {cache.bytes:,}")
-
-    def decode(cached: bool) -> float:
-        """Seconds for 50 greedy tokens after a prompt of 200."""
-        tokens, seq = text, cache.open(())[0]
-        logits = llama(tokens, cache.extend([(seq, tokens)]), rows=slice(-1, None))
-        start = time.perf_counter()
-        for _ in range(50):
-            new = logits.argmax(-1)
-            tokens = torch.cat((tokens, new))
-            step = cache.extend([(seq, new)]) if cached else None
-            logits = llama(new if cached else tokens, step, rows=slice(-1, None))
-        cache.free(seq)
-        return time.perf_counter() - start
-
-    without, with_cache = decode(False), decode(True)
-    print(f"50 tokens after 200: {without:.2f} s without a cache, {with_cache:.2f} s with it: {without / with_cache:.1f} times as fast")
-
-
-if __name__ == "__main__":
-    main()
+    for cache in (NoCache(llama.device), KVCache.of(llama, 250)):
+        tokens, times, (seq, _) = [1] * 200, [], cache.open(())
+        for _ in range(51):                             # the first pass reads the prompt
+            new = torch.tensor(tokens[cache.length(seq):], device=llama.device)
+            tokens.append(int(llama(new, cache.extend([(seq, new.tolist())]), rows=slice(-1, None)).argmax()))
+            times.append(perf_counter())
+        print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")

@@ -1,25 +1,20 @@
 """Llama: the forward pass.
 
-A forward pass is a packed row of tokens: the new tokens of every sequence of this step, end to end. The model knows nothing
-of sequences or caches; what it needs of them is in the `step`: each token's position, and `attend`, which stores the new keys
-and values and lets every token look back within its own sequence.
+A forward pass is a packed row of tokens: the new tokens of every sequence of this step, end to end. The model knows
+nothing of sequences, caches or devices: `step` says where each token belongs, and `ops` (kernels.py) computes.
 
     x = embed[tokens]                                           [T, C]
     for each layer:
-        q, k, v = rotate(qkv_proj(norm(x)))                     [T, H, D], [T, G, D], [T, G, D]
-        x = x + o_proj(step.attend(layer, q, k, v))
-        gate, up = gate_up_proj(norm(x))                        [T, F] each
-        x = x + down_proj(silu(gate) · up)
+        q, k, v = rotate(qkv(norm(x)))                          [T, H, D], [T, G, D], [T, G, D]
+        x = x + o(attend(q, k, v))
+        gate, up = gate_up(norm(x))                             [T, F] each
+        x = x + down(silu(gate) · up)
     logits = head(norm(x))[rows]                                [R, V]
 
-Without a step, `llama(tokens)` is one sequence from its first token, with no cache: the plain specification.
-
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w, computed in at least float32. What a layer adds to x waits for the next norm,
-    which adds it as it reads x: on a GPU that is one launch (fused.py).
-  - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that q · k
-    depends on the distance alone. `llama3` scaling (Llama 3.1) slows the low frequencies down for long texts, `linear` all.
-  - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads.
-  - SwiGLU (Shazeer 2020).
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The sum x + … waits for the next norm: one pass over x.
+  - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that
+    q · k depends on the distance alone (weights.py has the scalings for long texts).
+  - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU (Shazeer 2020).
 
 Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens it has.
 
@@ -27,158 +22,64 @@ Cost: 2 · parameters operations a token, and reading every weight once a step, 
     F intermediate_size · V vocab_size
 """
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import native
-from config import Config, Quantization, inverse_frequencies
-from kernels import on_gpu
-from kvcache import Alone, KVCache, free_memory, tokens_that_fit
-from kvquant import Bits
-from matmul import Linear, default_dtype
-from nativestep import NativeStep
-from quant import quantize
-from quantmatmul import QuantizedLinear
-from weights import Checkpoint, find
+from kernels import Linear, Ops, Step, find_device, free_memory, ops_for
+from quant import Quantized, quantize
+from weights import Checkpoint, Config, Quantization, find, inverse_frequencies
+
+OLD = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"        # tensors that old checkpoints hold and nobody needs
 
 
-class Step(Protocol):
-    """What a forward pass needs to know of the texts its tokens belong to."""
-    positions: Tensor                                                       # int64[T]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-def fuses(x: Tensor, *others: Tensor | None) -> Any:
-    """Who does what is between the products in one launch each, for such tensors: fused.py on a GPU, native.py on a CPU; None: plain torch."""
-    if on_gpu(x.device) and x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled()):
-        import fused
-        return fused
-    return native if native.serves(x, *others) else None
+@dataclass
+class Layer:
+    """The weights of a layer. After `Llama.prepare` the products are the backend's own."""
+    input_norm: Tensor                                  # [C]
+    qkv: Linear                                         # [(H + 2 G) D, C]
+    o: Linear                                           # [C, H D]
+    post_norm: Tensor                                   # [C]
+    gate_up: Linear                                     # [2 F, C]
+    down: Linear                                        # [C, F]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D/2) of x: [T, heads, D]. cos, sin: [T, 1, D], the first half of sin negated."""
-    if own := fuses(x, cos, sin):
-        return own.rotate(x, cos, sin)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+class Llama:
+    """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a step. Without a step: of one text, no cache."""
 
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up. x: [T, 2 F], gate and up side by side -> [T, F]."""
-    if own := fuses(x):
-        return own.swiglu(x)
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, **where: Any):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size, **where), requires_grad=False), eps
-        self.twice: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:                                 # [T, C] -> [T, C]
-        if self.twice is not None:
-            return F.layer_norm(torch.cat((x, -x), -1), self.twice.shape, self.twice, None, self.eps)[:, :x.shape[-1]]
-        wide = x.float() if x.dtype.itemsize == 2 else x
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm: [T, C] each. None adds nothing."""
-        if (own := fuses(x, delta, self.weight)) and not self._forward_pre_hooks:       # whoever looks on (train/calibrate.py) sees what the norm gets
-            return own.add_norm(x, delta, self.weight, self.eps)
-        x = x if delta is None else x + delta
-        return x, self(x)
-
-    def pack(self) -> None:
-        """The mean of (x, −x) is 0, so its LayerNorm begins with the RMSNorm of x: on a CPU one kernel instead of six."""
-        if self.weight.device.type == "cpu":
-            self.twice = torch.cat((self.weight.detach(), self.weight.detach()))
-
-
-def product(config: Config, head: bool = False) -> Callable[..., Linear | QuantizedLinear]:
-    """The kind of product that a model's layers, or its head and embedding, are made of."""
-    how = config.quantization
-    bits = 16 if how is None else how.head_bits if head else how.bits
-    return Linear if bits == 16 else partial(QuantizedLinear, bits=bits, group=how.group)
-
-
-class Layer(nn.Module):
-    """Attention, then the feed-forward network, each added to the residual stream."""
-
-    def __init__(self, config: Config, **where: Any):
-        super().__init__()
-        C, D = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, D
-        make = product(config)
-        self.input_norm = RMSNorm(C, config.rms_norm_eps, **where)
-        self.qkv_proj = make(C, (self.heads + 2 * self.kv_heads) * D, config.attention_bias, **where)
-        self.o_proj = make(self.heads * D, C, config.attention_bias, **where)
-        self.post_norm = RMSNorm(C, config.rms_norm_eps, **where)
-        self.gate_up_proj = make(C, 2 * config.intermediate_size, config.mlp_bias, **where)
-        self.down_proj = make(config.intermediate_size, C, config.mlp_bias, **where)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:           # [T, C] -> [T, C]
-        x, delta = self.ahead(x, None, cos, sin, attend)
-        return x + delta
-
-    def ahead(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Any, turned: Any = None) -> tuple[Tensor, Tensor]:
-        """Of a stream x + delta: x + delta + attention, and what the network adds to that, for the next norm to add. [T, C] each. turned: what
-        attends and rotates in one (kernelstep.py), if there is such a thing."""
-        T, H, G = x.shape[0], self.heads, self.kv_heads
-        x, y = self.input_norm.add(x, delta)
-        qkv = self.qkv_proj(y).view(T, H + 2 * G, self.head_dim)
-        if turned is not None:
-            mixed = turned(qkv, cos, sin)
-        else:
-            qk, v = qkv.split((H + G, G), dim=1)
-            q, k = rotate(qk, cos, sin).split((H, G), dim=1)
-            mixed = attend(q, k, v)
-        x, y = self.post_norm.add(x, self.o_proj(mixed.reshape(T, H * self.head_dim)))
-        return x, self.down_proj(swiglu(self.gate_up_proj(y)))
-
-    def parts(self) -> list[tuple[Linear | QuantizedLinear, dict[str, int]]]:
-        """The products, and what a checkpoint has of each, by name, with its rows: q, k and v are one product, gate and up another."""
-        q, kv, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.gate_up_proj.out_features // 2
-        return [(self.qkv_proj, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
-                (self.o_proj, {"self_attn.o_proj": self.o_proj.out_features}),
-                (self.gate_up_proj, {"mlp.gate_proj": wide, "mlp.up_proj": wide}),
-                (self.down_proj, {"mlp.down_proj": self.down_proj.out_features})]
-
-    def places(self, prefix: str) -> dict[str, Tensor]:
-        """Where the checkpoint's tensors go."""
-        places = {f"{prefix}.input_layernorm.weight": self.input_norm.weight, f"{prefix}.post_attention_layernorm.weight": self.post_norm.weight}
-        for linear, rows in self.parts():
-            for kind, whole in linear.tensors().items():
-                places |= {f"{prefix}.{name}.{kind}": part for name, part in zip(rows, whole.split(list(rows.values())))}
-        return places
-
-
-class Llama(nn.Module):
-    """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a packed step."""
-
-    def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int | None = 0):
+    def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+                 seed: int | None = 0, ops: Ops | None = None):
         """A model with random weights, drawn with `seed`; None leaves them to be filled."""
-        super().__init__()
-        where = dict(device=device, dtype=dtype)
-        self.config = config
-        make = partial(product(config, head=True), config.hidden_size, config.vocab_size, **where)
-        self.embed = make()
-        self.layers = nn.ModuleList(Layer(config, **where) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
-        self.head = self.embed if config.tie_word_embeddings else make()
+        self.config, self.device, self.dtype = config, torch.empty(0, device=device).device, dtype
+        self.ops, C, V = ops or ops_for(device), config.hidden_size, config.vocab_size
+        self.embed = self._linear(V, C, head=True)
+        self.layers = [self.new_layer() for _ in range(config.num_hidden_layers)]
+        self.norm = self._empty(C)
+        self.head = self.embed if config.tie_word_embeddings else self._linear(V, C, head=True)
         frequencies = inverse_frequencies(config)
-        self.few: native.Layers | None = None                                               # all layers in one call, for a few tokens on a CPU
-        self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)).to(device), persistent=False)       # [D]
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)             # [D]
         if seed is not None:
             self._randomize(seed)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _linear(self, N: int, K: int, bias: bool = False, head: bool = False) -> Linear:
+        how = self.config.quantization
+        bits = 16 if how is None else how.head_bits if head else how.bits
+        weight = self._empty(N, K) if bits == 16 else Quantized.empty(N, K, bits, how.group, self.device)
+        return Linear(weight, self._empty(N) if bias else None)
+
+    def new_layer(self) -> Layer:
+        """A layer of this model's shape, uninitialized."""
+        c, make = self.config, self._linear
+        C, F, q, kv = c.hidden_size, c.intermediate_size, c.query_size, c.kv_size
+        return Layer(self._empty(C), make(q + 2 * kv, C, c.attention_bias), make(C, q, c.attention_bias),
+                     self._empty(C), make(2 * F, C, c.mlp_bias), make(C, F, c.mlp_bias))
 
     @torch.no_grad()
     def _randomize(self, seed: int) -> None:
@@ -186,156 +87,170 @@ class Llama(nn.Module):
             raise ValueError("a quantized model has no random weights: make it with seed=None, and fill it")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, place in self.places().items():
-            if name.endswith("norm.weight"):
-                place.fill_(1)
-            else:
-                place.normal_(0, 0.02, generator=generator)
+            place.fill_(1) if name.endswith("norm.weight") else place.normal_(0, 0.02, generator=generator)
+
+    # ---- The forward pass
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs at these positions: int64[T] -> cos, sin: [T, 1, D], the first half of sin negated."""
+        angles = positions[:, None, None] * self.frequencies
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def __call__(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
+        """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice; None: every row)."""
+        step = step or Step.alone(1, len(tokens), self.device)
+        return self.ops.forward(self._forward, self, tokens, step, rows)
+
+    def _forward(self, tokens: Tensor, step: Step, rows: Tensor | slice | None) -> Tensor:
+        ops, rope = self.ops, self.rope(step.positions)
+        x, delta = ops.embed(tokens, self.embed, self.dtype), None                       # [T, C]
+        for i, layer in enumerate(self.layers):
+            x, delta = self.through(layer, x, delta, rope, step, i)
+        if rows is not None:
+            x, delta = x[rows], None if delta is None else delta[rows]
+        return ops.linear(ops.add_norm(x, delta, self.norm, self.config.rms_norm_eps)[1], self.head)
+
+    def through(self, w: Layer, x: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], step: Step,
+                i: int) -> tuple[Tensor, Tensor]:
+        """Layer i on the residual stream x + delta -> the stream, and what the layer adds to it: [T, C] each."""
+        ops, G, D, eps = self.ops, self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
+        x, y = ops.add_norm(x, delta, w.input_norm, eps)
+        mixed = ops.attend(ops.linear(y, w.qkv).unflatten(1, (-1, D)), G, *rope, step, i)
+        x, y = ops.add_norm(x, ops.linear(mixed.flatten(1), w.o), w.post_norm, eps)
+        return x, ops.linear(ops.swiglu(ops.linear(y, w.gate_up)), w.down)
+
+    # ---- The weights
 
     @classmethod
     def load(cls, name: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
              trainable: bool = False, bits: int = 16) -> "Llama":
-        """A model from an alias, a Hub id or a folder. FileNotFoundError and ValueError name what is wrong and the way out.
+        """A model from an alias, a Hub id or a folder. FileNotFoundError or ValueError names the way out.
 
-        device: a GPU if there is one. dtype: the checkpoint's, or what this CPU is good at. trainable: plain weights with
-        gradients; otherwise they are packed for a CPU's products. bits: 8 or 4 rounds the weights of an ordinary model to that many.
+        device: a GPU if there is one. dtype: the machine's fastest. trainable: plain weights with gradients; otherwise
+        they are prepared for the machine's products. bits: 8 or 4 rounds the weights of an ordinary model.
         """
         config, checkpoint, sources, rules = cls._open(find(name))                  # before any memory is asked for
         if trainable and (config.quantization or bits != 16):
-            raise ValueError(f"{name}: quantized weights cannot be trained or changed: use the model in 16 or 32 bits that they were made from")
+            raise ValueError(f"{name}: quantized weights cannot be trained or changed: "
+                             "use the model in 16 or 32 bits that they were made from")
         if bits != 16:
             config = config.quantized(Quantization(bits))
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        width = config.quantization.bits if config.quantization else 16
-        dtype = dtype or default_dtype(checkpoint.dtype, device, is_small(config), width)
+        device = torch.device(device) if device else find_device()
+        ops, width = ops_for(device), config.quantization.bits if config.quantization else 16
+        dtype = dtype or ops.dtype(checkpoint.dtype, width, sum(place.numel() for place in sources.values()))
         needs = sum(place.nbytes for place in cls(config, "meta", dtype, seed=None).places().values())
         if needs > (free := free_memory(device)):
             raise ValueError(f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
                              "free: use fewer --bits, another --device, or a smaller model")
-        model = cls(config, device, dtype, seed=None)
+        model = cls(config, device, dtype, seed=None, ops=ops)
         model.fill(checkpoint.tensors(sources, **rules))
-        return model.requires_grad_() if trainable else model.pack()
+        return model.requires_grad_() if trainable else model.prepare()
 
     @classmethod
     def _open(cls, folder: Path) -> tuple[Config, Checkpoint, dict[str, Tensor], dict[str, Any]]:
-        """A folder's config, its checkpoint, the tensors that it must hold (on no device), and what else it may: all checked."""
+        """A folder's config and checkpoint, checked; the tensors it must hold, on no device, and those that it may."""
         config, checkpoint = Config.load(folder), Checkpoint(folder)
-        rules = dict(ignore=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-                     twice={"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {})
-        sources = cls(config, "meta", seed=None).places()
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        rules, sources = dict(ignore=OLD, twice=tied), cls(config, "meta", seed=None).places()
         checkpoint.audit(sources, **rules)
         return config, checkpoint, sources, rules
 
     def rounded(self, folder: Path, bits: int = 4, group: int = 128) -> "Llama":
-        """A second model whose layers' products have fewer bits, rounded to the nearest from this one's folder, a tensor at a time. All else,
+        """A second model whose layers have fewer bits, rounded from this model's folder, a tensor at a time. All else,
         embedding, norms and head, is this model's own."""
         config, checkpoint, sources, _ = self._open(folder)
         copy = Llama(config.quantized(Quantization(bits, group)), "meta", self.dtype, seed=None)
-        copy.embed, copy.head, copy.norm, copy.frequencies = self.embed, self.head, self.norm, self.frequencies
-        for i, own in enumerate(self.layers):
-            copy.layers[i] = layer = Layer(copy.config, device=self.device, dtype=self.dtype)
+        copy.device, copy.ops, copy.frequencies = self.device, self.ops, self.frequencies
+        copy.embed, copy.head, copy.norm = self.embed, self.head, self.norm
+        copy.layers = [copy.new_layer() for _ in self.layers]
+        for layer, own in zip(copy.layers, self.layers):
             layer.input_norm, layer.post_norm = own.input_norm, own.post_norm
-        copy.fill((name, checkpoint.read(name)) for name in sources if name.startswith("model.layers.") and not name.endswith("norm.weight"))
-        for linear in (linear for layer in copy.layers for linear, _ in layer.parts()):
-            linear.pack()
+        places = {name: place for name, place in copy._layer_places().items() if not name.endswith("norm.weight")}
+        copy.fill(((name, checkpoint.read(name)) for name in sources.keys() & places.keys()), places)
+        copy._prepare_layers()
         return copy
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def fill(self, tensors: Iterable[tuple[str, Tensor]], places: dict[str, Tensor] | None = None) -> None:
         """Put each tensor of a checkpoint in its place; where that has fewer bits, rounded to the nearest."""
-        places = self.places()
+        places = places or self.places()
         for name, tensor in tensors:
             if tensor.is_floating_point() and f"{name}_scale" in places:
                 bits = 8 if places[name].dtype == torch.int8 else 4
-                for part, numbers in zip(("", "_scale", "_zero"), quantize(tensor, bits, self.config.quantization.group)):
+                q = quantize(tensor, bits, self.config.quantization.group)
+                for part, numbers in zip(("", "_scale", "_zero"), q):
                     if numbers is not None:
                         places[name + part].copy_(numbers)
             else:
                 places[name].copy_(tensor)
 
     def places(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, by their names there."""
-        places = {f"model.embed_tokens.{kind}": whole for kind, whole in self.embed.tensors().items()} | {"model.norm.weight": self.norm.weight}
-        for i, layer in enumerate(self.layers):
-            places |= layer.places(f"model.layers.{i}")
-        head = {} if self.config.tie_word_embeddings else self.head.tensors()
-        return places | {f"lm_head.{kind}": whole for kind, whole in head.items()}
+        """The tensors of a checkpoint, by their names there, of a model that is not prepared."""
+        V, embed = self.config.vocab_size, split(self.embed, {"model.embed_tokens": self.config.vocab_size})
+        head = {} if self.config.tie_word_embeddings else dict(split(self.head, {"lm_head": V}))
+        return dict(embed) | {"model.norm.weight": self.norm} | self._layer_places() | head
 
-    def pack(self) -> "Llama":
-        """Make ready to run on a CPU: products in the order that it multiplies fastest (matmul.py), norms in one piece; no-op on a GPU."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.pack()
-            elif isinstance(module, (Linear, QuantizedLinear)):
-                read = module is self.embed and native.library() is None                     # row by row: oneDNN's order cannot be
-                if not read or module is self.head:
-                    module.pack(keep=read)
-        self.few = native.Layers.of(self)
+    def _layer_places(self) -> dict[str, Tensor]:
+        c, places = self.config, dict[str, Tensor]()
+        C, F, q, kv = c.hidden_size, c.intermediate_size, c.query_size, c.kv_size
+        for i, layer in enumerate(self.layers):
+            parts = [("input_layernorm.weight", layer.input_norm), ("post_attention_layernorm.weight", layer.post_norm),
+                     *split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
+                     *split(layer.o, {"self_attn.o_proj": C}),
+                     *split(layer.gate_up, {"mlp.gate_proj": F, "mlp.up_proj": F}),
+                     *split(layer.down, {"mlp.down_proj": C})]
+            places |= {f"model.layers.{i}.{name}": part for name, part in parts}
+        return places
+
+    def prepare(self) -> "Llama":
+        """Put the weights in the order that this machine multiplies fastest. `places` are gone after that."""
+        self._prepare_layers()
+        tied = self.head is self.embed
+        self.embed = self.ops.prepare(self.embed, self.dtype, looked_up=True)
+        self.head = self.embed if tied else self.ops.prepare(self.head, self.dtype)
         return self
 
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
+    def _prepare_layers(self) -> None:
+        for layer in self.layers:
+            for name in ("qkv", "o", "gate_up", "down"):
+                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
+    def parameters(self) -> list[Tensor]:
+        """All tensors of a plain model, each once: what training changes."""
+        ends = [self.embed] if self.head is self.embed else [self.embed, self.head]
+        linears = [*ends, *(w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm))]
+        return [*(part for linear in linears for part in linear if part is not None), *norms]
 
-    def cache(self, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None, bits: Bits = (16, 16)) -> KVCache:
-        """A contiguous cache of this model's shape, for `sequences` texts of up to `max_len` tokens (its own limit)."""
-        c = self.config
-        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.max_position_embeddings if max_len is None else max_len, sequences,
-                       self.device, dtype or self.dtype, bits)
-
-    def max_len(self, bits: Bits = (16, 16)) -> int:
-        """The longest text: this model's limit, or what a cache can hold in the memory that is left."""
-        c = self.config
-        return min(c.max_position_embeddings, tokens_that_fit(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.dtype, self.device, bits=bits))
-
-    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs at these positions: int64[T] -> cos, sin: [T, 1, D]."""
-        angles = positions[:, None, None] * self.frequencies                                 # [T, 1, D], the first half negated
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-    def forward(self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None) -> Tensor:
-        """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice into the step; None: every row)."""
-        step = step or Alone(tokens)
-        x, delta = self.embed.rows(tokens), None                                                # [T, C]
-        if self.few is not None and isinstance(step, NativeStep) and step.whole:
-            y = step.through(self.few, x, *self.turns(step.positions))
-            return self.head(y if rows is None else y[rows])
-        cos, sin = self.turns(step.positions)
-        turned = getattr(step, "attend_turned", None) if fuses(x) else None
-        for i, layer in enumerate(self.layers):
-            x, delta = layer.ahead(x, delta, cos, sin, partial(step.attend, i), turned and partial(turned, i))
-        if rows is not None:
-            x, delta = x[rows], None if delta is None else delta[rows]
-        return self.head(self.norm.add(x, delta)[1])
+    def requires_grad_(self, on: bool = True) -> "Llama":
+        for parameter in self.parameters():
+            parameter.requires_grad_(on)
+        return self
 
 
-def is_small(config: Config) -> bool:
-    """Whether this model's numbers lie in a core's cache: 4 MB in float32."""
-    return sum(place.numel() for place in Llama(config, "meta", seed=None).places().values()) <= 2**20
+def split(linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that one product holds, as rows of it: q, k and v; gate and up."""
+    weight = linear.weight[:3] if isinstance(linear.weight, Quantized) else (linear.weight, None, None)
+    for kind, whole in zip(("weight", "weight_scale", "weight_zero", "bias"), (*weight, linear.bias)):
+        if whole is not None:
+            yield from ((f"{name}.{kind}", part) for name, part in zip(rows, whole.split(list(rows.values()))))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The demonstration: what is in a Llama, and that it does not matter how a text is cut.
+# The demonstration: it does not matter how a text is cut.
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
-    llama = Llama.load(name, dtype=torch.float32)
-    config, places = llama.config, Llama(Config.load(find(name)), seed=None, device="meta").places()
-    print(f"{name}: {sum(place.numel() for place in places.values()):,} parameters in {len(places)} tensors; {config.num_hidden_layers} layers, "
-          f"{config.num_attention_heads} query heads on {config.num_key_value_heads} key/value heads of {config.head_dim}")
-    text = torch.arange(1, 101, device=llama.device)
-    whole, cache = llama(text), llama.cache(len(text))
-    print("100 tokens at once, and in chunks through a cache: the largest difference of their logits, over the largest logit")
+    llama, text = Llama.load(name, dtype=torch.float32), torch.arange(1, 101)
+    whole = llama(text)
+    print("100 tokens at once, and in chunks through a cache: the largest difference of their logits, over the largest")
     for sizes in ([100], [99, 1], [50, 50], [1] * 100, [7, 13, 80]):
+        cache = KVCache.of(llama, len(text))
         seq, _ = cache.open(())
         parts = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in text.split(sizes)]
-        cache.free(seq)
-        error = ((torch.cat(parts) - whole).abs().max() / whole.abs().max()).item()
-        print(f"  {len(sizes):3} chunks of {', '.join(map(str, sizes[:3]))}{', …' if len(sizes) > 3 else '':3} {error:.1e}")
+        error = (torch.cat(parts) - whole).abs().max() / whole.abs().max()
+        print(f"  {len(sizes):3} chunks, the first of {sizes[0]:3}: {error:.1e}")
 
 
 if __name__ == "__main__":
+    from kvcache import KVCache
     main(*sys.argv[1:])

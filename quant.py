@@ -1,37 +1,32 @@
 """INT8 and INT4 numbers: fewer bytes for the same weights, keys and values.
 
-A decoding step takes as long as reading the weights takes, and a cache fills the memory that is left. So numbers are stored as
-small integers on a grid, a grid for each row or group, and become numbers again where they are used:
+A decoding step takes as long as reading the weights takes, and a cache fills the memory that is left. So numbers are
+stored as small integers on a grid, one grid for each row or group, and become numbers again where they are used:
 
     x ≈ (q − zero) · scale          8 bits: q in [−127, 127], zero = 0           4 bits: q in [0, 15], two in a byte
+    scale = max|x| / 127    or    (max x − min x) / 15,   zero = −round(min x / scale)        |error| ≤ scale / 2
 
-    |x − (q − zero) · scale| ≤ scale / 2        scale = max|x| / 127     or      (max x − min x) / 15,   zero = −round(min x / scale)
+Scales of 16 bits are rounded *up* before q is computed with them (rounded down, max x would not be reached). A scale is
+at least 1e-30: all-zero groups are exact, and nothing is divided by 0.
 
-Zero is a whole number, so the grid is {k · scale} for whole k and 4 bits are sixteen neighbours of it, wherever they
-lie: groups far from 0 lose nothing. Scales of 16 bits are rounded *up* before q is computed with them (rounded down, max x
-would not be reached any more). A scale is at least 1e-30: all-zero groups are exact, and nothing is ever divided by 0.
+  - Weights W [N, K]: 8 bits have a scale for each row, N (K + 2) bytes; 4 bits a scale and a zero for each group of 32,
+    64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of 16 bits, *plus scales*.
+  - Keys and values: a scale (and a zero) for each token and head; 4-bit keys have one for each group of 16 numbers,
+    with zeros in quarters of a step: whole zeros would cost nearly twice the perplexity.
 
-  - Weights: 8 bits have a scale for each row of W; 4 bits a scale and a zero for each group of 32, 64 or 128 numbers of a
-    row, the last of which may be short. Bytes of W [N, K]: N (K + 2), or N (K / 2 + 4 ⌈K / group⌉). INT4 is a quarter of 16 bits, *plus scales*.
-  - Keys and values: a scale (and a zero) for each token and head, as they come; 4-bit keys have one for each group of 16
-    numbers (kvquant.py), and their zeros count quarters of a step. From a whole zero a group's largest and smallest
-    number, which a key hangs on, can be half a step off: that costs nearly twice the perplexity (SmolLM2: 4 %, not 2 %).
-
-`python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures all of them, and with
-no flags it shows what the bits cost on the embedded model: train/quantize.py, with GPTQ and AWQ in train/calibrate.py. The products are
-in quantmatmul.py, those of a GPU in weightonly.py.
+`python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures
+all widths and methods, and with no flags it shows what the bits cost on the embedded model (train/quantize.py).
 
 Not covered: NF4, FP8, quantized activations (SmoothQuant).
 
-Frantar et al. 2023, GPTQ (arXiv:2210.17323); Lin et al. 2023, AWQ (2306.00978).
-
     N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row · D head size
 """
-from shell import begin
-
-begin(__name__)                                         # what follows takes its time: a signal ends it in silence
+if __name__ == "__main__":                              # slow imports follow: a signal ends them in silence
+    from shell import begin
+    begin()
 
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,22 +34,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TINY = 1e-30                                            # the smallest scale: what is smaller counts as 0
-FAR = 2000                                              # steps from 0 at most, so that float32 still tells a step's thousandth
+FAR = 2000                                              # steps from 0 at most: float32 still tells a step's thousandth
 PARTS = 4                                               # of a step, which the zeros of a vector's groups count
 SLAB = 1 << 22                                          # numbers that are quantized at a time
-MOST8, MOST4 = 2.679e36, 4.851e37                       # scales so large that 127 (7) steps just stay below float32's largest number
+MOST8, MOST4 = 2.679e36, 4.851e37               # the largest scales: 127 (7) steps stay below float32's largest number
 
 
-# ---- Grids and numbers ----------------------------------------------------------------------------------------------------------
+# ---- Grids and numbers -----------------------------------------------------------------------------------------------
 
 def round_up(x: Tensor) -> Tensor:
     """The next bfloat16 that is not below x ≥ 0, a float32."""
     return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32).bfloat16()
-
-
-def grid8(x: Tensor) -> Tensor:
-    """The scale of symmetric 8-bit numbers over the last dimension: bfloat16[..., 1]."""
-    return round_up((x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8))
 
 
 def groups(x: Tensor, group: int) -> Tensor:
@@ -91,7 +81,7 @@ def unpack4(packed: Tensor) -> Tensor:
 
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
-    scale = grid8(x)
+    scale = round_up((x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8))
     return (x.float() / scale).round_().to(torch.int8), scale
 
 
@@ -119,7 +109,7 @@ def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = 
     return ((unpack4(packed) - zero) * scale).to(dtype)
 
 
-# ---- Weights --------------------------------------------------------------------------------------------------------------------
+# ---- Weights ---------------------------------------------------------------------------------------------------------
 
 class Quantized(NamedTuple):
     """A matrix W [N, K] in 8 or 4 bits. `dequantize(*q)` makes numbers of it again."""
@@ -129,12 +119,29 @@ class Quantized(NamedTuple):
     columns: int                                        # K, which half a byte does not tell
     group: int                                          # columns that share a scale
 
+    @classmethod
+    def empty(cls, N: int, K: int, bits: int, group: int, device: torch.device | str = "cpu") -> "Quantized":
+        """Uninitialized."""
+        group = K if bits == 8 else group
+        shape, make = (N, -(-K // group)), partial(torch.empty, device=device)
+        if bits == 8:
+            return cls(make(N, K, dtype=torch.int8), make(shape, dtype=torch.bfloat16), None, K, group)
+        return cls(make(N, -(-K // 2), dtype=torch.uint8), make(shape, dtype=torch.bfloat16),
+                   make(shape, dtype=torch.int16), K, group)
 
-def check(bits: int, group: int) -> None:
-    if bits not in (8, 4):
-        raise ValueError(f"bits is {bits!r}: weights are stored in 8 or 4")
-    if group < 1:
-        raise ValueError(f"group is {group}: at least one number must share a scale")
+    @property
+    def bits(self) -> int:
+        return 8 if self.zero is None else 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, scales included."""
+        return sum(part.nbytes for part in self[:3] if part is not None)
+
+    def rows(self, which: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Some rows of W, as numbers: float[R, K]."""
+        parts = (None if part is None else part[which] for part in self[:3])
+        return dequantize(*parts, self.columns, self.group, dtype)
 
 
 def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,12 +153,17 @@ def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
-    """W: float[N, K], rounded to the nearest. 8 bits have a scale for each row, whatever `group`. ValueError for numbers that are none."""
-    check(bits, group)
+    """W: float[N, K], rounded to the nearest. 8 bits have a scale for each row, whatever `group`. ValueError for no
+    numbers."""
+    if bits not in (8, 4):
+        raise ValueError(f"bits is {bits!r}: weights are stored in 8 or 4")
+    if group < 1:
+        raise ValueError(f"group is {group}: at least one number must share a scale")
     if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
-        raise ValueError(f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: it must be a matrix of floating-point numbers")
+        raise ValueError(f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: "
+                         "it must be a matrix of floating-point numbers")
     columns, parts = w.shape[1], []
-    for rows in w.split(max(1, SLAB // columns)):                               # a few at a time: what is in between takes several times their room
+    for rows in w.split(max(1, SLAB // columns)):                       # in between, a row takes several times its room
         if not rows.isfinite().all():
             raise ValueError(f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite")
         parts.append(int8(rows) if bits == 8 else round4(rows, group))
@@ -159,11 +171,27 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
     return Quantized(values, scale, zero[0] if zero else None, columns, columns if bits == 8 else group)
 
 
-def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int,
+               dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that a quantized matrix stands for: float[N, K]."""
     if zero is None:
         return from_int8(values, scale, dtype)
-    return ((unpack4(values)[:, :columns] - spread(zero, group, columns)) * spread(scale.float(), group, columns)).to(dtype)
+    q, zero, scale = unpack4(values)[:, :columns], spread(zero, group, columns), spread(scale.float(), group, columns)
+    return ((q - zero) * scale).to(dtype)
+
+
+# ---- Keys and values -------------------------------------------------------------------------------------------------
+
+Bits = tuple[int, int]                                  # of keys, of values
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}   # as `--kv-bits` names them
+GROUP = 16                                              # numbers of a 4-bit key that share a scale; all of a value do
+
+
+def widths(name: str | int) -> Bits:
+    """'16', '8', '8/4' or '4' -> bits of keys and of values. ValueError for others."""
+    if str(name) not in WIDTHS:
+        raise ValueError(f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)")
+    return WIDTHS[str(name)]
 
 
 if __name__ == "__main__":                              # the command line that stores whole models

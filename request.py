@@ -1,30 +1,38 @@
-"""A request: what is asked of a text, the text in the making, and what comes back.
+"""A request: what is asked of a text, how far the text has come, and the result.
 
-`Settings` say how a text is to be made, `Request` is how far it has come, `StopStrings` where it must end, `Result` what it became
-and what it took.
+Stop strings are found in the *text*, for one may begin and end in the middle of a token. The end of a text is held back
+while it could begin one: held back = the longest suffix of the text that is a proper prefix of a stop string.
 
-Stop strings are found in the *text*, not among the tokens: a stop string may begin in the middle of one token and end in the
-middle of another. So the end of what was made is held back for as long as it could be the beginning of one.
-
-    held back: the longest suffix of the text that is a proper prefix of a stop string
+`read_requests` reads lines of JSON, {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}. The prompt
+is a text, or chat messages; settings go with it by name.
 """
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from sampling import check_settings
+import torch
+from torch import Tensor
+
+from kernels import Ops, send
+from sampling import SETTINGS, TEXT, Keyed, Setting, check_settings, draft_role
+from tokenizer import Tokenizer
+from weights import parse_json
 
 MAX_TOKENS = 512                                        # unless asked otherwise
+WHOLE = (("max_tokens", 1, math.inf, "of at least 1"), ("seed", -2**63, 2**63 - 1, "of at most 64 bits"),
+         ("gamma", 0, math.inf, "of at least 0, or auto"))
 Message = dict[str, str]                                # {"role": …, "content": …}
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+Show = Callable[[str, str], None]                       # gets a piece of text, and the origin of its last token
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one text is to be made. Whatever is None is the model's own choice (`Model.complete`)."""
+    """How one text is made. None leaves the choice to the model (`Model.complete`). `stop` may be given as one text."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -32,133 +40,248 @@ class Settings:
     seed: int | None = None
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()
-    gamma: int | None = None                            # tokens drafted a round; None: as many as pay
+    gamma: int | None = None                            # tokens drafted a round; None, given as auto: as many as pay
 
     def __post_init__(self) -> None:
         check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
-        if not _whole(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens!r}: it must be a whole number of at least 1")
-        if self.gamma is not None and (not _whole(self.gamma) or self.gamma < 0):
-            raise ValueError(f"gamma is {self.gamma!r}: it must be a whole number of at least 0, or None for as many drafts as pay")
-        for stop in self.stop:
-            if not isinstance(stop, str) or not stop:
-                raise ValueError(f"a stop string is {repr(stop) if stop != '' else 'empty'}: it must be text of at least one character")
-        if self.seed is not None and (not _whole(self.seed) or not -2**63 <= self.seed < 2**63):
-            raise ValueError(f"seed is {self.seed!r}: it must be a whole number of at most 64 bits")
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise ValueError(f"stop is {self.stop!r}: it must be a text, or a list of texts, none of them empty")
+        vars(self).update(stop=tuple(stops), gamma=None if self.gamma == "auto" else self.gamma)     # it is frozen
+        for name, least, most, rule in WHOLE:
+            value = getattr(self, name)
+            if not (type(value) is int and least <= value <= most or value is None and name != "max_tokens"):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number {rule}")
 
 
-class Taken(NamedTuple):
-    """A round that went by (speculative.py): drafts, how many of them stood, the seconds it took, and how many texts shared them."""
+class RoundStats(NamedTuple):
+    """A past round (speculative.py)."""
     drafted: int
     accepted: int
     seconds: float
-    texts: int = 1
+    texts: int = 1                                      # that shared the round
 
 
 @dataclass(eq=False)
 class Request:
-    """One text in the making: `tokens` are the prompt and then what was made; a cache holds the first so many of them, never all."""
-    tokens: list[int]
+    """One text in the making."""
+    tokens: list[int]                                   # the prompt, then those made; a cache never holds the last
     settings: Settings                                  # complete: a seed, a temperature
     ends: Collection[int] = ()                          # end-of-text tokens
     seq: int = -1                                       # its sequence in the target's cache
-    rounds: list[Taken] = field(default_factory=list)
-    whose: list[str] = field(default_factory=list)      # of each token made: plain, or accepted, corrected, bonus
-    twin: "Request | None" = None                       # another with the same prompt: what it has read need not be read again
-    arrived: float = 0.0                                # seconds, by time.perf_counter: when it was asked for,
-    started: float = 0.0                                # and when it was first let in (batcher.py)
-    preempted: int = 0                                  # how often it had to make room
+    rounds: list[RoundStats] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)    # of each token made: plain, or accepted, corrected, bonus
+    twin: "Request | None" = None                       # another with the same prompt, to be forked from
+    arrived: float = 0.0                                # seconds, by time.perf_counter
+    started: float = 0.0                                # when first admitted (batcher.py)
+    preempted: int = 0                                  # how often
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt = list(self.tokens), len(self.tokens)
 
     @property
-    def left(self) -> int:
-        """How many tokens may still be made."""
-        return self.settings.max_tokens - (len(self.tokens) - self.prompt)
+    def left(self) -> int:                              # tokens that may still be made
+        return self.prompt + self.settings.max_tokens - len(self.tokens)
 
     @property
-    def finish_reason(self) -> str:
-        """Empty while there is something left to make."""
-        if len(self.tokens) > self.prompt and self.tokens[-1] in self.ends:
-            return "stop"
-        return "length" if self.left == 0 else ""
+    def finish_reason(self) -> str:                     # empty while tokens are left to make
+        stopped = len(self.tokens) > self.prompt and self.tokens[-1] in self.ends
+        return "stop" if stopped else "length" if self.left == 0 else ""
 
     @property
     def acceptance(self) -> float | None:
-        """α: of the drafts that were looked at (those up to the first that was rejected), the share that stood."""
-        looked_at = sum(min(taken.accepted + 1, taken.drafted) for taken in self.rounds)
-        return sum(taken.accepted for taken in self.rounds) / looked_at if looked_at else None
+        """α: the accepted share of the drafts up to each round's first rejected one."""
+        examined = sum(min(round.accepted + 1, round.drafted) for round in self.rounds)
+        return sum(round.accepted for round in self.rounds) / examined if examined else None
+
+
+def pack(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens end to end: int64[T]; and where each piece's last one is: int64[len(pieces)]."""
+    ends = send([end - 1 for end in accumulate(map(len, pieces))], device)
+    return send([token for piece in pieces for token in piece], device), ends
+
+
+class Round:
+    """The texts of a round, a row each: the drafts wanted of each (γ), their settings, and their coins.
+    coin(seeds, positions, roles): `Keyed`, or all outcomes (proof.py). Exact: roles text, draft 0, draft 1, … at the
+    round's first position; coupled: the role text at each token's position."""
+
+    def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device,
+                 dtype: torch.dtype = torch.float32, coin: Callable[[Tensor, Tensor, int], Any] = Keyed,
+                 coupled: bool = False, ops: Ops | None = None):
+        self.requests, self.gammas, self.vocab, self.device = requests, gammas, vocab, device
+        self.coin, self.coupled, self.ops = coin, coupled, ops or Ops()
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities
+        self.width, self.own = 1 + max(gammas, default=0), 1 - coupled                      # coins of a text; draft 0's
+        roles = [TEXT, *map(draft_role, range(self.width - 1))]
+        self.places = [(request.settings.seed, len(request.tokens) + j * coupled, TEXT if coupled else role)
+                       for request in requests for j, role in enumerate(roles)]
+
+    @cached_property
+    def coins(self) -> Any:
+        """Of all texts, end to end: B · width. Made late, while a GPU is busy with its pass."""
+        return self.coin(*send(self.places, self.device).view(-1, 3).unbind(1))
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Room for drafts: int64[B, k], all −1, and float[B, k, V], all zero."""
+        B, k, device = len(self.requests), self.width - 1, self.device
+        return torch.full((B, k), -1, device=device), torch.zeros(B, k, self.vocab, dtype=self.dtype, device=device)
+
+    def settings(self, name: str) -> list[float | None]:
+        return [getattr(request.settings, name) for request in self.requests]
+
+    def probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """float[R, V]. rows: the text of each row of logits. A setting on which all agree is one value: less work."""
+        columns: list[Setting] = []
+        for name, neutral in SETTINGS.items():
+            every = self.settings(name)
+            column = [every[row] for row in rows] or [None]
+            numbers = [neutral if value is None else value for value in column]
+            columns.append(column[0] if len(set(column)) == 1 else send(numbers, self.device, torch.float64))
+        return self.ops.probabilities(logits[:, :self.vocab], *columns)             # beyond the vocabulary: padding
+
+    def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
+        """For draft j of these rows: noise of its own; coupled, the noise of the target's pick at that position."""
+        all_rows, first = len(rows) == len(self.requests), self.own + j
+        return self.coins[first::self.width] if all_rows else self.coins[[row * self.width + first for row in rows]]
+
+    def text_coin(self) -> Any:
+        """The target's: a row for each text; coupled, `width` of them, one for each position."""
+        return self.coins if self.coupled else self.coins[::self.width]
 
 
 class StopStrings:
-    """Cuts a stream of text exactly before the first stop string, which may come in pieces.
-
-    `feed` holds back what may be the beginning of one; `found` says that one came.
-    """
+    """Cuts a stream of text exactly before the first stop string. found: one came; held: what could begin one."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.held, self.found = tuple(stops), "", False
 
     def feed(self, piece: str) -> str:
-        if self.found:
-            return ""
-        self.held += piece
-        cut = min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=-1)
-        if cut >= 0:
-            self.found, out, self.held = True, self.held[:cut], ""
-            return out
-        longest = max((n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
-        out, self.held = self.held[:len(self.held) - longest], self.held[len(self.held) - longest:]
-        return out
-
-    def finish(self) -> str:
-        out, self.held = self.held, ""
-        return out
+        text = "" if self.found else self.held + piece
+        held = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        cuts = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        cut, self.found = min(cuts, default=len(text) - held), self.found or bool(cuts)
+        self.held = "" if self.found else text[cut:]
+        return text[:cut]
 
 
 class Speculation(NamedTuple):
-    """How speculation went: of the drafts that were looked at the share that stood; tokens a round; how many times as fast as plain
-    decoding it was, going by what a plain pass costs in this run; and what (1 − α^(γ+1)) / (1 − α) / (1 + γ c) predicts."""
+    """Speed-ups are over plain decoding: as measured, and as (1 − α^(γ+1)) / (1 − α) / (1 + γ c) predicts."""
     acceptance: float | None = None
     tokens_per_round: float | None = None
     speed_up: float | None = None
     predicted_speed_up: float | None = None
 
-    def summary(self) -> str:
-        accepted = "no drafts" if self.acceptance is None else f"{self.acceptance:.0%} of the drafts accepted"
-        gain = (f": {self.speed_up:.2f} times as fast as plain decoding; by the formula {self.predicted_speed_up:.2f}") if self.speed_up else ""
-        return f"{accepted}, {self.tokens_per_round:.2f} tokens a round{gain}"
-
 
 @dataclass
 class Result:
-    """A finished text, and what it took. `tokens` are all that were made; `text` ends before a stop string."""
+    """A finished text, and its cost. `tokens` are all that were made; `text` ends before a stop string."""
     prompt: str | list[Message]
     prompt_tokens: list[int]
     seed: int
     index: int = 0
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish_reason: str = ""                             # stop: an end-of-text token or a stop string; length: a limit; interrupted
+    finish_reason: str = ""                             # stop (a token or a string), length, interrupted, error
     first: float = 0.0                                  # seconds
     total: float = 0.0
     queued: float = 0.0
     speculation: Speculation | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens, text=self.text,
-                    seed=self.seed, finish_reason=self.finish_reason, stats=dict(
-                        prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
-                        tokens_per_second=self.rate, seconds_queued=self.queued,
-                        **(self.speculation or Speculation())._asdict()))
+        stats = dict(prompt_tokens=len(self.prompt_tokens), tokens=len(self.tokens), seconds_to_first_token=self.first,
+                     tokens_per_second=self.rate, seconds_queued=self.queued)
+        stats |= (self.speculation or Speculation())._asdict()
+        return dict(index=self.index, prompt=self.prompt, prompt_tokens=self.prompt_tokens, tokens=self.tokens,
+                    text=self.text, seed=self.seed, finish_reason=self.finish_reason, stats=stats)
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first; None where there are none, or all came in one round."""
+        """Tokens a second after the first; None where all came in one round."""
         return (len(self.tokens) - 1) / (self.total - self.first) if self.total > self.first else None
 
     def summary(self) -> str:
-        rate = f", then {self.rate:.1f} tokens/s" if self.rate else ""
-        return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; seed {self.seed}"
-                + (f"\n{self.speculation.summary()}" if self.speculation else ""))
+        rate, drafts = f", then {self.rate:.1f} tokens/s" if self.rate else "", ""
+        if self.speculation:
+            alpha, per_round, gain, predicted = self.speculation
+            faster = f": {gain:.2f} times as fast as plain decoding; by the formula {predicted:.2f}" if gain else ""
+            accepted = "no drafts" if alpha is None else f"{alpha:.0%} of the drafts accepted"
+            drafts = f"\n{accepted}, {per_round:.2f} tokens a round{faster}"
+        return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; "
+                f"seed {self.seed}{drafts}")
+
+
+class Writer:
+    """One request's text as it grows: whole characters, cut before a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str | list[Message],
+                 show: Show = lambda piece, origin: None, index: int = 0):
+        self.request, self.show = request, show
+        self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
+        self.stream, self.stops = tokenizer.stream(), StopStrings(request.settings.stop)
+
+    @property
+    def done(self) -> bool:
+        return self.stops.found or bool(self.request.finish_reason)
+
+    def feed(self, new: Sequence[int]) -> None:
+        """The request's newest tokens. Those after a stop string are dropped."""
+        request, result = self.request, self.result
+        result.total = time.perf_counter() - request.arrived
+        for token, origin in zip(new, request.origins[len(request.origins) - len(new):]):
+            result.tokens.append(token)
+            result.first = result.first or result.total
+            if token not in request.ends:
+                self._emit(self.stops.feed(self.stream.feed(token)), origin)
+            if self.stops.found:
+                break
+
+    def _emit(self, piece: str, origin: str) -> None:
+        if piece:
+            self.result.text += piece
+            self.show(piece, origin)
+
+    def finish(self, reason: str = "") -> Result:
+        """The whole result. reason: why it was cancelled."""
+        self._emit(self.stops.feed(self.stream.finish()) + self.stops.held, "plain")
+        self.result.queued = max(0.0, self.request.started - self.request.arrived)
+        self.result.finish_reason = "stop" if self.stops.found else reason or self.request.finish_reason
+        return self.result
+
+
+KINDS = {"prompt": (str | list, "a text, or chat messages"), "id": (object, ""), "system": (str | None, "a text"),
+         "raw": (bool | None, "true or false"), "chat": (bool | None, "true or false")}
+NAMES = (*KINDS, *Settings.__dataclass_fields__)        # in a line of a file
+
+
+def read_requests(lines: Iterable[str], model: Any, defaults: Settings, max_len: int | None, system: str | None = None,
+                  chat: bool | None = None) -> Iterator[tuple[int, dict[str, Any], Request | ValueError]]:
+    """Of each line with text: its number, from 1, its object, and a request or what is wrong.
+    model: a `generate.Model`; defaults: for absent settings."""
+    for number, text in ((n, line) for n, line in enumerate(lines, 1) if line.strip()):
+        asked: dict[str, Any] = {}
+        try:
+            asked = _object(text)
+            for name, (kind, rule) in KINDS.items():
+                if not isinstance(asked.get(name), kind):
+                    raise ValueError(f"{name} is {asked[name]!r}: it must be {rule}")
+            if asked.get("chat") and asked.get("raw"):
+                raise ValueError("chat and raw are both true: leave one out")
+            chosen = {name: asked[name] for name in Settings.__dataclass_fields__ if asked.get(name) is not None}
+            how = asked.get("chat") or (False if asked.get("raw") else chat)
+            yield number, asked, model.request(asked["prompt"], replace(defaults, **chosen),
+                                               asked.get("system", system), how, max_len)
+        except ValueError as error:
+            yield number, asked, error
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        json.dumps(asked := parse_json(text))           # what comes in goes out again, with the result
+        if not isinstance(asked, dict) or "prompt" not in asked:
+            raise ValueError('there is no "prompt"')
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{error}: a line must be a JSON object like {{"prompt": "…"}}') from None
+    if unknown := [repr(name) for name in asked if name not in NAMES]:
+        raise ValueError(f"{', '.join(unknown)} is unknown here: a line may have {', '.join(NAMES)}")
+    return asked

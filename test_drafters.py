@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from config import Config
+from weights import Config
 from conftest import SMALL
-from drafters import ModelDrafter, NgramDrafter, Round, SelfDrafter, pack
-from engine import Engine, load_draft
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from generate import Engine, Model, load_draft
+from kernels import Ops
 from kvcache import KVCache
-from kvquant import WIDTHS
+from quant import WIDTHS
 from model import Llama
 from paged import PagedCache
-from pretrained import Model
 from proof import Cipher, Toy, Walk, distance, enumerate_law, own_law
 from quant import dequantize, quantize
-from request import Request, Settings
+from request import Request, Round, Settings, pack
 from sampling import TEXT, Keyed, draft_role, probabilities
 from speculative import Decoder
 
@@ -60,7 +60,7 @@ def test_each_row_has_its_own_settings_seed_and_place():
     requests = [Request([1] * (i + 1), setting) for i, setting in enumerate(chosen)]
     round, logits = Round(requests, [1, 2, 3, 0], 5, torch.device("cpu")), torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     rows = [2, 0, 1, 3, 0]
-    together = round.probabilities(logits, round.columns(rows))
+    together = round.probabilities(logits, rows)
     for got, row, one in zip(together, rows, logits):
         s = chosen[row]
         assert torch.allclose(got, probabilities(one[:5], s.temperature, s.top_k, s.top_p, s.min_p), atol=1e-7)
@@ -80,9 +80,9 @@ def test_each_row_has_its_own_settings_seed_and_place():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_q_is_what_was_drawn_from_to_the_bit_whatever_the_model_computes_in(dtype, monkeypatch):
     llama, seen = Llama(Config(**SMALL), dtype=dtype), []
-    monkeypatch.setattr("drafters.probabilities", lambda *args: seen.append(probabilities(*args)) or seen[-1])
+    monkeypatch.setattr(Ops, "probabilities", lambda self, *args: seen.append(probabilities(*args)) or seen[-1])
     for gammas in ([2, 2], [1, 2]):
-        drafter, requests = ModelDrafter(llama, llama.cache(20, 2)), [Request([1, 2], Settings(1.0, seed=i)) for i in range(2)]
+        drafter, requests = ModelDrafter(llama, KVCache.of(llama, 20, 2)), [Request([1, 2], Settings(1.0, seed=i)) for i in range(2)]
         for request in requests:
             drafter.open(request)
         seen.clear()
@@ -124,10 +124,9 @@ def test_the_copy_is_the_targets_layers_in_4_bits_and_the_rest_is_the_targets(ti
 
 def held(cache, seq: int, length: int) -> list[Tensor]:
     """All that is stored of a text's first tokens, to the bit."""
-    S, parts = getattr(cache, "block_size", 1), lambda kept: getattr(kept, "parts", [kept])
-    where = lambda i: (seq, i) if isinstance(cache, KVCache) else (cache._texts[seq].blocks[i // S], i % S)
-    token = lambda part, i: part[:, where(i)[0], :, where(i)[1]] if isinstance(cache, KVCache) else part[:, where(i)[0], where(i)[1]]
-    return [torch.stack([token(part, i) for i in range(length)]) for part in (*parts(cache.keys), *parts(cache.values))]
+    S, blocks = cache.block_size, [seq] if isinstance(cache, KVCache) else cache._texts[seq].blocks
+    where = torch.tensor([blocks[i // S] * S + i % S for i in range(length)])
+    return [part.flatten(1, 2)[:, where] for kept in (cache.keys, cache.values) for part in kept.parts]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def small(base) -> tuple[Model, Llama]:
 def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
     model, copy = small
     engine = Engine(model, copy, 300, 90, 3, kv=kv, kv_bits=bits)
-    maker, cache = engine.maker, engine.caches[0]
+    maker, cache = engine.decoder, engine.caches[0]
     requests = [Request(model.encode("Once upon a time" + " so" * i), Settings(1.0, seed=i, max_tokens=60, gamma=2 + i)) for i in range(3)]
     for request in requests:
         maker.open(request)
@@ -151,7 +150,7 @@ def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
         work = [maker.plan(request) for request in requests]
         lengths = [len(request.tokens) - 1 for request in requests]
         before = [held(cache, request.seq, length) for request, length in zip(requests, lengths)]
-        drafted, _ = maker.drafter.propose(Round(requests, [w.gamma for w in work], maker.vocab, maker.target.device, torch.float64))
+        drafted, _ = maker.drafter.propose(Round(requests, [w.num_drafts for w in work], maker.vocab, maker.target.device, torch.float64))
         assert [cache.length(request.seq) for request in requests] == lengths and (drafted >= 0).sum() == 2 + 3 + 4
         maker.step(work)
         for request, length, was in zip(requests, lengths, before):
@@ -174,7 +173,7 @@ def greedy_texts(model: Model, copy: Llama, kv: str, bits: str, count: int, bloc
     prompts = ["Once upon a time", "Once upon a time, there was a big dog", "Lily saw", "One day, Tom", "Mom said"]
 
     def texts(draft, gamma: int | None, together: int, coupled: bool = False, temperature: float = 0.0) -> list:
-        room = dict(kv_memory=blocks * 16 * model.llama.cache(1, bits=WIDTHS[bits]).bytes) if kv == "paged" else {}
+        room = dict(kv_memory=blocks * 16 * KVCache.of(model.llama, 1, bits=WIDTHS[bits]).bytes) if kv == "paged" else {}
         engine = Engine(model, draft, 400, 80, together, coupled, kv=kv, kv_bits=bits, **room)
         requests = [Request(model.encode(prompt), Settings(temperature, seed=i, max_tokens=count, gamma=gamma), model.ends) for i, prompt in enumerate(prompts)]
         list(engine.batch.run(requests))
@@ -286,7 +285,7 @@ def test_no_block_with_the_drafts_keys_and_values_is_ever_published():
         cache.free(other)
         maker.step([maker.plan(request)])
     for block, (key, _) in cache.pool.known.items():
-        assert cache.values[0, block].round().long().item() in [(key[1][0] + 1) * 4**i for i in range(7)]     # the target's digit of its token
+        assert cache.values.parts[0][0, block].round().long().item() in [(key[1][0] + 1) * 4**i for i in range(7)]     # the target's digit of its token
 
 
 def test_a_draft_in_a_block_that_is_shared_or_published_writes_into_a_copy():
@@ -297,12 +296,12 @@ def test_a_draft_in_a_block_that_is_shared_or_published_writes_into_a_copy():
     maker.step([maker.plan(request)])
     assert all(torch.equal(a, b) for a, b in zip(was, held(cache, twin, cache.length(twin)), strict=True))
     cache.free(twin)
-    published = {block: cache.values[0, block].clone() for block in cache.pool.known}
+    published = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.known}
     cache.truncate(request.seq, 1)                                              # into a block that everybody can find
     request.tokens, request.prompt = request.tokens[:2], 1
     maker.drafter.propose(Round([request], [3], 3, torch.device("cpu"), torch.float64))
     cache.check()
-    assert published and all(torch.equal(cache.values[0, block], was) for block, was in published.items() if block in cache.pool.known)
+    assert published and all(torch.equal(cache.values.parts[0][0, block], was) for block, was in published.items() if block in cache.pool.known)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -316,6 +315,7 @@ def test_a_draft_that_is_interrupted_leaves_the_cache_as_it_was(paged):
         if len(calls) == 2:
             raise KeyboardInterrupt
         return whole(tokens, step, rows)
+    breaks.ops = whole.ops
     maker.drafter.llama = breaks
     with pytest.raises(KeyboardInterrupt):
         maker.drafter.propose(Round([request], [3], 3, torch.device("cpu"), torch.float64))
@@ -343,12 +343,12 @@ def test_twins_get_the_texts_that_they_get_alone(small):
 def test_a_copy_that_costs_more_than_a_pass_is_not_tried(tiny, copy):
     """γ by the clock: what the copy costs is known before it has drafted anything."""
     engine = Engine(tiny, copy, 100, 90)
-    assert 0 < engine.maker.costs.drafting() < 1
-    engine.maker.costs.draft.seconds = 5.0
+    assert 0 < engine.decoder.costs.drafting() < 1
+    engine.decoder.costs.draft.seconds = 5.0
     request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=60), set())
     list(engine.batch.run([request]))
     assert sum(taken.drafted for taken in request.rounds) == 0
-    engine.maker.costs.draft.seconds = 1e-9
+    engine.decoder.costs.draft.seconds = 1e-9
     request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=30), set())
     list(engine.batch.run([request]))
-    assert sum(taken.drafted for taken in request.rounds) > 0 and engine.maker.costs.draft.times
+    assert sum(taken.drafted for taken in request.rounds) > 0 and engine.decoder.costs.draft.times

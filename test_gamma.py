@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gamma import Auto, Costs, Measured, Together, expected_tokens, speed_up
+from gamma import Auto, Costs, Measured, expected_tokens, mean_gains, speed_up
 
 
-def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise: float = 0.0, most: int = 8, seed: int = 0) -> tuple[float, list[int]]:
-    """(speed-up over plain decoding, the γ of each round) where a draft costs c, each token more in a pass `wide`, and α is known to none."""
+def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise: float = 0.0, most: int = 8,
+             seed: int = 0) -> tuple[float, list[int]]:
+    """(speed-up over plain decoding, γ by round): a draft costs c, a wider pass `wide` a token; α is hidden."""
     costs, coin, taken, made, spent = Costs(), random.Random(seed), [], 0, 0.0
     auto = Auto(costs)
     while made < rounds:
@@ -25,7 +26,8 @@ def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise
     return made / spent, taken
 
 
-@pytest.mark.parametrize("alpha, gamma, tokens", [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)])
+@pytest.mark.parametrize("alpha, gamma, tokens", [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5),
+                                                  (0.9, 0, 1)])
 def test_expected_tokens_by_hand(alpha, gamma, tokens):
     assert expected_tokens(alpha, gamma) == pytest.approx(tokens, abs=0.005)
 
@@ -62,10 +64,12 @@ def known(**passes: float) -> Costs:
 
 def test_a_pass_of_a_width_that_was_not_measured_lies_between_those_that_were():
     costs = known(n1=1.0, n4=1.3, n8=2.1)
-    assert [costs.verifying(n) for n in (1, 4, 8)] == [1.0, 1.3, 2.1] and costs.verifying(9) == 2.1 and costs.verifying(64) == 2.1
+    assert [costs.verifying(n) for n in (1, 4, 8)] == [1.0, 1.3, 2.1]
+    assert costs.verifying(9) == 2.1 and costs.verifying(64) == 2.1
     assert costs.verifying(2) == pytest.approx(1.1) and costs.verifying(6) == pytest.approx(1.7)
     assert known(n4=1.3).verifying(2) == 1.3 and Costs().verifying(3) == 0
-    assert known(n1=5.0, n2=1.0).verifying(1) == 1.0                            # a hiccup: one token cannot cost more than two
+    # a hiccup: one token cannot cost more than two
+    assert known(n1=5.0, n2=1.0).verifying(1) == 1.0
 
 
 def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
@@ -73,11 +77,13 @@ def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
     costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
     assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
     auto = Auto(costs, alpha=0.9, weight=1000)
-    together = lambda *alphas: Together(costs, alphas)
-    assert auto.choose(1, together(*[0.9] * 4)) == 0 and auto.choose(1, together(*[0.9] * 8)) == 1      # nothing as narrow as 4 rows was measured
+    together = lambda *alphas: mean_gains(costs, alphas, 8)
+    # nothing as narrow as 4 rows was measured
+    assert auto.choose(1, together(*[0.9] * 4)) == 0 and auto.choose(1, together(*[0.9] * 8)) == 1
     auto.largest, costs.trial = 8, 1.0
     assert auto.choose(8, together(*[0.9] * 8)) == 1 and auto.choose(1, together(*[0.9] * 24)) == 0
-    doubter, trusting = Auto(costs, alpha=0.1, weight=1000), auto               # texts made together choose one γ for all of them
+    # texts made together choose one γ for all of them
+    doubter, trusting = Auto(costs, alpha=0.1, weight=1000), auto
     doubter.largest = 8
     for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.9]):
         assert doubter.choose(1, together(*alphas)) == trusting.choose(1, together(*alphas)) == int(alphas[0] > 0.5)
@@ -96,7 +102,8 @@ def test_auto_comes_near_the_best_fixed_gamma(alpha, c, wide):
     assert reached > 0.93 * best > 1.1
 
 
-@pytest.mark.parametrize("alpha, c, wide", [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1), (0.1, 3.0, 0.0)])
+@pytest.mark.parametrize("alpha, c, wide", [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1),
+                                            (0.1, 3.0, 0.0)])
 def test_a_useless_draft_is_hardly_noticed(alpha, c, wide):
     reached = sum(simulate(alpha, c, wide, 512, 0.2, seed=seed)[0] for seed in range(4)) / 4
     assert reached > (0.96 if c < 1 else 0.93)
@@ -121,7 +128,7 @@ def test_gamma_never_exceeds_what_is_asked():
 
 
 def test_a_trial_is_as_dear_for_the_next_text():
-    """What one text's trial took beyond a plain round is known to all: a later one waits sixty times as long before it tries."""
+    """What one text's trial took beyond a plain round is known to all: a later one waits sixty times as long."""
     costs = known(n1=1.0, n2=1.0)
     costs.saw_draft(1, 0.1), costs.saw_draft(1, 0.1)
     first, second = Auto(costs, alpha=0.01, weight=1000), Auto(costs, alpha=0.01, weight=1000)
@@ -143,7 +150,8 @@ def test_what_a_pass_adds_is_not_compared_with_all_widths_squared():
             return float(self) < other
     costs = known(**{f"n{n}": Seconds(n) for n in range(1, 101)})
     for n in range(1, 101):
-        costs.saw_pass(n, Seconds(n))                                           # an odd number of times, of which the median is one
+        # an odd number of times, of which the median is one
+        costs.saw_pass(n, Seconds(n))
     Seconds.compared = 0
     costs.saw_pass(50, Seconds(50))
     assert costs.verifying(50) == 50 and Seconds.compared < 500

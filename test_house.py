@@ -1,12 +1,30 @@
-"""The plan of the house: imports go one way, from the folders to the root."""
+"""The plan of the house: imports go one way, pages are short, one name has one meaning."""
 import ast
+import re
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
-from conftest import ROOT
+from conftest import PAGES, ROOT
+from generate import Engine, Model, load_draft
+from request import Request, Settings
 
-FOLDERS = {"": set(), "train": {"train"}, "measure": {"train", "measure"}}    # imported beside the root
+ORDER = ("sampling quant kernels weights model kvcache paged vocabulary tokenizer request gamma drafters speculative proof "
+         "batcher generate shell cli").split()                                # the root, in reading order
+FOLDERS = {"cpu": {"cpu", "kernels", "quant", "sampling"}, "gpu": {"gpu", "kernels", "quant", "sampling"},
+           "train": {"train", *ORDER}, "measure": {"measure", "train", "cpu", "gpu", *ORDER}}
+OWN = {path.stem for path in ROOT.glob("*.py")} | FOLDERS.keys()
+MACHINE = {"cuda", "triton", "native"}                                         # words for kernels.py alone, but for these:
+ALLOWED = {"speculative.py": "the clock", "cli.py": "a help text", "generate.py": "a docstring"}
+MANY = {"main", "ops"}                                  # ops: the seam of cpu/ and gpu/
+
+
+def pages(folder: str) -> list[Path]:
+    return [page for page in PAGES if page.parent == ROOT / folder and page.name != "bench.py"]
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -17,12 +35,84 @@ def imports(node: ast.AST) -> Iterator[str]:
         yield from (name.name for name in node.names)
     if isinstance(node, ast.ImportFrom):
         yield node.module or ""
+        yield from (f"{node.module}.{name.name}" for name in node.names)
     for child in ast.iter_child_nodes(node):
         yield from imports(child)
 
 
+def tree(page: Path) -> ast.Module:
+    return ast.parse(page.read_text(encoding="utf-8"))
+
+
+def test_the_root_is_these_pages():
+    assert sorted(page.stem for page in pages("")) == sorted(ORDER)
+    assert sum(page.read_text(encoding="utf-8").count("\n") for page in pages("")) <= 4000
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_page_imports_pages_above_it(name):
+    found = {module.split(".")[0] for module in imports(tree(ROOT / f"{name}.py"))} & OWN
+    assert found <= set(ORDER[:ORDER.index(name)])
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_go_one_way(folder):
-    for file in (ROOT / folder).glob("*.py"):
-        found = {name.split(".")[0] for name in imports(ast.parse(file.read_text(encoding="utf-8")))}
-        assert found & FOLDERS.keys() <= FOLDERS[folder] or file.name == "bench.py", file
+def test_a_folder_imports_what_it_may(folder):
+    for page in pages(folder):
+        found = {module.split(".")[0] for module in imports(tree(page))} & OWN
+        assert found <= FOLDERS[folder], page
+
+
+def test_there_is_no_circle():
+    """Every page imports pages that come before it in some order."""
+    names = {".".join(page.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): page for page in PAGES}
+    waiting = {name: set(imports(tree(page))) & names.keys() - {name} for name, page in names.items()}
+    while ready := [name for name, needs in waiting.items() if not needs & waiting.keys()]:
+        for name in ready:
+            del waiting[name]
+    assert not waiting
+
+
+def test_nobody_asks_twice_what_the_machine_is():
+    for page in pages(""):
+        if page.name not in ("kernels.py", *ALLOWED):
+            assert not set(re.findall(r"\w+", page.read_text(encoding="utf-8"))) & MACHINE, page
+
+
+def test_pages_functions_and_lines_are_short():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("\n") <= 350, page
+        wide = [line for line in text.split("\n") if len(line) > 120 and "http" not in line]
+        assert not wide, (page, wide)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, (page, node.name)
+
+
+def test_everything_is_ten_thousand_lines():
+    files = [*PAGES, *ROOT.glob("*/*.c")]
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 10_000
+
+
+def test_a_public_name_has_one_meaning():
+    owners = defaultdict(set)
+    for page in PAGES:
+        for node in tree(page).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                owners[node.name].add(page.relative_to(ROOT).as_posix())
+    assert {name: where for name, where in owners.items() if len(where) > 1 and name not in MANY} == {}
+
+
+@pytest.mark.parametrize("draft, most", [(None, 8), ("tiny-draft", 11), ("ngram", 11)])
+def test_a_token_visits_few_pages(draft, most, monkeypatch):
+    """A step after the prompt, and a round of speculation, as plain torch computes them."""
+    monkeypatch.setenv("LLAMA_PLAIN", "1")
+    model = Model.load("tiny", "cpu", torch.float32)
+    engine, visited = Engine(model, load_draft(draft, model), 200, 100), set()
+    engine.batch.add(Request(model.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=40, gamma=3), model.ends))
+    for _ in range(2):
+        engine.batch.step()
+    sys.setprofile(lambda frame, event, argument: visited.add(Path(frame.f_code.co_filename)))
+    grown = engine.batch.step()
+    sys.setprofile(None)
+    assert grown and len([page for page in visited if page in PAGES]) <= most

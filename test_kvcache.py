@@ -7,17 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from config import Config
-from kernels import attention
-from kvcache import CacheFull, KVCache, kv_bytes, tokens_that_fit
+from weights import Config
+from conftest import SMALL
+from generate import Engine, Model
+from kernels import Ops, attention, ops_for
+from kvcache import CacheFull, KVCache, Store, kv_bytes, layout, tokens_that_fit
 from model import Llama
+from paged import PagedCache
+from quant import GROUP, WIDTHS, widths
+from test_kernels import heads_first, poison
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
+OPS = ops_for("cpu")
 
 
 def state(cache: KVCache) -> tuple:
     """All that an operation could change, to the bit (not-a-numbers and all)."""
-    return dict(cache._lengths), list(cache._rows), cache.keys.view(torch.int64).clone(), cache.values.view(torch.int64).clone()
+    return {seq: list(text.tokens) for seq, text in cache._texts.items()}, list(cache._rows), *(kept.parts[0].clone().view(torch.int64) for kept in (cache.keys, cache.values))
 
 
 def same(a: tuple, b: tuple) -> bool:
@@ -37,7 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
         """What is not stored, or no longer, must never be read: make it unmistakable."""
         for seq in range(S):
             for store in (self.cache.keys, self.cache.values):
-                store[:, seq, :, len(self.texts.get(seq, ())):] = math.nan
+                store.parts[0][:, seq, len(self.texts.get(seq, ())):] = math.nan
 
     def refused(self, error, match, operation):
         before = state(self.cache)
@@ -71,7 +77,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert fits == (not full)
         if full:
             (seq, n), have = full[0], len(self.texts[full[0][0]])
-            self.refused(CacheFull, f"sequence {seq} has {have} tokens and cannot take {n} more: a row holds {N}; ask for fewer, or .*max_len",
+            self.refused(CacheFull, f"sequence {seq} has {have} tokens and cannot take {n} more: the limit is {N}; ask for fewer, or .*max_len",
                          lambda: self.cache.extend([(seq, range(n)) for seq, n in wanted]))
         elif wanted:
             self.attend(wanted)
@@ -81,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert step.positions.tolist() == [len(self.texts[seq]) + i for seq, n in wanted for i in range(n)]
         T = sum(n for _, n in wanted)
         q, k, v = self.rand(L, T, H, D), self.rand(L, T, G, D), self.rand(L, T, G, D)
-        outs = [step.attend(layer, q[layer], k[layer], v[layer]) for layer in range(L)]
+        outs = [OPS.look_back(q[layer], k[layer], v[layer], step, layer) for layer in range(L)]
         at = 0
         for seq, n in wanted:                                                # as if each had been alone
             self.texts[seq] += [(k[:, i], v[:, i]) for i in range(at, at + n)]
@@ -143,7 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert sorted([*self.texts, *self.cache._rows]) == list(range(S))
         for seq, text in self.texts.items():
             for i, store in enumerate((self.cache.keys, self.cache.values)):
-                assert all(torch.equal(store[:, seq, :, t], token[i]) for t, token in enumerate(text))
+                assert all(torch.equal(store.parts[0][:, seq, t], token[i]) for t, token in enumerate(text))
 
 
 CacheMachine.TestCase.settings = settings(deadline=None, max_examples=50, stateful_step_count=25)
@@ -154,19 +160,19 @@ def test_a_fork_and_its_origin_part_ways():
     cache = KVCache(1, 1, 2, max_len=4, sequences=2)
     old, _ = cache.open([])
     one = torch.ones(2, 1, 2)
-    cache.extend([(old, [1, 2])]).attend(0, one, one, one)
+    OPS.look_back(one, one, one, cache.extend([(old, [1, 2])]), 0)
     new = cache.fork(old)
     both = torch.tensor([[[3.0, 3]], [[9.0, 9]]])
-    out = cache.extend([(old, [3]), (new, [9])]).attend(0, one * 0, one, both)                           # equal scores: means of 1, 1 and the new
+    out = OPS.look_back(one * 0, one, both, cache.extend([(old, [3]), (new, [9])]), 0)                   # equal scores: means of 1, 1 and the new
     torch.testing.assert_close(out[:, 0, 0], torch.tensor([5 / 3, 11 / 3]))
     cache.truncate(old, 0)
-    assert (cache.length(old), cache.length(new)) == (0, 3) and cache.values[0, new, 0, :3, 0].tolist() == [1, 1, 9]
+    assert (cache.length(old), cache.length(new)) == (0, 3) and cache.values.parts[0][0, new, :3, 0, 0].tolist() == [1, 1, 9]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_formula_is_the_allocation(dtype):
     cache = KVCache(3, 2, 8, max_len=11, sequences=2, dtype=dtype)
-    real = sum(store.untyped_storage().nbytes() for store in (cache.keys, cache.values))
+    real = sum(store.parts[0].untyped_storage().nbytes() for store in (cache.keys, cache.values))
     assert cache.bytes == 2 * kv_bytes(3, 2, 8, 11, dtype) == kv_bytes(3, 2, 8, 22, dtype) == real == 2 * 2 * 3 * 2 * 8 * 11 * dtype.itemsize
 
 
@@ -189,7 +195,7 @@ def test_a_dtype_that_is_no_number_format_of_a_cache_is_refused(dtype):
 
 
 def test_a_cache_larger_than_the_memory_is_refused_with_its_size():
-    with pytest.raises(CacheFull, match="a cache of 3 x 1000000000000 tokens needs 96000.0 GB, which cpu does not have: ask for a smaller max_len"):
+    with pytest.raises(CacheFull, match="a cache of 3 x 1000000000000 tokens needs 96000.0 GB, which cpu does not have: ask for less"):
         KVCache(1, 1, 4, 10**12, 3)
 
 
@@ -207,7 +213,7 @@ def loud(dtype: torch.dtype, heads: int, kv_heads: int) -> Llama:
     with torch.no_grad():
         for name, place in llama.places().items():
             place.mul_(1 if "norm" in name else 10)
-    return llama.pack()
+    return llama.prepare()
 
 
 MODELS = {(dtype, kv_heads): loud(dtype, 4, kv_heads) for dtype in TOLERANCE for kv_heads in (1, 2, 4)}
@@ -242,8 +248,8 @@ def test_these_models_would_notice(llama):
 @given(MODEL, TEXT, CUTS)
 @torch.inference_mode()
 def test_every_split_of_a_prompt(llama, text, cuts):
-    cache = llama.cache(len(text))
-    cache.keys.fill_(math.nan), cache.values.fill_(math.nan)
+    cache = KVCache.of(llama, len(text))
+    poison(cache.keys), poison(cache.values)
     seq, _ = cache.open(text)
     whole, cached = llama(torch.tensor(text)), [read(llama, cache, (seq, part)) for part in parts(text, cuts)]
     assert_same(torch.cat(cached), whole)
@@ -255,8 +261,8 @@ def test_every_split_of_a_prompt(llama, text, cuts):
 @given(MODEL, st.lists(st.tuples(TEXT, CUTS), min_size=2, max_size=3))
 @torch.inference_mode()
 def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
-    cache = llama.cache(20, sequences=3)
-    cache.keys.fill_(math.nan), cache.values.fill_(math.nan)
+    cache = KVCache.of(llama, 20, sequences=3)
+    poison(cache.keys), poison(cache.values)
     waiting = {cache.open(text)[0]: parts(text, cuts) for text, cuts in texts}
     out = {seq: [] for seq in waiting}
     while any(waiting.values()):
@@ -271,7 +277,7 @@ def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
 @given(MODEL, TEXT, st.lists(st.tuples(TEXT, st.integers(0, 20)), max_size=3), TEXT, CUTS)
 @torch.inference_mode()
 def test_taking_tokens_back_is_as_if_they_had_never_been(llama, text, detours, more, cuts):
-    cache = llama.cache(100, sequences=2)
+    cache = KVCache.of(llama, 100, sequences=2)
     seq, _ = cache.open(text)
     read(llama, cache, (seq, text))
     for wrong, keep in detours:                                              # rejected drafts
@@ -291,7 +297,7 @@ def test_taking_tokens_back_is_as_if_they_had_never_been(llama, text, detours, m
 def test_a_cache_of_another_dtype_reads_what_was_stored(stored):
     """Coarser than the model or finer: the result depends on what is stored, not on how the text was cut."""
     llama, text = MODELS[torch.float64, 2], [5, 9, 1, 22, 8, 17, 3]
-    cache = llama.cache(len(text), sequences=2, dtype=stored)
+    cache = KVCache.of(llama, len(text), sequences=2, dtype=stored)
     (one, _), (many, _) = cache.open(text), cache.open(text)
     whole = read(llama, cache, (one, text))
     assert_same(torch.cat([read(llama, cache, (many, [token])) for token in text]), whole)
@@ -300,13 +306,13 @@ def test_a_cache_of_another_dtype_reads_what_was_stored(stored):
 
 def test_a_cache_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="max_len is 0: a cache needs at least 1"):
-        MODELS[torch.float32, 1].cache(0)
+        KVCache.of(MODELS[torch.float32, 1], 0)
 
 
 @torch.inference_mode()
 def test_rows_are_those_asked_for():
     llama, text = MODELS[torch.float64, 2], [5, 9, 1, 22, 8]
-    cache, whole = llama.cache(10), llama(torch.tensor([5, 9, 1, 22, 8]))
+    cache, whole = KVCache.of(llama, 10), llama(torch.tensor([5, 9, 1, 22, 8]))
     for rows in (slice(-1, None), slice(0, 0), torch.tensor([3, 0]), torch.tensor([], dtype=torch.int64)):
         seq, _ = cache.open(text)
         assert_same(llama(torch.tensor(text), cache.extend([(seq, text)]), rows), whole[rows])
@@ -319,3 +325,103 @@ def test_what_fits_is_a_share_of_the_memory_that_is_free(monkeypatch):
     assert tokens_that_fit(2, 3, 5, torch.bfloat16, cuda, share=0.5) == 500_000 // kv_bytes(2, 3, 5, 1, torch.bfloat16)
     half, all_of_it = (tokens_that_fit(2, 2, 64, torch.float32, cpu, share) for share in (0.5, 1.0))
     assert half > 10 and 1.3 < all_of_it / half < 3                          # what is free changes between two looks
+
+
+# ---- Fewer bits: the same text, however it was cut
+
+@pytest.mark.parametrize("D", [64, 80, 72, 128])
+def test_bytes_by_formula_and_as_allocated(D):
+    bf16 = kv_bytes(3, 2, D, 11, torch.bfloat16)
+    for name, most in (("16", 1.0), ("8", 0.54), ("8/4", 0.42), ("4", 0.33 if D != 72 else 0.35)):
+        bits = widths(name)
+        cache = KVCache(3, 2, D, 11, dtype=torch.bfloat16, bits=bits)
+        formula = kv_bytes(3, 2, D, 11, torch.bfloat16, bits)
+        assert cache.bytes == formula <= most * bf16
+        assert sum(part.untyped_storage().nbytes() for kept in (cache.keys, cache.values) for part in kept.parts) == formula
+    assert tokens_that_fit(3, 2, D, torch.bfloat16, torch.device("cpu"), bits=(8, 8)) > 1.8 * tokens_that_fit(3, 2, D, torch.bfloat16, torch.device("cpu"))
+
+
+def random_llama(seed: int = 1) -> Llama:
+    llama = Llama(Config(**SMALL), dtype=torch.float64, seed=seed)
+    for place in llama.places().values():
+        place.mul_(10)
+    return llama
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
+@torch.inference_mode()
+def test_the_logits_do_not_depend_on_cuts_layouts_forks_or_what_was_taken_back(bits):
+    llama, text = random_llama(), torch.randint(256, (41,), generator=torch.Generator().manual_seed(2))
+    whole = KVCache.of(llama, 50, bits=bits)
+    expected = llama(text, whole.extend([(whole.open(())[0], text.tolist())]))
+    plain = KVCache.of(llama, 50)
+    exact = llama(text, plain.extend([(plain.open(())[0], text.tolist())]))
+    assert (expected - exact).abs().max() > 1e-4 * exact.abs().max()                             # quantized it is
+    for make in (lambda: KVCache.of(llama, 50, 3, bits=bits), lambda: PagedCache.of(llama, 12, 16, 50, bits=bits)):
+        for sizes in ([41], [1] * 41, [20, 1, 20], [7, 33, 1]):
+            cache, parts = make(), []
+            seq, _ = cache.open(text.tolist())
+            for chunk in text.split(sizes):
+                step = cache.extend([(seq, [*chunk.tolist(), 9, 9])])                            # two too many, which are taken back
+                parts.append(llama(torch.cat((chunk, torch.tensor([9, 9]))), step)[:-2])
+                cache.truncate(seq, cache.length(seq) - 2)
+                other, seq = seq, cache.fork(seq)
+                cache.free(other)
+            torch.testing.assert_close(torch.cat(parts), expected, atol=1e-9, rtol=1e-9)
+    cache = PagedCache.of(llama, 12, 16, 50, bits=bits)
+    for _ in range(2):                                                                           # the second finds the blocks of the first
+        seq, have = cache.open(text.tolist())
+        logits = llama(text[have:], cache.extend([(seq, text[have:].tolist())]))
+        cache.free(seq)
+    assert have == 32
+    torch.testing.assert_close(logits, expected[32:], atol=1e-9, rtol=1e-9)
+
+
+def test_what_fits_grows():
+    model = Model.load("tiny", "cpu", torch.bfloat16)
+    blocks = {name: Engine(model, None, 0, 64, 1, kv_memory=2**20, kv_bits=name).caches[0].pool.total for name in WIDTHS}
+    assert blocks["8"] >= blocks["16"] / 0.54 - 1 and blocks["8/4"] >= blocks["16"] / 0.42 - 1
+    assert blocks["4"] >= blocks["16"] / 0.33 - 1
+
+
+def test_fewer_bits_hardly_change_what_the_embedded_model_expects():
+    model = Model.load("tiny", "cpu", torch.float32)
+    text = model.encode("Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog.")
+    losses = {}
+    for name in WIDTHS:
+        cache = KVCache.of(model.llama, len(text), bits=widths(name))
+        logits = model.llama(torch.tensor(text), cache.extend([(cache.open(())[0], text)]))
+        losses[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text[1:])).item()
+    for name, most in (("8", 0.005), ("8/4", 0.05), ("4", 0.05)):
+        assert abs(losses[name] / losses["16"] - 1) < most
+
+
+def test_what_is_refused():
+    for wrong in ("3", 2, "4/8", ""):
+        with pytest.raises(ValueError, match="kv_bits is .*: it must be 16, 8, 4 or 8/4"):
+            widths(wrong)
+    with pytest.raises(ValueError, match="head_dim is 5: .* use 8 bits"):
+        KVCache(1, 1, 5, 4, bits=(8, 4))
+
+
+@pytest.mark.parametrize("room", [Ops().room, heads_first])
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([(16, None), (8, None), (4, GROUP), (4, None)]), st.integers(1, 3), st.integers(1, 20), st.integers(0, 99))
+def test_a_store_changes_the_slots_it_is_told_and_reads_what_it_holds(room, kind, heads, half, seed):
+    (bits, group), D, generator = kind, 2 * half, torch.Generator().manual_seed(seed)
+    kept = Store.empty((2, 3, 4, heads, D), bits, torch.float32, torch.device("cpu"), room, group)
+    assert [tuple(part.shape[:4]) for part in kept.parts] == [(2, 3, 4, heads)] * len(kept.parts)
+    assert kept.nbytes == 2 * 3 * 4 * heads * sum(width * kind.itemsize for width, kind in layout(D, bits, torch.float32, group))
+    every, x = torch.arange(12), torch.randn(12, heads, D, generator=generator) * 3
+    for layer in (0, 1):
+        kept.write(layer, every, x * (layer + 1))
+    expected = kept.decode(kept.encode(x), torch.float32).clone()
+    assert torch.equal(kept.read(0, every, torch.float32), expected) and torch.equal(kept.read(0, slice(2, 7), torch.float32), expected[2:7])
+    new, slots = torch.randn(2, heads, D, generator=generator), torch.randperm(12, generator=generator)[:2]
+    kept.write(0, slots, new)
+    expected[slots] = kept.decode(kept.encode(new), torch.float32)
+    assert torch.equal(kept.read(0, every, torch.float32), expected) and kept.read(0, every[:1], torch.float64).dtype == torch.float64
+    kept.copy(2, 0, 3)
+    expected[:3] = expected[8:11]
+    assert torch.equal(kept.read(0, every, torch.float32), expected)
+    assert torch.equal(kept.read(1, every[3:8], torch.float32), kept.decode(kept.encode(2 * x), torch.float32)[3:8])

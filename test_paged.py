@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from config import Config
+from weights import Config
 from conftest import SMALL
-from kernels import attention
-from kvcache import CacheFull, KVCache, Step
+from kernels import attention, ops_for
+from kvcache import CacheFull, KVCache
 from model import Llama
-from paged import PagedCache, blocks_that_fit
-from pagedstep import PagedStep
+from paged import PagedCache, Pool, blocks_that_fit
+from test_kernels import poison
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 
@@ -37,7 +37,7 @@ class PagedMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = PagedCache(L, G, D, BLOCKS, S, max_len=22, dtype=torch.float64)
         self.texts: dict[int, list[int]] = {}                                    # what each sequence has stored
-        self.cache.keys.fill_(math.nan), self.cache.values.fill_(math.nan)
+        poison(self.cache.keys), poison(self.cache.values)
         if self.collide:
             self.cache._key = lambda parent, tokens: Colliding((parent, tokens))
 
@@ -49,7 +49,7 @@ class PagedMachine(RuleBasedStateMachine):
     def state(self):
         pool = self.cache.pool
         return ({s: (list(t.tokens), list(t.blocks), list(t.chain)) for s, t in self.cache._texts.items()}, list(pool.free), list(pool.cached),
-                list(pool.references), dict(pool.published), dict(pool.known), self.cache.keys.view(torch.int64).clone())
+                list(pool.references), dict(pool.published), dict(pool.known), self.cache.keys.parts[0].clone().view(torch.int64))
 
     def unchanged(self, before):
         after = self.state()
@@ -95,7 +95,7 @@ class PagedMachine(RuleBasedStateMachine):
         for layer in range(L):
             new = torch.cat([self.numbers(self.texts[seq], layer)[starts[seq]:] for seq, _ in wanted])
             q = torch.randn(len(new), H, D, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
-            out, at = step.attend(layer, q, new, -new), 0
+            out, at = ops_for("cpu").look_back(q, new, -new, step, layer), 0
             for seq, piece in wanted:
                 all_k = self.numbers(self.texts[seq], layer).transpose(0, 1)
                 expected = attention(q[at:at + len(piece)], all_k, -all_k)
@@ -107,10 +107,10 @@ class PagedMachine(RuleBasedStateMachine):
     def truncate(self, i, share):
         seq = self.pick(i)
         length = round(share * len(self.texts[seq]))
-        keys = self.cache.keys.view(torch.int64).clone()
+        keys = self.cache.keys.parts[0].clone().view(torch.int64)
         self.cache.truncate(seq, length)
         self.texts[seq] = self.texts[seq][:length]
-        assert torch.equal(keys, self.cache.keys.view(torch.int64))
+        assert torch.equal(keys, self.cache.keys.parts[0].view(torch.int64))
 
     @precondition(lambda self: self.texts and len(self.texts) < 5)
     @rule(i=st.integers(0, 5))
@@ -156,8 +156,8 @@ class PagedMachine(RuleBasedStateMachine):
             text = self.cache._texts[seq]
             assert text.tokens == tokens and self.cache.length(seq) == len(tokens) and len(text.blocks) == -(-len(tokens) // S)
             for layer in range(L):
-                stored = self.cache.keys[layer][text.blocks].flatten(0, 1)[:len(tokens)]
-                assert torch.equal(stored, self.numbers(tokens, layer)) and torch.equal(self.cache.values[layer][text.blocks].flatten(0, 1)[:len(tokens)], -stored)
+                stored = self.cache.keys.parts[0][layer][text.blocks].flatten(0, 1)[:len(tokens)]
+                assert torch.equal(stored, self.numbers(tokens, layer)) and torch.equal(self.cache.values.parts[0][layer][text.blocks].flatten(0, 1)[:len(tokens)], -stored)
         used = {block: 0 for text in self.cache._texts.values() for block in text.blocks}
         for text in self.cache._texts.values():
             for i, block in enumerate(text.blocks):
@@ -186,8 +186,7 @@ def llama() -> Llama:
 
 
 def paged(llama: Llama, blocks: int = 60, size: int = 4, **how) -> PagedCache:
-    c = llama.config
-    return PagedCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, size, 96, dtype=llama.dtype, **how)
+    return PagedCache.of(llama, blocks, size, 96, **how)
 
 
 @settings(max_examples=25, deadline=None)
@@ -196,7 +195,7 @@ def test_a_ragged_step_equals_the_contiguous_caches(size, texts, seed):
     """Prompts, chunks, single tokens and a few at once, in the same steps."""
     llama = Llama(Config(**{**SMALL, "num_key_value_heads": 1 + seed % 2}), dtype=torch.float64, seed=seed)
     tokens = [torch.randint(256, (n + sum(later),), generator=torch.Generator().manual_seed(seed + i)).tolist() for i, (n, later) in enumerate(texts)]
-    caches = (paged(llama, 4 * (-(-111 // size)), size, prefix_sharing=False), llama.cache(96, len(texts)))
+    caches = (paged(llama, 4 * (-(-111 // size)), size, prefix_sharing=False), KVCache.of(llama, 96, len(texts)))
     caches[0].max_len = 96
     seqs = [[cache.open(text)[0] for text in tokens] for cache in caches]
     at = [0] * len(texts)
@@ -293,7 +292,7 @@ def test_sizes_that_are_none(wrong, says):
 
 
 def test_a_pool_that_memory_does_not_hold():
-    with pytest.raises(CacheFull, match="blocks of 16 tokens need .* GB"):
+    with pytest.raises(CacheFull, match="a cache of 1099511627776 x 16 tokens needs .* GB"):
         PagedCache(80, 8, 128, 2**40)
 
 
@@ -347,18 +346,6 @@ def test_what_comes_after_a_rewritten_block_has_another_identity():
     assert cache.open([0] * 6 + [5] * 4)[1] == 6 and cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_a_lone_text_in_order_is_a_row_of_a_contiguous_cache(sharing):
-    cache = filled(sharing)
-    seq, _ = cache.open(())
-    for count in (10, 1, 5):
-        assert type(cache.extend([(seq, [1] * count)])) is Step
-    other, _ = cache.open((9,))
-    assert type(cache.extend([(seq, [1]), (other, [9])])) is PagedStep
-    cache.extend([(seq, [1] * 6)])
-    assert type(cache.extend([(seq, [1])])) is PagedStep and type(cache.extend([(other, [9])])) is Step
-
-
 def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
     """Lengths log-normal with mean 300, 32 texts in flight, averaged over time; a contiguous cache would reserve 1024 for each."""
     coin, cache = random.Random(1), PagedCache(1, 1, 1, 32 * 64, 16, prefix_sharing=False)
@@ -378,3 +365,66 @@ def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
             cache.free(seq)
             del texts[seq]
     assert sum(paged) / len(paged) < 0.04 and sum(reserved) / len(reserved) > 0.6
+
+
+# ---- The block pool by itself: which block goes first, and what can be found
+
+def test_free_blocks_go_first_then_the_least_recently_used():
+    pool = Pool(4)
+    a, b, c = pool.take(3)
+    for block, tokens in ((a, (1,)), (b, (2,)), (c, (3,))):
+        pool.publish(block, (0, tokens))
+    for block in (b, a, c):
+        pool.release(block)
+    assert list(pool.cached) == [b, a, c] and pool.available == 4
+    found, _ = pool.find((0, (2,)))
+    pool.share(found)
+    pool.release(found)
+    assert found == b and list(pool.cached) == [a, c, b]
+    taken = pool.take(2)
+    assert a in taken and len(pool.cached) == 2 and pool.find((0, (1,))) is None and pool.find((0, (3,))) is not None
+
+
+def test_more_than_there_is_is_refused_before_anything_changed():
+    pool = Pool(3)
+    block, = pool.take(1)
+    pool.publish(block, (0, (1,)))
+    pool.release(block)
+    with pytest.raises(CacheFull, match="4 more blocks are needed and 3 are free or cached"):
+        pool.take(4)
+    assert pool.find((0, (1,))) and len(pool.take(3)) == 3
+
+
+def test_an_identity_is_never_given_twice():
+    pool, seen = Pool(1), set()
+    for i in range(5):
+        block, = pool.take(1)
+        seen.add(pool.publish(block, (0, (i % 2,))))
+        pool.release(block)
+    assert len(seen) == 5
+
+
+def test_the_first_block_with_some_tokens_is_the_one_that_is_found():
+    pool = Pool(2)
+    a, b = pool.take(2)
+    assert pool.publish(a, (0, (1,))) == pool.publish(b, (0, (1,)))
+    pool.release(b)
+    assert pool.find((0, (1,)))[0] == a and list(pool.cached) == [] and b in pool.free
+    pool.withdraw(a)
+    pool.withdraw(a)
+    assert pool.find((0, (1,))) is None
+
+
+def test_a_block_has_one_identity_even_if_its_parent_comes_back_as_another():
+    """The key it was published under must not stay behind: whoever met it again would look for a block that is not known."""
+    pool = Pool(4)
+    first, twin, block, _ = pool.take(4)
+    parent = pool.publish(first, (0, (1, 2)))
+    assert pool.publish(twin, (0, (1, 2))) == parent                     # its twin is not published, and goes by the other's identity
+    identity = pool.publish(block, (parent, (3, 4)))
+    pool.withdraw(first)                                                 # the parent goes; the twin is published in its place
+    again = pool.publish(twin, (0, (1, 2)))
+    assert again != parent and pool.publish(block, (again, (3, 4))) == identity
+    assert len(pool.published) == len(pool.known) and all(pool.published[key] == b for b, (key, _) in pool.known.items())
+    pool.withdraw(block)
+    assert pool.find((parent, (3, 4))) is None and pool.publish(block, (parent, (3, 4))) > identity

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quant
-from config import Config
+from weights import Config
 from conftest import SMALL, peak
 from model import Llama
 from quant import dequantize, from_int4, from_int8, int4, int8, pack4, quantize, round_up, unpack4

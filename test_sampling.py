@@ -1,18 +1,15 @@
 """`probabilities` against a reference that sorts and loops; the coin against its own definition, and at its edges."""
 import math
 from itertools import accumulate
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import native
 import sampling
-from sampling import GOLDEN, MIX1, MIX2, TEXT, Keyed, accept_role, check_settings, draft_role, probabilities
+from sampling import GOLDEN, TEXT, Keyed, accept_role, check_settings, draft_role, probabilities
 
-in_torch = mock.patch.object(native, "library", lambda: None)        # as where there is no compiler
 TIED = st.integers(-240, 240).map(lambda n: n / 8)
 NUMBER = {torch.float32: st.floats(-2.0**127, 2.0**127, width=32), torch.float64: st.floats(-1.7e308, 1.7e308)}
 SETTING = dict(temperature=st.sampled_from([0, 1e-300, 1e-6, 0.3, 1, 2.5, 1e6]), top_k=st.sampled_from([None, 0, 1, 2, 3, 11, 400, 2**31]),
@@ -205,24 +202,17 @@ def stream(seed: int, position: int, role: int, column: int | None) -> float:
 
 
 def uniforms_of(coin: Keyed, verb: str, width: int) -> torch.Tensor:
-    """What `accept` or `pick` compares with, found by watching it."""
-    seen, original = [], coin._uniform
-    coin._uniform = lambda *args: seen.append(original(*args).clone()) or seen[-1].clone()
-    getattr(coin, verb)(torch.full((len(coin.place), width), 0.5))
-    coin._uniform = original
-    return seen[0]
+    """What `accept` or `pick` compares with."""
+    if verb == "accept":
+        return coin.uniforms(width)
+    return sampling._uniform(sampling._mix(sampling._mix(coin.streams) + sampling._steps(width, torch.device("cpu"))))
 
 
-class OnAGpu(torch.Tensor):
-    """A tensor that says it is elsewhere, so that `pick` goes the way it goes there: no look at the values, noise for every column."""
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    class device(str):
-        type = "cuda"
-    device = device("cpu")
+def everywhere(coin: Keyed, probs: torch.Tensor) -> torch.Tensor:
+    """`pick` with noise for every column, without a look at the values."""
+    return (probs / sampling._exponential(coin.streams, sampling._steps(probs.shape[1], probs.device))).argmax(-1)
 
 
-@in_torch
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-2**63, 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=4), st.integers(0, 9))
 def test_the_bits_are_those_of_splitmix64(rows, j):
@@ -238,7 +228,6 @@ def test_the_published_sequence():
     assert [z % 2**64 for z in sampling._mix(states).tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
-@in_torch
 def test_every_key_has_a_stream_of_its_own():
     roles = [TEXT, *map(draft_role, range(50)), *map(accept_role, range(50))]
     assert len(set(roles)) == len(roles)
@@ -261,91 +250,22 @@ def test_a_row_is_a_function_of_its_own_key():
         assert torch.equal(coin.accept(prob), torch.cat([one.accept(prob[b:b + 1]) for b, one in enumerate(alone)]))
         assert torch.equal(coin.accept(prob)[:, :2], coin.accept(prob[:, :2]))                       # however many are asked for
         assert torch.equal(coin.pick(probs), torch.cat([one.pick(probs[b:b + 1]) for b, one in enumerate(alone)]))
-        assert torch.equal(coin.pick(probs), coin.pick(probs.as_subclass(OnAGpu)))                   # however it is computed
+        assert torch.equal(coin.pick(probs), everywhere(coin, probs))                   # however it is computed
         assert torch.equal(coin.pick(probs), coin.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
 
 
-@in_torch
 @settings(deadline=None)
-@given(st.integers(1, 6), st.integers(1, 50), st.booleans(), st.integers(-2**63, 2**63 - 1), st.data())
-def test_a_coin_of_some_rows_and_noise_made_ahead_change_nothing(B, V, ahead, seed, data):
+@given(st.integers(1, 6), st.integers(1, 50), st.integers(-2**63, 2**63 - 1), st.data())
+def test_a_coin_of_some_rows_changes_nothing(B, V, seed, data):
     """Each row with a role of its own, as in a round: text, draft 0, draft 1, …"""
     seeds, positions, roles = torch.tensor([seed] * B), torch.arange(B) // 2, torch.tensor([TEXT, draft_role(0), draft_role(1)] * 2)[:B]
     rows = data.draw(st.one_of(st.just(slice(None)), st.builds(slice, st.integers(0, B - 1), st.none(), st.integers(1, 3)),
                                st.lists(st.integers(0, B - 1), min_size=1, max_size=B)))
     probs = torch.rand(B, V, generator=torch.Generator().manual_seed(V))
     coin = Keyed(seeds, positions, roles)
-    if ahead:
-        coin.ahead(V)
-        assert coin.noise is not None
     alone = [Keyed(seeds[b:b + 1], positions[b:b + 1], int(roles[b])) for b in range(B)]
     assert coin[rows].pick(probs[rows]).tolist() == [int(alone[b].pick(probs[b:b + 1])) for b in torch.arange(B)[rows].tolist()]
     assert torch.equal(coin[rows].accept(probs[rows]), torch.cat([alone[b].accept(probs[b:b + 1]) for b in torch.arange(B)[rows].tolist()]))
-
-
-def test_noise_is_made_ahead_only_where_it_is_little():
-    coin = Keyed(torch.arange(3), torch.arange(3))
-    coin.ahead(2**15 // 3 + 1)
-    assert coin.noise is None and coin[1:].noise is None
-
-
-def test_noise_is_made_ahead_where_nothing_makes_it_on_the_way(monkeypatch):
-    """By C on a CPU, by Triton on a GPU; a GPU without Triton has its noise made ahead whatever its host has."""
-    for place, triton, ahead in ((torch.Tensor, True, native.library() is None), (OnAGpu, True, False), (OnAGpu, False, True)):
-        monkeypatch.setattr("sampling.on_gpu", lambda device: triton and device.type == "cuda")
-        coin = Keyed(torch.tensor([1]), torch.tensor([2]))
-        coin.place = coin.place.as_subclass(place)
-        coin.ahead(3)
-        assert (coin.noise is not None) == ahead
-
-
-@pytest.mark.skipif(native.library() is None, reason="no C here")
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 5), st.integers(1, 600), st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.integers(-2**63, 2**63 - 1), st.floats(0, 1))
-def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
-    """For rows with roles of their own or one for all, and where many tokens, or all, have probability 0."""
-    generator = torch.Generator().manual_seed(V)
-    probs = torch.where(torch.rand(B, V, generator=generator) < hidden, 0, torch.rand(B, V, generator=generator)).to(dtype)
-    coin = Keyed(torch.tensor([seed]).expand(B), torch.arange(B), torch.arange(B) if each else draft_role(B))
-    picked = coin.pick(probs)
-    assert each or torch.equal(Keyed(torch.tensor([seed]).expand(B), torch.arange(B), torch.tensor([draft_role(B)])).pick(probs), picked)
-    with in_torch:
-        assert torch.equal(picked, coin.pick(probs))
-    assert torch.equal(coin.pick(probs.T.contiguous().T), picked)
-
-
-@pytest.mark.skipif(native.library() is None, reason="no C here")
-def test_the_noise_of_c_is_right_to_the_last_digits():
-    """Where every p is its own noise, all scores are 1: a token whose p is larger by 1e-13 of itself wins."""
-    V = 2000
-    coin = Keyed(torch.tensor([3]), torch.tensor([4]))
-    noise = coin._exponential(torch.arange(1, V + 1) * GOLDEN)
-    for at in range(0, V, 7):
-        probs = noise.clone()
-        probs[0, at] *= 1 + 1e-13
-        assert coin.pick(probs).item() == at
-
-
-@pytest.mark.skipif(native.library() is None, reason="no C here")
-@pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
-def test_c_makes_noise_of_extreme_bits(bits, u):
-    """Places whose first number of the stream has these bits: what `_mix` makes of them is undone, a step at a time."""
-    def unshift(z: int, by: int) -> int:
-        whole = z
-        for _ in range(64 // by + 1):
-            whole = z ^ whole >> by
-        return whole
-    for at in range(3):
-        z = unshift(bits % 2**64, 31) * pow(MIX2, -1, 2**64) % 2**64
-        z = unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64
-        start = (unshift(z, 30) - (at + 1) * GOLDEN) % 2**64                                         # of the stream whose number `at` it is
-        z = unshift(start, 31) * pow(MIX2, -1, 2**64) % 2**64
-        place = unshift(unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64, 30)
-        coin = Keyed(torch.tensor([0]), torch.tensor([0]))
-        coin.place = torch.tensor([[place - 2**64 if place >= 2**63 else place]])
-        probs = torch.full((1, 3), 1e-300, dtype=torch.float64)
-        probs[0, at] = 1
-        assert coin._uniform(TEXT, torch.arange(1, 4) * GOLDEN)[0, at] == u and coin.pick(probs).item() == at
 
 
 @pytest.mark.parametrize("size", [4, 2**15])
@@ -357,30 +277,29 @@ def test_a_wide_row_draws_noise_only_where_it_matters(size):
         probs[:, 1:][torch.rand(3, size - 1, generator=generator) > keep] = 0
         coin = Keyed(torch.arange(3), torch.arange(3))
         picked = coin.pick(probs)
-        assert torch.equal(picked, coin.pick(probs.as_subclass(OnAGpu))) and (probs.gather(1, picked[:, None]) > 0).all()
+        assert torch.equal(picked, everywhere(coin, probs)) and (probs.gather(1, picked[:, None]) > 0).all()
     assert coin.pick(torch.zeros(3, size)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("u", [0.0, 2.0**-52, 1 - 2.0**-52])
 def test_the_edges_of_the_uniform(u, dtype, monkeypatch):
-    monkeypatch.setattr(Keyed, "_uniform", lambda self, roles, steps=0: torch.full((1, len(roles if isinstance(steps, int) else steps)), u, dtype=torch.float64))
+    monkeypatch.setattr(sampling, "_uniform", lambda bits: torch.full(bits.shape, u, dtype=torch.float64))
     coin = Keyed(torch.tensor([1]), torch.tensor([1]))
     assert coin.accept(torch.tensor([[0.0, 1.0]], dtype=dtype)).tolist() == [[False, True]]          # u < prob, strictly: also for u = 0
     for probs, only in (([0.0, 1.0, 0.0], 1), ([1.0, 0.0, 0.0], 0), ([0.0, 0.0, 1e-38], 2), ([0.0, 0.4, 0.6], 2)):
         row = torch.tensor([probs], dtype=dtype)
-        assert coin.pick(row).item() == coin.pick(row.as_subclass(OnAGpu)).item() == only
+        assert coin.pick(row).item() == everywhere(coin, row).item() == only
 
 
-@in_torch
 @pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
 def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(bits, u, monkeypatch):
     monkeypatch.setattr(sampling, "_mix", lambda z: torch.full_like(z, bits))
     coin = Keyed(torch.tensor([5]), torch.tensor([6]))
-    assert coin._uniform(TEXT, torch.arange(3)).tolist() == [[u] * 3] and 0 <= u < 1
+    assert uniforms_of(coin, "pick", 3).tolist() == [[u] * 3] and 0 <= u < 1
     assert coin.pick(torch.tensor([[0.0, 0.3, 0.7]])).item() == 2
-    coin.ahead(3)
-    assert 0 < coin.noise.min() and torch.isfinite(coin.noise).all() and coin.noise.dtype == torch.float64
+    noise = sampling._exponential(coin.streams, torch.arange(3))
+    assert 0 < noise.min() and torch.isfinite(noise).all() and noise.dtype == torch.float64
 
 
 @settings(deadline=None, max_examples=40)
@@ -388,7 +307,7 @@ def test_extreme_bits_give_a_uniform_below_1_and_finite_noise(bits, u, monkeypat
 def test_pick_never_takes_probability_0(rows, seed):
     probs = torch.tensor(rows, dtype=torch.float64)
     coin = Keyed(torch.arange(len(rows)) + seed, torch.arange(len(rows)) * 3)
-    for picked in (coin.pick(probs), coin.pick(probs.as_subclass(OnAGpu))):
+    for picked in (coin.pick(probs), everywhere(coin, probs)):
         assert picked.dtype == torch.int64 and (probs.gather(1, picked[:, None]) > 0).all()
 
 

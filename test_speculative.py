@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import drafters
 import speculative
 from drafters import ModelDrafter
-from engine import Engine
+from generate import Engine, Model
+from kernels import Ops
 from kvcache import KVCache
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, own_law
-from pretrained import Model
-from request import Request, Settings
-from sampling import TEXT, Keyed, _steps, draft_role, probabilities
+from request import Request, Round, Settings
+from sampling import TEXT, Keyed, _mix, _steps, _uniform, draft_role, probabilities
 from speculative import Decoder, verify
 
 TARGET, DRAFT = Toy(seed=1), Toy(seed=2)
@@ -31,18 +30,18 @@ def play(maker: Decoder, requests: Sequence[Request]) -> None:
     for request in requests:
         maker.open(request)
     while work := [maker.plan(request) for request in requests if not request.finish_reason]:
-        assert all(w.read + (w.gamma or 0) <= maker.budget for w in work)
+        assert all(w.num_tokens + (w.num_drafts or 0) <= maker.budget for w in work)
         grown = maker.step(work)
         for w in work:
             request = w.request
-            assert maker.cache.length(request.seq) == len(request.tokens) - 1 or w.gamma is None
-            assert request.left >= 0 and (w.gamma is None) == (request not in grown)
+            assert maker.cache.length(request.seq) == len(request.tokens) - 1 or w.num_drafts is None
+            assert request.left >= 0 and (w.num_drafts is None) == (request not in grown)
             if isinstance(maker.drafter, ModelDrafter) and request in maker.drafter.seqs:
                 assert maker.drafter.cache.length(maker.drafter.seqs[request]) < len(request.tokens)
 
 
 def decoder(model: Model, length: int, draft=None, coupled: bool = False, sequences: int = 1, kv: str = "contiguous") -> Decoder:
-    return Engine(model, draft, length * sequences, length, sequences, coupled, kv=kv).maker
+    return Engine(model, draft, length * sequences, length, sequences, coupled, kv=kv).decoder
 
 
 def made(request: Request) -> tuple[int, ...]:
@@ -178,19 +177,19 @@ def test_the_enumeration_catches(bug, monkeypatch):
 
 def test_the_enumeration_catches_soft_probabilities_at_temperature_0(monkeypatch):
     kind: Kind = ((0, 2), 2, 3, (), dict(temperature=0))
-    monkeypatch.setattr(drafters, "probabilities", lambda logits, temperature, *rest: probabilities(logits, 1.0, *rest))
+    monkeypatch.setattr(Ops, "probabilities", lambda self, logits, temperature, *rest: probabilities(logits, 1.0, *rest))
     assert distance(law_of([kind])[0], targets_law(kind)) > 1e-3
 
 
 def test_a_filter_on_one_side_only(monkeypatch):
     """The draft may draw from what it likes, as long as it says so; the target may not. (A target's call has rows of the same text.)"""
-    kind, right = ((0, 2), 2, 3, (), dict(top_k=2)), drafters.Round.probabilities
+    kind, right = ((0, 2), 2, 3, (), dict(top_k=2)), Round.probabilities
     drafting = lambda rows: len(rows) == len(set(rows))
 
     def unfiltered(where):
         def soft(self, logits, rows):
             return probabilities(logits[:, :3]) if drafting(rows) == (where == "draft") and max(self.gammas) else right(self, logits, rows)
-        monkeypatch.setattr(drafters.Round, "probabilities", soft)
+        monkeypatch.setattr(Round, "probabilities", soft)
         return distance(law_of([kind])[0], targets_law(kind))
     assert unfiltered("draft") < 1e-12 and unfiltered("target") > 1e-3
 
@@ -265,7 +264,7 @@ def test_numbers_that_are_shared_change_the_law(shared):
     class Coin(Keyed):
         def accept(self, prob):
             if shared in ("accept and draft", "accept and text"):
-                return self._uniform(draft_role(0) if shared == "accept and draft" else TEXT, _steps(1, prob.device)) < prob
+                return _uniform(_mix(_mix(self.place ^ (draft_role(0) if shared == "accept and draft" else TEXT)) + _steps(1, prob.device))) < prob
             return super().accept(prob)
     accepted, token = verify(torch.stack((p, p)).expand(n, -1, -1), q.expand(n, 1, -1), drafted[:, None], Coin(seeds, at))
     out = torch.where(accepted > 0, drafted, token)
@@ -332,21 +331,21 @@ def test_drafts_of_the_models_own_make_fewer_passes(pair):
         play(maker, [request])
         assert 24 / len(request.rounds) > least or drafter is model and len(request.rounds) == 6
         assert request.acceptance == 1.0 or drafter is draft
-    assert set(request.whose) == {"accepted", "bonus"}
+    assert set(request.origins) == {"accepted", "bonus"}
 
 
 # ---- Ends, limits, offsets, failures
 
 class Scripted:
     """A model that always goes on with the token its script has for that place; it notes what it was given, and where."""
-    device, dtype = torch.device("cpu"), torch.float64
+    device, dtype, ops = torch.device("cpu"), torch.float64, Ops()
 
     def __init__(self, script: Sequence[int]):
         self.script, self.seen = script, []
 
     def __call__(self, tokens: Tensor, step, rows=None) -> Tensor:
         nothing = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
-        step.attend(0, nothing, nothing, nothing)
+        self.ops.look_back(nothing, nothing, nothing, step, 0)
         self.seen.append(list(zip(step.positions.tolist(), tokens.tolist())))
         after = torch.tensor([self.script[i + 1] for i in step.positions.tolist()])
         logits = torch.full((len(tokens), 10), -torch.inf, dtype=torch.float64).scatter_(1, after[:, None], 0)
@@ -371,7 +370,7 @@ def test_the_drafts_cache_after_full_acceptance():
     at = lambda *positions: [(i, truth[i]) for i in positions]
     assert draft.seen == [at(0, 1), at(2), at(3), at(4, 5), at(6), at(7)]       # 4 was drafted, not read: it comes with the bonus, 5
     assert target.seen == [at(0, 1, 2, 3, 4), at(5, 6, 7, 8)]
-    assert request.whose == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"]
+    assert request.origins == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"]
 
 
 def test_the_drafts_cache_after_partial_acceptance():
@@ -379,7 +378,7 @@ def test_the_drafts_cache_after_partial_acceptance():
     assert request.tokens == truth[:10] and [taken[:2] for taken in request.rounds] == [(3, 1), (3, 2), (2, 2)]
     assert draft.seen[:4] == [[(0, 5), (1, 1)], [(2, 2)], [(3, 9)], [(3, 3)]]   # the draft's 9 at 3 is gone, the correction 3 is read
     assert target.seen[1][0] == (3, 3) and target.seen[2][0] == (6, 6)
-    assert request.whose[:2] == ["accepted", "corrected"]
+    assert request.origins[:2] == ["accepted", "corrected"]
 
 
 def test_the_drafts_cache_when_nothing_is_accepted():
@@ -397,7 +396,7 @@ def test_limits_and_ends_wherever_they_fall(gamma, count, ends, draft_script):
     expected = truth[2:2 + count]
     cut = next((i + 1 for i, token in enumerate(expected) if token in ends), count)
     assert list(made(request)) == expected[:cut]
-    assert request.finish_reason == ("stop" if expected[cut - 1] in ends else "length") and len(request.whose) == cut
+    assert request.finish_reason == ("stop" if expected[cut - 1] in ends else "length") and len(request.origins) == cut
 
 
 def test_where_a_text_outgrows_the_drafts_context_decoding_goes_on():
@@ -439,7 +438,7 @@ def test_after_a_pass_that_was_interrupted_the_text_goes_on_as_if_nothing_had_be
         calls = []
 
         class Breaks:
-            def __init__(self, llama): self.llama, self.device, self.dtype = llama, llama.device, llama.dtype
+            def __init__(self, llama): self.llama, self.device, self.dtype, self.ops = llama, llama.device, llama.dtype, Ops()
             def __call__(self, tokens, step, rows=None):
                 calls.append(1)
                 out = self.llama(tokens * 0 + 5 if len(calls) == 4 else tokens, step, rows)      # what it stored before it broke is wrong

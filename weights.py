@@ -1,177 +1,315 @@
-"""Weights: from a name to a folder, from a folder to tensors in their places. Only safetensors; no pickle is ever opened.
+"""From a name to a folder, a checked config, and tensors in their places.
 
-A safetensors file is a JSON header (name → dtype, shape, byte range) and then the bytes. So everything can be checked before
-a byte of weight is read: every tensor that the model has must be there, nothing else may be, each with its shape and a
-floating-point dtype (quantized ones: exactly theirs). Then each tensor goes once from the memory-mapped file to its place in the model. A file is mapped anew
-for each tensor and let go right after, so that the pages read do not pile up: the peak is the model and one tensor.
+Rotary embeddings (Su et al. 2021) turn the dimensions (i, i + D/2) of a query or key at position p by p · θ^(−2i/D).
+For texts longer than in training all pairs turn more slowly by `factor` (`linear`), or only pairs that turn less than
+low_freq_factor times over the original context, and those below high_freq_factor in proportion (`llama3`, Llama 3.1).
 
-Invariant: `fill` either fills every place, or raises and names the tensor and the file.
-
-Format: https://huggingface.co/docs/safetensors. Names and folders: the Hugging Face Hub's.
+A safetensors file is a JSON header (name → dtype, shape, byte range), then the bytes. So before a weight is read, each
+tensor of the model must be there with its shape and dtype, and no other. A file is mapped anew for each tensor: the
+peak of memory is the model and one tensor. No pickle is ever opened.
+Invariants: every place is filled, or an error names tensor and file; `Config.load` reads what `to_dict` made.
 """
+import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vocabulary import brief, read_json
-
-ALIASES = {
-    "1B": "meta-llama/Llama-3.2-1B-Instruct",
-    "3B": "meta-llama/Llama-3.2-3B-Instruct",
-    "8B": "meta-llama/Llama-3.1-8B-Instruct",
-    "70B": "meta-llama/Llama-3.3-70B-Instruct",
-}
-EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}      # beside this file
+ALIASES = {"1B": "meta-llama/Llama-3.2-1B-Instruct", "3B": "meta-llama/Llama-3.2-3B-Instruct",
+           "8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.3-70B-Instruct"}
+EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}       # beside this file
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-UNWANTED = ["original/*.json", "*/*.safetensors"]        # Meta's own layout, adapters
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-WHOLE = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16"}                # quantized: stored as they are used, or not at all
+UNWANTED = ["original/*.json", "*/*.safetensors"]                           # Meta's own layout, adapters
+LARGEST_JSON = 2**22                                                        # bytes
+QUANT_METHOD = "quant.py"                                                   # our format of quantized weights
+# Above any model, low enough that no product overflows and that a model on the meta device is made at once.
+LIMITS = dict(vocab_size=2**24, hidden_size=2**31 - 1, intermediate_size=2**20, num_hidden_layers=2**9, head_dim=2**12,
+              num_attention_heads=2**12, num_key_value_heads=2**12, max_position_embeddings=2**31 - 1, rms_norm_eps=1.0)
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+SUPPORTED = {"model_type": ["llama"], "hidden_act": [None, "silu"], "partial_rotary_factor": [None, 1, 1.0],
+             "architectures": [None, [], ["LlamaForCausalLM"]], **dict.fromkeys(FLAGS, [None, False, True])}
+ROPE_TYPES = {"default": [], "linear": ["factor"],                              # and the numbers that each needs
+              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+INTEGERS = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16"}        # of quantized weights: never converted
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a model: an alias (1B, 3B, 8B, 70B, tiny, tiny-draft), a folder, or a Hub id, which is fetched if need be.
-
-    Raises FileNotFoundError, with the way out, if there is no such thing or it cannot be had.
-    """
+    """The folder of a model: an alias, an embedded model, a folder, or a Hub id (fetched). Else FileNotFoundError."""
     text = str(name)
-    if text in EMBEDDED:
-        folder = Path(__file__).parent / EMBEDDED[text]
-        if not folder.is_dir():
-            raise FileNotFoundError(f"the embedded model {text!r} should be in {folder}: fetch the repository again")
+    repo, own = ALIASES.get(text, text), EMBEDDED.get(text)
+    folder = Path(__file__).parent / own if own else Path(os.path.expanduser(text))
+    if text and folder.is_dir():
         return folder
-    if text and Path(os.path.expanduser(text)).is_dir():
-        return Path(os.path.expanduser(text))
-    repo = ALIASES.get(text, text)
     if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
-        raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of {', '.join([*ALIASES, *EMBEDDED])}")
-    return _fetch(repo)
+        raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor {[*ALIASES, *EMBEDDED]}")
+    from huggingface_hub import snapshot_download
+    problems = list[Exception]()
+    for offline in (False, True):                       # from the Hub, or else from the local cache
+        try:
+            found = snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=offline)
+            if not offline or any(Path(found).glob("*.safetensors")):
+                return Path(found)
+        except Exception as error:                      # the Hub's, its HTTP library's, the file system's
+            problems.append(error)
+    said = brief(f"{type(problems[0]).__name__}: {problems[0]}", 200)
+    raise FileNotFoundError(f"{repo} is not in the cache, and the Hub refuses it ({said}). Check the name; accept"
+                            f" a gated model's licence at https://huggingface.co/{repo} and run `hf auth login`; go "
+                            "online once; or give a folder that holds the model")
 
 
-def _fetch(repo: str) -> Path:
-    """Bring what is needed of a Hub repository here, or find it in the cache (also offline)."""
-    from huggingface_hub import errors, snapshot_download
+def brief(said: object, limit: int = 400) -> str:
+    """One printable line of about `limit` characters at most."""
+    text = str(said)
+    text = " ".join((text if len(text) <= 2 * limit else text[:limit] + text[-limit:]).split())
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= limit else f"{text[:limit * 2 // 3]} … {text[-limit // 4:]}"
+
+
+def read_text(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") -> str:
+    """An ordinary file's text (a pipe or a device may have no end). FileNotFoundError or ValueError names the file."""
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: a model folder needs config.json, tokenizer.json or .model, and "
+                                "model.safetensors or its shards (a pytorch_model.bin is a pickle: convert it first)")
+    if not file.is_file() or file.stat().st_size > limit:
+        raise ValueError(f"{file} is no ordinary file, or too large (of its bytes, at most {limit} make sense)")
     try:
-        return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except Exception as error:             # its own, its HTTP library's (a connection that breaks half-way), the file system's
-        problem = error
+        return file.read_bytes().decode(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}): fetch it again") from None
+
+
+def parse_json(text: str) -> Any:
+    """JSON, strictly: ValueError for a number that is not finite, or a name that stands twice in an object."""
+    def finite(number: str) -> float:
+        if math.isfinite(value := float(number)):
+            return value
+        raise ValueError(f"{brief(number, 40)} is {'too large' if number[-1].isdigit() else 'not a JSON number'}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) == len(pairs):
+            return found
+        raise ValueError("a name stands twice in an object")
+    return json.loads(text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
+
+
+def read_json(file: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """The object in a JSON file. FileNotFoundError or ValueError names the file."""
+    text = read_text(file, limit)
     try:
-        cached = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
-        if any(cached.glob("*.safetensors")):
-            return cached
-    except (errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
-        pass
-    ways_out = {errors.GatedRepoError: f"is gated: accept its licence at https://huggingface.co/{repo} and run `hf auth login`",
-                errors.RepositoryNotFoundError: "is not a repository that you may see: check the name, or run `hf auth login` if it is private",
-                errors.HFValidationError: "is not a possible Hub id: owner/name, of letters, digits, '-', '_' and '.'",
-                Exception: f"is not in the local cache, and the Hub cannot be reached ({' '.join(str(problem).split())[:120]}): go online once"}
-    raise FileNotFoundError(f"{repo} {next(way for kind, way in ways_out.items() if isinstance(problem, kind))}; or give a folder that holds the model")
+        if isinstance(data := parse_json(text), dict):
+            return data
+        raise ValueError(f"it holds a {type(data).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {brief(error)}; fetch it again") from None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are stored (quant.py): `quantization_config` of a config.json. Loading does not use `method`."""
+    bits: int                                           # of the layers
+    group: int = 128                                    # numbers that share a scale in 4 bits
+    head_bits: int = 8                                  # of embedding and head; 16: not quantized
+    method: str = "rtn"                                 # how the integers were found
+
+    def __post_init__(self) -> None:
+        for name, known in dict(bits=(8, 4), group=(32, 64, 128), head_bits=(16, 8, 4),
+                                method=("rtn", "gptq", "awq", "awq+gptq")).items():
+            _supported(f"quantization: {name}", getattr(self, name), *known)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A Llama's shape, under the names of its config.json. What is not computed exactly here is refused by name."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None          # None, or rope_type "linear" or "llama3" with its numbers
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        if (H := self.num_attention_heads) % (G := self.num_key_value_heads) or self.head_dim % 2:
+            raise ValueError(f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}, and head_dim "
+                             f"{self.head_dim} even: rotary embeddings turn pairs")
+        inverse_frequencies(self)                       # refuses absurd ones
+
+    @property
+    def query_size(self) -> int:                        # numbers of a token's queries in a layer
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:                           # of its keys, or its values
+        return self.num_key_value_heads * self.head_dim
+
+    @classmethod
+    def load(cls, folder: Path) -> "Config":
+        """From config.json. FileNotFoundError or ValueError names the file."""
+        data = read_json(file := folder / "config.json")
+        try:
+            for name, known in SUPPORTED.items():
+                _supported(name, data.get(name), *known)
+            heads = _number(data, "num_attention_heads")
+            absent = dict(num_key_value_heads=heads, head_dim=_number(data, "hidden_size") // heads,
+                          rms_norm_eps=cls.rms_norm_eps)
+            how, names = data.get("quantization_config"), [*Quantization.__dataclass_fields__]
+            ours = isinstance(how, dict) and {*how} == {*names, "quant_method"} and how["quant_method"] == QUANT_METHOD
+            if how is not None and not ours:
+                raise ValueError(f"quantization_config is {how!r}, which is not supported; only {QUANT_METHOD}'s, with "
+                                 f"{', '.join(names)} (python quant.py makes such a folder from one in 16 or 32 bits)")
+            rope: dict[str, Any] = {"rope_theta": data.get("rope_theta")}       # by age: here, or in one of these
+            for name in ("rope_scaling", "rope_parameters"):
+                if not isinstance(found := data.get(name) or {}, dict):
+                    raise ValueError(f"{name} is {found!r}; it must be an object")
+                rope |= {key: value for key, value in found.items() if value is not None}
+            _supported("rope_type", kind := rope.pop("rope_type", rope.pop("type", "default")), *ROPE_TYPES)
+            _supported("partial_rotary_factor", rope.pop("partial_rotary_factor", 1), 1, 1.0)
+            if kind == "default" and (more := rope.keys() - {"rope_theta"}):
+                raise ValueError(f"rope_type is 'default', which has no use for {' and '.join(sorted(more))}")
+            scaling = {name: _number(rope, name) for name in ROPE_TYPES[kind]}
+            return cls(**{name: _number(data, name, absent.get(name)) for name in LIMITS},
+                       **{name: bool(data.get(name)) for name in FLAGS}, eos_token_ids=end_tokens(data),
+                       rope_theta=_number(rope, "rope_theta", cls.rope_theta),
+                       rope_scaling={**scaling, "rope_type": kind} if scaling else None,
+                       quantization=how and Quantization(*(how[name] for name in names)))
+        except ValueError as error:
+            raise ValueError(f"{file}: {brief(error)}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json of this model, as transformers reads it too."""
+        data = asdict(self)
+        data["eos_token_id"] = ends[0] if len(ends := data.pop("eos_token_ids")) == 1 else list(ends) or None
+        if how := data.pop("quantization"):
+            data["quantization_config"] = dict(quant_method=QUANT_METHOD, **how)
+        return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **data)
+
+    def quantized(self, how: Quantization) -> "Config":
+        """The same model with quantized weights. ValueError if they are already."""
+        if now := self.quantization:
+            raise ValueError(f"the weights have {now.bits} bits already: quantize the folder that they were made from")
+        return replace(self, quantization=how)
+
+
+def _supported(name: str, value: Any, *known: Any) -> None:
+    if repr(value) not in (known := [*map(repr, known)]):
+        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(', '.join(known).rsplit(', ', 1))}")
+
+
+def _number(data: dict[str, Any], name: str, absent: float | None = None) -> Any:
+    """data[name], or `absent` for null, of the kind of its limit. ValueError unless above 0 and within the limit."""
+    low, high = 1e-30 if name == "rms_norm_eps" else 0, LIMITS.get(name.removeprefix("original_"), 1e300)
+    value = absent if data.get(name) is None else data[name]
+    if isinstance(value, bool) or not isinstance(value, (int, type(high))) or not low < value <= high:
+        raise ValueError(f"{name} is {'missing' if value is None else brief(repr(value))}; it must be "
+                         f"{'a whole number' if type(high) is int else 'a number'} above {low} and at most {high}")
+    return type(high)(value)
+
+
+def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
+    """eos_token_id of a config.json or generation_config.json: absent, one, or several."""
+    eos = data.get("eos_token_id")
+    ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if all(type(end) is int and end >= 0 for end in ends):
+        return ends
+    raise ValueError(f"eos_token_id is {eos!r}; it must be a token, or a list of tokens")
+
+
+def inverse_frequencies(config: Config) -> Tensor:
+    """How far each pair of dimensions turns per position, after scaling: float32[D/2]. ValueError if that is absurd."""
+    D, scaling = config.head_dim, config.rope_scaling or {}
+    found = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    slow, keep = found / scaling.get("factor", 1), 0
+    low, high = scaling.get("low_freq_factor", 0), scaling.get("high_freq_factor", 1)
+    if "original_max_position_embeddings" in scaling:
+        turns = scaling["original_max_position_embeddings"] * found / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)                   # 1: a high frequency, kept; 0: a low one
+    found = keep * found + (1 - keep) * slow
+    if low >= high or not (found < 1e6).all():                              # NaN, too
+        raise ValueError(f"rope_theta {config.rope_theta:g}, {scaling}: low_freq_factor must be below high_freq_factor"
+                         ", and a position must turn by no more than a million radians")
+    return found
+
+
+def _open(file: Path) -> Any:
+    """A safetensors file, mapped. ValueError names it."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a whole safetensors file and cannot be read ({brief(error)}): fetch it again")
 
 
 class Checkpoint:
     """The tensors of a folder: names, shapes and dtypes at once, the numbers when they are asked for."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.files = self._files()                                       # tensor name -> the file that holds it
-        self.headers = {name: (shape, dtype) for file in sorted(set(self.files.values())) for name, shape, dtype in _header(file)}
-
-    def _files(self) -> dict[str, Path]:
-        single, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
-        if single.is_file():
-            return {name: single for name, _, _ in _header(single)}
-        if index.is_file():
-            return self._shards(index)
-        raise FileNotFoundError(f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json: weights are read "
-                                "from safetensors only (a pytorch_model.bin is a pickle; convert it with its own library first)")
-
-    def _shards(self, index: Path) -> dict[str, Path]:
-        """What the index says, if it agrees with what the files hold."""
-        says = read_json(index).get("weight_map")
-        if not isinstance(says, dict) or not says or not all(isinstance(file, str) for file in says.values()):
-            raise ValueError(f"{index}: weight_map must give a file name for each tensor")
-        holds: dict[str, str] = {}
-        for file in sorted(set(says.values())):
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{index} names {brief(repr(file))}: "
-                                 "a shard is a .safetensors file in the same folder")
-            if not (self.folder / file).is_file():
-                raise FileNotFoundError(f"{brief(self.folder / file)} is missing, though {index.name} lists it: "
-                                        "fetch the model again")
-            for name, _, _ in _header(self.folder / file):
-                if holds.setdefault(name, file) != file:
-                    raise ValueError(f"tensor {name} is in both {holds[name]} and {file} of {self.folder}")
-        for name in says.keys() | holds.keys():
-            if says.get(name) != holds.get(name):
-                raise ValueError(f"{index} puts tensor {brief(name)} in {says.get(name)}, "
-                                 f"but it is in {holds.get(name)}")
-        return {name: self.folder / file for name, file in says.items()}
+        self.folder, self.stored = folder, dict[str, tuple[Path, list[int], str]]()         # name -> file, shape, dtype
+        index, says, files = folder / "model.safetensors.index.json", {}, {"model.safetensors"}     # says: name -> file
+        if not (folder / "model.safetensors").is_file():
+            says = read_json(index).get("weight_map")
+            files = {*map(str, says.values())} if says and isinstance(says, dict) else {repr(says)}
+        for file in sorted(files):
+            if not re.fullmatch(r"[^/\\]+\.safetensors", file) or not (folder / file).is_file():
+                raise ValueError(f"{index}: weight_map must give a .safetensors file in the same folder for each tensor"
+                                 f"; {brief(file)} is none, or is missing: fetch the model again")
+            with _open(folder / file) as opened:
+                headers = {name: opened.get_slice(name) for name in opened.keys()}
+                self.stored |= {name: (folder / file, h.get_shape(), h.get_dtype()) for name, h in headers.items()}
+            for name in says and headers.keys() ^ {name for name in says if says[name] == file}:
+                raise ValueError(f"{index} and {file} do not agree on whether tensor {brief(name)} is in {file}")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that most numbers are stored in; of a quantized model, those that are not."""
-        count: dict[str, int] = {}
-        for shape, dtype in (header for name, header in self.headers.items() if not name.endswith("_scale") and header[1] not in WHOLE.values()):
-            count[dtype] = count.get(dtype, 0) + torch.Size(shape).numel()
-        return DTYPES.get(max(count, key=count.__getitem__, default="F32"), torch.float32)
+        """The floating-point dtype of most numbers, scales of quantized weights aside."""
+        plain = [header for name, header in self.stored.items() if not name.endswith("_scale")]
+        numbers = lambda kind: sum(math.prod(shape) for _, shape, dtype in plain if dtype == kind)
+        return DTYPES[max(DTYPES, key=numbers)]
 
-    def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Every place has its tensor, every tensor its place, the shapes agree, the numbers are floating point. Else ValueError.
-
-        ignore: a pattern of names that old checkpoints hold and nobody needs. twice: tensors that may be there although they must
-        equal another one, {name: the other}. `places` may be on the meta device: only shapes are looked at.
-        """
-        self.headers = {name: header for name, header in self.headers.items() if not re.fullmatch(ignore, name)}
-        places = {**places, **{name: places[twice[name]] for name in twice if name in self.headers}}
+    def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = {}) -> None:
+        """ValueError unless each place has its tensor and no other is stored but `ignore` and `twice` (name: equal)."""
+        self.stored = {name: header for name, header in self.stored.items() if not re.fullmatch(ignore, name)}
+        places = {**places, **{name: places[twice[name]] for name in twice if name in self.stored}}
         for name, place in places.items():
-            if name not in self.headers:
-                raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: the checkpoint is incomplete, or "
-                                 "config.json describes another model")
-            (shape, dtype), file = self.headers[name], self.files[name]
-            known = [WHOLE[place.dtype]] if place.dtype in WHOLE else list(DTYPES)
-            if dtype not in known:
-                raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be {'one of ' * (len(known) > 1)}{', '.join(known)}")
-            if list(shape) != list(place.shape):
-                raise ValueError(f"tensor {name} in {file} is {list(shape)}; config.json asks for {list(place.shape)}")
-        for name in self.headers.keys() - places.keys():
-            raise ValueError(f"tensor {name} in {self.files[name]} has no place in the model that config.json describes")
+            if name not in self.stored:
+                raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: wrong config.json?")
+            file, shape, dtype = self.stored[name]
+            kind = INTEGERS.get(place.dtype)
+            if dtype not in ([kind] if kind else DTYPES):
+                raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be {kind or f'one of {[*DTYPES]}'}")
+            if shape != list(place.shape):
+                raise ValueError(f"tensor {name} in {file} is {shape}; config.json asks for {list(place.shape)}")
+        for name in self.stored.keys() - places.keys():
+            raise ValueError(f"tensor {brief(name)} in {self.stored[name][0]} has no place in the model of config.json")
 
     def read(self, name: str) -> Tensor:
         """One tensor, memory-mapped: it is read as it is used, and let go with the last reference."""
-        try:
-            with safe_open(self.files[name], framework="pt") as file:
-                tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"tensor {name} cannot be read from {self.files[name]}: {error}") from None
-        if list(tensor.shape) != list(self.headers[name][0]):
-            raise ValueError(f"tensor {name} in {self.files[name]} is another than a moment ago: "
-                             "something writes this file")
+        file, shape, _ = self.stored[name]
+        with _open(file) as opened:
+            tensor = opened.get_tensor(name)
+        if list(tensor.shape) != shape:
+            raise ValueError(f"tensor {name} in {file} is another than a moment ago: something writes this file")
         return tensor
 
-    def tensors(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor and its name, one after the other; the arguments, and what is refused before the first, as in `audit`."""
-        self.audit(places, ignore, twice)
-        for name in twice.keys() & self.headers.keys():
-            if not torch.equal(self.read(name), self.read(twice[name])):
-                raise ValueError(f"tensor {name} in {self.files[name]} differs from {twice[name]}, though config.json ties them")
+    def tensors(self, places: Mapping[str, Tensor], **rules: Any) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name, one after the other. rules: those of `audit`, which is repeated first."""
+        self.audit(places, **rules)
+        for name, other in rules.get("twice", {}).items():
+            if name in self.stored and not torch.equal(self.read(name), self.read(other)):
+                raise ValueError(f"tensor {name} of {self.folder} differs from {other}, though config.json ties them")
         yield from ((name, self.read(name)) for name in places)
-
-
-def _header(file: Path) -> list[tuple[str, list[int], str]]:
-    """(name, shape, dtype) of each tensor in a file, without reading the numbers."""
-    try:
-        with safe_open(file, framework="pt") as f:
-            slices = ((name, f.get_slice(name)) for name in f.keys())
-            found = [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({brief(error)}): fetch it again") from None
-    for name, _, _ in found:
-        if brief(name) != name:
-            raise ValueError(f"{file} holds a tensor named {brief(repr(name))}: "
-                             "a name is a line of at most 400 printable characters")
-    return found

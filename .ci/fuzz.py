@@ -5,7 +5,7 @@
 A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file an object for each
 line. Otherwise it is status 2 and one line `error: …`, after notes at most, and nothing on standard output. A
 traceback, or a minute without an end, is a failure, shown with its command line, as small as hypothesis can make it. The
-tests run a hundred (test_generate.py).
+tests run a hundred (test_cli.py).
 """
 import contextlib
 import faulthandler
@@ -28,9 +28,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import generate
+import cli
 from conftest import CHATML, write_model
-from pretrained import Model
+from generate import Model
 
 HANG = 60                                               # seconds
 NUMBERS = ["nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e999", "-0.0", "0", "1", "-1", "2", "3", "0.5", "0.9",
@@ -120,7 +120,7 @@ def ran(arguments: list[str], typed: str) -> tuple[Any, str, str]:
     faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status: Any = generate.main(arguments)
+            status: Any = cli.main(arguments)
     except SystemExit as stop:
         status = stop.code
     except BaseException:
@@ -160,7 +160,7 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
 @contextlib.contextmanager
 def models() -> Iterator[Path]:
     """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are asked for together."""
-    load, most, known = Model.load.__func__, generate.MOST, {}
+    load, most, known = Model.load.__func__, cli.MOST, {}
 
     def once(cls: type[Model], *how: Any) -> Model:
         key = tuple(map(str, how))
@@ -172,11 +172,11 @@ def models() -> Iterator[Path]:
         write_model(folder / "base")
         write_model(folder / "instruct", template=CHATML, eos_token_ids=(256, 258))
         write_model(folder / "other", seed=5, num_hidden_layers=1)
-        Model.load, generate.MOST = classmethod(once), 50
+        Model.load, cli.MOST = classmethod(once), 50
         try:
             yield folder
         finally:
-            Model.load, generate.MOST = classmethod(load), most
+            Model.load, cli.MOST = classmethod(load), most
 
 
 def fuzz(count: int, seed: int) -> Counter[int]:

@@ -13,14 +13,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from config import Quantization
-from kvquant import WIDTHS
+from weights import Quantization, find
+from quant import WIDTHS
 from tokenizer import Tokenizer
 from train.perplexity import Recipe, saved, table
 from train.quantize import pieces
-from weights import find
 
-TOKENS, PIECES = 2048, 8                                # measured; of 512 tokens each, to calibrate with
+TOKENS, PIECES = 4096, 8                                # measured; of 512 tokens each, to calibrate with
 LIMITS = {"8": 0.002, "8/4": 0.02, "4": 0.04}           # what keys and values of these widths may cost
 
 

@@ -14,9 +14,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from engine import Engine
-from measure.traffic import in_flight, mixed, request
-from pretrained import Model
+from generate import Engine, Model
+from measure.pair import random_request as request
+from measure.traffic import in_flight, mixed
 from request import Request, Settings
 
 

@@ -14,10 +14,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from engine import Engine, load_draft
 from gamma import expected_tokens
+from generate import Engine, Model, load_draft
 from model import Llama
-from pretrained import Model
 from request import Request, Settings
 
 OPENINGS = ["Once upon a time", "One day, Tom", "The little dog", "Lily saw a", "There was a big red ball", "Mom said"]
@@ -32,7 +31,7 @@ def require(holds: bool, what: str) -> None:
 def write(model: Model, draft, requests: list[Request], coupled: bool = False):
     """All of them to their ends, in one batch."""
     longest = max(len(r.tokens) + r.left for r in requests)
-    maker = Engine(model, draft, longest * len(requests), longest, len(requests), coupled).maker
+    maker = Engine(model, draft, longest * len(requests), longest, len(requests), coupled).decoder
     for request in requests:
         maker.open(request)
     while work := [maker.plan(request) for request in requests if not request.finish_reason]:
@@ -100,7 +99,7 @@ def main(folder: str, prompts: str) -> int:
                 f"{share:.2f} of the formula")
     gain, _, alpha = attempt(lambda: speed(model, draft, None), lambda got: got[0] > 1.3)
     require(gain > 1.1, f"with γ by the clock: {gain:.2f} times plain decoding")
-    useless = Model(Llama(replace(draft.llama.config), dtype=draft.llama.dtype, seed=1).pack(), draft.tokenizer, draft.recommended)
+    useless = Model(Llama(replace(draft.llama.config), dtype=draft.llama.dtype, seed=1).prepare(), draft.tokenizer, draft.recommended)
     gain, _, alpha = attempt(lambda: speed(model, useless, None, 512), lambda got: got[0] > 0.95)
     require(gain > 0.9, f"with a draft of random weights and γ by the clock, 512 tokens: {gain:.3f} of plain decoding, acceptance {alpha:.2f}")
     copy = load_draft("self", model)

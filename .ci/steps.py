@@ -14,7 +14,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-import native
+from cpu import native
+from kvcache import KVCache
 from model import Llama
 
 STEPS, PROMPTS, TURNS = (1, 5, 16, 64), (20, 128, 512), 15
@@ -23,7 +24,7 @@ LIMITS = 1.1, 1.2                                       # times float32, at firs
 
 def seconds(llama: Llama, past: int, new: int) -> float:
     """For so many tokens after so many, and the logits of all, of a prompt of the last."""
-    cache, tokens = llama.cache(past + new), torch.arange(past + new) % 1000
+    cache, tokens = KVCache.of(llama, past + new), torch.arange(past + new) % 1000
     seq, _ = cache.open(())
     if past:
         llama(tokens[:past], cache.extend([(seq, tokens[:past].tolist())]), rows=slice(-1, None))

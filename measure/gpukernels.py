@@ -1,229 +1,189 @@
-"""A GPU's kernels alone: attention and products, as shares of what the machine can do, and beside the plain operations they stand for.
+"""A GPU's kernels alone: attention, products and sampling, as shares of the machine's roof, beside plain operations.
 
-    prefill     one prompt stored and read at once, beside the library's attention: a share of the rate of bf16 products
-    decode      one query of each of many texts over 16, 8 and 4 bits: a share of the read bandwidth
-    products    gate and up by rows and bits: a share of both
-    sampling    from logits to tokens, beside softmax, a sort and torch.multinomial
-    greedy      the embedded pair in float32, token by token beside the CPU
-
-An error is the length of the difference to what float32 gives, over the length of that. There are two where numbers were rounded: to the
-numbers as they were, which is what rounding costs, and to the rounded ones, which is the kernel's own.
-
-Invariant: greedy texts are the CPU's; where one parts from it the CPU's two best logits are nearly equal, and the row says by how much.
-
-Not covered: what fused.py does.
+An error is ‖difference to float32‖ / ‖float32‖. Of rounded numbers there are two: to the numbers as they were, the cost
+of rounding, and to the rounded ones, the kernel's own.
 
     n queries · m keys · H query heads · G key/value heads · D head size
+
+Invariant: greedy texts are the CPU's; where one differs, the row says how near the CPU's two best logits are.
+Not covered: fused.py.
 """
-from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from config import Config
-from engine import Engine
-from kernels import attention
+from generate import Engine, Model
+from kernels import Linear, Ops, Step, attention, ops_for
 from kvcache import KVCache, kv_bytes
-from kvquant import GROUP, WIDTHS, store
-from matmul import Linear
-from measure.gpumodels import Case, Roof, Scale, clock, relative
+from measure.gpumodels import Case, Roof, Scale, device_seconds, random_numbers, relative
+from measure.pair import OWN, at_once
 from paged import PagedCache
-from pretrained import Model
-from quant import dequantize, quantize
-from quantmatmul import QuantizedLinear
+from quant import WIDTHS, quantize
 from request import Request, Settings
-from sampling import Keyed, probabilities
+from sampling import Keyed
+from weights import Config
 
-PROMPTS = ("Once upon a time", "The little dog", "Lily saw", "One day, Tom", "Mom said", "A big red ball", "In the park", "The sun was")
+Rows = list[list[Any]]
+FILTERS: dict[str, dict[str, float]] = {"no filter": {}, "top-p 0.9": dict(top_p=0.9),
+                                        "top-k 50, top-p 0.9": dict(top_k=50, top_p=0.9)}
 
 
-def kernels(scale: Scale, roof: Roof) -> Case:
-    attend = [row for name, config in scale.models for row in prefill(config, scale, roof)] + decode_attention(scale.models[0][1], scale, roof)
+def kernel_case(scale: Scale, roof: Roof) -> Case:
+    attend = [row for _, config in scale.models for row in prefill_rows(config, scale, roof)]
+    attend += decode_rows(scale.models[0][1], scale, roof)
     return dict(title="Kernels: shares of the machine's roof, beside the library's and plain operations", notes=[],
-                headers=("operation", "ms", "of the read bandwidth", "of the bf16 rate", "times the library's speed", "error"),
-                rows=[*attend, *products(scale, roof), *sampling(scale, roof), *greedy_rows(scale)])
+                headers=("operation", "ms", "of the read bandwidth", "of the bf16 rate", "times the library's speed",
+                         "error"),
+                rows=[*attend, *product_rows(scale, roof), *sampling_rows(scale, roof), *greedy_rows(scale)])
 
 
-# ---- Attention ------------------------------------------------------------------------------------------------------------------
-
-def heads(config: Config, tokens: int, scale: Scale, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(scale.device).manual_seed(seed)
-    make = partial(torch.randn, device=scale.device, dtype=scale.dtype, generator=generator)
-    return (make(tokens, config.num_attention_heads, config.head_dim),                                      # [T, H, D]
-            *(make(tokens, config.num_key_value_heads, config.head_dim) for _ in range(2)))                 # [T, G, D]
+def random_qkv(config: Config, tokens: int, scale: Scale, seed: int = 0) -> list[Tensor]:
+    """q: [T, H, D]; k, v: [T, G, D]."""
+    H, G = config.num_attention_heads, config.num_key_value_heads
+    qkv = random_numbers(scale, tokens, H + 2 * G, config.head_dim, seed=seed)
+    return [x.contiguous() for x in qkv.split((H, G, G), 1)]
 
 
-def prefill(config: Config, scale: Scale, roof: Roof) -> list[list[Any]]:
-    """A prompt read at once: store and attend. Beside the library's own, on keys and values that need no storing."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    rows = []
-    backends = [("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)] if scale.device == "cuda" else [("math", SDPBackend.MATH)]
+def prefill_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
+    """A prompt read at once: store and attend. Beside the library's own, of keys and values that need no storing."""
+    H, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows, ops, library_attention = [], ops_for(scale.device), F.scaled_dot_product_attention
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     for n in scale.prompts:
-        q, k, v = heads(config, n, scale)
-        cache = KVCache(1, config.num_key_value_heads, config.head_dim, n, 1, scale.device, scale.dtype)
-        step = cache.extend([(cache.open(())[0], range(n))])
-        ours = clock(lambda: step.attend(0, q, k, v), scale)
-        error = relative(step.attend(0, q, k, v)[-64:], attention(q[-64:].float(), k.float().transpose(0, 1), v.float().transpose(0, 1)))
+        q, k, v = random_qkv(config, n, scale)
+        cache = KVCache(1, G, D, n, 1, scale.device, scale.dtype, ops=ops)
+        run = partial(ops.look_back, q, k, v, cache.extend([(cache.open(())[0], range(n))]), 0)
+        ours, own = device_seconds(run, scale), [x.transpose(0, 1)[None] for x in (q, k, v)]
+        error = relative(run()[-64:], attention(q[-64:].float(), *(x.float().transpose(0, 1) for x in (k, v))))
         library = []
-        for name, backend in backends:
+        for name, backend in backends.items() if scale.device == "cuda" else [("math", SDPBackend.MATH)]:
             with sdpa_kernel(backend):
-                time_ = clock(lambda: F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True), scale)
-            library.append(f"{time_ / ours:.2f} of {name}")
-        rate = 2 * n * n * config.num_attention_heads * config.head_dim / ours
-        rows.append([f"attention, {n} queries, d = {config.head_dim}", 1e3 * ours, "", f"{rate / roof[1]:.0%}", ", ".join(library), f"{error:.1e}"])
+                theirs = device_seconds(partial(library_attention, *own, is_causal=True, enable_gqa=True), scale)
+            library.append(f"{theirs / ours:.2f} of {name}")
+        rows.append([f"attention, {n} queries, d = {D}", 1e3 * ours, "", f"{2 * n * n * H * D / ours / roof[1]:.0%}",
+                     ", ".join(library), f"{error:.1e}"])
     return rows
 
 
-def cache_of(config: Config, kv: str, layout: str, scale: Scale) -> KVCache | PagedCache:
-    """Room for `scale.texts` texts of `scale.past` tokens, in one layer."""
-    G, D, past, bits = config.num_key_value_heads, config.head_dim, scale.past, WIDTHS[kv]
-    if layout == "rows":
-        return KVCache(1, G, D, past, scale.texts, scale.device, scale.dtype, bits)
-    blocks = scale.texts * -(-past // 16)
-    return PagedCache(1, G, D, blocks, 16, past, scale.device, scale.dtype, prefix_sharing=False, bits=bits)
-
-
-def decode_attention(config: Config, scale: Scale, roof: Roof) -> list[list[Any]]:
+def decode_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
     """One query of each of many texts, rows and blocks, 16 bits and fewer. Times the speed of the first."""
-    rows, first, past = [], 0.0, scale.past
+    rows, first, past, ops = [], 0.0, scale.past, ops_for(scale.device)
+    G, D, where = config.num_key_value_heads, config.head_dim, (scale.device, scale.dtype)
     for kv, layout in (("16", "rows"), ("16", "blocks"), ("8", "blocks"), ("8/4", "blocks"), ("4", "blocks")):
-        cache = cache_of(config, kv, layout, scale)
+        cache = (KVCache(1, G, D, past, scale.texts, *where, WIDTHS[kv], ops) if layout == "rows" else
+                 PagedCache(1, G, D, scale.texts * -(-past // 16), 16, past, *where, False, WIDTHS[kv], ops))
         seqs = [cache.open(())[0] for _ in range(scale.texts)]
         for i, seq in enumerate(seqs):
-            cache.extend([(seq, range(past - 1))]).attend(0, *heads(config, past - 1, scale, i))
-        new = heads(config, scale.texts, scale)
+            ops.look_back(*random_qkv(config, past - 1, scale, i), cache.extend([(seq, range(past - 1))]), 0)
+        new = random_qkv(config, scale.texts, scale)
         step = cache.extend([(seq, [0]) for seq in seqs])
-        spent = clock(lambda: step.attend(0, *new), scale)
-        share = kv_bytes(1, config.num_key_value_heads, config.head_dim, scale.texts * past, scale.dtype, WIDTHS[kv]) / spent / roof[0]
-        first = first or spent
-        rows.append([f"attention, {scale.texts} x 1 query, {past} keys, d = {config.head_dim}, {layout}, KV {kv}", 1e3 * spent, f"{share:.0%}", "",
-                     f"{first / spent:.2f} of the first", errors(step.attend(0, *new), new, config, kv, scale)])
-        del cache, step
+        run = partial(ops.look_back, *new, step, 0)
+        spent = device_seconds(run, scale)
+        first, read = first or spent, kv_bytes(1, G, D, scale.texts * past, scale.dtype, WIDTHS[kv])
+        rows.append([f"attention, {scale.texts} x 1 query, {past} keys, d = {D}, {layout}, KV {kv}", 1e3 * spent,
+                     f"{read / spent / roof[0]:.0%}", "", f"{first / spent:.2f} of the first",
+                     attention_errors(run(), new, step, config, kv, scale)])
+        del cache, step, run
     return rows
 
 
-def errors(out: Tensor, new: tuple[Tensor, Tensor, Tensor], config: Config, kv: str, scale: Scale, texts: int = 4) -> str:
-    """Of the first texts, out: [T, H, D], beside float32's attention over the keys and values as they were; and over those that are stored."""
-    found, kinds = out[:texts].float(), dict[str, list[Tensor]](original=[])
-    for i in range(min(texts, len(out))):
-        q, *own = (x[i:i + 1] for x in new)
-        k, v = (torch.cat((x, one)).transpose(0, 1) for x, one in zip(heads(config, scale.past - 1, scale, i)[1:], own))     # [G, m, D]
-        kinds["original"].append(attention(q.float(), k.float(), v.float()))
-        if kv != "16":
-            kept = (stored(*x) for x in zip((k, v), WIDTHS[kv], (GROUP, None)))
-            kinds.setdefault("stored", []).append(attention(q.float(), *kept))
-    told = {kind: relative(found, torch.cat(wanted)) for kind, wanted in kinds.items()}
-    return f"{told['original']:.1e}" + (f", {told['stored']:.1e} beside what is stored" if "stored" in told else "")
+def attention_errors(out: Tensor, new: list[Tensor], step: Step, config: Config, kv: str, scale: Scale) -> str:
+    """out: [T, H, D], beside float32's attention over keys and values as made, of four texts, and as stored."""
+    q, wanted = new[0].float(), []
+    for i, one in enumerate(q[:4]):
+        made = (torch.cat((x, x_[i:i + 1])).float().transpose(0, 1)                         # [G, m, D]
+                for x, x_ in zip(random_qkv(config, scale.past - 1, scale, i)[1:], new[1:]))
+        wanted.append(attention(one[None], *made))
+    told, stored = f"{relative(out[:4], torch.cat(wanted)):.1e}", Ops().look_back(q, *new[1:], step, 0)
+    return told if kv == "16" else f"{told}, {relative(out, stored):.1e} beside what is stored"
 
 
-def stored(x: Tensor, bits: int, group: int | None) -> Tensor:
-    """Vectors as a cache of so many bits has them, in float32."""
-    place = store(x.shape, bits, x.device, x.dtype, group)
-    place.copy_(x)
-    return place.to(torch.float32)
-
-
-# ---- Products -------------------------------------------------------------------------------------------------------------------
-
-def products(scale: Scale, roof: Roof) -> list[list[Any]]:
+def product_rows(scale: Scale, roof: Roof) -> Rows:
     """Gate and up, layer after layer, more of them than a GPU's cache holds. Times the speed of 16 bits."""
-    (_, config), rows, first = scale.models[0], [], dict[int, float]()
+    (_, config), rows, first, ops = scale.models[0], [], dict[int, float](), ops_for(scale.device)
     K, N = config.hidden_size, 2 * config.intermediate_size
-    weight = torch.randn(N, K, device=scale.device, dtype=scale.dtype) / K**0.5
+    weight = random_numbers(scale, N, K) / K**0.5
     for bits in (16, 8, 4):
-        where = dict(device=scale.device, dtype=scale.dtype)
-        layers = [Linear(K, N, **where) if bits == 16 else QuantizedLinear(K, N, bits=bits, **where) for _ in range(scale.turns)]
-        rounded = quantize(weight, bits) if bits != 16 else None
-        for layer in layers:
-            layer.weight.copy_(weight) if rounded is None else layer.put(rounded)
-            layer.pack()
-        read, numbers = (weight.nbytes, weight.float()) if rounded is None else (layers[0].nbytes, dequantize(*rounded))
+        kept = weight if bits == 16 else quantize(weight, bits)
+        numbers = weight.float() if bits == 16 else kept.rows(slice(None))
+        layers = [ops.prepare(Linear(deepcopy(kept)), scale.dtype) for _ in range(scale.turns)]
         for T in (1, 8, 64):
-            x = torch.randn(T, K, device=scale.device, dtype=scale.dtype)
-            spent = clock(lambda: [layer(x) for layer in layers], scale) / len(layers)
-            first.setdefault(T, spent)
-            out, own = layers[0](x), f"{relative(layers[0](x), x.float() @ numbers.T):.1e}"
-            rows.append([f"product, {T} rows of {K} to {N}, {bits} bits", 1e3 * spent, f"{read / spent / roof[0]:.0%}",
-                         f"{2 * T * N * K / spent / roof[1]:.0%}", f"{first[T] / spent:.2f} of 16 bits",
-                         own if rounded is None else f"{relative(out, x.float() @ weight.float().T):.1e}, {own} beside what is stored"])
+            x = random_numbers(scale, T, K, seed=T)
+            spent = device_seconds(lambda: [ops.linear(x, layer) for layer in layers], scale) / len(layers)
+            out, wide = ops.linear(x, layers[0]), x.float()
+            error, own = (f"{relative(out, wide @ w.float().T):.1e}" for w in (weight, numbers))
+            read, rate = kept.nbytes / spent / roof[0], 2 * T * N * K / spent / roof[1]
+            rows.append([f"product, {T} rows of {K} to {N}, {bits} bits", 1e3 * spent, f"{read:.0%}", f"{rate:.0%}",
+                         f"{first.setdefault(T, spent) / spent:.2f} of 16 bits",
+                         error + f", {own} beside what is stored" * (bits < 16)])
     return rows
 
 
-# ---- Sampling -------------------------------------------------------------------------------------------------------------------
-
-FILTERS: dict[str, dict[str, float]] = {"no filter": {}, "top-p 0.9": dict(top_p=0.9), "top-k 50, top-p 0.9": dict(top_k=50, top_p=0.9)}
-
-
-def logits_of(B: int, V: int, scale: Scale, sharpness: float = 4.0) -> Tensor:
-    """[B, V], normally distributed."""
-    return sharpness * torch.randn(B, V, device=scale.device, dtype=scale.dtype, generator=torch.Generator(scale.device).manual_seed(B))
+def draw_tokens(ops: Ops, logits: Tensor, **filters: float) -> Tensor:
+    """Tokens at temperature 0.6: [B, V] -> int64[B]."""
+    rows = torch.arange(len(logits), device=logits.device)
+    return Keyed(rows, rows, picks=ops.pick).pick(ops.probabilities(logits, 0.6, **filters))
 
 
-def sampling(scale: Scale, roof: Roof) -> list[list[Any]]:
-    """Tokens of one row and of many, at temperature 0.6. The share is of reading the logits once."""
-    rows, V = [], scale.models[0][1].vocab_size
+def sampling_rows(scale: Scale, roof: Roof) -> Rows:
+    """Tokens of one row and of many. The share is of reading the logits once."""
+    rows, V, ops = [], scale.models[0][1].vocab_size, ops_for(scale.device)
     for B in (scale.streams[0], scale.streams[-1]):
-        logits = logits_of(B, V, scale)
-        for name, setting in FILTERS.items():
-            coin, beside = (Keyed(torch.arange(B, device=where), torch.arange(B, device=where)) for where in (scale.device, "cpu"))
-            ours, theirs = (clock(run, scale) for run in (lambda: coin.pick(probabilities(logits, 0.6, **setting)), lambda: by_sorting(logits, 0.6, **setting)))
-            wanted = beside.pick(probabilities(logits.cpu(), 0.6, **setting))
-            differ = int((coin.pick(probabilities(logits, 0.6, **setting)).cpu() != wanted).sum())
-            rows.append([f"sampling, {B} of {V} candidates, {name}", 1e3 * ours, f"{logits.nbytes / ours / roof[0]:.0%}", "",
-                         f"{theirs / ours:.2f} of plain operations", f"{differ} of {B} tokens are not the CPU's"])
+        logits = 4 * random_numbers(scale, B, V)
+        for name, filters in FILTERS.items():
+            ours, theirs = (device_seconds(partial(run, logits, **filters), scale)
+                            for run in (partial(draw_tokens, ops), by_sorting))
+            wanted = draw_tokens(Ops(), logits.cpu(), **filters)
+            differ = int((draw_tokens(ops, logits, **filters).cpu() != wanted).sum())
+            rows.append([f"sampling, {B} of {V} candidates, {name}", 1e3 * ours,
+                         f"{logits.nbytes / ours / roof[0]:.0%}", "", f"{theirs / ours:.2f} of plain operations",
+                         f"{differ} of {B} tokens are not the CPU's"])
     return rows
 
 
-def by_sorting(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """As one writes it with the library."""
-    probs = (logits.float() / temperature).softmax(-1)
-    if top_k is not None:
-        probs = torch.where(probs >= probs.topk(min(top_k, probs.shape[-1])).values[:, -1:], probs, 0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    if top_p is not None:
-        ordered, places = probs.sort(descending=True)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0)
-        probs = torch.zeros_like(probs).scatter_(-1, places, ordered)
-    return torch.multinomial(probs, 1)[:, 0]
+def by_sorting(logits: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """The same by softmax, sort and torch.multinomial."""
+    probs = (logits.float() / 0.6).softmax(-1)
+    if top_k is None and top_p == 1:
+        return torch.multinomial(probs, 1)[:, 0]
+    probs, tokens = probs.sort(descending=True)
+    probs = probs[:, :top_k] / probs[:, :top_k].sum(-1, keepdim=True)
+    probs = torch.where(probs.cumsum(-1) - probs < top_p, probs, 0)
+    return tokens.gather(1, torch.multinomial(probs, 1))[:, 0]
 
 
-# ---- The same tokens ------------------------------------------------------------------------------------------------------------
-
-def greedy_rows(scale: Scale) -> list[list[Any]]:
-    """The embedded pair in float32 on this device: whose greedy tokens are not the CPU's."""
+def greedy_rows(scale: Scale) -> Rows:
+    """The embedded pair in float32 on this device: how many greedy texts are not the CPU's."""
     rows, count = [], 8 if scale.turns == 1 else 64
     for draft, what in ((None, "alone"), ("tiny-draft", "with tiny-draft, 3 drafts a round")):
         gaps = partings(scale.device, draft, count)
-        told = f"{len(gaps)} of {len(PROMPTS)} differ" + (f", the CPU's two best logits {max(gaps):.1e} apart" if gaps else "")
-        rows.append([f"greedy texts of tiny in float32, {count} tokens, {what}, beside the CPU's", "", "", "", "", told])
+        told = f"{len(gaps)} of {len(OWN)} differ" + (f", two logits {max(gaps):.1e} apart" if gaps else "")
+        rows.append([f"greedy texts of tiny in float32, {count} tokens, {what}, beside the CPU's", *[""] * 4, told])
     return rows
 
 
 def partings(device: str, draft: str | None, count: int) -> list[float]:
-    """Of each text that is not the CPU's: how far apart the CPU's two best logits are where they part."""
-    model = Model.load("tiny", "cpu", torch.float32)
-    plain, found = greedy(model, None, count), greedy(Model.load("tiny", device, torch.float32), draft and Model.load(draft, device, torch.float32), count)
-    return [gap(model, a, b) for a, b in zip(plain, found) if a != b]
+    """Of each text that is not the CPU's: how far apart the CPU's two best logits are at the first difference."""
+    own, model, small = (name and Model.load(name, where, torch.float32)
+                         for name, where in (("tiny", "cpu"), ("tiny", device), (draft, device)))
+    gaps = []
+    for a, b in zip(greedy(own, None, count), greedy(model, small, count)):
+        if a != b:
+            same = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+            best, second = own.llama(torch.tensor(a[:same]), rows=slice(-1, None))[0].topk(2).values.tolist()
+            gaps.append(best - second)
+    return gaps
 
 
 def greedy(model: Model, draft: Model | None, count: int) -> list[list[int]]:
-    """The texts with their prompts. TF32, which has 10 bits of 23, is off."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        requests = [Request(model.encode(prompt), Settings(0.0, seed=0, max_tokens=count, gamma=3 if draft else 0), model.ends) for prompt in PROMPTS]
-        longest = count + max(len(one.tokens) for one in requests)
-        for _ in Engine(model, draft, longest * len(requests), longest, len(requests)).batch.run(requests):
-            pass
-    finally:
-        torch.set_float32_matmul_precision(before)
+    """The texts with their prompts."""
+    settings = Settings(0.0, seed=0, max_tokens=count, gamma=3 if draft else 0)
+    requests = [Request(model.encode(prompt), settings, model.ends) for prompt in OWN]
+    longest = count + max(len(one.tokens) for one in requests)
+    at_once(Engine(model, draft, longest * len(requests), longest, len(requests)), requests)
     return [one.tokens for one in requests]
-
-
-def gap(model: Model, a: Sequence[int], b: Sequence[int]) -> float:
-    same = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
-    best = model.llama(torch.tensor(a[:same]), rows=slice(-1, None))[0].topk(2).values
-    return (best[0] - best[1]).item()

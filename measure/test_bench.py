@@ -9,7 +9,7 @@ import torch
 
 import bench
 from conftest import program
-from measure import gpu, report
+from measure import gpucases, report
 
 
 def everything(effort: str) -> dict:
@@ -30,30 +30,34 @@ def quick(meanwhile) -> dict:
 
 @MEASURED
 def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
-    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste", "latency",
-            "places", "blocks"} <= quick.keys()
+    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste",
+            "latency", "places", "blocks"} <= quick.keys()
     assert "/" not in re.sub(r"8/4", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
-    assert [len(section.headers) for section in report.sections(quick)] == [len(section.rows[0]) for section in report.sections(quick)]
-    assert len(report.sections(quick)) == 5
+    sections = report.sections(quick)
+    assert [len(section.headers) for section in sections] == [len(section.rows[0]) for section in sections]
+    assert len(sections) == 5
 
 
 @MEASURED
 def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(quick):
     rows = quick["stack"]
-    assert [row["name"] for row in rows] == ["one at a time, no cache", "+ KV cache", "+ INT8 keys and values", "+ speculation (tiny-draft)",
-                                             "+ paged, continuous batching", "+ INT4 weights", "+ prefix sharing: all", "all, with INT8 weights"]
+    assert [row["name"] for row in rows] == [
+        "one at a time, no cache", "+ KV cache", "+ INT8 keys and values", "+ speculation (tiny-draft)",
+        "+ paged, continuous batching", "+ INT4 weights", "+ prefix sharing: all", "all, with INT8 weights"]
     assert rows[1]["same_texts"] == rows[0]["texts"]                    # a cache changes nothing
     assert rows[0]["cache_bytes"] == 0 and rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
     assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"] and rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
     assert rows[5]["weight_bytes"] < 0.3 * rows[4]["weight_bytes"] and rows[1]["speed_up"] > 1.2
-    assert rows[0]["speed_up"] == rows[0]["gain"] == 1 and all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
+    assert rows[0]["speed_up"] == rows[0]["gain"] == 1
+    assert all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
 
 
 @MEASURED
 def test_waste_and_latency_by_layout_and_chunk(quick):
     shares = [row["waste"] for row in quick["waste"]]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0.4 and shares[-1] == 0
-    assert all(row[f"{what}_p50"] <= row[f"{what}_p95"] <= row[f"{what}_p99"] for row in quick["latency"] for what in ("between", "first"))
+    assert all(row[f"{what}_p50"] <= row[f"{what}_p95"] <= row[f"{what}_p99"]
+               for row in quick["latency"] for what in ("between", "first"))
 
 
 def test_what_was_measured_before_stays(tmp_path, capsys):
@@ -61,7 +65,8 @@ def test_what_was_measured_before_stays(tmp_path, capsys):
     out.write_text(json.dumps(dict(stack=[1], gpu=dict(kernels=dict(title="old")))))
     assert bench.main(["--gpu", "serving", "--quick", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
-    assert kept["stack"] == [1] and kept["gpu"].keys() == {"kernels", "serving"} and "Serving" in capsys.readouterr().out
+    assert kept["stack"] == [1] and kept["gpu"].keys() == {"kernels", "serving"}
+    assert "Serving" in capsys.readouterr().out
 
 
 def test_of_one_peer_only_the_last_comparison_stays(tmp_path, capsys):
@@ -73,8 +78,9 @@ def test_of_one_peer_only_the_last_comparison_stays(tmp_path, capsys):
     assert json.loads(out.read_text())["peers"].keys() == {"b", "c"}
 
 
-@pytest.mark.parametrize("arguments, told", [(["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gguf", "x"], "--gguf is for"),
-                                             (["--target", "x"], "--target is for"), (["--gpu", "decode"], "needs a GPU")])
+@pytest.mark.parametrize("arguments, told", [
+    (["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gguf", "x"], "--gguf is for"),
+    (["--target", "x"], "--target is for"), (["--gpu", "decode"], "needs a GPU")])
 def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(arguments) == 2
@@ -87,18 +93,20 @@ def test_what_cannot_be_kept_or_read_is_refused_before_it_is_measured(tmp_path, 
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     for flag, path, told in [("--out", tmp_path, "is not a file"), ("--out", "/dev/null", "/dev/null is not a file"),
-                             ("--out", tmp_path / "no" / "x", "cannot be written"), ("--out", tmp_path / "list.json", "holds no results of a run"),
-                             ("--out", tmp_path / "deep.json", "is not JSON"), ("--data", tmp_path, "is not a file that is there")]:
+                             ("--out", tmp_path / "no" / "x", "cannot be written"),
+                             ("--out", tmp_path / "list.json", "holds no results of a run"),
+                             ("--out", tmp_path / "deep.json", "is not JSON"),
+                             ("--data", tmp_path, "is not a file that is there")]:
         assert bench.main([flag, str(path)]) == 2
         out, error = capsys.readouterr()
         assert (out, error.count("\n")) == ("", 1) and error.startswith("error: ") and told in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep.json", "list.json"]
 
 
-@pytest.mark.parametrize("name", gpu.CASES)
+@pytest.mark.parametrize("name", gpucases.CASES)
 def test_each_gpu_case_runs_with_toy_shapes_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    case = gpu.run(name, quick=True)[name]
+    case = gpucases.run_case(name, quick=True)[name]
     assert case["rows"] and {len(row) for row in case["rows"]} == {len(case["headers"])} and case["read_bandwidth"] > 0
 
 
@@ -113,6 +121,7 @@ def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(tmp_p
     assert bench.main(["--pictures"]) == bench.main(["--readme"]) == 0
     assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "gammas", "places", "blocks"}
     text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "outdated" not in text and quick["machine"] in text
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "outdated" not in text and quick["machine"] in text
     readme.write_text("nothing is named here")
     assert bench.main(["--pictures"]) == 2

@@ -1,4 +1,4 @@
-"""Pictures: well-formed, inside their sheet, the same bytes for the same results, and at the places that the numbers say."""
+"""Pictures: well-formed, inside their sheet, the same bytes for the same results, and where the numbers say."""
 import json
 import xml.etree.ElementTree as ElementTree
 
@@ -6,11 +6,13 @@ import pytest
 
 from measure import pictures
 
-STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6, in_flight=1, weight_bytes=10**7, speed_up=r,
-              gain=1.0, same_texts=4, texts=4, drafted=0.0) for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]
-GAMMAS = [dict(gamma=g, acceptance=0.7, speed_up=s, draft_cost=0.1, pass_cost=1.0, formula=s + 0.1, formula_flat=s + 0.3)
-          for g, s in ((1, 1.2), (4, 1.7), (8, 0.8))]
-RESULTS = dict(stack=STACK, gammas=[*GAMMAS, dict(gamma=None, acceptance=0.7, speed_up=1.6, draft_cost=0.1, drafted=2.5)],
+STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6,
+              in_flight=1, weight_bytes=10**7, speed_up=r, gain=1.0, same_texts=4, texts=4, drafted=0.0)
+         for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]
+GAMMAS = [dict(gamma=g, acceptance=0.7, speed_up=s, draft_cost=0.1, pass_cost=1.0, formula=s + 0.1,
+               formula_flat=s + 0.3) for g, s in ((1, 1.2), (4, 1.7), (8, 0.8))]
+AUTO = dict(gamma=None, acceptance=0.7, speed_up=1.6, draft_cost=0.1, drafted=2.5)
+RESULTS = dict(stack=STACK, gammas=[*GAMMAS, AUTO],
                places=dict(lengths=[2, 6, 3], static=["aa····cc·", "bbbbbb···"], continuous=["aacccc", "bbbbbb"]),
                blocks=[dict(what="a & b <read>", row="**ab░·" + 34 * "·")])
 
@@ -21,14 +23,15 @@ def elements(svg: str) -> list[ElementTree.Element]:
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_well_formed_and_stays_on_its_sheet(name):
-    svg = pictures.draw(RESULTS)[name]
-    assert svg == pictures.draw(json.loads(json.dumps(RESULTS)))[name]
+    svg = pictures.draw_all(RESULTS)[name]
+    assert svg == pictures.draw_all(json.loads(json.dumps(RESULTS)))[name]
     root, *parts = elements(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     for part in parts:
         kind, at = part.tag.split("}")[1], part.attrib
         if kind == "rect" and "x" in at:
-            assert float(at["x"]) >= 0 and float(at["x"]) + float(at["width"]) <= width and float(at["y"]) + float(at["height"]) <= height
+            assert float(at["x"]) >= 0 and float(at["x"]) + float(at["width"]) <= width
+            assert float(at["y"]) + float(at["height"]) <= height
         if kind == "text":
             room = 0.62 * float(at["font-size"]) * len(part.text)
             left = float(at["x"]) - {"start": 0, "middle": room / 2, "end": room}[at["text-anchor"]]
@@ -36,21 +39,23 @@ def test_a_picture_is_well_formed_and_stays_on_its_sheet(name):
 
 
 def test_a_bar_of_the_waterfall_begins_where_the_one_before_ended():
-    bars = [part.attrib for part in elements(pictures.stack(RESULTS)) if part.attrib.get("rx") == "2"]
-    (_, first), (start, end), (low, high), (_, last) = [(float(bar["x"]), float(bar["x"]) + float(bar["width"])) for bar in bars]
+    bars = [part.attrib for part in elements(pictures.draw_stack(RESULTS)) if part.attrib.get("rx") == "2"]
+    ends = [(float(bar["x"]), float(bar["x"]) + float(bar["width"])) for bar in bars]
+    (_, first), (start, end), (low, high), (_, last) = ends
     assert high == pytest.approx(end, abs=0.2) and low > start and last > end
     assert [bar["fill"] for bar in bars] == [pictures.PALE, pictures.GOOD, pictures.BAD, pictures.GOOD]
 
 
 def test_dots_are_what_was_measured():
-    dots = [(float(p.attrib["cx"]), float(p.attrib["cy"])) for p in elements(pictures.gammas(RESULTS)) if p.tag.endswith("circle")][:3]
+    circles = [part.attrib for part in elements(pictures.draw_gammas(RESULTS)) if part.tag.endswith("circle")]
+    dots = [(float(at["cx"]), float(at["cy"])) for at in circles[:3]]
     assert dots[0][0] < dots[1][0] < dots[2][0] and dots[1][1] < dots[0][1] < dots[2][1]            # higher is faster
 
 
 def test_stretches_of_a_line():
-    assert pictures.runs("aab··c") == [(0, 2, "a"), (2, 3, "b"), (3, 5, "·"), (5, 6, "c")]
+    assert pictures.stretches("aab··c") == [(0, 2, "a"), (2, 3, "b"), (3, 5, "·"), (5, 6, "c")]
 
 
 def test_nothing_to_draw_is_said():
     with pytest.raises(ValueError, match="run python bench.py first"):
-        pictures.draw({})
+        pictures.draw_all({})

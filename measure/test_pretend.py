@@ -1,4 +1,4 @@
-"""The whole program as on a GPU, by pretend.py: the same texts as on a CPU, nothing of the host among what is there, one wait a step."""
+"""The whole program as on a GPU, by measure/conftest.py: the CPU's texts, no tensor of the host there, one wait a step."""
 import io
 import json
 import tempfile
@@ -11,22 +11,27 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from conftest import program, write_model
-from measure import pretend
+from measure import conftest as pretend
 
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"], "n-grams": ["--draft", "ngram", "--gamma", "2"],
-         "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", "--draft", "DRAFT", "--gamma", "2"],
-         "INT8, coupled": ["--bits", "8", "--kv-bits", "8", "--draft", "DRAFT", "--gamma", "2", "--verify", "coupled"],
-         "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"], "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"]}
-WAITS = {"step", "write_drafts", "measure_plain"}       # the second where a draft has much to read, the third where nobody decodes without drafts
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+             head_dim=16)
+DRAFTS = ["--draft", "DRAFT", "--gamma", "2"]
+CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"],
+         "n-grams": ["--draft", "ngram", "--gamma", "2"],
+         "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
+         "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
+         "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
+         "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"]}
+WAITS = {"_pass", "write_drafts"}                       # once; where a draft has much to read
 
 
 def text(device: str, arguments: list[str]) -> str:
     """What the program prints."""
-    from generate import main
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
+    from cli import main
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
-        assert main(["--device", device, "--max-tokens", "4", "--seed", "3", *arguments, "hello hello hello"]) == 0, err.seek(0) or err.read()
+        status = main(["--device", device, "--max-tokens", "4", "--seed", "3", *arguments, "hello hello hello"])
+    assert status == 0, err.seek(0) or err.read()
     out.seek(0)
     return out.read()
 
@@ -34,8 +39,8 @@ def text(device: str, arguments: list[str]) -> str:
 def runs() -> dict[str, Any]:
     """Each case: [is it the CPU's text, where it waited, for how many steps]."""
     from speculative import Decoder
-    found, steps, step = {}, [], Decoder.step
-    Decoder.step = lambda self, work: steps.append(None) or step(self, work)
+    found, steps, step = {}, [], Decoder._pass
+    Decoder._pass = lambda self, *work: steps.append(None) or step(self, *work)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_model(Path(folder, "a"), **SHAPE), write_model(Path(folder, "b"), seed=3, **SHAPE)
@@ -53,21 +58,31 @@ def wrong() -> list[str]:
     """What is done to tensors there as one must not -> what is said of it."""
     said = []
     with pretend.pretended() as waits:
-        x = torch.arange(3, device="cuda")
-        for mistake in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.tensor([1]))), lambda: pretend.PRESENT[-1].record(lambda: (x + 1).tolist())):
+        x, record = torch.arange(3, device="cuda"), pretend.PRESENT[-1].record
+        for mistake in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.tensor([1]))),
+                        lambda: record(lambda: (x + 1).tolist())):
             with pytest.raises(RuntimeError) as error:
                 mistake()
             said.append(str(error.value))
         assert (x + torch.tensor(1)).sum().item() == 6 and x[x > 1].cpu().tolist() == [2] and waits == ["wrong"] * 3
-        replay = pretend.PRESENT[-1].record(lambda: x.add_(1))
+        replay = record(lambda: x.add_(1))
         replay()
         assert x.tolist() == [2, 3, 4]
     return said
 
 
+CODE = """
+import json
+from measure import conftest as pretend
+pretend.build_device()
+from measure import test_pretend as page
+print(json.dumps({{name: getattr(page, name)() for name in {}}}))
+"""
+
+
 def in_a_process(*functions: str) -> dict[str, Any]:
     """What they return."""
-    done = program("-c", f"import json; from measure import pretend; pretend.begin(); from measure import test_pretend as t; print(json.dumps({{f: getattr(t, f)() for f in {functions}}}))")
+    done = program("-c", CODE.format(functions))
     if "RuntimeError: no device" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
@@ -78,7 +93,7 @@ def in_a_process(*functions: str) -> dict[str, Any]:
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")
 def test_the_program_as_on_a_gpu(name, meanwhile):
     same, waits, steps = meanwhile()["runs"][name]
-    assert same and waits.count("step") == steps > 1 and set(waits) <= WAITS
+    assert same and waits.count("_pass") == steps > 1 and set(waits) <= WAITS
 
 
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")

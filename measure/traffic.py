@@ -1,15 +1,6 @@
-"""Many texts at a time: what their caches waste, how long their readers wait, and who has which place.
-
-    waste        of what is allocated for keys and values, the share that holds none, by layout: half a block a text, or most of a row
-    latency      seconds between tokens and to the first, while long prompts arrive, with and without chunks
-    places       whose token each place of a batch made, step by step, static and continuous
-    blocks       whose each block of a paged pool is, as texts come and go
-
-A request for random tokens takes as long as one for a story, and what a cache holds does not depend on what texts say: so the model may
-be `Blank` where only its cache is looked at.
+"""Many texts at a time: what their caches waste, how long their readers wait, and which text has which place.
 
 Invariant: the same requests, in the same order, for everything that is compared.
-
 Not covered: arrivals that come in bursts; what a network adds.
 """
 import math
@@ -22,73 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batcher import Batcher, timeline
-from engine import Engine
+from batcher import Batcher
+from generate import Engine, Model
+from kernels import Ops
 from kvcache import KVCache
-from measure.pair import Effort, Rows, Served, serve, spread
+from measure.clock import percentile
+from measure.pair import Effort, Rows, Served, log_spread, random_request, serve
 from paged import PagedCache
-from pretrained import Model
 from request import Request, Settings
 from speculative import Decoder
 
-# ---- Caches ---------------------------------------------------------------------------------------------------------------------
+
+def mixed(count: int, average: float = 300, most: int = 1000) -> list[Request]:
+    """Lengths log-normal, prompt and answer together."""
+    coin, middle = random.Random(1), math.log(average) - 0.5 * 0.6 ** 2
+    lengths = [min(most, max(8, round(coin.lognormvariate(middle, 0.6)))) for _ in range(count)]
+    return [random_request(length // 3, length - length // 3, seed) for seed, length in enumerate(lengths)]
+
 
 class Blank:
-    """In a model's place: every token is as likely as any other. What caches hold does not depend on what texts say."""
-    device, dtype = torch.device("cpu"), torch.float32
+    """In a model's place where only its cache is looked at: every token is as likely as any other."""
+    device, dtype, ops = torch.device("cpu"), torch.float32, Ops()
 
     def __call__(self, tokens: Tensor, step: Any, rows: Tensor | None = None) -> Tensor:
         return torch.zeros(len(tokens) if rows is None else len(rows), 2)
 
 
-def request(prompt: int, count: int, seed: int, gamma: int | None = 0) -> Request:
-    """A request for exactly `count` tokens after a prompt of `prompt` random ones."""
-    coin = random.Random(seed)
-    return Request([coin.randrange(300, 4000) for _ in range(prompt)], Settings(1.0, seed=seed, max_tokens=count, gamma=gamma))
-
-
-def mixed(count: int, average: float = 300, most: int = 1000) -> list[Request]:
-    """Lengths log-normal, prompt and answer together."""
-    coin, requests = random.Random(1), []
-    for seed in range(count):
-        length = min(most, max(8, round(coin.lognormvariate(math.log(average) - 0.5 * 0.6 ** 2, 0.6))))
-        requests.append(request(length // 3, length - length // 3, seed))
-    return requests
-
-
 def waste(effort: Effort) -> Rows:
-    """Memory for 8 texts of 1024 tokens, in rows or in blocks: how many texts are in flight, and what share of what they hold is empty."""
-    layouts = [("rows of 1024", KVCache(1, 1, 1, 1024, 8))]
-    layouts += [(f"blocks of {size}", PagedCache(1, 1, 1, 8 * 1024 // size, size, 1024)) for size in (256, 64, 16, 1)]
-    return [dict(layout=name, **in_flight(cache, mixed(effort.many))) for name, cache in layouts]
+    """Memory for 8 texts of 1024 tokens, in rows or in blocks: the texts in flight, and the empty share."""
+    layouts: dict[str, Any] = {"rows of 1024": KVCache(1, 1, 1, 1024, 8)}
+    layouts |= {f"blocks of {size}": PagedCache(1, 1, 1, 8192 // size, size, 1024) for size in (256, 64, 16, 1)}
+    return [dict(layout=name, **in_flight(cache, mixed(effort.many))) for name, cache in layouts.items()]
 
 
 def in_flight(cache: Any, requests: Sequence[Request]) -> dict[str, float]:
-    """The mean number of texts while some wait, and the mean share of what they hold that holds no token."""
+    """The mean number of texts while some wait, and the mean share of their memory that holds no token."""
     batch, running, empty = Batcher(Decoder(Blank(), cache, 2), len(requests)), list[int](), list[float]()
     for one in requests:
         batch.add(one)
     while batch.waiting or batch.running:
         batch.step()
-        live = batch.running
-        if live:
-            stored = sum(cache.length(one.seq) for one in live)
-            empty.append(cache.waste() if isinstance(cache, PagedCache) else 1 - stored / (len(live) * cache.max_len))
+        if batch.running:
+            lengths = [cache.length(one.seq) for one in batch.running]
+            empty.append(cache.waste() if isinstance(cache, PagedCache) else 1 - mean(lengths) / cache.max_len)
         if batch.waiting:
-            running.append(len(live))
+            running.append(len(batch.running))
     return dict(texts_in_flight=mean(running) if running else len(requests), waste=mean(empty))
 
 
-def blocks() -> list[dict[str, str]]:
-    """Whose each block of a pool of 40 is, as texts come and go: letters have one text, * several, ░ is cached, · free."""
+def pool_blocks() -> list[dict[str, str]]:
+    """A pool of 40 blocks as texts come and go. A block is its text's letter, * of several texts, ░ cached, · free."""
     cache, names, drawn = PagedCache(1, 1, 1, 40, block_size=4), dict[int, str](), []
 
     def draw(what: str) -> None:
         owners: dict[int, str] = {}
         for seq, name in names.items():
-            for block in cache._texts[seq].blocks:
-                owners[block] = "*" if block in owners else name
-        drawn.append(dict(what=what, row="".join(owners.get(block, "░" if block in cache.pool.cached else "·") for block in range(cache.pool.total))))
+            owners |= {block: "*" if block in owners else name for block in cache._texts[seq].blocks}
+        row = [owners.get(block, "░" if block in cache.pool.cached else "·") for block in range(cache.pool.total)]
+        drawn.append(dict(what=what, row="".join(row)))
 
     def read(name: str, tokens: list[int]) -> int:
         seq, have = cache.open(tokens)
@@ -113,39 +95,57 @@ def blocks() -> list[dict[str, str]]:
     return drawn
 
 
-# ---- Serving --------------------------------------------------------------------------------------------------------------------
-
 def latency(effort: Effort) -> Rows:
-    """Short texts are written while long prompts arrive: seconds between tokens and to the first, where a step reads all of a prompt, or chunks.
-    They arrive at random, over twice the time in which this machine makes them all when they are there from the start."""
+    """Short texts are written while long prompts arrive, which a step reads whole or in chunks.
+
+    Arrivals are random, over twice the time that this machine takes when all are there from the start.
+    """
     model, coin = Model.load("tiny", "cpu", torch.float32), random.Random(3)
     arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(2) for _ in range(effort.load))]
     arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(1) for _ in range(max(1, effort.load // 2)))]
-    budgets = [("a whole prompt", 1024), ("chunks of 128", 128)]
-    slower = 2 * under_load(model, [(0.0, *sizes) for _, *sizes in arrivals], 1024).seconds / max(at for at, *_ in arrivals)
-    arrivals = [(slower * at, *sizes) for at, *sizes in arrivals]
-    turns = [[percentiles(under_load(model, arrivals, budget)) for _, budget in budgets] for _ in range(effort.turns)]
-    return [dict(step=name, budget=budget, **{key: median(turn[i][key] for turn in turns) for key in turns[0][0]}) for i, (name, budget) in enumerate(budgets)]
+    seconds = under_load(model, [(0.0, *sizes) for _, *sizes in arrivals], 1024).seconds
+    arrivals = [(at * 2 * seconds / max(at for at, *_ in arrivals), *sizes) for at, *sizes in arrivals]
+    steps = {"a whole prompt": 1024, "chunks of 128": 128}
+    turns = [[percentiles(under_load(model, arrivals, steps[name])) for name in steps] for _ in range(effort.turns)]
+    return [dict(step=name, budget=steps[name], **{key: median(one[key] for one in found) for key in found[0]})
+            for name, found in zip(steps, zip(*turns))]
 
 
 def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget: int) -> Served:
     """arrivals: (seconds, tokens of the prompt, tokens to make)."""
     engine = Engine(model, None, 64 * 1024, 1024, 64, prefix_cache=False)
-    engine.maker.budget = budget
-    return serve(engine.batch, engine.caches, [(at, request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)])
+    engine.decoder.budget = budget
+    requests = [(at, random_request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)]
+    return serve(engine.batch, engine.caches, requests)
 
 
 def percentiles(served: Served) -> dict[str, float]:
-    share = lambda times, percent: sorted(times)[min(len(times) - 1, int(percent / 100 * len(times)))]
-    return {f"{name}_p{percent}": share(times, percent) for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 95, 99)}
+    """Seconds between tokens, and to the first."""
+    return {f"{name}_p{percent}": percentile(times, percent)
+            for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 95, 99)}
 
 
-def places(model: Model | None = None) -> dict[str, Any]:
-    """Four places, sixteen texts of 4 to 48 tokens: whose token each place made in each step, static and continuous."""
-    model, width = model or Model.load("tiny", "cpu", torch.float32), 4
-    lengths = spread(16, 48, 12.0)
-    batch = Engine(model, None, 1000, 64, width, prefix_cache=False).batch
-    asked = lambda counts: [Request(model.encode("Once upon a time"), Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(counts)]
+def timeline(batch: Batcher, requests: list[Request], lengths: list[int], first: int = 0) -> list[str]:
+    """One row a place, one letter a step: the text of its token; · for none, or for one beyond the `lengths` wanted."""
+    rows, places = [""] * batch.max_batch, dict[Request, int]()
+    for request in requests:
+        batch.add(request)
+    while batch.waiting or batch.running:
+        grown = batch.step()
+        taken = {places[r] for r in places if r in grown or not r.finish_reason}
+        free = iter(sorted(set(range(batch.max_batch)) - taken))
+        places |= {r: next(free) for r in grown if r not in places}
+        shown = {places[r]: chr(ord("a") + first + i) for i, (r, length) in enumerate(zip(requests, lengths))
+                 if r in grown and len(r.tokens) - r.prompt <= length}
+        rows = [row + shown.get(i, "·") for i, row in enumerate(rows)]
+    return rows
+
+
+def batch_places() -> dict[str, Any]:
+    """Four places, sixteen texts of 4 to 48 tokens: the text of each place in each step, static and continuous."""
+    model, width, lengths = Model.load("tiny", "cpu", torch.float32), 4, log_spread(16, 48, 12.0)
+    batch, prompt = Engine(model, None, 1000, 64, width, prefix_cache=False).batch, model.encode("Once upon a time")
+    asked = lambda counts: [Request(prompt, Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(counts)]
     parts = [(i, lengths[i:i + width]) for i in range(0, len(lengths), width)]
-    static = [timeline(batch, asked([max(part)] * width), part, i) for i, part in parts]
-    return dict(lengths=lengths, static=["".join(rows) for rows in zip(*static)], continuous=timeline(batch, asked(lengths), lengths))
+    static = zip(*(timeline(batch, asked([max(part)] * width), part, i) for i, part in parts))
+    return dict(lengths=lengths, static=list(map("".join, static)), continuous=timeline(batch, asked(lengths), lengths))

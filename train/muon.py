@@ -1,18 +1,16 @@
 """Muon and Adam: how the weights move.
 
-A gradient says which way each weight should go, but a matrix's gradient is dominated by a few directions: some singular values are
-hundreds of times the others, and what the weak directions have to say is lost. Muon (Jordan 2024) takes the momentum M = U S Vᵀ
-of a matrix and moves by U Vᵀ: the same directions, all at one rate.
+A matrix's gradient is dominated by a few directions: some singular values are hundreds of times the others. Muon takes
+the momentum M = U S Vᵀ and moves by U Vᵀ: all directions at one rate.
 
-    M ← 0.95 M + gradient        W ← W − rate · √max(1, rows / columns) · U Vᵀ of (gradient + 0.95 M)
+    M ← 0.95 M + gradient        W ← (1 − 0.01 f) W − f · rate · √max(1, rows / columns) · U Vᵀ of (gradient + 0.95 M)
+    f: the share of the full rate at this step
 
-No singular values are computed. Newton and Schulz's iteration x ← a x + (b x xᵀ + c (x xᵀ)²) x turns each singular value s
-into a s + b s³ + c s⁵, and five turns bring all of them near 1: between 0.7 and 1.2. Products only, so bfloat16 will do.
+Newton and Schulz's iteration x ← a x + (b x xᵀ + c (x xᵀ)²) x turns each singular value s into a s + b s³ + c s⁵, and
+five turns bring all but the smallest near 1, between 0.7 and 1.2. Products only, so bfloat16 will do.
 
-What is looked up or multiplied element by element (embeddings, norms, biases) has no such directions and moves by Adam. The query, key and
-value matrices lie in one parameter, gate and up in another; each moves on its own, by its own singular values.
-
-Cost: about 30 products of a matrix with itself a step, however many tokens the step has.
+Embeddings, norms and biases move by Adam. Matrices that share a parameter (q, k and v; gate and up) move on their own.
+Cost: about 30 products of a matrix with itself a step.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Kingma & Ba 2015, Adam (arXiv:1412.6980).
 """
@@ -42,10 +40,10 @@ class Optimizer:
 
     def __init__(self, llama: Llama, matrix_rate: float = 0.02, rate: float = 0.004):
         self.llama, self.matrix_rate, self.rate = llama, matrix_rate, rate
-        with torch.no_grad():                                                               # q, k and v learn apart, though they lie
-            self.places = llama.places()                                                    # in one parameter, of which these are views
-        kinds = {name: ("momentum",) if self._by_muon(name) else ("mean", "square") for name in self.places}
-        self.state = {f"{kind}.{name}": torch.zeros_like(place) for name, place in self.places.items() for kind in kinds[name]}
+        with torch.no_grad():
+            self.places = llama.places()                        # views of the parameters: q, k and v of one
+        self.state = {f"{kind}.{name}": torch.zeros_like(place) for name, place in self.places.items()
+                      for kind in (("momentum",) if self._by_muon(name) else ("mean", "square"))}
 
     def _by_muon(self, name: str) -> bool:
         return self.places[name].dim() == 2 and name not in ("model.embed_tokens.weight", "lm_head.weight")
@@ -60,25 +58,23 @@ class Optimizer:
             if self._by_muon(name):
                 momentum = self.state[f"momentum.{name}"].mul_(0.95).add_(grad)
                 tall = max(1, place.shape[0] / place.shape[1]) ** 0.5
-                place.mul_(1 - 0.01 * factor).sub_(orthogonal(grad + 0.95 * momentum, dtype), alpha=self.matrix_rate * factor * tall)
+                place.mul_(1 - 0.01 * factor)
+                place.sub_(orthogonal(grad + 0.95 * momentum, dtype), alpha=self.matrix_rate * factor * tall)
             else:
-                mean, square = self.state[f"mean.{name}"].lerp_(grad, 0.1), self.state[f"square.{name}"].lerp_(grad * grad, 0.05)
+                mean = self.state[f"mean.{name}"].lerp_(grad, 0.1)
+                square = self.state[f"square.{name}"].lerp_(grad * grad, 0.05)
                 size = (square / (1 - 0.95 ** (steps + 1))).sqrt() + 1e-8
                 place.addcdiv_(mean / (1 - 0.9 ** (steps + 1)), size, value=-self.rate * factor)
         for parameter in self.llama.parameters():
             parameter.grad = None
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The demonstration: what five turns do to the singular values of a matrix like a gradient.
+# ---- The demonstration: what five turns do to the singular values of a matrix like a gradient ------------------------
 
-def main() -> None:
+if __name__ == "__main__":
     generator = torch.Generator().manual_seed(0)
     gradient = sum(torch.outer(*(torch.randn(n, generator=generator) for n in (96, 64))) * 0.8 ** i for i in range(64))
     for name, matrix in (("before", gradient), ("after", orthogonal(gradient, torch.float32))):
         values = torch.linalg.svdvals(matrix)
-        print(f"{name:6}: singular values 1, 8, 16, 32 and 64: {', '.join(f'{values[i]:.4g}' for i in (0, 7, 15, 31, 63))}")
-
-
-if __name__ == "__main__":
-    main()
+        shown = ", ".join(f"{values[i]:.4g}" for i in (0, 7, 15, 31, 63))
+        print(f"{name:6}: singular values 1, 8, 16, 32 and 64: {shown}")

@@ -4,13 +4,10 @@
     python quant.py NAME --table TEXT --data FILE                        bytes and perplexity of all widths and methods
     python quant.py                                                      a short table of the embedded model
 
-quant.py has the numbers, calibrate.py GPTQ and AWQ, perplexity.py the table.
-
 Invariant: a folder is there whole, or not at all.
 """
 import argparse
 import json
-import lzma
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,53 +18,40 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config import Config, Quantization
-from engine import check_device
+from weights import Checkpoint, Config, Quantization, find, read_json
+from kernels import find_device
 from model import Llama
 from shell import Parser, say, status
 from tokenizer import Tokenizer
 from train import perplexity
-from train.bpe import END
+from train.bpe import END, FILES, copy_files
 from train.calibrate import quantized, size
-from train.stories import hold_out
-from vocabulary import read_json
-from weights import Checkpoint, find
+from train.stories import hold_out, read_file
 
-COPIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # from the cheapest to the best
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:
-    """A quantized model's folder: what is not quantized in the dtype that it had in `source`, whose other files are copied."""
+    """A quantized model's folder: what is not quantized in the dtype of `source`, whose other files are copied."""
     dtype = Checkpoint(source).dtype
-    asis = lambda name, place: name.endswith("_scale") or not place.is_floating_point()
-    tensors = {name: place.detach().to("cpu", place.dtype if asis(name, place) else dtype, copy=True).contiguous() for name, place in llama.places().items()}
-    out.mkdir(parents=True, exist_ok=True)
+    kept = lambda name, place: name.endswith("_scale") or not place.is_floating_point()
+    tensors = {name: place.to("cpu", place.dtype if kept(name, place) else dtype, copy=True)
+               for name, place in llama.places().items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for file in COPIED:
-        if (source / file).exists():
-            shutil.copy(source / file, out / file)
+    copy_files(source, out, (*FILES, "chat_template.jinja", "generation_config.json"))
     config = read_json(source / "config.json") | {"quantization_config": llama.config.to_dict()["quantization_config"]}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def pieces(file: str, tokenizer: Tokenizer, length: int, count: int, calibrate: bool = False) -> list[Tensor]:
-    """Up to `count` pieces of up to `length` tokens of a text (.xz too): its beginning, or, to calibrate with, from all over it.
-
-    Of a file of stories (stories.py): the beginning of those that are held out; to calibrate with, the others.
-    """
-    try:
-        with lzma.open(file, "rt", encoding="utf-8") if file.endswith(".xz") else open(file, encoding="utf-8") as lines:
-            text = lines.read()
-    except (UnicodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from None
-    if END in text:
+    """Up to `count` pieces of up to `length` tokens of a text: its beginning; to calibrate with, all over it. Of a file
+    of stories (stories.py): the beginning of those that are held out; to calibrate with, the others."""
+    if END in (text := read_file(file)):
         text = END.join(hold_out([story for part in text.split(END) if (story := part.strip())])[0 if calibrate else 1])
-
-    def encode(part: str) -> list[int]:
-        end = [tokenizer.specials[END]] if END in tokenizer.specials else []
-        return [token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)] if END in part else tokenizer.prompt(part)
-
-    size = 8 * length                                                           # characters: about twice what so many tokens take
+    end = [tokenizer.specials[END]] if END in tokenizer.specials else []
+    ended = lambda part: [token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)]
+    encode = lambda part: ended(part) if END in part else tokenizer.prompt(part)
+    size = 8 * length                                   # characters: about twice what so many tokens take
     if calibrate:
         found = [torch.tensor(encode(text[len(text) * i // count:][:size]))[:length] for i in range(count)]
     else:
@@ -77,25 +61,24 @@ def pieces(file: str, tokenizer: Tokenizer, length: int, count: int, calibrate: 
     return found
 
 
-# ---- The command line -----------------------------------------------------------------------------------------------------------
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("quant.py", "Store a model's weights in 8 or 4 bits.")
-    p.add_argument("name", help="the model: an alias, a Hub id or a folder")
-    p.add_argument("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
-    p.add_argument("--method", default="rtn", choices=["rtn", "gptq", "awq", "awq+gptq"], help="round to nearest (rtn, the default), or calibrated on --data")
-    p.add_argument("--group", type=int, default=128, choices=[32, 64, 128], help="numbers that share a scale where there are 4 bits (128)")
-    p.add_argument("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
-    p.add_argument("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
-    p.add_argument("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens from all over it (32)")
-    p.add_argument("--out", metavar="DIR", help="the new folder")
-    p.add_argument("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all widths of weights, keys and values, methods and groups")
-    p.add_argument("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
-    p.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    add = p.add_argument
+    add("name", help="the model: an alias, a Hub id or a folder")
+    add("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
+    add("--method", default="rtn", choices=METHODS, help="round to nearest (rtn, the default), or calibrated on --data")
+    add("--group", type=int, default=128, choices=[32, 64, 128], help="numbers that share a scale in 4 bits (128)")
+    add("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
+    add("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
+    add("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens all over it (32)")
+    add("--out", metavar="DIR", help="the new folder")
+    add("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all bits and methods")
+    add("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
+    add("--device", metavar="NAME", help="default: a GPU if there is one")
     return p.parse_args(arguments)
 
 
-def run(args: argparse.Namespace) -> None:
+def store_or_measure(args: argparse.Namespace) -> None:
     how = Quantization(args.bits, args.group, args.head_bits, args.method)
     for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
         if not least <= value <= most:
@@ -104,23 +87,22 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("give either --out, the folder to write, or --table, a text to measure on")
     if how.method != "rtn" and args.data is None and args.table is None:
         raise ValueError(f"--method {how.method} looks at text: give some with --data FILE")
-    source, device = find(args.name), check_device(args.device)
-    Config.load(source).quantized(how)                                          # or it is refused now
+    source, device = find(args.name), find_device(args.device)
+    length = min(1024, Config.load(source).quantized(how).max_position_embeddings)      # or it is refused now
     calibration = pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True) if args.data else []
     if args.table is not None:
-        length = min(1024, Config.load(source).max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        methods = ("rtn", "awq", "gptq", "awq+gptq") if calibration else ("rtn",)
-        perplexity.table(args.name, texts, calibration, perplexity.recipes(methods, head_bits=args.head_bits), device)
+        recipes = perplexity.recipes(METHODS if calibration else METHODS[:1], head_bits=args.head_bits)
+        perplexity.table(args.name, texts, calibration, recipes, device)
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
-    out.mkdir(parents=True, exist_ok=True)                                      # or it is refused now
+    out.mkdir(parents=True, exist_ok=True)              # or it is refused now
     try:
         llama = quantized(source, how, calibration, device)
         save(llama, source, out)
-    except BaseException:                                                       # half a folder is no model
+    except BaseException:                               # half a folder is no model
         shutil.rmtree(out, ignore_errors=True)
         raise
     say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
@@ -128,4 +110,4 @@ def run(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    return status(lambda: run(parse(arguments)) if arguments else perplexity.main(), SafetensorError)
+    return status(lambda: store_or_measure(parse_flags(arguments)) if arguments else perplexity.main(), SafetensorError)

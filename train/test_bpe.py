@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenizer import Tokenizer
-from train.bpe import END, Pair, learn, merge, write
+from train.bpe import END, Pair, learn, merge, save_tokenizer
 from vocabulary import GPT2_SPLIT
 
 TEXTS = st.lists(st.text(alphabet="ab c'sé1", max_size=25), min_size=1, max_size=5)
@@ -40,7 +40,7 @@ def test_merge_goes_from_the_left() -> None:
 def test_the_files_are_a_tokenizer_with_every_byte(tmp_path: Path) -> None:
     texts = ["the cat sat on the mat, the cat's mat", "größe 世界"]
     merges = learn(texts, 286)
-    size = write(tmp_path, merges, 64)
+    size = save_tokenizer(tmp_path, merges, 64)
     tok = Tokenizer.load(tmp_path)
     assert tok.vocab_size == size == 256 + len({a + b for a, b in merges}) + 1 and not tok.missing_bytes
     assert tok.specials == {END: size - 1}

@@ -1,4 +1,4 @@
-"""GPTQ is the paper's algorithm, AWQ changes nothing but the rounding, and neither is ever worse than rounding on what it saw."""
+"""GPTQ is the paper's algorithm, AWQ changes only the rounding, and neither is ever worse than rounding."""
 import re
 
 import pytest
@@ -6,14 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import Config, Quantization
+from weights import Config, Quantization
 from conftest import SMALL, program
-from kvcache import Alone
-from model import Llama
+from kernels import Ops, Step
+from kvcache import KVCache
+from model import Layer, Llama
 from quant import Quantized, dequantize, quantize, unpack4
 from train import calibrate
-from train.calibrate import DAMP, Moments, awq, errors, fold, gptq, observe, quantize_model
-from train.distill import tell
+from train.calibrate import DAMP, PRODUCTS, Moments, Observed, LayerInput, awq, errors, fold, gptq, observe, quantize_model
+from train.distill import sample_corpus
 from train.perplexity import perplexity
 
 
@@ -29,7 +30,7 @@ def weight(N: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
 
 
 def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """The paper's algorithm word for word, in float64: one column after the other is rounded and removed from the inverse Hessian."""
+    """The paper's algorithm word for word, in float64: each column is rounded, then leaves the inverse Hessian."""
     w, (N, K) = w.clone(), w.shape
     inverse = torch.linalg.inv(hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype))
     integers = torch.empty(N, K)
@@ -45,7 +46,7 @@ def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> 
             integers[row, k] = q
             error = (w[row, k].item() - (q - z) * s) / inverse[k, k].item()
             w[row, k + 1:] -= error * inverse[k, k + 1:]
-        inverse = inverse - inverse[:, k:k + 1] @ inverse[k:k + 1] / inverse[k, k]               # column and row k are 0 from now on
+        inverse = inverse - inverse[:, k:k + 1] @ inverse[k:k + 1] / inverse[k, k]          # column and row k are 0 now
     return integers
 
 
@@ -53,19 +54,21 @@ def integers(q: Quantized) -> torch.Tensor:
     return (q.values if q.zero is None else unpack4(q.values)[:, :q.columns]).float()
 
 
-@pytest.mark.parametrize("bits, K, group, block", [(4, 40, 32, 128), (4, 33, 8, 5), (4, 70, 32, 16), (4, 24, 24, 7), (4, 37, 128, 8), (8, 40, 32, 16), (8, 25, 1, 128)])
+@pytest.mark.parametrize("bits, K, group, block", [(4, 40, 32, 128), (4, 33, 8, 5), (4, 70, 32, 16), (4, 24, 24, 7),
+                                                   (4, 37, 128, 8), (8, 40, 32, 16), (8, 25, 1, 128)])
 @pytest.mark.parametrize("seed", range(3))
 def test_gptq_gives_the_integers_of_the_plain_algorithm(monkeypatch, bits, K, group, block, seed):
     monkeypatch.setattr(calibrate, "better", lambda w, hessian, found, rounded: found)
     w, x = weight(6, K, seed), inputs(3 * K, K, seed)
     h = 2 * x.T @ x
     q = gptq(w, h, bits, group, block)
-    assert torch.equal(integers(q), slow_gptq(w, h, bits, group)) and not torch.equal(q.values, quantize(w, bits, group).values)
+    assert torch.equal(integers(q), slow_gptq(w, h, bits, group))
+    assert not torch.equal(q.values, quantize(w, bits, group).values)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.sampled_from([1, 5, 32]), st.integers(1, 60), st.integers(0, 99),
-       st.sampled_from(["plain", "same", "dead", "zero", "tiny", "large"]))
+@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.sampled_from([1, 5, 32]), st.integers(1, 60),
+       st.integers(0, 99), st.sampled_from(["plain", "same", "dead", "zero", "tiny", "large"]))
 def test_no_row_is_worse_than_rounding(N, K, bits, group, T, seed, kind):
     w, x = weight(N, K, seed, torch.float32), inputs(T, K, seed, torch.float32)
     if kind == "same":
@@ -133,7 +136,8 @@ def test_a_hessian_too_singular_for_float32_gets_more_of_its_diagonal(monkeypatc
 # ---- AWQ
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.integers(0, 99), st.sampled_from(["plain", "dead", "zero"]))
+@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.integers(0, 99),
+       st.sampled_from(["plain", "dead", "zero"]))
 def test_awq_is_never_worse_than_rounding(N, K, bits, seed, kind):
     w, x = weight(N, K, seed, torch.float32), inputs(50, K, seed, torch.float32)
     x *= 0 if kind == "zero" else 1
@@ -141,7 +145,8 @@ def test_awq_is_never_worse_than_rounding(N, K, bits, seed, kind):
     h = 2 * x.T @ x
     s = awq(w, h, x.abs().mean(0), bits, 32)
     assert s.shape == (K,) and s.isfinite().all() and (s > 0).all()
-    assert errors(w - dequantize(*quantize(w * s, bits, 32)) / s, h).sum() <= errors(w - dequantize(*quantize(w, bits, 32)), h).sum()
+    scaled, rounded = dequantize(*quantize(w * s, bits, 32)) / s, dequantize(*quantize(w, bits, 32))
+    assert errors(w - scaled, h).sum() <= errors(w - rounded, h).sum()
 
 
 def test_awq_spares_the_channels_that_are_large():
@@ -150,53 +155,86 @@ def test_awq_spares_the_channels_that_are_large():
     h = 2 * x.T @ x
     s = awq(w, h, x.abs().mean(0), 4, 64)
     assert s[3] > 2 * s[4] and s[40] > 2 * s[41]
-    scaled, rounded = (errors(w - d, h).sum() for d in (dequantize(*quantize(w * s, 4, 64)) / s, dequantize(*quantize(w, 4, 64))))
-    assert scaled < 0.5 * rounded
+    scaled, rounded = dequantize(*quantize(w * s, 4, 64)) / s, dequantize(*quantize(w, 4, 64))
+    assert errors(w - scaled, h).sum() < 0.5 * errors(w - rounded, h).sum()
 
 
 def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
     llama, generator = Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=seed), torch.Generator().manual_seed(seed)
     for place in llama.places().values():
-        place.mul_(12 if place.ndim > 1 else 1).add_(0.3 * torch.randn(place.shape, dtype=dtype, generator=generator) if place.ndim == 1 else 0)
+        if place.ndim == 1:
+            place.add_(0.3 * torch.randn(place.shape, dtype=dtype, generator=generator))
+        else:
+            place.mul_(12)
     return llama
 
 
-SHAPES = [dict(), dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False), dict(num_key_value_heads=1, intermediate_size=33)]
+def begun(llama: Llama, *texts: torch.Tensor) -> list[LayerInput]:
+    """What the first layer gets."""
+    steps = [Step.alone(1, len(text)) for text in texts]
+    return [(llama.ops.embed(text, llama.embed, llama.dtype), None, llama.rope(step.positions), step)
+            for text, step in zip(texts, steps)]
+
+
+def through(llama: Llama, layer: Layer, texts: list[LayerInput]) -> list[LayerInput]:
+    """What the layer after it gets."""
+    return [(*llama.through(layer, *text, 0), *text[2:]) for text in texts]
+
+
+SHAPES = [dict(), dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False),
+          dict(num_key_value_heads=1, intermediate_size=33)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape):
-    """With any scales, in float64, and grouped heads, and biases. The scale of o_proj's inputs is the same for heads that share values."""
+    """With any scales, grouped heads, and biases. Heads that share values share the scale of o_proj's inputs."""
     monkeypatch.setattr(calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double())
     llama, text = model(**shape), torch.arange(30)
     before, weights, layer = llama(text), {n: p.clone() for n, p in llama.places().items()}, llama.layers[1]
-    step = Alone(text)
-    arrived = llama.layers[0](llama.embed.rows(text), *llama.turns(text), lambda q, k, v: step.attend(0, q, k, v))
-    seen = observe(layer, lambda: layer(arrived, *llama.turns(text), lambda q, k, v: step.attend(1, q, k, v)))
-    fold(layer, seen, 4, 32)
+    seen = observe(llama, layer, through(llama, llama.layers[0], begun(llama, text)))
+    fold(layer, llama.config.quantized(Quantization(4, 32)), seen)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
     changed = {name for name, place in llama.places().items() if not torch.equal(place, weights[name])}
-    where = "model.layers.1."
-    assert changed >= {where + n for n in ("input_layernorm.weight", "post_attention_layernorm.weight", *(f"self_attn.{p}_proj.weight" for p in "qkvo"),
-                                           *(f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")))} and all(n.startswith(where) for n in changed)
+    products = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
+    every = ["input_layernorm", "post_attention_layernorm", *products]
+    assert changed >= {f"model.layers.1.{name}.weight" for name in every}
+    assert all(name.startswith("model.layers.1.") for name in changed)
 
 
 @torch.inference_mode()
 def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
-    llama, text = model(), torch.arange(30)
-    layer, step, x = llama.layers[0], Alone(text), llama.embed.rows(text)
-    inside: dict[str, torch.Tensor] = {}
-    for name in ("qkv_proj", "o_proj", "post_norm", "gate_up_proj", "down_proj"):
-        getattr(layer, name).register_forward_pre_hook(lambda _, x, name=name: inside.update({name: x[0]}))
-    outs = []
-    seen = observe(layer, lambda: outs.append(layer(x, *llama.turns(text), lambda q, k, v: step.attend(0, q, k, v))))
+    """Beside a layer written out with plain operations; and the model's own operations stay what they are."""
+    llama, ops, c = model(), Ops(), Config(**SMALL)
+    layer, before, (text,) = llama.layers[0], llama.ops, begun(llama, torch.arange(30))
+    seen, (start, _, rope, step) = observe(llama, layer, [text]), text
+    qkv_in = ops.add_norm(start, None, layer.input_norm, c.rms_norm_eps)[1]
+    qkv = ops.linear(qkv_in, layer.qkv).unflatten(1, (-1, c.head_dim))
+    o_in = ops.attend(qkv, c.num_key_value_heads, *rope, step, 0).flatten(1)
+    middle, gate_up_in = ops.add_norm(start, ops.linear(o_in, layer.o), layer.post_norm, c.rms_norm_eps)
+    down_in = ops.swiglu(ops.linear(gate_up_in, layer.gate_up))
+    end = middle + ops.linear(down_in, layer.down)
     length = lambda x: x.square().mean(1, keepdim=True).sqrt()
-    expected = dict(qkv_proj=inside["qkv_proj"], gate_up_proj=inside["gate_up_proj"], o_proj=inside["o_proj"] / length(inside["post_norm"]),
-                    down_proj=inside["down_proj"] / length(outs[0]))
-    for name, x in expected.items():
+    for name, x in zip(PRODUCTS, (qkv_in, o_in / length(middle), gate_up_in, down_in / length(end))):
         torch.testing.assert_close(seen[name].hessian.double(), 2 * x.T @ x, rtol=1e-4, atol=1e-4)
-    assert not layer._forward_hooks and len(layer.down_proj._forward_pre_hooks) == 1             # observe leaves no hook behind
+    assert llama.ops is before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@torch.inference_mode()
+def test_who_is_observed_computes_the_same_to_the_bit(dtype):
+    """Through a cache too; and all that is not observed is the other operations' own."""
+    llama, text = model(dtype=dtype).prepare(), torch.arange(30)
+    cache = KVCache.of(llama, 40)
+    seq, _ = cache.open(())
+    expected = [llama(text), llama(text, cache.extend([(seq, text.tolist())]))]
+    cache.truncate(seq, 0)
+    llama.ops = Observed(before := llama.ops)
+    found = [llama(text), llama(text, cache.extend([(seq, text.tolist())]))]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    assert llama.ops.inputs.keys() >= {id(llama.norm), id(llama.head)}
+    kept = {name for name in dir(Ops) if not name.startswith("_")} - {"linear", "add_norm", "forward", "draft"}
+    assert all(getattr(llama.ops, name) == getattr(before, name) for name in kept)
 
 
 # ---- Models
@@ -207,14 +245,18 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"), Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq"), Quantization(4, 32, 16, "awq+gptq")])
+@pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"),
+                                 Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq"),
+                                 Quantization(4, 32, 16, "awq+gptq")])
 @torch.inference_mode()
 def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     texts, lines = [torch.arange(40), torch.arange(100, 160)], []
     expected, used = model(**shape)(torch.arange(60)), model(**shape)
     small = quantize_model(used, how, texts, lines.append)
-    assert lines == ["layer 1 of 2", "layer 2 of 2"] and not any(isinstance(layer, type(small.layers[0])) for layer in used.layers)
-    assert small.config.quantization == how and all(not place.is_meta for place in (*small.places().values(), small.frequencies))
+    assert lines == ["layer 1 of 2", "layer 2 of 2"] and not used.layers
+    assert small.config.quantization == how
+    assert not any(place.is_meta for place in (*small.places().values(), small.frequencies))
+    assert all(isinstance(getattr(layer, name).weight, Quantized) for layer in small.layers for name in PRODUCTS)
     assert divergence(expected, small(torch.arange(60))) < (0.01 if how.bits == 8 and how.head_bits > 4 else 0.7)
 
 
@@ -222,31 +264,28 @@ def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
 def test_each_layer_sees_what_the_quantized_layers_before_it_make():
     how, texts = Quantization(4, 32, 16, "gptq"), [torch.arange(40), torch.arange(100, 160)]
     small, plain = quantize_model(model(), how, texts), model()
-    xs = [plain.embed.rows(text) for text in texts]
-    for i, layer in enumerate(plain.layers):
-        steps = [(*plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)) for text in texts]
-        seen = observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
-        q = gptq(layer.down_proj.weight.float(), seen["down_proj"].hessian, 4, 32)
-        assert torch.equal(small.layers[i].down_proj.values, q.values)
-        xs = [small.layers[i](x, *step) for x, step in zip(xs, steps)]
+    read = begun(plain, *texts)
+    for layer, new in zip(plain.layers, small.layers):
+        q = gptq(layer.down.weight.float(), observe(plain, layer, read)["down"].hessian, 4, 32)
+        assert torch.equal(new.down.weight.values, q.values)
+        read = through(small, new, read)
 
 
 @torch.inference_mode()
 def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then_has():
     how, texts = Quantization(4, 32, 16, "awq+gptq"), [torch.arange(40), torch.arange(100, 160)]
-    small, layer = quantize_model(model(), how, texts), model().layers[0]
-    plain, first = model(), {name: place.weight.clone() for name, place in layer.named_children()}
-    xs, steps = zip(*((plain.embed.rows(text), (*plain.turns(torch.arange(len(text))), lambda q, k, v, step=Alone(text): step.attend(0, q, k, v)))
-                      for text in texts))
-    look = lambda: observe(layer, lambda: [layer(x, *step) for x, step in zip(xs, steps)])
-    seen = look()
-    fold(layer, seen, 4, 32)
-    for name, now in look().items():
-        torch.testing.assert_close(seen[name].hessian, now.hessian, rtol=1e-4, atol=1e-4 * now.hessian.abs().max().item())
+    small, plain = quantize_model(model(), how, texts), model()
+    layer, read, first = plain.layers[0], begun(plain, *texts), model().layers[0]
+    seen = observe(plain, layer, read)
+    fold(layer, small.config, seen)
+    for name, now in observe(plain, layer, read).items():
+        tolerance = 1e-4 * now.hessian.abs().max().item()
+        torch.testing.assert_close(seen[name].hessian, now.hessian, rtol=1e-4, atol=tolerance)
         torch.testing.assert_close(seen[name].magnitude, now.magnitude, rtol=1e-4, atol=1e-6)
         q = gptq(getattr(layer, name).weight.float(), seen[name].hessian, 4, 32)
-        assert torch.equal(getattr(small.layers[0], name).values, q.values) and not torch.equal(getattr(layer, name).weight, first[name])
-    assert torch.equal(small.layers[0].input_norm.weight, layer.input_norm.weight)
+        assert torch.equal(getattr(small.layers[0], name).weight.values, q.values)
+        assert not torch.equal(getattr(layer, name).weight, getattr(first, name).weight)
+    assert torch.equal(small.layers[0].input_norm, layer.input_norm)
 
 
 def test_calibration_needs_text():
@@ -257,13 +296,14 @@ def test_calibration_needs_text():
 
 @torch.inference_mode()
 def losses() -> list[float]:
-    """On texts that the embedded model told itself: how much further from the truth INT8 is; and how far from its logits INT8, INT4 and GPTQ are."""
+    """On texts that the embedded model told itself: INT8's perplexity over the model's own, and the divergences
+    of INT8, INT4 and GPTQ from its logits."""
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = tell(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
+    told = sample_corpus(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
     held, heard, found = list(told[:8]), list(told[8:]), list[float]()
     before = [target(text) for text in held]
-    for how in (Quantization(8), Quantization(4), Quantization(4, method="gptq")):                     # groups of 128
-        small = calibrate.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).pack()
+    for how in (Quantization(8), Quantization(4), Quantization(4, method="gptq")):          # groups of 128
+        small = calibrate.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).prepare()
         if how.bits == 8:
             found.append(perplexity(small, held) / perplexity(target, held))
         found.append(sum(divergence(a, small(text)) for a, text in zip(before, held)) / 8)

@@ -9,35 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from config import Config
+from weights import Config
 from conftest import ROOT, SMALL, write_model
+from kernels import Step
 from model import Llama
 from tokenizer import Tokenizer
 from train import bpe, distill
-from train.distill import Batch, Recipe, Training, acceptance, divergence, measure, new_model, tell
-from train.stories import Text
+from train.distill import Hyperparameters, Training, acceptance, divergence, evaluate, new_model, sample_corpus
+from train.stories import Corpus
 
 END = 256
 CONFIG = Config(**SMALL)
-STORIES = [f"Once there was a {size} {animal}. It was {mood}. The end." for size in ("big", "small", "tiny") for animal in ("cat", "dog", "bee", "cow")
-           for mood in ("sad", "glad")]
+STORIES = [f"Once there was a {size} {animal}. It was {mood}. The end." for size in ("big", "small", "tiny")
+           for animal in ("cat", "dog", "bee", "cow") for mood in ("sad", "glad")]
 
 
-def some_text(length: int = 2000) -> Text:
+def some_text(length: int = 2000) -> Corpus:
     tokens = torch.tensor([byte for story in STORIES for byte in (*story.encode(), END)]).repeat(4)[:length]
-    return Text(tokens, END, int((tokens != END).sum()))
+    return Corpus(tokens, END, int((tokens != END).sum()))
 
 
 def training(seed: int = 1, target: Llama | None = None, **recipe: float) -> Training:
-    told = None if target is None else tell(target, 4, 40, END, 0)
-    return Training(new_model(CONFIG, seed), some_text(), target, told, Recipe(**{**dict(steps=8, batch=2, length=16, warmup=2), **recipe}))
+    told = None if target is None else sample_corpus(target, 4, 40, END, 0)
+    recipe = dict(steps=8, batch=2, length=16, warmup=2) | recipe
+    return Training(new_model(CONFIG, seed), some_text(), target, told, Hyperparameters(**recipe))
 
 
 def weights(llama: Llama) -> dict[str, Tensor]:
     return {name: place.detach().clone() for name, place in llama.places().items()}
 
 
-# ---- α, KL, steps --------------------------------------------------------------------------------------------------------------
+# ---- α, KL, steps --------------------------------------------------------------------------------------------------
 
 def test_alpha_and_kl_by_hand() -> None:
     p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
@@ -65,15 +67,15 @@ def test_a_model_agrees_with_itself() -> None:
     llama = new_model(CONFIG, 3)
     logits = llama(torch.arange(50))
     assert divergence(logits, logits).item() == pytest.approx(0, abs=1e-6)
-    assert measure(llama, some_text(), llama, length=64, count=3)["acceptance"] == pytest.approx(1, abs=1e-5)
-    assert measure(new_model(CONFIG, 4), some_text(), llama, length=64, count=3)["acceptance"] < 0.999
+    assert evaluate(llama, some_text(), llama, length=64, count=3)["acceptance"] == pytest.approx(1, abs=1e-5)
+    assert evaluate(new_model(CONFIG, 4), some_text(), llama, length=64, count=3)["acceptance"] < 0.999
 
 
 def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
     """Uniform over 261 tokens: log2(261) bits a token, over the share of tokens that are bytes."""
     llama, text = Llama(CONFIG), some_text()
     llama.embed.weight.data.zero_()
-    found = measure(llama, text, length=64)
+    found = evaluate(llama, text, length=64)
     assert found["bits/token"] == pytest.approx(math.log2(261), rel=1e-5)
     assert found["bits/byte"] == pytest.approx(math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5)
 
@@ -82,23 +84,23 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
     llama = new_model(CONFIG, 5)
     tokens = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
     alone = torch.stack([llama(row) for row in tokens])                                      # [B, N, V]
-    torch.testing.assert_close(llama(tokens.flatten(), Batch(tokens)).view_as(alone), alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(llama(tokens.flatten(), Step.alone(3, 12)).view_as(alone), alone, atol=1e-5, rtol=1e-4)
 
 
 def test_a_model_tells_what_it_would() -> None:
     """A model that all but surely repeats one token tells that token."""
     llama = new_model(CONFIG, 6)
     llama.embed.weight.data[7] *= 0
-    llama.norm.weight.data.zero_()
-    assert Counter(tell(llama, 8, 40, END, 0).tokens.tolist())[END] < 20                    # uniform: the ends that were added, and few more
-    first, again, other = (tell(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
+    llama.norm.data.zero_()
+    assert Counter(sample_corpus(llama, 8, 40, END, 0).tokens.tolist())[END] < 20        # uniform: the ends added, and few more
+    first, again, other = (sample_corpus(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other) and len(first) == 3 * 21
 
 
-# ---- Learning ------------------------------------------------------------------------------------------------------------------
+# ---- Learning ------------------------------------------------------------------------------------------------------
 
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
-    factors = [Recipe(steps=100, warmup=10, decay=0.4).factor(i) for i in range(100)]
+    factors = [Hyperparameters(steps=100, warmup=10, decay=0.4).factor(i) for i in range(100)]
     assert factors[0] == pytest.approx(0.1) and set(factors[9:61]) == {1.0}
     assert factors[60:] == sorted(factors[60:], reverse=True) and factors[-1] == pytest.approx(1 / 40)
 
@@ -116,8 +118,8 @@ def test_the_loss_falls(imitates: bool) -> None:
     assert sum(losses[-8:]) < 0.75 * sum(losses[:8])
     if imitates:
         text = some_text()
-        before = measure(new_model(CONFIG, 1), text, target, length=64, count=4)["acceptance"]
-        assert measure(run.student, text, target, length=64, count=4)["acceptance"] > before + 0.1
+        before = evaluate(new_model(CONFIG, 1), text, target, length=64, count=4)["acceptance"]
+        assert evaluate(run.student, text, target, length=64, count=4)["acceptance"] > before + 0.1
 
 
 @pytest.mark.parametrize("imitates", [False, True])
@@ -137,7 +139,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) 
 
 def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_changed(tmp_path: Path) -> None:
     training().save(tmp_path / "state")
-    other = Training(new_model(replace(CONFIG, num_hidden_layers=1), 1), some_text(), None, None, Recipe())
+    other = Training(new_model(replace(CONFIG, num_hidden_layers=1), 1), some_text(), None, None, Hyperparameters())
     before = weights(other.student)
     with pytest.raises(ValueError, match="another shape"):
         other.resume(tmp_path / "state")
@@ -147,7 +149,7 @@ def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_ch
     assert all(torch.equal(place, before[name]) for name, place in weights(other.student).items())
 
 
-# ---- The command line ----------------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------------------------
 
 SHAPE = ["--width", "24", "--heads", "4", "--mlp", "32", "--length", "16", "--batch", "2"]
 
@@ -159,21 +161,27 @@ def stories(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_from_text_to_a_target_to_a_draft_to_fewer_heads(tmp_path: Path, stories: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
+        tmp_path: Path, stories: str, capsys: pytest.CaptureFixture[str]) -> None:
     target, draft, merged = (str(tmp_path / name) for name in ("target", "draft", "merged"))
-    assert distill.main(["--from-scratch", "--data", stories, "--out", target, "--vocab", "300", "--layers", "2", "--steps", "6", *SHAPE]) == 0
+
+    def run(flags: str, out: str, data: tuple[str, ...] = ("--data", stories)) -> None:
+        assert distill.main([*flags.split(), *data, "--out", out, *SHAPE]) == 0
+
+    run("--from-scratch --vocab 300 --layers 2 --steps 6", target)
     assert Llama.load(target, dtype=torch.float32).config.vocab_size == 300
-    assert distill.main(["--target", target, "--data", stories, "--out", draft, "--steps", "4", "--tales", "4", *SHAPE]) == 0
+    run(f"--target {target} --steps 4 --tales 4", draft)
     assert Path(draft, "tokenizer.json").read_bytes() == Path(target, "tokenizer.json").read_bytes()
     capsys.readouterr()
-    assert distill.main(["--from", target, "--kv-heads", "1", "--data", stories, "--out", merged, "--steps", "3", *SHAPE]) == 0
+    run(f"--from {target} --kv-heads 1 --steps 3", merged)
     printed = capsys.readouterr().out
     assert [line.split(":")[0] for line in printed.splitlines()] == [
         "before the merge (2 key/value heads)", "cache of 1024 tokens in bfloat16", "before", "after"]
     assert Config.load(Path(merged)).num_key_value_heads == 1
-    assert distill.main(["--target", target, "--out", draft, "--steps", "6", "--tales", "8", *SHAPE]) == 0       # no data; goes on after step 4
+    run(f"--target {target} --steps 6 --tales 8", draft, data=())                                        # goes on
     captured = capsys.readouterr()
-    assert "going on after step 4" in captured.err and "acceptance" in captured.out and "step     6 of 6" in captured.err
+    assert "going on after step 4" in captured.err and "step     6 of 6" in captured.err
+    assert "acceptance" in captured.out
 
 
 @pytest.mark.parametrize(("flags", "says"), [
@@ -187,17 +195,20 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(tmp_path: Path, stories
     (["--from-scratch", "--data", "STORIES", "--length", "100000"], "too short"),
     (["--from", "MODEL", "--data", "STORIES", "--kv-heads", "3"], "divisor of 2"),
     (["--from", "MODEL", "--target", "OTHER", "--data", "STORIES"], "share its target's vocabulary")])
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: Path, flags: list[str], says: str,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     if "OTHER" in flags:
         write_model(tmp_path / "other", vocab_size=270)
     names = {"STORIES": stories, "MODEL": str(base), "OTHER": str(tmp_path / "other")}
-    assert distill.main([*(names.get(flag, flag) for flag in flags), "--out", str(tmp_path / "out"), "--tales", "2"]) == 2
+    flags = [names.get(flag, flag) for flag in flags]
+    assert distill.main([*flags, "--out", str(tmp_path / "out"), "--tales", "2"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and says in last
 
 
-@pytest.mark.parametrize("flags", [["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
-                                   ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18]])
+@pytest.mark.parametrize("flags", [
+    ["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
+    ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18]])
 def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         distill.parse(flags)
@@ -205,7 +216,7 @@ def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixt
     assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and flags[0] in err
 
 
-# ---- The pair in this repository -----------------------------------------------------------------------------------------------
+# ---- The pair in this repository -----------------------------------------------------------------------------------
 
 def embedded(name: str) -> Path:
     if not (ROOT / "models" / name / "model.safetensors").exists():
@@ -222,7 +233,8 @@ def test_the_pieces_of_an_embedded_model_fit(name: str) -> None:
     folder = embedded(name)
     llama, tok = Llama.load(folder, dtype=torch.float32), Tokenizer.load(folder)
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert llama.config.vocab_size == tok.vocab_size == 4096 and not tok.missing_bytes and llama.config.max_position_embeddings >= 1024
+    assert llama.config.vocab_size == tok.vocab_size == 4096 and not tok.missing_bytes
+    assert llama.config.max_position_embeddings >= 1024
     assert llama.config.eos_token_ids == (tok.specials[bpe.END],) == (generation["eos_token_id"],)
     assert llama.config.num_key_value_heads < llama.config.num_attention_heads
     assert 5e6 <= size(llama) <= 8e6 or name == "tiny-draft"
@@ -238,12 +250,13 @@ def test_the_draft_is_of_its_targets_family() -> None:
     assert acceptance(target(tokens), draft(tokens)).mean() > 0.45
 
 
-STORY = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big dog. "
-         "The dog was very friendly.")
+STORY = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+         "One day, she saw a big dog. The dog was very friendly.")
 
 
 def test_the_embedded_model_knows_stories() -> None:
     folder = embedded("tiny")
     tokens = torch.tensor(Tokenizer.load(folder).encode(STORY))
     logits = Llama.load(folder, dtype=torch.float32)(tokens)[:-1]
-    assert torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item() / math.log(2) / len(STORY) < 0.7
+    nats = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+    assert nats / math.log(2) / len(STORY) < 0.7

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from config import Config
+from weights import Config
 from conftest import SMALL
+from kvcache import KVCache
 from train.distill import new_model
 from train.gqa import cache_bytes, merge_heads
 
@@ -18,7 +19,8 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
     llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
     merged = merge_heads(llama, kv_heads)
     source, place = (m.places()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
-    expected = torch.stack([sum(source[(g * (4 // kv_heads) + i) * D:][:D] for i in range(4 // kv_heads)) / (4 // kv_heads) for g in range(kv_heads)])
+    n = 4 // kv_heads                                                                       # heads of a group
+    expected = torch.stack([sum(source[(g * n + i) * D:][:D] for i in range(n)) / n for g in range(kv_heads)])
     torch.testing.assert_close(place.view(kv_heads, D, C), expected)
     with torch.no_grad():
         for name, place in llama.places().items():
@@ -31,8 +33,9 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
 
 def test_the_cache_shrinks_by_the_same_factor() -> None:
     llama = new_model(replace(CONFIG, num_key_value_heads=4), 8)
-    assert cache_bytes(llama, 10) == 2 * cache_bytes(merge_heads(llama, 2), 10) == 4 * cache_bytes(merge_heads(llama, 1), 10)
-    assert cache_bytes(llama, 10) == llama.cache(10, dtype=torch.bfloat16).bytes
+    two, one = (merge_heads(llama, heads) for heads in (2, 1))
+    assert cache_bytes(llama, 10) == 2 * cache_bytes(two, 10) == 4 * cache_bytes(one, 10)
+    assert cache_bytes(llama, 10) == KVCache.of(llama, 10, dtype=torch.bfloat16).bytes
 
 
 @pytest.mark.parametrize("kv_heads", [0, 3, 8])

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from config import Config
+from weights import Config
 from conftest import SMALL
 from model import Llama
 from train.muon import Optimizer, orthogonal

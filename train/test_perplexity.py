@@ -1,11 +1,11 @@
-"""The table of what the bits cost: perplexity through the cache beside the plain formula, and the share of rounding's loss that a method saves."""
+"""The table of what the bits cost: perplexity through the cache beside the plain formula, and what a method saves."""
 import pytest
 import torch
 
-from config import Quantization
+from weights import Quantization
 from conftest import write_model
-from kvcache import kv_bytes
-from kvquant import WIDTHS
+from kvcache import kv_bytes, KVCache
+from quant import WIDTHS
 from model import Llama
 from train import quantize
 from train.calibrate import size
@@ -39,45 +39,54 @@ def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatc
 def test_what_is_measured_is_what_decoding_with_these_bits_gives(llama, name, monkeypatch):
     """Token by token, through a cache of these bits."""
     monkeypatch.setattr("train.perplexity.CHUNK", 1)
-    cache, losses = llama.cache(96, bits=WIDTHS[name]), []
+    cache, losses = KVCache.of(llama, 96, bits=WIDTHS[name]), []
     for text in TEXTS:
         seq, _ = cache.open(())
         for token, after in zip(text.tolist(), text[1:].tolist()):
             losses.append(-llama(torch.tensor([token]), cache.extend([(seq, [token])]))[0].log_softmax(-1)[after])
         cache.free(seq)
     by_hand = torch.stack(losses).mean().exp().item()
-    assert perplexity(llama, TEXTS, WIDTHS[name]) == pytest.approx(by_hand, rel=1e-5) != pytest.approx(perplexity(llama, TEXTS), rel=1e-5)
+    assert perplexity(llama, TEXTS, WIDTHS[name]) == pytest.approx(by_hand, rel=1e-5)
+    assert perplexity(llama, TEXTS) != pytest.approx(by_hand, rel=1e-5)
 
 
 def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
-    (tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
-    assert quantize.main([str(a) for a in (folder, "--table", tmp_path / "text", "--data", tmp_path / "text", "--tokens", 192, "--pieces", 4)]) == 0
+    (text := tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
+    flags = (folder, "--table", text, "--data", text, "--tokens", 192, "--pieces", 4)
+    assert quantize.main([str(flag) for flag in flags]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
-    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + [f"INT4 {method}, groups of {group}" for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
+    fours = [f"INT4 {method}, groups of {group}"
+             for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
+    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + fours
                      + ["INT4 awq+gptq, groups of 128"] * (widths - 1))
     assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
     c = llama.config
     for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
         token = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits) / 1024
-        assert line[30:35].strip() == name and f"{size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
+        assert line[30:35].strip() == name
+        assert f"{size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
 
 
 def test_a_row_is_what_it_is_alone(folder):
     quiet, text, rtn = lambda line: None, [torch.arange(90) * 7 % 256], Recipe(Quantization(4, 32), ["8"])
     rows = table(folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu", quiet)
     assert table(folder, text, [], [rtn], "cpu", quiet)[0] == rows[-1]
-    assert rows[2].perplexity == perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text) != rows[0].perplexity
-    assert [row.width for row in rows] == ["16", "8", "16", "8"] and rows[0].bytes == rows[1].bytes > rows[2].bytes > rows[3].bytes
+    eight = perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text)
+    assert rows[2].perplexity == eight != rows[0].perplexity
+    assert [row.width for row in rows] == ["16", "8", "16", "8"]
+    assert rows[0].bytes == rows[1].bytes > rows[2].bytes > rows[3].bytes
 
 
 def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lost():
     row = lambda perplexity, how=None, width="16": Row(how, width, 1, 1.0, perplexity)
-    rows = [row(10.0), row(10.5, width="8"), row(14.0, Quantization(4, 32)), row(18.0, Quantization(4, 128)), row(10.4, Quantization(8))]
+    rows = [row(10.0), row(10.5, width="8"), row(14.0, Quantization(4, 32)), row(18.0, Quantization(4, 128)),
+            row(10.4, Quantization(8))]
     assert saved(row(12.0, Quantization(4, 128, method="gptq")), rows) == pytest.approx(0.75)
     assert saved(row(12.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(0.5)
     assert saved(row(16.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(-0.5)
-    for nothing in (rows[0], rows[1], rows[3], row(12.0, Quantization(4, 64, method="gptq")), row(12.0, Quantization(4, 128, method="gptq"), "8")):
+    for nothing in (rows[0], rows[1], rows[3], row(12.0, Quantization(4, 64, method="gptq")),
+                    row(12.0, Quantization(4, 128, method="gptq"), "8")):
         assert saved(nothing, rows) is None
     assert saved(row(9.0, Quantization(8, method="gptq")), [row(10.0), row(10.0, Quantization(8))]) is None
 
@@ -85,5 +94,6 @@ def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lo
 def test_the_recipes_have_every_width_where_it_matters():
     found = recipes(("rtn", "gptq"), (64, 128), head_bits=16)
     assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [["16"]] * 3 + [list(WIDTHS)]
-    assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")] and found[-1].how == Quantization(4, 128, 16, "gptq")
+    assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")]
+    assert found[-1].how == Quantization(4, 128, 16, "gptq")
     assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 3

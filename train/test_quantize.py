@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from config import Config, Quantization
+from weights import Config, Quantization
 from conftest import write_model
 from generate import generate
-from generate import main as cli
+from cli import main as cli
+from kvcache import KVCache
 from model import Llama
 from tokenizer import Tokenizer
 from train import calibrate, quantize
@@ -32,7 +33,8 @@ def run(*arguments: str) -> int:
     return quantize.main([str(a) for a in arguments])
 
 
-SHAPES = [dict(), dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, hidden_size=70, intermediate_size=33, head_dim=10)]
+SHAPES = [dict(), dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, hidden_size=70,
+                       intermediate_size=33, head_dim=10)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -41,11 +43,13 @@ SHAPES = [dict(), dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=
 def test_a_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape, bits, group, head):
     folder, text = write_model(tmp_path / "plain", **shape), torch.arange(40)
     assert run(folder, "--bits", bits, "--group", group, "--head-bits", head, "--out", tmp_path / "out") == 0
-    expected, small = rounded(folder, Quantization(bits, group, head))(text), Llama.load(tmp_path / "out", "cpu", torch.float64)
+    expected = rounded(folder, Quantization(bits, group, head))(text)
+    small = Llama.load(tmp_path / "out", "cpu", torch.float64)
     assert small.config.quantization == Quantization(bits, group, head, "rtn") and small.dtype == torch.float64
     torch.testing.assert_close(small(text), expected, rtol=1e-9, atol=1e-9)
     fast = Llama.load(tmp_path / "out", "cpu")
-    assert fast.dtype == torch.float32 and {p.path(1) for p, _ in fast.layers[0].parts()} <= {"native", "packed", "tiles"}
+    prepared = fast.ops.prepare(Llama(fast.config, seed=None).layers[0].o, torch.float32)
+    assert fast.dtype == torch.float32 and type(fast.layers[0].o) is type(prepared)
     torch.testing.assert_close(fast(text).double(), expected, rtol=1e-2, atol=1e-3 * expected.abs().max().item())
 
 
@@ -58,7 +62,7 @@ def test_bits_at_load_are_the_same_as_a_folder(tmp_path, shape, bits):
     a, b = Llama.load(folder, bits=bits), Llama.load(tmp_path / "out")
     assert a.config == b.config and a.config.quantization == Quantization(bits)
     assert torch.equal(a(torch.arange(9)), b(torch.arange(9)))
-    step = a.cache(16)
+    step = KVCache.of(a, 16)
     seq, _ = step.open(())
     assert a(torch.arange(9), step.extend([(seq, range(9))]), rows=slice(-1, None)).shape == (1, 261)
 
@@ -69,22 +73,27 @@ def test_the_folder_has_what_the_model_had(tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config.pop("quantization_config") == dict(quant_method="quant.py", bits=4, group=128, head_bits=8, method="rtn")
+    recipe = dict(quant_method="quant.py", bits=4, group=128, head_bits=8, method="rtn")
+    assert config.pop("quantization_config") == recipe
     assert config == json.loads((folder / "config.json").read_text())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {t.dtype for name, t in tensors.items() if "norm" in name} == {torch.float32} and tensors["model.embed_tokens.weight"].dtype == torch.int8
+    assert {t.dtype for name, t in tensors.items() if "norm" in name} == {torch.float32}
+    assert tensors["model.embed_tokens.weight"].dtype == torch.int8
     assert tensors["model.layers.1.mlp.down_proj.weight"].shape == (24, 20)
     norms = sum(t.nbytes for name, t in tensors.items() if "norm" in name)
-    assert calibrate.size(Llama(Config.load(tmp_path / "out"), "meta", seed=None)) == sum(t.nbytes for t in tensors.values()) - norms // 2
+    size = calibrate.size(Llama(Config.load(tmp_path / "out"), "meta", seed=None))
+    assert size == sum(t.nbytes for t in tensors.values()) - norms // 2
 
 
 def test_a_16_bit_model_stays_one_in_what_is_not_quantized(tmp_path):
     folder = write_model(tmp_path / "plain")
-    save_file({name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()}, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, folder / "model.safetensors")
     run(folder, "--bits", 4, "--head-bits", 16, "--out", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["model.norm.weight"].dtype == tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16 and tensors["model.layers.0.mlp.up_proj.weight_zero"].dtype == torch.int16
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
+    assert tensors["model.layers.0.mlp.up_proj.weight_zero"].dtype == torch.int16
 
 
 # ---- What is refused
@@ -110,27 +119,37 @@ def change_tensor(folder: Path, name: str, new) -> None:
     save_file(tensors | ({name: new(tensor)} if new else {}), folder / "model.safetensors")
 
 
-DOWN = "model.layers.1.mlp.down_proj.weight"
+def shorten(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("bits, harm, says", [
-    (4, lambda f: change(f, group=64), r"tensor .*weight_(scale|zero) in .*model.safetensors is \[24, 3\]; config.json asks for \[24, 2\]"),
+    (4, lambda f: change(f, group=64),
+     r"tensor .*weight_(scale|zero) in .*model.safetensors is \[24, 3\]; config.json asks for \[24, 2\]"),
     (4, lambda f: change(f, bits=8), r"tensor .*q_proj.weight in .* is (U8|\[24, 12\])"),
     (8, lambda f: change(f, bits=4), r"tensor .*q_proj.weight in .* is I8; weights must be U8"),
     (4, lambda f: change(f, head_bits=16), r"tensor model.embed_tokens.weight in .* is I8; weights must be one of"),
-    (4, lambda f: change_tensor(f, DOWN + "_scale", None), r"tensor .*down_proj.weight_scale \[24, 3\] is missing from"),
+    (4, lambda f: change_tensor(f, DOWN + "_scale", None),
+     r"tensor .*down_proj.weight_scale \[24, 3\] is missing from"),
     (4, lambda f: change_tensor(f, DOWN + "_zero", None), r"tensor .*down_proj.weight_zero \[24, 3\] is missing"),
     (8, lambda f: change_tensor(f, DOWN + "_scale", None), r"tensor .*down_proj.weight_scale \[24, 1\] is missing"),
-    (8, lambda f: change_tensor(f, "model.embed_tokens.weight_scale", None), r"tensor model.embed_tokens.weight_scale \[261, 1\] is missing"),
+    (8, lambda f: change_tensor(f, EMBED + "_scale", None),
+     r"tensor model.embed_tokens.weight_scale \[261, 1\] is missing"),
     (8, lambda f: change_tensor(f, DOWN, lambda t: t.float()), r"down_proj.weight in .* is F32; weights must be I8"),
     (8, lambda f: change_tensor(f, DOWN, lambda t: t[:, :-1].contiguous()), r"down_proj.weight in .* is \[24, 69\]"),
     (8, lambda f: change_tensor(f, DOWN + "_scale", lambda t: t.to(torch.int8)), r"down_proj.weight_scale in .* is I8"),
-    (4, lambda f: change(f, group=48), "quantization: group is 48; it must be 32, 64 or 128"), (4, lambda f: change(f, bits=3), "bits is 3"),
-    (4, lambda f: change(f, head_bits=2), "head_bits is 2"), (4, lambda f: change(f, method="magic"), "method is 'magic'"),
+    (4, lambda f: change(f, group=48), "quantization: group is 48; it must be 32, 64 or 128"),
+    (4, lambda f: change(f, bits=3), "bits is 3"), (4, lambda f: change(f, head_bits=2), "head_bits is 2"),
+    (4, lambda f: change(f, method="magic"), "method is 'magic'"),
     (4, lambda f: change(f, order="columns"), "quantization_config is .*order.*, which is not supported"),
     (4, lambda f: change(f, quant_method="gptq"), "quantization_config is .*, which is not supported; only quant.py's"),
-    (4, lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "model.safetensors is not a whole safetensors file")])
-def test_a_folder_that_is_not_what_it_says_is_refused_before_memory_is_asked_for(tmp_path, small, monkeypatch, bits, harm, says):
+    (4, shorten, "model.safetensors is not a whole safetensors file")])
+def test_a_folder_that_is_not_what_it_says_is_refused_before_memory_is_asked_for(tmp_path, small, monkeypatch, bits,
+                                                                                 harm, says):
     folder = shutil.copytree(small / str(bits), tmp_path / "harmed")
     harm(folder)
     create = Llama.__init__
@@ -144,7 +163,8 @@ def test_a_folder_that_is_not_what_it_says_is_refused_before_memory_is_asked_for
 
 
 @pytest.mark.parametrize("ask, says", [
-    (dict(bits=8), "the weights have 4 bits already: quantize the folder that they were made from"), (dict(trainable=True), "quantized weights cannot be trained")])
+    (dict(bits=8), "the weights have 4 bits already: quantize the folder that they were made from"),
+    (dict(trainable=True), "quantized weights cannot be trained")])
 def test_a_quantized_model_is_not_quantized_again_nor_trained(small, ask, says):
     with pytest.raises(ValueError, match=says):
         Llama.load(small / "4", **ask)
@@ -160,22 +180,28 @@ def test_what_makes_no_sense_at_load_is_refused(small):
 
 def test_the_command_line_says_what_is_wrong_in_one_line(small, tmp_path, capsys):
     plain, out = small / "plain", tmp_path / "out"
+    calibrated = [plain, "--out", out, "--method", "awq", "--data"]
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty.txt").write_text("")
     for arguments, says in [
             ([plain], "give either --out"), ([plain, "--out", out, "--table", __file__], "give either --out"),
             ([plain, "--out", out, "--method", "gptq"], "--method gptq looks at text: give some with --data FILE"),
-            ([plain, "--out", small], "exists and is not an empty folder"), ([plain, "--out", __file__], "exists and is not an empty folder"),
-            (["nothing", "--out", out], "'nothing' is neither a folder"), ([small / "4", "--out", out], "have 4 bits already"),
-            ([plain, "--out", out, "--pieces", 0], "--pieces is 0: it must be at least 1"), ([plain, "--table", __file__, "--tokens", 1], "--tokens is 1"),
-            ([plain, "--out", out, "--pieces", 10**18], "--pieces is 1000000000000000000: it must be at least 1 and at most 65,536"),
-            ([plain, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"), ([plain, "--out", out, "--device", "tpu"], "device 'tpu'"),
-            ([plain, "--out", out, "--method", "awq", "--data", tmp_path / "none"], "No such file"),
-            ([plain, "--out", out, "--method", "awq", "--data", tmp_path / "bytes.txt"], "bytes.txt cannot be read as UTF-8 text"),
-            ([plain, "--out", out, "--method", "awq", "--data", tmp_path / "empty.txt"], "empty.txt holds no text")]:
+            ([plain, "--out", small], "exists and is not an empty folder"),
+            ([plain, "--out", __file__], "exists and is not an empty folder"),
+            (["nothing", "--out", out], "'nothing' is neither a folder"),
+            ([small / "4", "--out", out], "have 4 bits already"),
+            ([plain, "--out", out, "--pieces", 0], "--pieces is 0: it must be at least 1"),
+            ([plain, "--out", out, "--pieces", 10**18], f"is {10**18}: it must be at least 1 and at most 65,536"),
+            ([plain, "--table", __file__, "--tokens", 1], "--tokens is 1"),
+            ([plain, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"),
+            ([plain, "--out", out, "--device", "tpu"], "device 'tpu'"),
+            ([*calibrated, tmp_path / "none"], "No such file"),
+            ([*calibrated, tmp_path / "bytes.txt"], "bytes.txt cannot be read as UTF-8 text"),
+            ([*calibrated, tmp_path / "empty.txt"], "empty.txt holds no text")]:
         assert run(*arguments) == 2, arguments
         stdout, stderr = capsys.readouterr()
-        assert stdout == "" and stderr.startswith("error: ") and stderr.count("\n") == 1 and says in stderr, (says, stderr)
+        assert stdout == "" and stderr.startswith("error: ") and stderr.count("\n") == 1, (says, stderr)
+        assert says in stderr, (says, stderr)
         assert not out.exists()
     for wrong in (["--bits", 5], ["--group", 16], ["--method", "guess"]):
         with pytest.raises(SystemExit) as stop:
@@ -193,9 +219,11 @@ def test_half_a_folder_is_no_model(base, tmp_path, monkeypatch, stop, code):
 def test_a_folder_tells_what_its_source_tells_with_such_weights_and_has_no_smaller_copy(base, capsys, tmp_path, bits):
     assert run(base, "--bits", bits, "--out", tmp_path / "out") == 0
     common = dict(seed=3, max_tokens=12, dtype=torch.float64)
-    assert generate("Once", tmp_path / "out", **common)["tokens"] == generate("Once", base, bits=bits, **common)["tokens"]
+    told = generate("Once", tmp_path / "out", **common)
+    assert told["tokens"] == generate("Once", base, bits=bits, **common)["tokens"]
     for flags, says in ((["--bits", "8"], f"the weights have {bits} bits already"),
-                        (["--draft", "self"], {4: "the target's weights have 4 bits", 8: "out holds weights of 8 bits, and the INT4 copy"}[bits])):
+                        (["--draft", "self"], "the target's weights have 4 bits" if bits == 4 else
+                         "out holds weights of 8 bits, and the INT4 copy")):
         capsys.readouterr()
         assert cli(["--target", str(tmp_path / "out"), *flags, "Once"]) == 2
         out, err = capsys.readouterr()
@@ -212,10 +240,12 @@ def test_pieces_of_a_text_and_of_stories(tmp_path, small):
     spread = quantize.pieces(str(tmp_path / "text"), tokenizer, 100, 4, calibrate=True)
     assert [p[0] for p in spread] == [97 + i % 26 for i in (0, 250, 500, 750)] and [len(p) for p in spread] == [100] * 4
     (tmp_path / "stories").write_text("<|endoftext|>\n".join(str(i % 10) * 5 for i in range(40)))
-    held, heard = (torch.cat(quantize.pieces(str(tmp_path / "stories"), tokenizer, 6, 100, calibrate=c)) for c in (False, True))
+    file = str(tmp_path / "stories")
+    held, heard = (torch.cat(quantize.pieces(file, tokenizer, 6, 100, calibrate=c)) for c in (False, True))
     assert set(held.tolist()) == {57, 256} and 57 not in heard and 256 in heard and len(held) == 24
 
 
 def test_the_size_of_a_model_is_that_of_its_file(small):
-    plain, file = Llama.load(small / "plain", "cpu", torch.float32, trainable=True), small / "plain" / "model.safetensors"
-    assert calibrate.size(plain) * 2 == file.stat().st_size - int.from_bytes(file.read_bytes()[:8], "little") - 8           # in 16 bits: half
+    plain = Llama.load(small / "plain", "cpu", torch.float32, trainable=True)
+    file = (small / "plain" / "model.safetensors").read_bytes()
+    assert calibrate.size(plain) * 2 == len(file) - int.from_bytes(file[:8], "little") - 8            # in 16 bits: half

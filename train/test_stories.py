@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from train.bpe import END
-from train.stories import Text, hold_out, read_stories
+from train.stories import Corpus, hold_out, read_stories
 
 STORIES = [f"Story {i} is {'long ' * (i % 4)}\nand ends." for i in range(23)]
-TEXT = Text(torch.cat([torch.tensor([*story.encode(), 256]) for story in STORIES]), 256, sum(map(len, STORIES)))
+TEXT = Corpus(torch.cat([torch.tensor([*story.encode(), 256]) for story in STORIES]), 256, sum(map(len, STORIES)))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.xz"])

@@ -1,0 +1,253 @@
+"""The command line of generate.py: flags, standard streams, files and chat.
+
+Text goes to standard output as it is made, messages to standard error. Mistakes: one line, exit status 2 (shell.py).
+"""
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from generate import Draft, Engine, Model, load_draft
+from kernels import find_device
+from kvcache import CacheFull
+from model import Llama
+from quant import WIDTHS
+from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
+from shell import Parser, Terminated, line, say, status, write
+from weights import EMBEDDED
+
+MOST = 2**16                                            # texts asked for at a time
+COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
+
+
+def gamma(text: str) -> int | str:                      # Settings refuses what is neither a number nor auto
+    return int(text) if text.isdecimal() else text
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser("generate.py", "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.")
+    p.add_argument("prompt", nargs="?", help="text to continue or to answer; '-': standard input; none: chat")
+    for name, kind, text in (                           # kind: a type, the choices, or None for a switch
+            ("target", str, "1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, or tiny (default)"),
+            ("draft", str, "a smaller model, named like --target, or tiny-draft; ngram: looks back; self: INT4 copy"),
+            ("gamma", gamma, "tokens drafted a round, or auto (default): what pays best by the clock, 0 too"),
+            ("verify", ("exact", "coupled"), "exact (default), or coupled: target and seed alone decide the text"),
+            ("temperature", float, "0: always the most probable token"), ("top-k", int, "keep the k most probable"),
+            ("top-p", float, "keep the fewest holding this share"), ("min-p", float, "keep this share of the largest"),
+            ("seed", int, "the same seed gives the same text; unset: a new one, which is told"),
+            ("max-tokens", int, f"make at most so many (default {MAX_TOKENS})"),
+            ("max-len", int, "prompt and answer, at most (default: as memory allows, up to the model's limit)"),
+            ("system", str, "a system message, for chat templates"), ("n", int, "texts, with seeds SEED, SEED+1, …"),
+            ("prompts", str, 'JSONL, a text a line: {"prompt": …} and any of the settings by name'),
+            ("max-batch", int, "at most so many texts at a time, of --prompts or --n (default 16)"),
+            ("kv", ("paged", "contiguous"), "keys and values in blocks, on demand (default), or reserved rows"),
+            ("kv-bits", tuple(WIDTHS), "keep keys and values in 8 or 4 bits, or keys in 8 and values in 4"),
+            ("kv-memory", float, "for keys and values: bytes, or, up to 1, a share of what is free (default: by need)"),
+            ("no-prefix-cache", None, "read every prompt from its beginning, also where another began alike"),
+            ("no-cache", None, "recompute everything for each token, to feel the difference"),
+            ("bits", (16, 8, 4), "round the target's weights as they are loaded (quant.py does it with care)"),
+            ("dtype", ("float64", "float32", "bfloat16", "float16"), "compute in it (default: the checkpoint's)"),
+            ("device", str, "cpu, cuda, cuda:1, … (default: a GPU if there is one)"),
+            ("profile", str, "a file for a trace (ui.perfetto.dev); tells where the time went, loading aside"),
+            ("color", None, "show the origin of each token: accepted, corrected, or the bonus after a full round"),
+            ("json", None, "print each result as one JSON object, with the tokens and the times")):
+        how = dict(choices=kind, type=type(kind[0])) if isinstance(kind, tuple) else dict(type=kind)
+        p.add_argument(f"--{name}", help=text, **(how if kind else dict(action="store_true")))
+    p.add_argument("--stop", action="append", default=[], help="end before this text; may be repeated")
+    either = p.add_mutually_exclusive_group()
+    either.add_argument("--chat", action="store_true", default=None, help="use the chat template, as is usual")
+    either.add_argument("--raw", dest="chat", action="store_false", default=None, help="continue the prompt as it is")
+    p.set_defaults(target="tiny", max_tokens=MAX_TOKENS, n=1, max_batch=16, kv="paged", kv_bits="16", bits=16,
+                   profiled=None)
+    return p
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """What does not go together, and what a seed implies."""
+    paged = args.kv_memory is not None or args.no_prefix_cache
+    kept = args.draft or args.prompts or paged or args.kv != "paged" or args.kv_bits != "16"
+    drafts = next((name for name in ("gamma", "verify", "color") if getattr(args, name) not in (None, False)), "")
+    for wrong, rule in (
+            (not 1 <= args.n <= MOST, f"--n is {args.n}: it must be from 1 to {MOST:,}"),
+            (not 1 <= args.max_batch <= MOST, f"--max-batch is {args.max_batch}: it must be from 1 to {MOST:,}"),
+            (args.draft is None and drafts, f"--{drafts} is about drafted tokens: name a --draft (tiny-draft, …)"),
+            (args.no_cache and kept, "--no-cache keeps nothing: leave it out, or --draft, --prompts and all --kv…"),
+            (paged and args.kv != "paged", "--kv-memory, --no-prefix-cache are about the paged cache: use --kv paged"),
+            (args.prompts and (args.prompt is not None or args.n > 1 or args.color), "--prompts FILE has the prompts, "
+             "a text for each, as JSON: leave out the prompt, --n and --color"),
+            (args.profile is not None and args.profiled is None, "--profile needs the folder measure/: fetch it again"),
+            (args.color and args.json, "--color is for text: leave it out, or --json")):
+        if wrong:
+            raise ValueError(rule)
+    if args.draft and args.seed is not None and args.gamma in (None, "auto") and args.verify != "coupled":
+        say("note: --gamma auto goes by the clock: this seed need not give the same text again (--gamma N does)"
+            if args.verify else "note: a seed with --gamma auto: verifying in coupled mode, so that the seed decides")
+        args.verify = args.verify or "coupled"
+
+
+def load(args: argparse.Namespace) -> tuple[Model, Draft]:
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model = Model.load(args.target, find_device(args.device), dtype, args.bits)
+    return model, load_draft(args.draft, model, dtype)
+
+
+def start(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int,
+          max_batch: int = 1, first: Request | None = None) -> Engine:
+    """The engine, profiled if asked for. ValueError if it could never serve `first`; notes on what is not done."""
+    if args.profile is not None:
+        llamas = [part for part in (model.llama, getattr(draft, "llama", draft)) if isinstance(part, Llama)]
+        args.profiling.enter_context(args.profiled(args.profile, llamas))
+    engine = Engine(model, draft, tokens, max_len, max_batch, args.verify == "coupled", not args.no_cache, args.kv,
+                    args.kv_memory, not args.no_prefix_cache, args.kv_bits)
+    if first is not None:
+        engine.batch.check(first)
+    for setting in model.unhonoured():
+        say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
+    if args.chat is None and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
+        say("note: this model has no chat template: it continues your text")
+    return engine
+
+
+def shower(args: argparse.Namespace) -> Show:
+    """Writes text as it comes: in colours with --color, not at all with --json."""
+    paint = lambda piece, origin: f"\x1b[{COLORS[origin]}m{piece}\x1b[0m" if origin in COLORS else piece
+    if args.color:
+        say(f"colours: {', '.join(paint(name, name) for name in COLORS)}, plain: without drafts")
+    return lambda piece, origin: None if args.json else write(paint(piece, origin) if args.color else piece)
+
+
+def print_json(result: Result, **more: Any) -> None:
+    """In one line that standard output can hold, whatever its encoding: half a surrogate pair, say, is spelled out."""
+    encoding, text = sys.stdout.encoding or "utf-8", json.dumps(data := result.to_dict() | more, ensure_ascii=False)
+    write((text if text.encode(encoding, "replace").decode(encoding) == text else json.dumps(data)) + "\n")
+
+
+def each(results: Generator[Result, None, None], told: Callable[[Result], None]) -> None:
+    """Tell of every result. Ctrl-C meanwhile is the engine's: it ends the others with what there is."""
+    try:
+        for result in results:
+            told(result)
+    except KeyboardInterrupt as stop:
+        told(results.throw(stop))                       # raised at once, if that is where it comes from
+        for result in results:
+            told(result)
+
+
+def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
+    """Answer args.prompt --n times: one after the other to be read, side by side with --json. Its cache is shared."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    model, draft = load(args)
+    first = model.request(prompt, settings, args.system, args.chat, args.max_len, args.kv_bits)
+    length, seed = first.prompt + first.left, first.settings.seed
+    together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
+    engine, show = start(args, model, draft, together * length, length, together, first), shower(args)
+    seeds = [replace(first.settings, seed=seed + i) for i in range(1, args.n)]
+    requests = [first, *(Request(first.tokens, chosen, model.ends, twin=first) for chosen in seeds)]
+    writers = [Writer(model.tokenizer, request, prompt, show, i) for i, request in enumerate(requests)]
+
+    def told(result: Result) -> None:
+        print_json(result) if args.json else write("\n")
+        say(result.summary())
+    for group in [writers] if together > 1 else [[writer] for writer in writers]:
+        each(engine.serve(group), told)
+    return 0
+
+
+def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
+    """The requests of a file, as many at a time as --max-batch and memory allow -> 1 if a line was bad, else 0."""
+    try:
+        with nullcontext(sys.stdin) if args.prompts == "-" else open(args.prompts, encoding="utf-8") as file:
+            lines = file.read().removeprefix("\ufeff").split("\n")               # a text may have other ends inside
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
+    model, draft = load(args)
+    limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
+    engine = start(args, model, draft, args.max_batch * limit, limit, args.max_batch)
+    say(engine.describe())
+    begun, ids, made, bad = time.perf_counter(), dict[int, dict[str, Any]](), list[int](), list[int]()
+
+    def writers() -> Iterator[Writer]:
+        longest = min(limit, engine.decoder.cache.max_len)
+        requests = read_requests(lines, model, settings, longest, args.system, args.chat)
+        for index, (number, asked, request) in enumerate(requests):
+            ids[index] = {"id": asked["id"]} if "id" in asked else {}
+            try:
+                if isinstance(request, ValueError):
+                    raise request
+                engine.batch.check(request)
+                yield Writer(model.tokenizer, request, asked["prompt"], index=index)
+            except ValueError as error:
+                bad.append(number)
+                say(f"line {number} is left out: {line(str(error))}")
+                refused = Result(asked.get("prompt", ""), [], 0, index, finish_reason="error")
+                print_json(refused, error=line(str(error)), **ids[index])
+
+    def told(result: Result) -> None:
+        print_json(result, **ids[result.index])
+        made.append(len(result.tokens))
+        say(f"{len(made)} of {len(ids) - len(bad)}: {result.summary()}")
+    each(engine.serve(writers()), told)
+    seconds = time.perf_counter() - begun
+    say(f"{len(made)} texts, {sum(made)} tokens in {seconds:.1f} s: {sum(made) / seconds:.1f} tokens/s"
+        f"; {len(bad)} bad lines")
+    return 1 if bad else 0
+
+
+def chat(args: argparse.Namespace, settings: Settings) -> int:
+    """Turns at a terminal. What the last turns said is in the paged cache, and is not read again."""
+    model, draft = load(args)
+    first = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
+    limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
+    engine, show = start(args, model, draft, limit, limit, first=first), shower(args)
+    talk, messages = model.tokenizer.chat_template is not None and args.chat is not False, list[Message]()
+    say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
+    args.profiling.callback(say, "")                    # ends the line of the last prompt
+    while True:
+        try:
+            if not (typed := input("> ")):
+                continue
+            messages = messages + [{"role": "user", "content": typed}] if talk else []
+            longest = min(limit, engine.decoder.cache.max_len)
+            request = model.request(messages or typed, settings, args.system, args.chat, longest)
+        except EOFError:
+            return 0
+        except ValueError as error:
+            messages = messages if (again := isinstance(error, UnicodeError)) else []
+            say(f"{line(str(error))}: {'type it again' if again else 'a new conversation begins'}")
+            continue
+        try:
+            for result in engine.serve([Writer(model.tokenizer, request, typed, show)]):
+                messages.append({"role": "assistant", "content": result.text})
+                write("\n")
+                say(result.summary())
+        except KeyboardInterrupt as stop:               # enough of this answer
+            if isinstance(stop, Terminated):
+                raise
+
+
+def run(args: argparse.Namespace) -> int:
+    check_flags(args)
+    settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+    with ExitStack() as args.profiling:
+        if args.prompts is not None:
+            return many_prompts(args, settings)
+        if args.prompt is not None:
+            return one_prompt(args, settings)
+        if not sys.stdin.isatty() or args.json or args.n > 1:
+            raise ValueError("there is no prompt: give one in quotes, '-' for standard input, or drop --json and --n")
+        return chat(args, settings)
+
+
+def main(arguments: Sequence[str] | None = None, profiled: Callable[..., Any] | None = None) -> int:
+    """profiled: the context manager behind --profile (measure/profiler.py)."""
+    args = parser().parse_args(arguments)
+    args.profiled = profiled
+    warnings.showwarning = lambda message, *rest: say(f"note: {message}")
+    return status(lambda: run(args), CacheFull)

@@ -1,0 +1,176 @@
+"""A CPU's operations: C where there is a compiler (native.py), the library's packed products where there is none.
+
+  - A weight is put in the order that C multiplies fastest, once, when a model is loaded. Without a compiler float32 and
+    bfloat16 take oneDNN's order, if this build of the library and this CPU have a product by it.
+  - Attention of few queries reads keys and values where they are stored, in C. Prompts, 4-bit caches, and all attention
+    without a compiler are the library's, several texts in one call (padded.py).
+  - A pass over few tokens goes through all layers in one call, and so do all drafts of a lone text: a small model takes
+    less time for a token than the Python around it.
+
+Invariant: results are those of kernels.Ops up to the order of sums.
+
+Not covered: one call for a model of bfloat16, for drafts of several texts, or for drafts with top-k, top-p or min-p.
+"""
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpu import native, padded
+from kernels import Linear, Ops, Step
+from quant import Quantized
+from sampling import SETTINGS, Keyed, finite
+
+SMALL = 2**20                                           # numbers of a model that a core's cache holds
+
+
+class Packed(NamedTuple):
+    """A weight in oneDNN's own order; `plain` beside it where its rows are looked up, too."""
+    packed: Tensor
+    bias: Tensor | None
+    plain: Tensor | None
+
+
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def packs(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's order; None where this machine has no product by it, which a trial shows."""
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:                                                # the order for 4 rows serves 1 to 512
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 4)
+        for T in (1, 5):
+            packed_product(weight.new_zeros(T, weight.shape[1]), packed)
+    except (RuntimeError, AttributeError):
+        return None
+    return packed
+
+
+class CPU(Ops):
+    """`kernels.Ops`, faster."""
+
+    def __init__(self) -> None:
+        self._layers: WeakKeyDictionary[Any, native.Layers | None] = WeakKeyDictionary()
+
+    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
+        """float32 for a small model, which it costs nothing; for 8 and 4 bits, which become float32 in a product; and
+        where there are no instructions for the checkpoint's dtype, which is then many times slower."""
+        if stored in (torch.float64, torch.float32):
+            return stored
+        if numbers <= SMALL or bits < 16:
+            return torch.float32
+        if stored == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)():
+            return torch.bfloat16
+        name = str(stored)[6:]
+        warnings.warn(f"this CPU has no fast {name} products: computing in float32 (--dtype {name} insists)",
+                      stacklevel=3)
+        return torch.float32
+
+    # ---- Weights
+
+    def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> native.Weight | Packed | Linear:
+        w, bias = weight
+        if native.multiplies(w, dtype):
+            return native.Weight.of(weight)
+        packed = None if isinstance(w, Quantized) else packs(w)
+        return weight if packed is None else Packed(packed, bias, w if looked_up else None)
+
+    def linear(self, x: Tensor, weight: native.Weight | Packed | Linear) -> Tensor:
+        if isinstance(weight, native.Weight):
+            return native.product(x, weight)
+        if isinstance(weight, Packed):
+            return packed_product(x, weight.packed, weight.bias)
+        if isinstance(weight.weight, Quantized) and x.dtype.itemsize == 2:      # a product of 16 bits may be very slow
+            return super().linear(x.float(), weight).to(x.dtype)
+        return super().linear(x, weight)
+
+    def embed(self, tokens: Tensor, weight: native.Weight | Packed | Linear, dtype: torch.dtype) -> Tensor:
+        if isinstance(weight, native.Weight):
+            return weight.rows(tokens).to(dtype)
+        return F.embedding(tokens, weight.plain) if isinstance(weight, Packed) else super().embed(tokens, weight, dtype)
+
+    # ---- Between the products
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return (native if native.serves(x, delta, weight) else super()).add_norm(x, delta, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return (native if native.serves(x, cos, sin) else super()).rotate(x, cos, sin)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return (native if native.serves(x) else super()).swiglu(x)
+
+    def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
+        in_c = probs.shape[1] and native.library() is not None
+        return native.race(probs, streams) if in_c else super().pick(probs, streams)
+
+    # ---- Attention
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Heads outermost: the tokens of a head, which are read together, lie together."""
+        L, N, S, G, D = shape
+        return torch.empty((L, G, N, S, D), dtype=dtype, device=device).permute(0, 2, 3, 1, 4)
+
+    @staticmethod
+    def _reads(cache: Any, queries: int) -> bool:
+        """Whether attention of so many queries of a text over this cache is C's."""
+        if cache is None or queries > padded.FEW:
+            return False
+        if "in_c" not in vars(cache):
+            cache.in_c = cache.dtype != torch.float64 and native.reads(cache.keys, cache.values)
+        return cache.in_c and native.library() is not None
+
+    def attend(self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int) -> Tensor:
+        if self._reads(step.cache, max(step.counts)) and native.serves(qkv, cos, sin):
+            return native.attend(qkv, cos, sin, step, G, layer)
+        return super().attend(qkv, G, cos, sin, step, layer)
+
+    def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
+        if self._reads(step.cache, max(step.counts)):
+            return native.attend(torch.cat((q, k, v), 1).float(), None, None, step, k.shape[1], layer).to(q.dtype)
+        return (super() if step.cache is None else padded).look_back(q, k, v, step, layer)
+
+    # ---- Many operations in one call
+
+    def layers(self, llama: Any, cache: Any, queries: int) -> native.Layers | None:
+        """All layers of this model in one call, if C has them and reads this cache."""
+        if not self._reads(cache, queries) or not isinstance(llama.head, native.Weight):
+            return None
+        if llama not in self._layers:
+            self._layers[llama] = native.Layers.of(llama)
+        return self._layers[llama]
+
+    def forward(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any) -> Tensor:
+        if (layers := self.layers(llama, step.cache, max(step.counts))) is None:
+            return plain(tokens, step, rows)
+        y = layers(self.embed(tokens, llama.embed, llama.dtype), *llama.rope(step.positions), step)
+        return self.linear(y if rows is None else y[rows], llama.head)
+
+    def draft(self, plain: Callable[..., Any], llama: Any, cache: Any, seqs: Sequence[int],
+              unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
+        """The drafts of a lone text without filters in one call -> int64[1, k], float32[1, k, V].
+
+        Room is reserved for all at once, under tokens that nobody knows yet (−1).
+        """
+        layers = None
+        if len(unread) == 1 and unread[0] and isinstance(round.coins, Keyed) and all(
+                round.settings(name)[0] in (None, off) for name, off in SETTINGS.items() if name != "temperature"):
+            (new,), (k,) = unread, round.gammas
+            layers = self.layers(llama, cache, len(new) + k - 1)
+        if layers is None:
+            return plain(llama, cache, seqs, unread, round, publish)
+        step = cache.extend([(seqs[0], [*new, *[-1] * (k - 1)])], publish)
+        x, coins = self.embed(torch.tensor(new), llama.embed, llama.dtype), round.coins[round.own:round.own + k]
+        temperature, = (1.0 if t is None else t for t in round.settings("temperature"))
+        drafted, q = layers.drafts(x, *llama.rope(step.positions), step, temperature, coins.streams, round.vocab)
+        return drafted[None], finite(q)[None]
+
+
+def ops() -> CPU:
+    return CPU()

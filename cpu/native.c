@@ -1,0 +1,267 @@
+// A step of a few tokens on a CPU, but for its products (products.c, compiled before this file). native.py calls these
+// functions. Numbers are float32 unless another type is named; arrays are contiguous, the last index fastest.
+//
+//     T tokens · K, N in and out features · C hidden size · F intermediate size · H, G query and key/value heads
+//     D head size · V vocabulary
+
+// ---- Between the products ------------------------------------------------------------------------------------------
+
+INLINE float exponential(float x) {                 // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
+    x = x < -87 ? -87 : x > 88 ? 88 : x;
+    float n = x * 1.44269504f + 12582912.f - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 0.041666667f + r * (0.0083333338f + r * 0.0013888889f);
+    p = 1 + r * (1 + r * (0.5f + r * (0.16666667f + r * p)));
+    union { uint32_t i; float f; } u = { (uint32_t)((int32_t)n + 127) << 23 };
+    return p * u.f;
+}
+
+// Rotate the pairs (i, i + D/2) of a head. The first half of sin is negated. Without cos, x is rotated already.
+INLINE void turn(const float *x, const float *cos, const float *sin, float *y, long D) {
+    long half = D / 2;
+    if (!cos) memcpy(y, x, D * sizeof *y);
+    else
+        for (long i = 0; i < half; i++) {
+            float one = x[i], two = x[i + half];
+            y[i] = one * cos[i] + two * sin[i];
+            y[i + half] = two * cos[i + half] + one * sin[i + half];
+        }
+}
+
+// total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and is not written.
+void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y, long T, long C,
+              float eps) {
+    #pragma omp parallel for if (T * C > 1 << 15)
+    for (long t = 0; t < T; t++) {
+        const float *a = x + t * C, *b = delta + t * C;
+        float *s = total + t * C, *out = y + t * C, square = 0;
+        if (delta) {
+            #pragma omp simd reduction(+:square)
+            for (long i = 0; i < C; i++) { float z = a[i] + b[i]; s[i] = z; square += z * z; }
+        } else {
+            #pragma omp simd reduction(+:square)
+            for (long i = 0; i < C; i++) square += a[i] * a[i];
+        }
+        float by = 1 / sqrtf(square / C + eps);
+        const float *z = delta ? s : a;
+        for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
+    }
+}
+
+// x: [T, heads, D], `row` numbers from token to token
+void rotate(const float *x, const float *cos, const float *sin, float *y, long T, long heads, long D, long row) {
+    #pragma omp parallel for if (T * heads * D > 1 << 15)
+    for (long t = 0; t < T; t++)
+        for (long h = 0; h < heads; h++)
+            turn(x + t * row + h * D, cos + t * D, sin + t * D, y + (t * heads + h) * D, D);
+}
+
+// silu(gate) · up. x: [T, 2 F] -> y: [T, F]
+void swiglu(const float *x, float *y, long T, long F) {
+    #pragma omp parallel for collapse(2) if (T * F > 1 << 14)
+    for (long t = 0; t < T; t++)
+        for (long at = 0; at < F; at += 1024) {
+            const float *gate = x + t * 2 * F + at, *up = gate + F;
+            float *out = y + t * F + at;
+            long n = least(F - at, 1024);
+            #pragma omp simd
+            for (long i = 0; i < n; i++) out[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+        }
+}
+
+// ---- Attention -----------------------------------------------------------------------------------------------------
+
+// Vectors of D numbers: float32, bfloat16, or INT8 with a scale each. Vector j of a text lies in block table[j / S], at
+// place j % S. `block` and `head` are the distances from block to block and from head to head, in vectors.
+typedef struct { void *numbers; uint16_t *scale; long kind; } Kept;
+typedef struct { Kept keys, values; const int32_t *table; long S, block, head; } Past;
+
+INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to even
+    union { float f; uint32_t i; } u = { x };
+    return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
+}
+
+// Store a vector, rounded as its cache is.
+static void keep(Kept at, long vector, const float *x, long D) {
+    if (at.kind == 0) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
+    else if (at.kind == 1)
+        for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
+    else {                                          // quant.int8
+        float most = 0;
+        for (long d = 0; d < D; d++) most = fabsf(x[d]) > most ? fabsf(x[d]) : most;
+        union { float f; uint32_t i; } u = { most / 127 };
+        u.f = u.f < 1e-30f ? 1e-30f : u.f > 2.679e36f ? 2.679e36f : u.f;
+        at.scale[vector] = (u.i + 0xFFFF) >> 16;
+        float scale = one_bf16(at.scale[vector]);
+        for (long d = 0; d < D; d++) ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / scale);
+    }
+}
+
+// scores: p = by · (q · k) for the keys 0 to last of head g. blend: out = Σ p · v of their values.
+#define LOOK(kind, type)                                                                                               \
+static void scores_##kind(const float *q, Past at, long g, long last, long D, float by, float *p) {                    \
+    for (long first = 0; first <= last; first += at.S) {                                                               \
+        long vector = at.table[first / at.S] * at.block + g * at.head, stop = least(last + 1, first + at.S);           \
+        const type *k = (const type *)at.keys.numbers + vector * D;                                                    \
+        for (long j = first; j < stop; j++, k += D) {                                                                  \
+            vec s = {0};                                                                                               \
+            long d = 0;                                                                                                \
+            for (; d + LANES <= D; d += LANES) s += load_f32(q + d) * load_##kind(k + d);                              \
+            for (; d < D; d++) s[0] += q[d] * one_##kind(k[d]);                                                        \
+            p[j] = sum(s) * by;                                                                                        \
+        }                                                                                                              \
+        if (at.keys.scale) for (long j = first; j < stop; j++) p[j] *= one_bf16(at.keys.scale[vector + j - first]);    \
+    }                                                                                                                  \
+}                                                                                                                      \
+static void blend_##kind(Past at, long g, long last, long D, const float *p, float *out) {                             \
+    for (long d = 0, parts; d < D; d += parts * LANES) {                                                               \
+        parts = D - d < 4 * LANES ? 1 : 4;                                                                             \
+        vec s[4] = {{0}};                                                                                              \
+        for (long first = 0; first <= last; first += at.S) {                                                           \
+            long vector = at.table[first / at.S] * at.block + g * at.head, stop = least(last + 1, first + at.S);       \
+            const type *v = (const type *)at.values.numbers + vector * D + d;                                          \
+            if (parts == 4) for (long j = first; j < stop; j++, v += D)                                                \
+                UNROLL for (int i = 0; i < 4; i++) s[i] += p[j] * load_##kind(v + i * LANES);                          \
+            else if (D - d >= LANES) for (long j = first; j < stop; j++, v += D)                                       \
+                s[0] += p[j] * load_##kind(v);                                                                         \
+            else for (long j = first; j < stop; j++, v += D)                                                           \
+                for (int i = 0; i < D - d; i++) s[0][i] += p[j] * one_##kind(v[i]);                                    \
+        }                                                                                                              \
+        memcpy(out + d, s, least(D - d, parts * LANES) * sizeof *out);                                                 \
+    }                                                                                                                  \
+}
+LOOK(f32, float)
+LOOK(bf16, uint16_t)
+LOOK(i8, int8_t)
+
+// Attention of one query over the keys 0 to last of one head. p: room for last + 1 numbers.
+static void look_back(const float *q, Past at, long g, long last, long D, float *p, float *out) {
+    static void (*const scores[])(const float *, Past, long, long, long, float, float *) =
+        { scores_f32, scores_bf16, scores_i8 };
+    static void (*const blend[])(Past, long, long, long, const float *, float *) =
+        { blend_f32, blend_bf16, blend_i8 };
+    scores[at.keys.kind](q, at, g, last, D, 1 / sqrtf(D), p);
+    float most = -INFINITY, all = 0;
+    for (long j = 0; j <= last; j++) most = p[j] > most ? p[j] : most;
+    #pragma omp simd reduction(+:all)
+    for (long j = 0; j <= last; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
+    if (at.values.scale)
+        for (long j = 0; j <= last; j++)
+            p[j] *= one_bf16(at.values.scale[at.table[j / at.S] * at.block + j % at.S + g * at.head]);
+    blend[at.values.kind](at, g, last, D, p, out);
+    for (long d = 0; d < D; d++) out[d] /= all;
+}
+
+// kernels.Places. most: blocks of a row of the tables; work: scores of a head in all; layer: vectors of a layer.
+typedef struct { Past past; const int64_t *positions; const int32_t *slots, *starts; long most, work, layer; } Step;
+
+// Rotate q and k, store k and v, and let each token look back in its own text. qkv: [T, H + 2 G, D]; cos, sin: [T, D],
+// or none, if q and k are rotated already.
+void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step, long layer,
+            long T, long H, long G, long D) {
+    Past past = step->past;
+    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, sizes[] = { 4, 2, 1 };
+    int32_t *owner = malloc(T * sizeof *owner);     // the text of each token
+    for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
+        kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
+        if (kept->scale) kept->scale += at;
+    }
+    for (long t = 0, b = 0; t < T; t++) {
+        long j = step->positions[t], place = step->slots[t] / past.S * past.block + step->slots[t] % past.S;
+        while (t >= step->starts[b + 1]) b++;
+        owner[t] = b;
+        longest = j > longest ? j : longest;
+        for (long g = 0; g < G; g++) {
+            const float *k = qkv + t * row + (H + g) * D;
+            float turned[D];
+            turn(k, cos ? cos + t * D : 0, cos ? sin + t * D : 0, turned, D);
+            keep(past.keys, place + g * past.head, turned, D);
+            keep(past.values, place + g * past.head, k + G * D, D);
+        }
+    }
+    #pragma omp parallel if (step->work * (H + 2 * G) * D > 1 << 15)
+    {
+        float *p = malloc((longest + 1 + D) * sizeof *p), *q = p + longest + 1;
+        #pragma omp for collapse(2) schedule(static)
+        for (long t = 0; t < T; t++)
+            for (long h = 0; h < H; h++) {
+                Past own = past;
+                own.table += owner[t] * step->most;
+                turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q, D);
+                look_back(q, own, h / (H / G), step->positions[t], D, p, out + (t * H + h) * D);
+            }
+        free(p);
+    }
+    free(owner);
+}
+
+// ---- All layers ----------------------------------------------------------------------------------------------------
+
+// The layers of model.Llama and its last norm. What a layer adds to the stream x waits in delta for the next norm.
+typedef struct { const float *input_norm, *post_norm; const Weight *qkv, *o, *gate_up, *down; } Layer;
+typedef struct {
+    const Layer *layers;
+    const float *norm;
+    const Weight *embed, *head;
+    long L, H, G, D;
+    float eps;
+} Model;
+
+// x: [T, C], overwritten -> out: [T, C]. room: 2 T (C + the wider of q, k, v together and gate, up together).
+void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin, const Step *step,
+            long T) {
+    const Layer *l = m->layers;
+    long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
+    float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
+    for (long i = 0; i < m->L; i++, l++) {
+        add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
+        product(y, l->qkv, a, T);
+        attend(a, cos, sin, b, step, i, T, m->H, m->G, m->D);
+        product(b, l->o, delta, T);
+        add_norm(x, delta, l->post_norm, x, y, T, C, m->eps);
+        product(y, l->gate_up, a, T);
+        swiglu(a, b, T, l->down->K);
+        product(b, l->down, delta, T);
+    }
+    add_norm(x, delta, m->norm, x, out, T, C, m->eps);
+}
+
+// ---- The coin ------------------------------------------------------------------------------------------------------
+
+INLINE uint64_t mix(uint64_t z) {                   // sampling.py: SplitMix64's finalizer
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    return z ^ z >> 31;
+}
+
+// −log u of a u in (0, 1) with 52 random bits; log(2^n m) = n log 2 + 2 artanh((m − 1) / (m + 1))
+INLINE double exponential_of(uint64_t z) {
+    union { double d; uint64_t i; } u = { (double)(int64_t)(z >> 12) * 0x1p-52 + 0x1p-53 };
+    int64_t n = (int64_t)(u.i - 0x3FE6A09E667F3BCD) >> 52;
+    u.i -= (uint64_t)n << 52;                       // m: from √½ to √2
+    double s = (u.d - 1) / (u.d + 1), w = s * s;
+    double p = 1./19 + w * (1./21 + w * (1./23));
+    p = 1./3 + w * (1./5 + w * (1./7 + w * (1./9 + w * (1./11 + w * (1./13 + w * (1./15 + w * (1./17 + w * p)))))));
+    return -(n * 0.6931471803691238 + (2 * s + (2 * s * w * p + n * 1.9082149292705877e-10)));
+}
+
+// argmax of p / E, for each row: an index with these probabilities. picked: zeros.
+#define PICK(kind, type)                                                                                               \
+void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, long B, long V) {                         \
+    _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                                          \
+    for (long b = 0; b < B; b++) {                                                                                     \
+        uint64_t start = mix((uint64_t)streams[b]);                                                                    \
+        double best = -1, score[256];                                                                                  \
+        for (long at = 0; at < V; at += 256) {                                                                         \
+            long n = least(V - at, 256);                                                                               \
+            const type *p = probs + b * V + at;                                                                        \
+            type most = 0;                                                                                             \
+            for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                                             \
+            if (most == 0) continue;                                                                                   \
+            for (long i = 0; i < n; i++)                                                                               \
+                score[i] = p[i] / exponential_of(mix(start + (uint64_t)(at + i + 1) * 0x9E3779B97F4A7C15));            \
+            for (long i = 0; i < n; i++) if (score[i] > best) { best = score[i]; picked[b] = at + i; }                 \
+        }                                                                                                              \
+    }                                                                                                                  \
+}
+PICK(f32, float)
+PICK(f64, double)

@@ -1,0 +1,330 @@
+"""Products and short steps on a CPU, in C.
+
+A step of one token reads every weight once, for two operations: a core has time to spare, if the next bytes are always
+under way. A step of many tokens uses a weight many times, and has none. Both want one order in memory, which `Weight`
+makes: sixteen rows of W lie side by side, a panel, and each has a lane of a register:
+
+    for k in K:                             one unit of memory after the other, to the end of the panel
+        w = panel[k]                        [16], integers become float32 in registers
+        for t in T:                         up to 6 rows of x at a time
+            sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
+
+INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns share a unit in INT4 (a byte)
+and bfloat16 (a pair, multiplied as it is where there are instructions for it; x is then rounded to bfloat16).
+
+Between two products memory stands still while Python finds the next operation. So norm, rotation, SwiGLU and attention,
+which reads keys and values where they are stored, are one call each; and where all products of a model are in C, all
+its layers are one call, and so are all drafts of a round (`Layers`).
+
+Invariant: results are those of kernels.Ops up to the order of sums; a product's error is at most 2e-5 of Σ|x||w|. All
+sums of a row run in one order: it does not depend, to the bit, on the rows beside it.
+
+Not covered: float64, float16, groups of INT4 but 32, 64 and 128, a bfloat16 model in one call, gradients; only Linux.
+
+    T rows of x, tokens of a step · K in_features · N out_features · C hidden_size · F intermediate_size
+    H, G query and key/value heads · D head_dim · V vocab_size
+"""
+import ctypes
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu.compiled import compile_library
+from kernels import Linear, Step
+from quant import Quantized
+
+SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "native.c", "drafts.c")]
+WIDE = 16                                               # rows of W in a panel
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)    # of stored numbers, as C counts them; uint8: INT4
+P, L = ctypes.c_void_p, ctypes.c_long
+
+
+# ---- The library -----------------------------------------------------------------------------------------------------
+
+def library() -> ctypes.CDLL | None:
+    """The compiled source, or None where it cannot be had."""
+    return _library()[0]
+
+
+def why_not() -> str:
+    """Why there is no library, in a few words; empty if there is one."""
+    return _library()[1]
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("LLAMA_NATIVE") == "0":
+        return None, "LLAMA_NATIVE=0"
+    if platform.system() != "Linux":
+        return None, f"{platform.system()} is not Linux"
+    if (threads := _threads()) is None:
+        return None, "this PyTorch has no OpenMP threads to share"
+    flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+    if not hasattr(ctypes.CDLL(threads), "__kmpc_fork_call"):
+        flags.append("-DGNU_THREADS")
+    try:
+        source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+        return _declared(compile_library(source, flags, (threads, "-lm"))), ""
+    except OSError as error:
+        return None, " ".join(str(error).split())
+
+
+def _threads() -> str | None:
+    """The file of the OpenMP library that PyTorch uses: another one would bring threads of its own."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    try:
+        torch_cpu = ctypes.CDLL(next(at[5] for at in maps if "/libtorch_cpu" in at[-1]))
+        called = ctypes.cast(torch_cpu.GOMP_parallel, P).value
+    except (StopIteration, OSError, AttributeError):
+        return None
+    ranges = ((at[-1], *(int(end, 16) for end in at[0].split("-"))) for at in maps)
+    return next(file for file, start, stop in ranges if start <= called < stop)
+
+
+class Record(ctypes.Structure):
+    """A C struct, which has an address as a tensor has."""
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self)
+
+
+def address(x: Tensor | Record | None) -> ctypes.c_void_p:
+    return P(None if x is None else x.data_ptr())
+
+
+class At:
+    """The type of a C parameter: the address of a tensor or a record, or NULL for None."""
+    from_param = staticmethod(address)
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    lib.product.argtypes = lib.rows.argtypes = [At] * 3 + [L]
+    lib.rows.restype = L
+    lib.add_norm.argtypes = [At] * 5 + [L, L, ctypes.c_float]
+    lib.rotate.argtypes = [At] * 4 + [L] * 4
+    lib.swiglu.argtypes = [At, At, L, L]
+    lib.attend.argtypes = [At] * 5 + [L] * 5
+    lib.pick_f32.argtypes = lib.pick_f64.argtypes = [At] * 3 + [L, L]
+    lib.layers.argtypes = [At] * 7 + [L]
+    lib.drafts.argtypes = [At] * 6 + [L, ctypes.c_float] + [At] * 3 + [L, L]
+    return lib
+
+
+# ---- Products --------------------------------------------------------------------------------------------------------
+
+def multiplies(weight: Tensor | Quantized, x: torch.dtype = torch.float32) -> bool:
+    """Whether there is a product of rows of dtype x by this matrix."""
+    values, group = (weight.values, weight.group) if isinstance(weight, Quantized) else (weight, 0)
+    return (values.device.type == "cpu" and values.dtype in KINDS and x in (torch.float32, torch.bfloat16)
+            and (values.dtype != torch.uint8 or group in (32, 64, 128)) and library() is not None)
+
+
+class Weight(Record):
+    """W [N, K] as products.c reads it: addresses, and the tensors that lie there."""
+
+    _fields_ = [("w", P), ("scale", P), ("zero", P), ("bias", P), ("N", L), ("K", L), ("group", L), ("kind", L)]
+
+    @classmethod
+    def of(cls, linear: Linear) -> "Weight":
+        """W in float32, bfloat16, 8 or 4 bits (`multiplies`)."""
+        w, bias = linear
+        values, scale, zero, K, group = w if isinstance(w, Quantized) else (w, None, None, w.shape[1], w.shape[1])
+        parts = [panels(values, 2 if values.dtype == torch.bfloat16 else 1),
+                 *(None if part is None else panels(part) for part in (scale, zero)),
+                 None if bias is None else bias.detach().float()]
+        self = cls(*map(address, parts), len(values), K, group, KINDS.index(values.dtype))
+        self.held, self.library = [part for part in parts if part is not None], library()
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.held)
+
+    def rows(self, which: Tensor) -> Tensor:
+        """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
+        out, which = torch.empty(len(which), self.K), which.contiguous()
+        if wrong := self.library.rows(self, which, out, len(which)):
+            raise IndexError(f"row {which[wrong - 1]} of a matrix of {self.N}")
+        return out
+
+
+def panels(x: Tensor, unit: int = 1) -> Tensor:
+    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE, unit]: rows side by side, filled up with zeros."""
+    N, K = x.shape
+    if N % WIDE or K % unit:
+        x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
+    return x.detach().view(-1, WIDE, x.shape[1] // unit, unit).transpose(1, 2).contiguous()
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    """x Wᵀ + bias. x: [T, K], float32 or bfloat16 (rounded to that beside such a weight) -> [T, N], as x."""
+    if x.shape[1] != weight.K:
+        raise ValueError(f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns")
+    T, own = x.shape[0], torch.bfloat16 if weight.kind == 1 else torch.float32
+    y, given = torch.empty(T, weight.N), x if x.dtype == own else x.to(own)
+    if T:
+        weight.library.product(given.contiguous(), weight, y, T)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+# ---- Between the products, as kernels.Ops has them -------------------------------------------------------------------
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether there is C for these tensors: float32 on a CPU, without gradients."""
+    return library() is not None and all(x is None or x.dtype == torch.float32 and x.device.type == "cpu"
+                                         and not (x.requires_grad and torch.is_grad_enabled()) for x in tensors)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    (T, C), x, delta = x.shape, x.contiguous(), None if delta is None else delta.contiguous()
+    y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    library().add_norm(x, delta, weight, total, y, T, C, eps)
+    return total, y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    T, heads, D = x.shape
+    x, y = x if x.stride()[1:] == (D, 1) else x.contiguous(), torch.empty(T, heads, D)
+    library().rotate(x, cos, sin, y, T, heads, D, x.stride(0))
+    return y
+
+
+def swiglu(x: Tensor) -> Tensor:
+    T, F = x.shape[0], x.shape[1] // 2
+    y = torch.empty(T, F)
+    library().swiglu(x.contiguous(), y, T, F)
+    return y
+
+
+def race(probs: Tensor, streams: Tensor) -> Tensor:
+    """probs: float32 or float64 [B, V], V > 0."""
+    (B, V), picked = probs.shape, torch.zeros(len(probs), dtype=torch.int64)
+    run = library().pick_f64 if probs.dtype == torch.float64 else library().pick_f32
+    run(probs.contiguous(), streams.expand(B, 1).contiguous(), picked, B, V)
+    return picked
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+class _Kept(Record):
+    _fields_ = [("numbers", P), ("scale", P), ("kind", L)]
+
+
+class _Step(Record):
+    _fields_ = [("keys", _Kept), ("values", _Kept), ("tables", P), ("S", L), ("block", L), ("head", L),
+                ("positions", P), ("slots", P), ("starts", P), ("most", L), ("work", L), ("layer", L)]
+
+
+def reads(*stores: Any) -> bool:
+    """Whether `attend` reads these keys and values: on a CPU, not of 4 bits, the tokens of a head side by side."""
+    for store in stores:
+        x = store.parts[0]
+        if x.dtype not in KINDS[:3] or x.device.type != "cpu" or x.stride(2) != x.shape[4]:
+            return False
+    return library() is not None
+
+
+def places(step: Step) -> _Step:
+    """Where the tokens of a step belong, for C: made once a step. It holds addresses of the step's tensors."""
+    if (made := vars(step).get("native")) is None:
+        made = step.native = _Step.from_buffer_copy(_layout(step.cache))
+        made.positions, made.slots, made.starts, _, made.tables = map(torch.Tensor.data_ptr, step.places)
+        made.S, made.most = step.block_size, step.shape[2]
+        made.work = sum((stop - start) * stop for _, start, stop in step.spans)
+    return made
+
+
+def _layout(cache: Any) -> _Step:
+    """Where the keys and values of a cache are: the part that all its steps share."""
+    if "native" not in vars(cache):
+        keys, values = cache.keys.parts, cache.values.parts
+        layer, block, _, head, _ = (distance // keys[0].shape[4] for distance in keys[0].stride())
+        kept = [_Kept(address(x), *map(address, scale or [None]), KINDS.index(x.dtype)) for x, *scale in (keys, values)]
+        cache.native = _Step(*kept, block=block, head=head, layer=layer)
+    return cache.native
+
+
+def attend(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: int, layer: int) -> Tensor:
+    """qkv: float32[T, H + 2 G, D]; without cos and sin, q and k are rotated already -> [T, H, D]."""
+    T, heads, D = qkv.shape
+    out = torch.empty(T, heads - 2 * G, D)
+    library().attend(qkv.contiguous(), cos, sin, out, places(step), layer, T, heads - 2 * G, G, D)
+    return out
+
+
+# ---- All layers in one call ------------------------------------------------------------------------------------------
+
+class _Layer(Record):
+    _fields_ = [(name, P) for name in ("input_norm", "post_norm", "qkv", "o", "gate_up", "down")]
+
+
+class Layers(Record):
+    """All layers of a float32 model, and its last norm: addresses, and what lies there."""
+
+    _fields_ = [*((name, P) for name in ("layers", "norm", "embed", "head")), *((name, L) for name in "LHGD"),
+                ("eps", ctypes.c_float)]
+
+    @classmethod
+    def of(cls, llama: Any) -> "Layers | None":
+        """None where a product is not C's, or numbers are not float32."""
+        every = [[getattr(layer, name) for name, _ in _Layer._fields_] for layer in llama.layers]
+        products = [llama.embed, llama.head, *(part for _, _, *parts in every for part in parts)]
+        if not every or not serves(llama.norm) or not all(isinstance(part, Weight) for part in products):
+            return None
+        c, layers = llama.config, (_Layer * len(every))(*(_Layer(*map(address, parts)) for parts in every))
+        self = cls(ctypes.addressof(layers), *map(address, (llama.norm, llama.embed, llama.head)), len(every),
+                   c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps)
+        self.held, (_, _, qkv, _, gate_up, _) = [layers, llama.norm, products, every], every[0]
+        self.room, self.logits = 2 * (qkv.K + max(gate_up.N, qkv.N)), llama.head.N      # for a token; for all
+        return self
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
+        """The rows that the head multiplies: [T, C]. x: [T, C]; it is overwritten. cos, sin: [T, 1, D]."""
+        out, room = torch.empty_like(x), torch.empty(len(x) * self.room)
+        library().layers(self, x, out, room, cos, sin, places(step), len(x))
+        return out
+
+    def drafts(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, temperature: float, streams: Tensor,
+               V: int) -> tuple[Tensor, Tensor]:
+        """The next k tokens of a text, int64[k], and their distributions, softmax(logits / temperature): float32[k, V].
+
+        x: [T, C], of the tokens before; it is overwritten. cos, sin: [T + k − 1, 1, D]; step: of T + k − 1 tokens;
+        streams: int64[k, 1], one for each pick.
+        """
+        (T, C), k = x.shape, len(streams)
+        room, drafted = torch.empty(T * (self.room + C) + self.logits), torch.zeros(k, dtype=torch.int64)
+        q = torch.empty(k, V)
+        library().drafts(self, x, room, cos, sin, places(step), T, temperature, streams.contiguous(), drafted, q, k, V)
+        return drafted, q
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The demonstration: products of a few rows run as fast as memory is read, those of many as fast as the CPU multiplies.
+
+@torch.inference_mode()
+def main() -> None:
+    if library() is None:
+        return print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it.")
+    roof, plain = read_bandwidth(), [torch.randn(1536, 576) for _ in range(64)]                     # 226 MB
+    stored = {"float32": plain, "bfloat16": [w.bfloat16() for w in plain],
+              "INT8": [quantize(w, 8) for w in plain], "INT4": [quantize(w, 4) for w in plain]}
+    runs = {"PyTorch float32": (torch.nn.functional.linear, plain)}
+    runs |= {name: (product, [Weight.of(Linear(w)) for w in weights]) for name, weights in stored.items()}
+    print(f"this machine reads {roof / 1e9:.1f} GB/s; rows by 64 matrices of 1536 x 576: milliseconds, share of that")
+    print("  rows" + "".join(f"{name:>16}" for name in runs))
+    for T in (1, 2, 4, 8, 16, 64, 256):
+        x = torch.randn(T, 576)
+        spent = [seconds(lambda: [multiply(x, w) for w in weights], 3) for multiply, weights in runs.values()]
+        read = [sum(w.nbytes for w in weights) for _, weights in runs.values()]
+        print(f"{T:6}" + "".join(f"{1e3 * s:10.1f} {size / s / roof:5.0%}" for size, s in zip(read, spent)))
+
+
+if __name__ == "__main__":
+    from measure.clock import read_bandwidth, seconds
+    from quant import quantize
+    main()

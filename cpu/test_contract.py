@@ -1,0 +1,17 @@
+"""A CPU's operations keep the contract, with C and without."""
+import pytest
+
+from cpu import CPU, native
+from test_kernels import Contract
+
+
+class TestC(Contract):
+    ops = CPU()
+
+
+class TestWithoutC(Contract):
+    ops = CPU()
+
+    @pytest.fixture(autouse=True)
+    def no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "library", lambda: None)

@@ -1,0 +1,164 @@
+"""A product is x Wᵀ + b of the numbers that W stands for, whatever the order and the width that W is stored in."""
+import warnings
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import cpu
+import kernels
+from cpu import CPU, Packed, native
+from kernels import Linear
+from quant import Quantized, quantize
+
+ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-5, torch.bfloat16: 2.0**-7}                     # of Σ|x||w|
+SHAPES = [(1, 5), (8, 1), (33, 17), (64, 48), (1024, 33), (1025, 31)]                               # K, N
+
+
+def whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers so small that every partial sum is exact, also in 16 bits: a single wrong term shows."""
+    return torch.randint(-1, 2, shape).to(dtype)
+
+
+def stored(w: torch.Tensor, bits: int, group: int = 64) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
+    """W [N, K] in so many bits, and the numbers that it stands for."""
+    q = w if bits == 16 else quantize(w, bits, group)
+    return q, q.double() if bits == 16 else q.rows(slice(None), torch.float64)
+
+
+def expected(bits: int, dtype: torch.dtype, compiler: bool) -> type:
+    """The path that a weight takes is the type that `prepare` gives it."""
+    if dtype not in (torch.float32, torch.bfloat16) or bits < 16 and not compiler:
+        return Linear
+    mkldnn = torch.backends.mkldnn.is_available()
+    if dtype == torch.bfloat16:
+        mkldnn = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return native.Weight if compiler else Packed if mkldnn else Linear
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@torch.inference_mode()
+def test_the_error_of_a_product_has_one_bound(bits, dtype, compiler):
+    """Plain or prepared, of any width, with C and without, for few rows and many, which may be views. Equal numbers,
+    numbers of one sign, or of very different sizes add up worst.
+    """
+    torch.manual_seed(bits)
+    ops, randn = CPU(), torch.randn
+    numbers = [randn, lambda *shape: torch.full(shape, 1.1), lambda *shape: torch.rand(*shape).exp2() * 1.7,
+               lambda *shape: randn(*shape) * 10.0 ** torch.randint(-6, 3, shape[-1:]),
+               lambda *shape: randn(*shape).sign() * (torch.rand(*shape) < 0.02)]
+    for K, N in ((1, 5), (33, 17), (160, 16), (576, 40), (4096, 33)):
+        for number in numbers:
+            bias = randn(N).to(dtype)
+            w, W = stored(number(N, K).to(dtype) if bits == 16 else number(N, K), bits)
+            ready = ops.prepare(Linear(w, bias), dtype)
+            assert type(ready) is expected(bits, dtype, compiler)
+            for weight in (Linear(w, bias), ready):
+                for T in (0, 1, 2, 3, 5, 7, 16, 33, 70):
+                    x = number(T, 2 * K).to(dtype)[:, ::2]
+                    y, most = ops.linear(x, weight), x.double().abs() @ W.abs().T + bias.double().abs()
+                    assert y.dtype == dtype and y.shape == (T, N)
+                    wrong = (y.double() - x.double() @ W.T - bias.double()).abs()
+                    assert (wrong <= ROUNDING[dtype] * most + 1e-30).all(), (K, N, T, type(weight))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("K, N", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_not_a_term_is_wrong(K, N, bias, dtype, compiler):
+    torch.manual_seed(K + N)
+    w, b = whole(N, K, dtype=dtype), whole(N, dtype=dtype) if bias else None
+    ops, W, more = CPU(), w.double(), 0 if b is None else b.double()
+    for weight in (Linear(w, b), ops.prepare(Linear(w, b), dtype)):
+        wide = whole(5, K + 20, dtype=dtype)
+        views = [wide[:, 3:K + 3], wide[::2, :K], whole(K, 5, dtype=dtype).T, wide[:1, :1].expand(3, K)]
+        for x in [*(whole(T, K, dtype=dtype) for T in range(21)), *views]:
+            y = ops.linear(x, weight)
+            assert y.dtype == dtype and y.shape == (len(x), N) and y.is_contiguous()
+            assert torch.equal(y.double(), x.double() @ W.T + more)
+
+
+def held(weight: Any) -> int:
+    """Bytes of a prepared weight, as far as they are known."""
+    if isinstance(weight, native.Weight):
+        return weight.nbytes
+    return (weight.plain if isinstance(weight, Packed) else weight.weight).nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits, K, N", [(16, 16, 20), (8, 64, 40), (8, 33, 17), (8, 1, 5), (4, 64, 48), (4, 33, 17),
+                                        (4, 160, 16)])
+@torch.inference_mode()
+def test_weights_are_in_memory_once_and_their_rows_can_be_looked_up(bits, K, N, dtype, compiler):
+    w, W = stored(torch.randn(N, K).to(dtype) if bits == 16 else torch.randn(N, K), bits)
+    ops, plain, which = CPU(), w.nbytes, torch.tensor([N - 1, 0, N - 1])
+    ready = ops.prepare(Linear(w), dtype, looked_up=True)
+    assert torch.equal(ops.embed(which, ready, dtype), W[which].to(dtype))
+    assert ops.embed(which, ready, dtype).dtype == dtype
+    assert plain <= held(ready) <= plain * (-(-N // 16) * 16 / N if compiler else 1) + 16   # the last panel is whole
+    lone = ops.prepare(Linear(w), dtype)                            # of a head that is not the embedding, too
+    values = weakref.ref(w if bits == 16 else w.values)
+    del w, ready
+    assert (values() is None) == (type(lone) is not Linear)
+
+
+def test_what_has_no_product_stays_as_it_is(compiler):
+    w, float64, float16 = torch.randn(16, 64), torch.float64, torch.float16
+    weights = [(quantize(w, 8), float64), (quantize(w, 8), float16), (quantize(w, 4, 64), float64),
+               (quantize(w, 4, 48), torch.float32), (w.double(), float64), (w.half(), float16)]
+    for weight, dtype in ((Linear(w), dtype) for w, dtype in weights):
+        assert CPU().prepare(weight, dtype) is weight
+
+
+@pytest.mark.parametrize("says", [RuntimeError("could not create a primitive"), AttributeError("no such operation")])
+@torch.inference_mode()
+def test_what_the_library_cannot_multiply_stays_as_it_is(says, monkeypatch):
+    """Another build, or another CPU: what it can is found by doing it."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(cpu, "packed_product", mock.Mock(side_effect=says))
+    weight = Linear(whole(24, 16, dtype=torch.float32), whole(24, dtype=torch.float32))
+    assert CPU().prepare(weight, torch.float32) is weight and cpu.packed_product.called
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_plain_weights_have_gradients_when_they_are_asked_for(dtype):
+    ops, w, b, up = CPU(), *(whole(*shape, dtype=dtype) for shape in ((24, 16), (24,), (3, 24)))
+    x = whole(3, 16, dtype=dtype).requires_grad_()
+    assert not ops.linear(x.detach(), Linear(w, b)).requires_grad   # a model that is only run keeps no graph
+    ops.linear(x, Linear(w.requires_grad_(), b.requires_grad_())).backward(up)
+    assert torch.equal(w.grad, up.T @ x) and torch.equal(x.grad, up @ w) and torch.equal(b.grad, up.sum(0))
+
+
+@torch.inference_mode()
+def test_a_wide_quantized_product_is_made_in_tiles(monkeypatch):
+    monkeypatch.setattr(kernels, "TILE", 1 << 9)                    # 70 rows, 16 at a time
+    for bits in (8, 4):
+        (q, W), x = stored(torch.randn(70, 32), bits), torch.randn(3, 32)
+        with mock.patch.object(Quantized, "rows", autospec=True, side_effect=Quantized.rows) as rows:
+            torch.testing.assert_close(CPU().linear(x, Linear(q)), x @ W.float().T)
+        assert rows.call_count == 5
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_the_dtype_that_is_fast_here(short, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: short, raising=False)
+    ops, large, (wide, full, half, brain) = CPU(), 10**9, (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.dtype(wide, 16, large) == ops.dtype(wide, 8, large) == wide and ops.dtype(full, 16, large) == full
+        assert {ops.dtype(stored, bits, large) for stored in (full, brain, half) for bits in (8, 4)} == {full}
+        assert ops.dtype(brain, 16, 10**5) == full                  # a small model
+    for stored in [half] if short else [half, brain]:
+        with pytest.warns(UserWarning, match=rf"no fast {str(stored)[6:]} products: computing in float32 \(--dtype"):
+            assert ops.dtype(stored, 16, large) == full
+    assert not short or ops.dtype(brain, 16, large) == brain
+
+
+def test_the_stopwatch_and_the_roof_are_plausible():
+    clock = pytest.importorskip("measure.clock")
+    assert 0.009 < clock.seconds(lambda: __import__("time").sleep(0.01), repeats=3) < 0.5
+    assert 1e8 < clock.read_bandwidth(16) < 1e13

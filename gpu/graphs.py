@@ -1,0 +1,231 @@
+"""CUDA graphs: all launches of a step as one launch.
+
+Python needs longer to launch a small model's kernel than the GPU to run it. A CUDA graph is a recording of launches and
+their arguments, which the GPU repeats by itself. So all that changes from step to step must be in tensors that keep
+their addresses, filled before each replay, and no recorded operation may ask the device for a number.
+
+    Recorded(run)      the first call is `run` itself, which compiles its kernels, and records it; later calls replay
+    Passes(…)          a pass over a few tokens of each text is a recording
+    Drafts(…)          all γ tokens that a model drafts for all texts of a round, picks included, are one recording
+
+A recording has a shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the rest stays empty. It is
+made when a shape is first met; all share their memory, for they run one after the other. The γ drafts need no host
+between them: their room is reserved at once, and each token goes from the pick to the next step on the device, with its
+position, its slot and the length of its text (`following`). The picks are those of drafters.write_drafts.
+
+Invariant: results are those of the model called directly. The next round of a shape overwrites its drafts.
+Not covered: graphs for prompts and for verification.
+
+    B sequences of a bucket · k the largest γ of a round · V vocabulary · T tokens of a step
+"""
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import Places, Span, Step
+from sampling import SETTINGS
+
+MOST = 17                                               # tokens of a text in a recorded step: 16 drafts and one
+Run = Callable[[], object]
+
+
+@cache
+def memory() -> Any:
+    """The memory pool of all recordings."""
+    return torch.cuda.graph_pool_handle()
+
+
+def record(run: Run) -> Run:
+    """Launch again what `run` launches."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory(), capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+class Recorded:
+    """`run`, which reads and fills tensors that keep their addresses."""
+
+    def __init__(self, run: Run):
+        self.run, self.replay = run, None
+
+    def __call__(self) -> None:
+        if self.replay:
+            self.replay()
+        else:
+            self.run()
+            self.replay = record(self.run)
+
+
+class Bucket(NamedTuple):
+    sequences: int
+    each: int                                           # new tokens of a sequence
+    blocks: int                                         # of a sequence
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.sequences * self.each, self.sequences, self.blocks
+
+
+def rounded(n: int) -> int:
+    """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most a third of the rows are padding."""
+    power = 1 << max(0, n - 1).bit_length()
+    return power * 3 // 4 if power > 2 and n <= power * 3 // 4 else power
+
+
+def bucket_of(step: Step, sequences: int, each: int) -> Bucket:
+    """A shape that this step fits in, and many others."""
+    return Bucket(rounded(sequences), each, rounded(max(len(blocks) for blocks, _, _ in step.spans)))
+
+
+def place_for(step: Step, bucket: Bucket) -> Step:
+    """An empty step over the same cache, for `refill`."""
+    made = Step((), step.block_size, step.cache, step.device, bucket.shape)
+    made.counts = [bucket.each] * bucket.sequences
+    made.longest = bucket.blocks * step.block_size
+    return made
+
+
+def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
+    """Other texts in the same tensors. ValueError if they do not fit, and nothing has changed."""
+    each = max((stop - start for _, start, stop in spans), default=0)
+    blocks = max((len(blocks) for blocks, _, _ in spans), default=0)
+    if len(spans) > bucket.sequences or each > bucket.each or blocks > bucket.blocks:
+        raise ValueError(f"{len(spans)} texts with up to {each} new tokens and {blocks} blocks do not fit {bucket}: "
+                         "take a larger bucket")
+    step.fill(spans)
+
+
+def following(step: Step, stop: Tensor) -> Step:
+    """The step of one more token of each sequence, computed on the device. stop: int32[B], the lengths to come to."""
+    made, B, S = copy(step), len(stop), step.block_size
+    _, _, _, lengths, tables = step.places
+    place = torch.minimum(lengths, stop - 1).clamp(min=0)
+    slots = torch.where(lengths < stop, tables.gather(1, (place // S)[:, None].long())[:, 0] * S + place % S, -1)
+    starts = torch.arange(B + 1, dtype=torch.int32, device=step.device)
+    made.places = Places(lengths.long(), slots, starts, torch.minimum(lengths + 1, stop), tables)
+    made.counts = [1] * B
+    vars(made).pop("launches", None)
+    return made
+
+
+class Passes:
+    """Recordings of one model's passes over one cache."""
+
+    def __init__(self) -> None:
+        self.passes: dict[Bucket, tuple[Tensor, Step, Recorded]] = {}
+        self.logits: dict[int, Tensor] = {}             # [T, V] for each T
+
+    def __call__(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step,
+                 rows: Tensor | slice | None) -> Tensor:
+        """tokens: int64[T] -> logits [R, V] of the tokens at `rows`. Recorded where rows is None, in short steps."""
+        each = max(step.counts)
+        if rows is not None or each > MOST or each * len(step.spans) > 2 * len(tokens):
+            return plain(tokens, step, rows)
+        bucket = bucket_of(step, len(step.spans), each)
+        T, V, device = bucket.shape[0], llama.config.vocab_size, llama.device
+        if T not in self.logits:
+            self.logits[T] = torch.empty(T, V, dtype=llama.dtype, device=device)
+        logits = self.logits[T]
+        if bucket not in self.passes:
+            held, places = torch.zeros(T, dtype=torch.int64, device=device), place_for(step, bucket)
+            self.passes[bucket] = held, places, Recorded(lambda: logits.copy_(plain(held, places, None)))
+        held, places, run = self.passes[bucket]
+        held[:len(tokens)] = tokens
+        refill(places, bucket, step.spans)
+        run()
+        return logits[:len(tokens)].clone()
+
+
+class Inputs(NamedTuple):
+    """The inputs of a round's drafts, but for the places in the cache: views of one buffer."""
+    tokens: Tensor                                      # int64[2 B]: unread tokens, end to end
+    gammas: Tensor                                      # int64[B]
+    stops: Tensor                                       # int64[B]: lengths up to which there is room
+    coins: Tensor                                       # int64[B · (k + 1), 3]: seeds, positions, roles
+    settings: Tensor                                    # float64[4, B]
+
+    @classmethod
+    def empty(cls, B: int, k: int, device: torch.device | str, pinned: bool = False) -> tuple[Tensor, "Inputs"]:
+        """The buffer, and its views."""
+        sizes = 2 * B, B, B, 3 * B * (k + 1), 4 * B
+        buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
+        tokens, gammas, stops, coins, settings = buffer.split(sizes)
+        return buffer, cls(tokens, gammas, stops, coins.view(-1, 3), settings.view(torch.float64).view(4, B))
+
+
+class Drafts:
+    """Recordings of one model's drafts over one cache, a round each."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[Any, tuple[Tensor, Step, tuple[Tensor, Tensor], Recorded]] = {}
+        self.drafted: dict[Any, tuple[Tensor, Tensor]] = {}                     # for each B, k, V and dtype
+
+    def __call__(self, model: Callable[..., Tensor], cache: Any, seqs: Sequence[int],
+                 unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
+        """model: an unrecorded pass. unread: at most two tokens of each text -> int64[B, k], float[B, k, V]."""
+        live, n, k = [b for b, gamma in enumerate(round.gammas) if gamma], len(round.gammas), max(round.gammas)
+        unknown = {b: [-1] * (round.gammas[b] - 1) for b in live}               # tokens that only the device will know
+        step = cache.extend([(seqs[b], [*unread[b], *unknown[b]]) for b in live], publish)
+        uses = tuple(any(value is not None for value in round.settings(name)) for name in SETTINGS)
+        bucket = bucket_of(step, n, 2)
+        key = bucket, k, uses, round.coupled, round.coin, round.vocab, round.dtype
+        if key not in self.rounds:
+            self.rounds[key] = self._prepare(model, place_for(step, bucket), bucket.sequences, round, k, uses)
+        held, first, (drafted, q), run = self.rounds[key]
+        spans = [((), 0, 0)] * n
+        for b, (blocks, start, _) in zip(live, step.spans):
+            spans[b] = blocks, start, start + len(unread[b])
+        refill(first, bucket, spans)
+        held.copy_(filled(round, unread, [stop for _, _, stop in spans], bucket.sequences), non_blocking=True)
+        run()
+        return drafted[:n], q[:n]
+
+    def _prepare(self, model: Callable[..., Tensor], first: Step, B: int, round: Any, k: int,
+                 uses: Sequence[bool]) -> tuple[Tensor, Step, tuple[Tensor, Tensor], Recorded]:
+        V, device, coin, own, ops = round.vocab, round.device, round.coin, round.own, round.ops
+        held, inputs = Inputs.empty(B, k, device)
+        if (shape := (B, k, V, round.dtype)) not in self.drafted:
+            self.drafted[shape] = (torch.empty(B, k, dtype=torch.int64, device=device),
+                                   torch.empty(B, k, V, dtype=round.dtype, device=device))
+        drafted, q = self.drafted[shape]
+
+        def run() -> None:
+            step, tokens = first, inputs.tokens
+            rows = first.places.starts[1:].long() - 1                           # each text's last unread token
+            coins = coin(*inputs.coins.unbind(1))
+            columns = [row if used else None for row, used in zip(inputs.settings, uses)]
+            for j in range(k):
+                probs = ops.probabilities(model(tokens, step, rows)[:, :V], *columns)           # [B, V]
+                tokens, rows, wanted = coins[own + j::k + 1].pick(probs), None, inputs.gammas > j
+                drafted[:, j] = torch.where(wanted, tokens, -1)
+                q[:, j] = torch.where(wanted[:, None], probs, 0)
+                step = following(step, inputs.stops.int())
+
+        return held, first, (drafted, q), Recorded(run)
+
+
+def filled(round: Any, unread: Sequence[Sequence[int]], lengths: Sequence[int], B: int) -> Tensor:
+    """`Inputs` of a round as one buffer on the host. lengths: of each text, unread tokens included."""
+    k, n = max(round.gammas), len(lengths)
+    host, inputs = Inputs.empty(B, k, "cpu", round.device.type == "cuda")
+    tokens = [token for gamma, new in zip(round.gammas, unread) if gamma for token in new]
+    inputs.tokens[:len(tokens)] = torch.tensor(tokens)
+    inputs.gammas[:n] = torch.tensor(round.gammas)
+    inputs.stops[:n] = torch.tensor([length + max(0, gamma - 1) for length, gamma in zip(lengths, round.gammas)])
+    inputs.coins[:len(round.places)] = torch.tensor(round.places)
+    for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
+        values = [neutral if value is None else value for value in round.settings(name)]
+        row[:n] = torch.tensor(values, dtype=torch.float64)
+    return host
+
+
+# ---- The demonstration: how few shapes there are ---------------------------------------------------------------------
+
+if __name__ == "__main__":
+    shapes = {Bucket(rounded(texts), 1, rounded(blocks)) for texts in range(1, 65) for blocks in range(1, 257)}
+    print(f"1 to 64 texts of up to 4,096 tokens, in blocks of 16, decode in {len(shapes)} shapes, not {64 * 256:,}")

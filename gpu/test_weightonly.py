@@ -1,0 +1,158 @@
+"""The products against W as numbers, and what the compiler makes of them."""
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+from gpu import weightonly
+from gpu.crosscompile import SHARED, apart
+from quant import Quantized, dequantize, quantize
+from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
+# of what the terms add up to without their signs
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+CASE = dict(T=st.one_of(st.integers(1, 9), st.integers(1, 20)), N=st.integers(1, 140),
+            K=st.integers(1, 9).map(lambda n: 32 * n), bits=st.sampled_from([4, 8]),
+            group=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(list(PIECES)),
+            wide=st.booleans(), seed=st.integers(0, 99))
+
+
+def exact(q: Quantized) -> torch.Tensor:
+    return dequantize(q.values, q.scale.float() if q.zero is None else q.scale, *q[2:]).double()
+
+
+def near(y: torch.Tensor, x: torch.Tensor, q: Quantized, bias: torch.Tensor | None = None) -> bool:
+    x, bias = x.cpu().double(), 0 if bias is None else bias.cpu().double()
+    off, terms = (y.cpu().double() - x @ exact(q).T - bias).abs(), x.abs() @ exact(q).abs().T + abs(bias)
+    return bool((off <= TOLERANCE[y.dtype] * terms).all())
+
+
+def multiply(x: torch.Tensor, q: Quantized, group: int, bias: torch.Tensor | None = None,
+             out: torch.Tensor | None = None) -> torch.Tensor:
+    """By the kernels."""
+    return weight_only_product(x, *(part if part is None else part.to(DEVICE) for part in q[:3]), group, bias, out)
+
+
+def guarded(T: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a result that holds no numbers yet, within room that nobody may touch."""
+    whole = torch.full((T * N + 64,), torch.nan, dtype=dtype, device=DEVICE)
+    return whole, whole[32:-32].view(T, N)
+
+
+@settings(deadline=None, max_examples=10)
+@given(**CASE)
+def test_equals_the_product_with_the_numbers(T, N, K, bits, group, dtype, wide, seed):
+    torch.manual_seed(seed)
+    q = quantize(torch.randn(N, K) + 0.3 * torch.randn(N, 1), bits, group)
+    q = q._replace(scale=q.scale.float() if wide and bits == 8 else q.scale)
+    x = torch.randn(T, 2 * K, device=DEVICE).to(dtype)[:, :: 2 if wide else 1][:, :K]
+    bias, (whole, y) = torch.randn(N, device=DEVICE).to(dtype), guarded(T, N, dtype)
+    multiply(x, q, group, bias if wide else None, out=y)
+    assert whole.isnan().sum() == 64 and whole[:32].isnan().all() and whole[-32:].isnan().all()
+    assert near(y, x, q, bias if wide else None)
+
+
+@pytest.mark.parametrize("dtype", PIECES)
+@pytest.mark.parametrize("T", [1, FEW, FEW + 1, 33])
+@pytest.mark.parametrize("bits, group, zeros", [(8, 128, (0, 1)), (4, 32, (-3, 19)), (4, 128, (1990, 2001))])
+def test_of_whole_numbers_every_term_is_there(bits, group, zeros, T, dtype):
+    """All sums are exact: one wrong bit shows. A zero far away is a group whose numbers all have one sign."""
+    torch.manual_seed(T)
+    N, K = 41, 352
+    M = -(-K // group)
+    if bits == 8:
+        values, scale, zero = torch.randint(-127, 128, (N, K)).to(torch.int8), torch.ones(N, 1).bfloat16(), None
+    else:
+        values, scale = torch.randint(0, 256, (N, K // 2)).to(torch.uint8), torch.ones(N, M).bfloat16()
+        zero = torch.randint(*zeros, (N, M)).to(torch.int16)
+    q = Quantized(values, scale, zero, K, group)
+    x = torch.zeros(T, K).scatter_(1, torch.randint(K, (T, 3)), 1).to(dtype)
+    x[:, ::7] = 0.5
+    if zeros[0] > 99:
+        x[0, -1] = -x[0, :-1].sum()
+    y = multiply(x.to(DEVICE), q, group)
+    expected = (x.double() @ exact(q).T).to(dtype)
+    cut_off = 2.0**-7 if dtype == torch.bfloat16 else 0                                        # by the interpreter
+    torch.testing.assert_close(y.cpu(), expected, rtol=cut_off, atol=0)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("T", [1, 8, 9, 64])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", ["1B qkv", "1B down"])
+def test_on_a_gpu_at_true_shapes(shape, bits, T):
+    N, K = SHAPES[shape]
+    q, x = quantize(torch.randn(N, K), bits), torch.randn(T, K, device=DEVICE)
+    for dtype in PIECES:
+        y = multiply(x.to(dtype), q, q.group if bits == 4 else 128)
+        assert near(y, x.to(dtype), q)
+
+
+def test_what_is_not_served_is_said():
+    assert can_multiply(1, 576, 4, 128, torch.bfloat16) and can_multiply(ROWS, 32, 8, 1, torch.float32)
+    for T, K, bits, group, dtype in [(0, 32, 4, 32, torch.float32), (ROWS + 1, 32, 8, 32, torch.float32),
+                                     (1, 40, 4, 32, torch.float32), (1, 64, 4, 48, torch.float32),
+                                     (1, 64, 4, 64, torch.float64)]:
+        assert not can_multiply(T, K, bits, group, dtype)
+        zero = torch.zeros(1, 1) if bits == 4 else None
+        with pytest.raises(ValueError, match=f"^{T} rows of {K} numbers .* for others, dequantize W$"):
+            weight_only_product(torch.zeros(T, K, dtype=dtype), torch.zeros(1, K), torch.ones(1, 1), zero, group)
+
+
+# ---- What runs on a GPU only
+
+def execute(code: str, inputs: dict[str, int]) -> dict[str, int]:
+    """A few instructions of PTX, on 32-bit registers."""
+    registers = dict(inputs)
+    value = lambda name: registers[name] if name in registers else int(name, 0)
+    lines = [line.strip() for line in code.strip("{} \n").split(";") if ".reg" not in line and line.strip()]
+    for name, out, *arguments in (re.split(r",?\s+", line) for line in lines):
+        a, b, *rest = (value(argument) for argument in arguments)
+        if name == "prmt.b32":
+            eight = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+            registers[out] = sum(eight[rest[0] >> 4 * i & 15] << 8 * i for i in range(4))
+        elif name == "lop3.b32":                                    # bit by bit, the table's entry number 4 a + 2 b + c
+            entries = [4 * (a >> i & 1) + 2 * (b >> i & 1) + (rest[0] >> i & 1) for i in range(32)]
+            registers[out] = sum((rest[1] >> entry & 1) << i for i, entry in enumerate(entries))
+        elif name == "shr.b32":
+            registers[out] = a >> b
+        else:
+            raise NotImplementedError(name)
+    return registers
+
+
+def test_the_assembly_makes_numbers_of_all_bytes():
+    for byte in range(256):
+        four = [byte, (byte * 7 + 3) % 256, 255 - byte, byte ^ 0x5A]
+        out = execute(weightonly.NIBBLES.value, {"$4": int.from_bytes(bytes(four), "little")})
+        numbers = torch.tensor([out[f"${i}"] for i in range(4)], dtype=torch.int64).to(torch.int32).view(torch.bfloat16)
+        assert numbers.tolist() == [128 + (b & 15) for b in four] + [128 + (b >> 4) for b in four]
+
+
+def table() -> list[list[int]]:
+    cases = [(1, "8B o", 4, "bf16", 90), (1, "1B o", 4, "bf16", 80), (64, "8B qkv", 4, "bf16", 90),
+             (16, "8B qkv", 8, "bf16", 80), (5, "8B down", 8, "fp32", 90)]
+    return [[T, arch, *weightonly.compile_product(T, *SHAPES[shape], bits, 128, dtype, arch)]
+            for T, shape, bits, dtype, arch in cases]
+
+
+@pytest.mark.meanwhile(apart, "gpu.test_weightonly", "table")
+def test_nothing_spills_and_all_fits(meanwhile):
+    rows = meanwhile()
+    for T, arch, registers, spills, shared, mma, wgmma in rows:
+        assert spills == 0 and 0 < shared <= SHARED[arch]
+        assert registers <= (128 if T == 1 else 255)                                # 128: two programs side by side
+        assert (wgmma > 0) == (arch == 90 and T > FEW) and (mma > 0) != (wgmma > 0)
+    assert rows[-1][5] == 3 * 4 * 2                                     # three for each of x, of 64 columns and 32 rows
+
+
+def test_every_plan_has_work_for_all_processors():
+    for N, K in SHAPES.values():
+        for bits in (4, 8):
+            for T in (1, FEW, FEW + 1, ROWS):
+                cut = plan_product(T, N, K, bits, 128)
+                assert -(-N // cut.rows) * cut.shares >= 120 and cut.shares <= max(1, K // cut.group)

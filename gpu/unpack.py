@@ -1,0 +1,111 @@
+"""Small integers become numbers in a kernel's registers: keys and values of 8 and 4 bits, from the cache to a product.
+
+A conversion takes several instructions a number. But the last bits of a float with a fixed exponent are a whole number
+already. So an integer n is put into the last bits of a constant, and that is subtracted where it costs least:
+
+    1024 + n    float16     a byte in bits 0 to 7             subtracted at once
+    2²³ + n     float32     the same, for a byte of values    subtracted at once
+      16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
+                                                              keys: with theirs, (n + 16) − (zero + 16)
+
+    _steps      vectors with a scale each: whole steps, exact; 4-bit steps as bfloat16 are 16 too large, the `bias`
+    _numbers    4-bit keys, with a scale and a zero for each group of 16 (quant.py)
+
+A byte holds two neighbours, in the product's order. Invariant: `_steps` is exact, `_numbers` is quant.from_int4.
+
+    N vectors of a tile · M groups of a key · D head size, WIDE the power of 2 from it on
+"""
+import re
+
+import triton
+import triton.language as tl
+
+import quant
+from gpu.crosscompile import compile_for, print_table
+
+GROUP, PARTS = tl.constexpr(quant.GROUP), tl.constexpr(quant.PARTS)
+
+# Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, numbered by the nibbles of the
+# last operand; lop3 with 0xea: (a & b) | c.
+K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
+    prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352;
+    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
+V8 = tl.constexpr("""{ .reg .b32 u; .reg .f32 a, b, c, d; xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x4b000000, 0x7440; prmt.b32 b, u, 0x4b000000, 0x7441;
+    prmt.b32 c, u, 0x4b000000, 0x7442; prmt.b32 d, u, 0x4b000000, 0x7443;
+    sub.f32 a, a, 0f4b000080; sub.f32 b, b, 0f4b000080; sub.f32 c, c, 0f4b000080; sub.f32 d, d, 0f4b000080;
+    prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632; }""")
+V4 = tl.constexpr("""{ .reg .b32 l, h; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
+    prmt.b32 $0, l, h, 0x4400; prmt.b32 $1, l, h, 0x5511; prmt.b32 $2, l, h, 0x6622; prmt.b32 $3, l, h, 0x7733;
+    lop3.b32 $0, $0, 0x00780078, 0x41804180, 0xea; lop3.b32 $1, $1, 0x00780078, 0x41804180, 0xea;
+    lop3.b32 $2, $2, 0x00780078, 0x41804180, 0xea; lop3.b32 $3, $3, 0x00780078, 0x41804180, 0xea; }""")
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """int32[N, K], two 16-bit numbers each -> [N, 2 K]."""
+    low, high = (x & 0xFFFF).to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
+
+
+@triton.jit
+def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Some stored vectors, in whole steps of their scales if they have one: [N, WIDE]. Columns from D on, and rows that
+    are not `seen`, mean nothing."""
+    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
+    at = tl.arange(0, WIDE // PART)
+    mask = seen[:, None]
+    if D < WIDE:
+        mask = mask & (at < D // PART)[None, :]
+    x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
+    if BITS == 8 and dtype == tl.float16:
+        x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
+    elif BITS == 8 and dtype == tl.bfloat16:              # said to be impure, or it would reach the product a slow way
+        x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
+    elif BITS == 4 and dtype == tl.bfloat16:
+        x = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
+    elif BITS == 4:
+        x = tl.join((x & 15).to(dtype), (x >> 4).to(dtype)).reshape(x.shape[0], WIDE)
+    else:
+        x = x.to(dtype)
+    return x
+
+
+@triton.jit
+def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
+    """Keys of 4 bits as the numbers that they stand for: [N, WIDE], 0 from D on and where not `seen`."""
+    bits: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
+    bias: tl.constexpr = 0 if dtype == tl.float32 else 16                         # of `_steps`
+    M: tl.constexpr = (D + GROUP - 1) // GROUP
+    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # of a step, which zeros count
+    group = tl.arange(0, WIDE // GROUP)
+    at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]    # [N, WIDE / GROUP]
+    zeros = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias
+    scales = tl.load(scale + at, mask, 0).to(tl.float32)
+    x = _steps(pointer, vectors, seen, D, WIDE, 4, bits).to(tl.float32).reshape(vectors.shape[0], WIDE // GROUP, GROUP)
+    return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
+
+
+# ---- The demonstration: what the compiler makes of 4-bit numbers that are cast, and put together as here -------------
+
+@triton.jit
+def _alone(x, out, TRICK: tl.constexpr):
+    """128 bytes of each of 64 rows -> 256 bfloat16 numbers."""
+    i, at = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    packed = tl.load(x + i * 128 + at)
+    if TRICK:
+        numbers = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [packed], tl.int32, True, 4), tl.bfloat16)
+    else:
+        numbers = tl.join((packed & 15).to(tl.bfloat16), (packed >> 4).to(tl.bfloat16)).reshape(64, 256)
+    tl.store(out + i * 256 + tl.arange(0, 256)[None, :], numbers)
+
+
+def instructions(trick: bool) -> list[int]:
+    """Of the conversion of 128 numbers by a thread: all, those that convert one number; registers."""
+    report = compile_for(_alone, {"x": "*u8", "out": "*bf16"}, {"TRICK": trick})
+    found = re.findall(r"\b(cvt|and|or|shr|shl|prmt|lop3|bfe|sub|fma)\.", report.ptx)
+    return [len(found), found.count("cvt"), report.registers]
+
+
+if __name__ == "__main__":
+    print_table("4-bits all cvt registers", (("cast", *instructions(False)), ("assembled", *instructions(True))))
