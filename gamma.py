@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 
-
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens a round yields on average, with γ drafted and each accepted with probability α."""
     return gamma + 1.0 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)

@@ -9,6 +9,7 @@ import pytest
 
 import cli
 from conftest import PAGES, ROOT, program
+from test_house import FOLDERS, ORDER
 
 bench, distill, quantize, _, _ = (pytest.importorskip(name, reason="README.md is that of the whole tree")
                                   for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"))
@@ -24,7 +25,7 @@ PARSERS = {"generate.py": lambda flags: cli.check_flags(cli.parser().parse_args(
            "quant.py": quantize.parse_flags, "train.distill": distill.parse}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 MODULES = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in NAMES]
-MAPPED = re.findall(r"^\| `([\w/]+\.py)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
+MAPPED = re.findall(r"^\| `([\w./]+)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
 QUICK = ("sampling", "gamma", "speculative", "train.bpe", "kernels")       # the others' demonstrations run in .ci/run
 
 
@@ -36,8 +37,8 @@ def test_tables_and_pictures_are_those_of_the_results():
         assert f"results/{name}.svg" in README
 
 
-def test_the_map_has_every_page_and_no_other():
-    assert sorted(MAPPED) == sorted(NAMES)
+def test_the_map_has_every_page_and_folder_in_the_order_of_imports():
+    assert MAPPED == [*(f"{name}.py" for name in ORDER), *(f"{folder}/" for folder in FOLDERS), "bench.py"]
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
