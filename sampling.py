@@ -1,21 +1,21 @@
 """From logits to one probability vector, and the one place where randomness enters.
 
-`probabilities` turns logits into the distribution that is really sampled, for target, draft and plain decoding alike:
+`probabilities` turns logits into the distribution that is sampled, for target, draft and plain decoding, in this order:
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable
-    top-p         keep the fewest most probable that hold at least a share p of the rest (Holtzman et al. 2020)
+    top-p         of what top-k left, keep the fewest that hold at least a share p of it (Holtzman et al. 2020)
     min-p         keep those with at least min_p times the largest probability (Nguyen et al. 2024)
 
-Ties go to the lower index, so that top-k keeps exactly k. Only the largest candidates are sorted, never a whole row.
+Ties go to the lower index, so that top-k keeps exactly k. The 256 largest are sorted, more only if need be.
 
-All randomness goes through a coin with two verbs: `accept(prob)` and `pick(probs)`. The coin of production, `Keyed`,
-has no state: number i of a stream is a hash of (seed, position, role, i), so a text does not depend on the batch, the
-steps or the device. The hash is SplitMix64 (Steele, Lea & Flood 2014) twice: of the key, and of that and i.
+All randomness goes through a coin with two methods: `accept(prob)` and `pick(probs)`. The production coin, `Keyed`, has
+no state: each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i), where role is the
+number's use and i, in `pick`, the candidate. So a text does not depend on the batch, the steps or the device.
 `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a draw from p (the Gumbel-max trick). With the same
 noise, two distributions that are close mostly pick the same token.
 Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is never accepted, probability 1 always.
-B rows, one request each · k drafted tokens · V vocabulary
+B rows, one request each · k drafted tokens (in `_keep_top`: top-k's) · V vocabulary
 """
 import math
 from collections.abc import Callable
@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Setting = float | int | Tensor | None                   # one value, or one a row; None: no such filter
-SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)         # and the values that change nothing
+SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)         # with their neutral values
 
 
 def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = None, top_p: Setting = None,
                   min_p: Setting = None) -> Tensor:
     """logits: float[..., V] -> probabilities of the same shape, float32 (float64 where the logits are).
 
-    Settings are numbers, or tensors of the rows' shape [...]. ValueError for a number that is out of range (to look
-    at a tensor would stall a GPU: `check_settings` comes before it is filled).
+    Settings are numbers, or tensors of the rows' shape [...]. ValueError for a number that is out of range. Tensors
+    are not checked here, which would stall a GPU: the numbers that fill them pass `check_settings` first.
     """
     check_settings(temperature, top_k, top_p, min_p)
     rows = logits.reshape(-1, logits.shape[-1])                                             # [B, V]
@@ -53,7 +53,7 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
 
 
 def finite(x: Tensor) -> Tensor:
-    """x: [B, V], logits or probabilities, unchanged. ValueError where a row has no largest (−∞ is fine)."""
+    """x: [B, V], logits or probabilities, unchanged. ValueError where a row's maximum is NaN or infinite."""
     if not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
         raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
                          "(fetch it again, or use a wider --dtype)")
@@ -76,8 +76,8 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
 
 
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
-    """A setting as float64[B, 1], one number after the other in memory: a GPU's kernels read it there."""
-    if not isinstance(setting, Tensor):                                 # filled on the device: nothing is copied
+    """A setting as float64[B, 1], contiguous: a GPU's kernels read it so."""
+    if not isinstance(setting, Tensor):                                 # filled on the device: no copy from the host
         return torch.full((len(rows), 1), float(setting), dtype=torch.float64, device=rows.device)
     values = setting.to(rows.device, torch.float64).reshape(-1)
     if len(values) not in (1, len(rows)):
@@ -113,7 +113,7 @@ def _keep_top(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
         size *= 8
     last = head.shape[-1] - 1
     total = torch.where(k < V, mass.gather(-1, (k - 1).clamp(max=last)), 1)                 # what top-k left
-    reach = (F.pad(mass[:, :-1], (1, 0)) < p * total).sum(-1, keepdim=True)                 # below p before these
+    reach = (F.pad(mass[:, :-1], (1, 0)) < p * total).sum(-1, keepdim=True)                 # mass before it < p
     n = torch.where(p < 1, torch.minimum(k, reach), k)
     least = head.gather(-1, (n - 1).clamp(max=last))
     above, ties = probs > least, probs == least
@@ -124,7 +124,7 @@ def _keep_top(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
 
 TEXT = 0                                                # the role of plain picks, corrections and bonus tokens
 GOLDEN, MIX1, MIX2 = (z - 2**64 for z in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))      # as int64
-SEED, POSITION = (z - 2**64 for z in (0xD1342543DE82EF95, 0xAF251AF3B0F025B5))      # odd: everyday keys share no stream
+SEED, POSITION = (z - 2**64 for z in (0xD1342543DE82EF95, 0xAF251AF3B0F025B5))      # odd: realistic keys do not collide
 
 
 def draft_role(j: int) -> int:                          # of the pick of drafted token j of a round
@@ -142,7 +142,7 @@ def _mix(z: Tensor) -> Tensor:
     return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
 
 
-@cache                                                  # recordings (gpu/graphs.py) go on using them
+@cache                                                  # recorded CUDA graphs (gpu/graphs.py) keep them
 def _steps(count: int, device: torch.device) -> Tensor:     # int64[count]: how far along a stream its numbers are
     return torch.arange(1, count + 1, device=device) * GOLDEN
 
@@ -158,7 +158,7 @@ def _exponential(streams: Tensor, steps: Tensor) -> Tensor:     # −log u, abov
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
     """An index with these probabilities, for each row: argmax p / E. An index of probability 0 only if all are.
 
-    probs: float[B, V]; streams: int64[B, 1], where the noise of each row begins -> int64[B].
+    probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B].
     """
     steps = _steps(probs.shape[1], probs.device)
     if probs.numel() > 2**15 and probs.amin() == 0 and len(columns := (probs > 0).any(0).nonzero()[:, 0]):
