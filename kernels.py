@@ -1,19 +1,19 @@
-"""What a forward pass is made of, in plain torch: the specification, and the one seam behind which faster versions
-drop in.
+"""The operations of a forward pass in plain torch: the specification, and the one class that faster versions override.
 
 `Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a subclass that
-overrides what its machine does faster, and calls super() for the rest. Nothing else asks what the machine is. Delete
-a folder, and this page runs; so does LLAMA_PLAIN=1.
+overrides what its machine does faster, and calls super() for the rest. `find_device` chooses the device, `ops_for` its
+operations; no other page asks what the machine is. Without the folders this page does everything; with
+LLAMA_PLAIN=1 `Ops` does, on every device.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
 for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is aligned bottom-right:
-the last query sees everything. (Aligned top-left, as most library calls do, it is right only for n = m.) Grouped-query
+the last query sees everything. (Aligned top-left, as by PyTorch's is_causal, it is right only for n = m.) Grouped-query
 attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G each; the cache shrinks by R.
 
 A `Step` says where the new tokens of a pass belong, for every cache and device: a contiguous cache is a paged one
 with one block of max_len tokens a sequence. Attention reads keys and values as they are *stored*, also those of the
-new tokens, so a result does not depend on how a prompt was cut.
+new tokens, so a result does not depend on how a prompt was split into chunks.
 
 `Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135), in one kernel: the scores never leave
 the chip.
@@ -48,7 +48,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" i
         import triton.language as tl
 
 Span = tuple[Sequence[int], int, int]                   # of a sequence: blocks, length before and with the new tokens
-TILE = 1 << 21                                          # quantized weights that become numbers at a time
+TILE = 1 << 21                                          # quantized weights that are dequantized at a time
 
 
 class Linear(NamedTuple):
@@ -65,7 +65,7 @@ class Places(NamedTuple):
     slots: Tensor                                       # int32[T]: where k and v go, block · S + place; −1: nowhere
     starts: Tensor                                      # int32[B + 1]: cu_seqlens_q
     lengths: Tensor                                     # int32[B]: new tokens included
-    tables: Tensor                                      # int32[B, M]: blocks; after the last, that one again
+    tables: Tensor                                      # int32[B, M]: block_tables, padded with the last block
 
     @staticmethod
     def sizes(T: int, B: int, M: int) -> list[int]:     # in bytes
@@ -81,8 +81,8 @@ class Places(NamedTuple):
 class Step:
     """The new tokens of one forward pass, packed end to end.
 
-    `places` are put together on the host when they are first asked for, and copied to the device at once. shape: T, B
-    and M of a step that will be filled again (`fill`) with up to so many.
+    `places` are built on the host when they are first used, and copied to the device at once. shape: the largest T, B
+    and M of a step that `fill` reuses (a CUDA graph's).
     """
 
     def __init__(self, spans: Sequence[Span], block_size: int, cache: Any = None, device: torch.device | str = "cpu",
@@ -102,7 +102,7 @@ class Step:
         return Places.of(self._buffer, *self.shape)
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """Other sequences in the same tensors. Tokens that they do not have are stored nowhere."""
+        """Put other sequences into the same tensors. Padding tokens are stored nowhere (slot −1)."""
         self.spans, _ = spans, self.places              # there is a buffer now
         self._buffer.copy_(send(packed(spans, self.block_size, *self.shape), self.device), non_blocking=True)
 
@@ -120,7 +120,7 @@ class Step:
 
 
 def packed(spans: Sequence[Span], S: int, T: int, B: int, M: int) -> Tensor:
-    """`Places` of this shape as one buffer on the host, uint8. Nothing is done token by token."""
+    """`Places` of this shape as one buffer on the host, uint8, without a Python loop over tokens."""
     positions, slots, starts, lengths, tables = array("q"), array("i"), array("i", [0]), array("i"), array("i")
     for blocks, start, stop in spans:
         positions.extend(range(start, stop))
@@ -184,7 +184,7 @@ class Ops:
     """The plain operations, differentiable, in every dtype."""
 
     def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
-        """What this machine computes fastest, for a model of so many `numbers`, stored so or in fewer bits."""
+        """This machine's fastest dtype for a model of `numbers` parameters, kept as `stored` or in fewer `bits`."""
         return torch.float32 if stored.itemsize == 2 else stored
 
     def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> Any:
@@ -196,7 +196,7 @@ class Ops:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x Wᵀ + b: [T, K] -> [T, N]. Fewer bits become numbers some rows of W at a time."""
+        """x Wᵀ + b: [T, K] -> [T, N]. Quantized weights are dequantized some rows of W at a time."""
         w, bias = weight
         if isinstance(w, Tensor):
             return F.linear(x, w, bias)
@@ -211,7 +211,7 @@ class Ops:
         return F.embedding(tokens, w) if isinstance(w, Tensor) else w.rows(tokens, dtype)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + delta, and its RMSNorm, in at least float32: [T, C] each. None adds nothing."""
+        """x + delta, and its RMSNorm, computed in at least float32: [T, C] each. delta None adds nothing."""
         x = x if delta is None else x + delta
         wide = x.float() if x.dtype.itemsize == 2 else x
         return x, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -267,8 +267,8 @@ if triton is not None:
     def _flash(q, k, v, out, tables, starts, lengths, scale, most, S, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
         """A program has ROWS rows of one sequence: its newest tokens times the R query heads of a key/value head. It
-        walks over the keys in tiles and keeps of each row the largest score, the sum of the weights, the weighted sum
-        of values:
+        walks over the keys in tiles and keeps for each row the largest score s (in `scale`: 1 / ln 2, for exp2), the
+        sum l of the weights, and the weighted sum o of the values:
 
             top' = max(top, max_j s_j)    p_j = 2^(s_j − top')    l, o = 2^(top − top') · (l, o) + Σ_j p_j · (1, v_j)
         """
@@ -283,7 +283,7 @@ if triton is not None:
         o, l = tl.zeros((ROWS, WIDE), tl.float32), tl.zeros((ROWS,), tl.float32)
         top = tl.full((ROWS,), -1e30, tl.float32)
         for start in range(0, tl.minimum(length, tl.max(position, 0) + 1), KEYS):
-            j = start + tl.arange(0, KEYS)                                       # keys, in whatever blocks
+            j = start + tl.arange(0, KEYS)                                       # a tile of keys, of any blocks
             block = tl.load(tables + b * most + j // S, j < length, 0).to(tl.int64)
             at = ((block * S + j % S) * G + g)[:, None] * D + d[None, :]
             there = (j < length)[:, None] & (d < D)[None, :]
@@ -297,7 +297,7 @@ if triton is not None:
 
 
 class Flash(Ops):
-    """What a GPU runs without the folder gpu/: attention in place, for keys and values in 16 or 32 bits."""
+    """What a GPU runs without the folder gpu/: attention reads 16- and 32-bit keys and values where they are stored."""
 
     def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
         return stored
