@@ -1,17 +1,17 @@
 """Llama: the forward pass.
 
-A forward pass is a packed row of tokens: the new tokens of every sequence of this step, end to end. The model knows
+A forward pass reads a packed row of tokens: the new tokens of every sequence of this step, end to end. The model knows
 nothing of sequences, caches or devices: `step` says where each token belongs, and `ops` (kernels.py) computes.
 
     x = embed[tokens]                                           [T, C]
     for each layer:
-        q, k, v = rotate(qkv(norm(x)))                          [T, H, D], [T, G, D], [T, G, D]
-        x = x + o(attend(q, k, v))
+        q, k, v = qkv(norm(x))                                  [T, H, D], [T, G, D], [T, G, D]
+        x = x + o(attend(q, k, v))                              attend rotates q and k, and stores k and v
         gate, up = gate_up(norm(x))                             [T, F] each
         x = x + down(silu(gate) · up)
     logits = head(norm(x))[rows]                                [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The sum x + … waits for the next norm: one pass over x.
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm adds x + … in its own pass over x.
   - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that
     q · k depends on the distance alone (weights.py has the scalings for long texts).
   - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU (Shazeer 2020).
@@ -39,7 +39,7 @@ OLD = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"        # tensors th
 
 @dataclass
 class Layer:
-    """The weights of a layer. After `Llama.prepare` the products are the backend's own."""
+    """The weights of a layer. After `Llama.prepare` each Linear is in the backend's own format."""
     input_norm: Tensor                                  # [C]
     qkv: Linear                                         # [(H + 2 G) D, C]
     o: Linear                                           # [C, H D]
@@ -148,7 +148,7 @@ class Llama:
 
     @classmethod
     def _open(cls, folder: Path) -> tuple[Config, Checkpoint, dict[str, Tensor], dict[str, Any]]:
-        """A folder's config and checkpoint, checked; the tensors it must hold, on no device, and those that it may."""
+        """A folder's config and checkpoint, checked; what it must hold, as meta tensors, and the rules for the rest."""
         config, checkpoint = Config.load(folder), Checkpoint(folder)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
         rules, sources = dict(ignore=OLD, twice=tied), cls(config, "meta", seed=None).places()
@@ -185,7 +185,7 @@ class Llama:
                 places[name].copy_(tensor)
 
     def places(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, by their names there, of a model that is not prepared."""
+        """The model's tensors before `prepare`, by their names in a checkpoint, to be filled."""
         V, embed = self.config.vocab_size, split(self.embed, {"model.embed_tokens": self.config.vocab_size})
         head = {} if self.config.tie_word_embeddings else dict(split(self.head, {"lm_head": V}))
         return dict(embed) | {"model.norm.weight": self.norm} | self._layer_places() | head
@@ -203,7 +203,7 @@ class Llama:
         return places
 
     def prepare(self) -> "Llama":
-        """Put the weights in the order that this machine multiplies fastest. `places` are gone after that."""
+        """Put the weights in the order that this machine multiplies fastest. No `places` or `fill` after that."""
         self._prepare_layers()
         tied = self.head is self.embed
         self.embed = self.ops.prepare(self.embed, self.dtype, looked_up=True)
@@ -236,7 +236,7 @@ def split(linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}.{kind}", part) for name, part in zip(rows, whole.split(list(rows.values()))))
 
 
-# The demonstration: it does not matter how a text is cut.
+# The demonstration: it does not matter how a text is split into chunks.
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
