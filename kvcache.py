@@ -1,9 +1,9 @@
 """The contiguous KV cache: keys and values of past tokens are kept, so that no token is read twice.
 
 Without it, token t costs a pass over all t tokens before it; with it, over one. The price is memory, reserved for the
-longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens; Llama 3.1 8B in bf16, 131,072 a
-token. Or in 8 or 4 bits (quant.py): an error in a key moves a token's weight, one in a value is averaged over all, so
-"4 bits" are keys of 8 and values of 4.
+longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens, which for Llama 3.1 8B in bf16 is
+131,072 bytes a token. Numbers of 8 and 4 bits (quant.py) take less: an error in a key moves a token's weight, one in a
+value is averaged over all tokens, so "8/4" gives keys 8 bits and values 4.
 
     seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are stored already (none, in this layout)
     cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
@@ -29,7 +29,7 @@ from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
 
 def layout(D: int, bits: int, dtype: torch.dtype, group: int | None = None) -> list[tuple[int, torch.dtype]]:
-    """The parts of one stored vector, as (numbers, dtype): values, scales, zeros. 16 bits stand for `dtype`.
+    """The parts of one stored vector, as (width, dtype): numbers, scales, zeros. 16 bits stand for `dtype`.
     group: GROUP for a key, None for a value. ValueError for an odd number of 4-bit numbers."""
     if bits == 4 and D % 2:
         raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
@@ -73,7 +73,7 @@ class Store:
         return self.decode([part[slots] if ranged else part.index_select(0, slots) for part in every], dtype)
 
     def copy(self, source: int, target: int, count: int | None = None) -> None:
-        """The first `count` tokens of a block (all), in all layers."""
+        """Copy the first `count` tokens (None: all) of a block to another, in all layers."""
         for part in self.parts:
             part[:, target, :count] = part[:, source, :count]
 
@@ -106,8 +106,8 @@ class Text:
 
 
 class Cache:
-    """Both layouts: the storage, the sequences, and verbs that refuse before anything has changed.
-    sizes: L, N, S, G, D, each under the name that an error gives it."""
+    """What both layouts share: the storage, the sequences, and methods that refuse before anything has changed.
+    sizes: L, N, S, G, D, each under its name in errors."""
 
     def __init__(self, sizes: dict[str, int], max_len: int, dtype: torch.dtype, device: torch.device | str, bits: Bits,
                  ops: Ops | None):
@@ -143,7 +143,7 @@ class Cache:
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
     def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
-        """Room for these tokens of each (seq, tokens), for `Ops.attend` to fill; −1: one that only the device knows.
+        """Make room for these tokens of each (seq, tokens): `Ops.attend` fills it. −1: a draft still on the device.
         publish: share the full blocks so far (paged.py). CacheFull, ValueError, KeyError before anything changed."""
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
@@ -167,7 +167,7 @@ class Cache:
         del self._texts[seq].tokens[length:]
 
     def settle(self, seq: int, tokens: Sequence[int]) -> None:
-        """The newest tokens are −1, drafts that only the device knew: read them off the whole text, `tokens`."""
+        """Replace the newest tokens, −1 (drafts still on the device), by those of the whole text, `tokens`."""
         kept = self._text(seq).tokens
         at = next((i for i in range(len(kept), 0, -1) if kept[i - 1] >= 0), 0)
         kept[at:] = tokens[at:len(kept)]
@@ -215,7 +215,7 @@ class KVCache(Cache):
 
 
 class NoCache(Cache):
-    """Keeps nothing: every step reads its whole text again, alone. To feel the difference."""
+    """Keeps nothing: every step reads its whole text again, alone. For comparison."""
 
     def __init__(self, device: torch.device):
         self.device, self.max_len, self._texts = device, sys.maxsize, {0: Text()}
