@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
             ("no-prefix-cache", None, "read every prompt from its beginning, also where another began alike"),
             ("no-cache", None, "recompute everything for each token, to feel the difference"),
             ("bits", (16, 8, 4), "round the target's weights as they are loaded (quant.py does it with care)"),
-            ("dtype", ("float64", "float32", "bfloat16", "float16"), "compute in it (default: the checkpoint's)"),
+            ("dtype", ("float64", "float32", "bfloat16", "float16"), "compute in it (default: this machine's fastest)"),
             ("device", str, "cpu, cuda, cuda:1, … (default: a GPU if there is one)"),
             ("profile", str, "a file for a trace (ui.perfetto.dev); tells where the time went, loading aside"),
             ("color", None, "show the origin of each token: accepted, corrected, or the bonus after a full round"),
@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         if args.prompt is not None:
             return one_prompt(args, settings)
         if not sys.stdin.isatty() or args.json or args.n > 1:
-            raise ValueError("there is no prompt: give one in quotes, '-' for standard input, or drop --json and --n")
+            raise ValueError("there is no prompt: give one in quotes, or '-' (chat: at a terminal, without --json, --n)")
         return chat(args, settings)
 
 

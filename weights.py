@@ -49,7 +49,8 @@ def find(name: str | Path) -> Path:
     if text and folder.is_dir():
         return folder
     if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
-        raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor {[*ALIASES, *EMBEDDED]}")
+        raise FileNotFoundError(f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of "
+                                f"{', '.join(ALIASES | EMBEDDED)}")
     from huggingface_hub import snapshot_download
     problems = list[Exception]()
     for offline in (False, True):                       # from the Hub, or else from the local cache
