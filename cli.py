@@ -241,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         if args.prompt is not None:
             return one_prompt(args, settings)
         if not sys.stdin.isatty() or args.json or args.n > 1:
-            raise ValueError("there is no prompt: give one in quotes, or '-' (chat: at a terminal, without --json, --n)")
+            raise ValueError("there is no prompt: give one in quotes, or '-' (chat needs a terminal, no --json or --n)")
         return chat(args, settings)
 
 
