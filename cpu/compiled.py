@@ -38,7 +38,7 @@ from typing import BinaryIO
 
 LIMIT, ANSWER = 120.0, 20.0                             # seconds for a compilation, and for a compiler's macros
 ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; seconds that none takes
-UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # what any C may become
+UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # used unasked
 
 
 class CompilerError(OSError):

@@ -36,8 +36,8 @@ from torch import Tensor
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
 from quant import Quantized, dequantize, grid4, pack4, quantize
-from weights import Config, Quantization
 from shell import say
+from weights import Config, Quantization
 
 DAMP = 0.1                              # of H's mean diagonal is added to it; 0.01 in the paper, with 16 times the text
 PRODUCTS = ("qkv", "o", "gate_up", "down")

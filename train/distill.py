@@ -39,7 +39,6 @@ from torch import Tensor
 
 from batcher import Batcher
 from kernels import Step, find_device
-from weights import Config, find
 from kvcache import KVCache
 from model import Llama
 from request import Request, Settings
@@ -50,6 +49,7 @@ from train import bpe
 from train.gqa import cache_bytes, merge_heads
 from train.muon import Optimizer, has_bfloat16
 from train.stories import Corpus, hold_out, read_stories
+from weights import Config, find
 
 
 def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
