@@ -20,9 +20,8 @@ passes are over the likely candidates if they alone are enough, else over the ro
 many are kept as are wanted, the lowest index first.
 
 Invariant: the kept candidates, and the token picked with given noise, are those of sampling.py. (A sum within a
-rounding of p · total may go either way.)
-Cost: logits are read twice and probabilities written once; with filters these are read twice and written again. The
-worst is a flat row: one program passes over it 21 times for top-k, and as often for top-p.
+rounding of p · total may go either way.) Cost: logits are read twice and probabilities written once; with filters these
+are read twice and written again. Worst is a flat row: one program passes over it 21 times for top-k and for top-p each.
 Not covered: logits that are not finite. The host would have to wait to see them; a token of theirs means nothing.
 
     B rows · V vocabulary · S pieces of a row
