@@ -4,8 +4,8 @@
     bfloat16 take oneDNN's order, if this build of the library and this CPU have a product by it.
   - Attention of few queries reads keys and values where they are stored, in C. Prompts, 4-bit caches, and all attention
     without a compiler are the library's, several texts in one call (padded.py).
-  - A pass over few tokens goes through all layers in one call, and so do all drafts of a lone text: a small model takes
-    less time for a token than the Python around it.
+  - A pass over few tokens goes through all layers in one call, and so do all drafts of a lone text, with no Python
+    between the operations.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
@@ -26,6 +26,7 @@ from quant import Quantized
 from sampling import SETTINGS, Keyed, finite
 
 SMALL = 2**20                                           # numbers of a model that a core's cache holds
+warnings.filterwarnings("ignore", "'cpu.native' found in sys.modules", RuntimeWarning)          # python -m cpu.native
 
 
 class Packed(NamedTuple):

@@ -6,9 +6,9 @@ cache folder:
     source, flags, the compiler's macros → name → bytes, if they were kept and are whole → a copy in memory, and loaded
                                                 ↘ compiled by one process, and kept by a rename ↗
 
-The name is a hash of all that a library depends on. The compiler's macros (5 ms a start) tell its version, the C
-library's, and what `-march=native` means here. The bytes end with a hash of the name and themselves. A copy in memory
-is loaded: nobody can change it after it was checked, and a folder in which nothing may be executed will do.
+The name is a hash of all that a library depends on. The compiler's macros tell its version, the C library's, and what
+`-march=native` means here. The bytes end with a hash of the name and themselves. A copy in memory is loaded: nobody can
+change it after it was checked, and a folder in which nothing may be executed will do.
 
 One process compiles, under a lock. The others wait as long as a compiler may take, and find the bytes. Without locks
 all compile, and the last rename wins. A Ctrl-C leaves nothing behind; a SIGKILL leaves a compiler, which ends by
@@ -38,7 +38,7 @@ from typing import BinaryIO
 
 LIMIT, ANSWER = 120.0, 20.0                             # seconds for a compilation, and for a compiler's macros
 ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; seconds that none takes
-UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # what any C may become
+UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # used unasked
 
 
 class CompilerError(OSError):
@@ -163,10 +163,10 @@ def _made(path: Path, source: str, command: list[str], flags: Sequence[str], lin
         with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as scratch:
             with tempfile.TemporaryFile(dir=scratch) as room:
                 os.posix_fallocate(room.fileno(), 0, ROOM)      # a full disk says so here, not in a compiler's words
-            thing, made, sealed = (Path(scratch, f"library.{kind}") for kind in ("o", "so", "sealed"))
-            _run([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", str(thing)], LIMIT, source, TMPDIR=scratch)
+            unlinked, made, sealed = (Path(scratch, f"library.{kind}") for kind in ("o", "so", "sealed"))
+            _run([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", str(unlinked)], LIMIT, source, TMPDIR=scratch)
             # Without the flags: -fopenmp would add an OpenMP of the compiler's choice. "defs": what is missing says so.
-            _run([*command, "-shared", "-Wl,-z,defs", str(thing), *linked, "-o", str(made)], LIMIT, TMPDIR=scratch)
+            _run([*command, "-shared", "-Wl,-z,defs", str(unlinked), *linked, "-o", str(made)], LIMIT, TMPDIR=scratch)
             if not made.exists():
                 raise CompilerError(f"the C compiler failed: {command[0]} wrote nothing")
             content = made.read_bytes()

@@ -222,11 +222,8 @@ class _Step(Record):
 
 def reads(*stores: Any) -> bool:
     """Whether `attend` reads these keys and values: on a CPU, not of 4 bits, the tokens of a head side by side."""
-    for store in stores:
-        x = store.parts[0]
-        if x.dtype not in KINDS[:3] or x.device.type != "cpu" or x.stride(2) != x.shape[4]:
-            return False
-    return library() is not None
+    parts = [store.parts[0] for store in stores]
+    return all(x.dtype in KINDS[:3] and x.device.type == "cpu" and x.stride(2) == x.shape[4] for x in parts)
 
 
 def places(step: Step) -> _Step:
@@ -303,8 +300,7 @@ class Layers(Record):
         return drafted, q
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The demonstration: products of a few rows run as fast as memory is read, those of many as fast as the CPU multiplies.
+# ---- The demonstration: what products of few and of many rows take, and how much of that is reading W ----------------
 
 @torch.inference_mode()
 def main() -> None:

@@ -1,8 +1,8 @@
 """Attention over blocks by the library: the texts of a step that have few queries in one call, padded to the longest.
 
-A text that decodes or verifies has few new tokens, and a call for each would cost more in Python than in arithmetic. So
-one gather brings the keys and values of all these texts together, padded, and one call serves them. A text that reads
-many tokens has a call of its own; where its blocks lie in order, its past is a slice, and nothing is gathered.
+A text that decodes or verifies has few new tokens, too little work for a call of its own. So one gather brings the keys
+and values of all these texts together, padded, and one call serves them. A text that reads many tokens has a call of
+its own; where its blocks lie in order, its past is a slice, and nothing is gathered.
 
 Invariant: padding is never read into a result, and never written.
 Cost: the padded keys and values of a layer are copied for each step.
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from kernels import Span, Step, attention
 
-
-FEW = 16                                                # queries of a text
+FEW = 16                                                # the most queries of a text that share a call, or are C's
 
 
 class Few(NamedTuple):

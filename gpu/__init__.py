@@ -7,6 +7,7 @@
     forward, draft                graphs.py: all launches of a pass as one launch
 
 The rest, float64 and gradients are kernels.Ops. A cache owns the graphs that were recorded over it."""
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +24,7 @@ if find_spec("triton"):
     from gpu.crosscompile import processors
     from gpu.flash import LayerStore, flash_attention, plan_launches
     from gpu.store import store_vectors
+    warnings.filterwarnings("ignore", r"'gpu\.\w+' found in sys.modules", RuntimeWarning)        # python -m gpu.flash
 
 
 def fuses(x: Tensor) -> bool:
@@ -42,8 +44,7 @@ def store_and_attend(q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int, *r
     rotated = store_vectors(k, v, keys, values, slots, step.block_size, *((q, *rope) if rope else ()))
     if (launches := vars(step).get("launches")) is None:                         # the same in all layers
         longest = vars(step).get("longest") or max(stop for _, _, stop in step.spans)
-        launches = plan_launches(step.counts, longest, q.shape[1], k.shape[1], processors(q.device))
-        step.launches = launches
+        step.launches = launches = plan_launches(step.counts, longest, q.shape[1], k.shape[1], processors(q.device))
     block = 0 if step.block_size >= step.cache.max_len else step.block_size      # 0: a contiguous cache
     return flash_attention(rotated if rope else q, keys, values, tables, starts, lengths, launches, block)
 

@@ -49,7 +49,7 @@ class Report(NamedTuple):
     spills: int                                         # bytes of a thread, in memory
     shared: int                                         # bytes of a program
     ptx: str
-    num_warps: int = 4
+    num_warps: int
 
     @property
     def wgmma(self) -> int:

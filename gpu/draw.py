@@ -16,12 +16,13 @@ Without top-k, top-p and min-p it is four launches. No shape depends on a number
 
 A probability is a float64 between 0 and 1, and its 62 bits, read as a whole number, are in the order of the numbers. So
 v is found from its highest bits down, three at a time: the largest of eight numbers that is still enough. These 21
-passes are over the likely candidates if they alone are enough (tens to thousands), else over the row. Of the candidates
-that equal v as many are kept as are wanted, the lowest index first.
+passes are over the likely candidates if they alone are enough, else over the row. Of the candidates that equal v, as
+many are kept as are wanted, the lowest index first.
 
 Invariant: the kept candidates, and the token picked with given noise, are those of sampling.py. (A sum within a
-rounding of p · total may go either way.) Cost: logits are read twice and probabilities written once;
-with filters these are read twice and written again. The worst case is a flat row: 21 passes by one program.
+rounding of p · total may go either way.) Cost: logits are read twice and probabilities written once; with filters these
+are read twice and written again. Worst is a flat row: one program passes over it 21 times for top-k and for top-p each.
+Not covered: logits that are not finite. The host would have to wait to see them; a token of theirs means nothing.
 
     B rows · V vocabulary · S pieces of a row
 """

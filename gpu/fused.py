@@ -4,8 +4,8 @@
     fused_rotate    the pairs (i, i + D/2) of q and k turn          [T, heads, D], out of the product that holds v too
     fused_swiglu    silu(gate) · up                                 [T, 2 F] -> [T, F]
 
-With a cache, rotation is part of storing (store.py), and a decoding layer is ten launches at most: norm, qkv product,
-storing, attention, its merge, o product, norm, gate and up product, swiglu, down product.
+With a cache, rotation is part of storing (store.py), and a decoding layer of 16 bits is ten launches at most: norm, qkv
+product, storing, attention, its merge, o product, norm, gate and up product, swiglu, down product.
 
 Invariant: computed in float32 and rounded where kernels.Ops rounds, 16-bit results differ by the order of the sum
 alone. Not covered: gradients and float64."""
@@ -98,10 +98,10 @@ def fused_swiglu(x: Tensor) -> Tensor:
 
 # ---- The demonstration: what the compiler makes of them --------------------------------------------------------------
 
-def compile_fused(C: int, F: int, D: int, arch: int = 90, dtype: str = "bf16") -> list[tuple[str, int, int, int]]:
-    """Registers, spills and shared memory of each kernel, for a model of this size."""
+def compile_fused(C: int, F: int, D: int, arch: int = 90) -> list[tuple[str, int, int, int]]:
+    """Registers, spills and shared memory of each kernel, for a model of this size in bfloat16."""
     size, num_warps = norm_shape(C)
-    types = {"x delta weight total y cos sin": f"*{dtype}", "C F D row head": "i32:16", "eps": "fp32", "heads": "i32"}
+    types = {"x delta weight total y cos sin": "*bf16", "C F D row head": "i32:16", "eps": "fp32", "heads": "i32"}
     fixed = {_add_norm: (dict(SIZE=size), num_warps), _swiglu: (dict(SIZE=1024), 4),
              _rotate: (dict(HEADS=8, HALF=triton.next_power_of_2(D // 2)), 4)}
     return [(kernel.__name__, *compile_for(kernel, types, constants, arch, warps)[:3])

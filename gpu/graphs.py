@@ -14,7 +14,7 @@ between them: their room is reserved at once, and each token goes from the pick 
 position, its slot and the length of its text (`following`). The picks are those of drafters.write_drafts.
 
 Invariant: results are those of the model called directly. The next round of a shape overwrites its drafts.
-Not covered: graphs for prompts and for verification.
+Not covered: graphs for prompts, and for texts with very different numbers of new tokens.
 
     B sequences of a bucket · k the largest γ of a round · V vocabulary · T tokens of a step
 """
@@ -152,10 +152,10 @@ class Inputs(NamedTuple):
     @classmethod
     def empty(cls, B: int, k: int, device: torch.device | str, pinned: bool = False) -> tuple[Tensor, "Inputs"]:
         """The buffer, and its views."""
-        sizes = 2 * B, B, B, 3 * B * (k + 1), 4 * B
+        sizes = 2 * B, B, B, 3 * B * (k + 1), len(SETTINGS) * B
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
         tokens, gammas, stops, coins, settings = buffer.split(sizes)
-        return buffer, cls(tokens, gammas, stops, coins.view(-1, 3), settings.view(torch.float64).view(4, B))
+        return buffer, cls(tokens, gammas, stops, coins.view(-1, 3), settings.view(torch.float64).view(-1, B))
 
 
 class Drafts:

@@ -1,7 +1,7 @@
 """Storing new keys and values on a GPU: rotation and quantization in the pass that writes them.
 
 The projection's result is read once: queries and keys are rotated by their positions, keys and values quantized to the
-cache's bits (quant.py) and written to their slots. In plain torch these are some twenty passes.
+cache's bits (quant.py) and written to their slots.
 
     slot = block · S + place      vector = block · block_stride + place · token_stride + head · head_stride
 

@@ -160,8 +160,7 @@ def beside_transformers(work: Work, rate: float, rate_of_some: float, scale: Sca
     """transformers, one request at a time and by its continuous batching -> rows, and a note for each failure."""
     if not installed("transformers"):
         return [], [not_compared("transformers")]
-    if scale.device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()                            # does nothing without a GPU
     peer, rows, notes = RandomTransformers(scale.models[0][1], scale.device, scale.dtype), [], list[str]()
     few, some = [(prompt, min(count, scale.short)) for prompt, count in work[:scale.alone]], work[:scale.batched]
     alone = (f"{len(few)} of them one at a time by transformers, answers of at most {scale.short} "

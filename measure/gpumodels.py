@@ -1,7 +1,7 @@
 """Shared by the measurements on a GPU: models of true shapes with random weights, sizes, the clock and the roofs.
 
 Speed does not depend on the values of weights, so nothing is downloaded: random numbers, or random integers with scales
-that make numbers of their size, are made on the device. Every figure is a share of a roof, measured in the same run:
+that make numbers of their size, are made on the device. The roofs, of which figures are shares, are of the same run:
 
     bytes read a second, by a sum over more than a cache holds      ·      operations a second, by one large product
 

@@ -18,7 +18,7 @@ from typing import Any
 from measure.report import Results, format_bytes
 
 INK, PALE, GRID, GOOD, BAD, EMPTY = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d", "#e4e8ec"
-WHITE, BLUE, ORANGE, HATCHED = "#ffffff", "#2f6fb4", "#c2562d", "url(#cached)"
+WHITE, BLUE, ORANGE, HATCHED = "#ffffff", "#2f6fb4", BAD, "url(#cached)"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 HATCH = ('<defs><pattern id="cached" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
          f'<rect width="5" height="5" fill="{WHITE}"/><rect width="2" height="5" fill="{PALE}"/></pattern></defs>')

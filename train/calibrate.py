@@ -18,7 +18,7 @@ Both need of the text only H and mean |x| for each product (`Moments`). A model 
 inputs that the quantized layers before it make, so memory holds the model and one layer more.
 
 Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than rounding.
-Cost: two passes over the text, and K³ / 3 + N K² operations a product. Not covered: act-order, AWQ's clipping.
+Cost: two passes over the text, and some (K + N) K² operations a product. Not covered: act-order, AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al. 2023 (2306.00978).
 
@@ -36,8 +36,8 @@ from torch import Tensor
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
 from quant import Quantized, dequantize, grid4, pack4, quantize
-from weights import Config, Quantization
 from shell import say
+from weights import Config, Quantization
 
 DAMP = 0.1                              # of H's mean diagonal is added to it; 0.01 in the paper, with 16 times the text
 PRODUCTS = ("qkv", "o", "gate_up", "down")

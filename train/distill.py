@@ -5,7 +5,6 @@ the draft's. So a draft learns all of p, on text and on the target's own texts, 
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),        and α ≥ 1 − √(KL / 2)  (Pinsker)
 
-
     python -m train.distill                                                     a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE... --out DIR              a new draft learns from a target
     python -m train.distill --target NAME --alone ...                           the control: it learns from text alone
@@ -13,7 +12,7 @@ the draft's. So a draft learns all of p, on text and on the target's own texts, 
     python -m train.distill --from NAME --kv-heads N --data FILE... --out DIR   fewer K/V heads (gqa.py), trained on
 
 Train at the length of use: a draft trained on 256 tokens was accepted with 0.68 up to there, with 0.35 at 512 (tiny).
-Invariant: step i depends on the weights and i alone (stories.py), so a killed run goes on exactly from its checkpoint.
+Invariant: step i depends on its state and i alone (stories.py): a killed run goes on exactly from its checkpoint.
 Not covered: several GPUs, texts that do not fit in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories (2305.07759).
@@ -40,7 +39,6 @@ from torch import Tensor
 
 from batcher import Batcher
 from kernels import Step, find_device
-from weights import Config, find
 from kvcache import KVCache
 from model import Llama
 from request import Request, Settings
@@ -51,6 +49,7 @@ from train import bpe
 from train.gqa import cache_bytes, merge_heads
 from train.muon import Optimizer, has_bfloat16
 from train.stories import Corpus, hold_out, read_stories
+from weights import Config, find
 
 
 def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
@@ -74,7 +73,7 @@ def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(student: Llama, text: Corpus, target: Llama | None = None, length: int = 512,
-            count: int = 40) -> dict[str, float]:
+             count: int = 40) -> dict[str, float]:
     """On held-out text, in the models' own dtype: bits per byte, and α against the target."""
     bits, alphas = [], []
     for window in text.windows(length, count).to(student.device):                           # int64[N + 1]
@@ -173,7 +172,7 @@ class Training:
             raise ValueError(f"{file} is no whole checkpoint ({error}): delete it to begin anew") from None
 
 
-def new_model(config: Config, seed: int, device: str = "cpu") -> Llama:
+def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> Llama:
     """Random weights, the same on every device; what is added to the residual stream starts small."""
     llama = Llama(config, device, seed=None)
     llama.fill(Llama(config, seed=seed).places().items())
@@ -249,7 +248,7 @@ def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
 
 def distill(args: argparse.Namespace) -> None:
     """Text, target, student; evaluate, learn, evaluate, save."""
-    find_device(args.device)
+    args.device = find_device(args.device)
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
     if not stories and args.target is None:
         raise ValueError("there is no --data: only a --target can tell texts of its own to learn from")
@@ -280,14 +279,16 @@ def distill(args: argparse.Namespace) -> None:
         f"{checkpoint.name} is no longer needed, except to go on with more --steps")
 
 
+USUAL = Hyperparameters()
 NUMBERS: dict[str, tuple[int | None, str]] = dict(
     vocab=(4096, "tokens of a new vocabulary"), layers=(1, ""), width=(128, ""), heads=(4, ""), kv_heads=(None, "half"),
-    head_dim=(None, "width / heads"), mlp=(None, "2 · width"), context=(1024, "longest text"), steps=(100, ""),
-    batch=(8, "crops a step"), length=(512, "tokens of a crop"), warmup=(40, "steps"), seed=(1, ""),
-    tales=(32, "texts that the target tells"), windows=(40, "held-out pieces of 512 tokens, measured at the end"))
-SHARES = dict(decay=(0.5, "share of the steps, at the end, in which the rate falls to 0"),
-              own=(0.5, "share of the steps on the target's own texts"),
-              overlap=(0.25, "share of the steps, at the end, that raise α itself instead of lowering KL"))
+    head_dim=(None, "width / heads"), mlp=(None, "2 · width"), context=(1024, "longest text"), seed=(1, ""),
+    steps=(USUAL.steps, ""), batch=(USUAL.batch, "crops a step"), length=(USUAL.length, "tokens of a crop"),
+    warmup=(USUAL.warmup, "steps"), tales=(32, "texts that the target tells"),
+    windows=(40, "held-out pieces of 512 tokens, measured at the end"))
+SHARES = dict(decay=(USUAL.decay, "share of the steps, at the end, in which the rate falls to 0"),
+              own=(USUAL.own, "share of the steps on the target's own texts"),
+              overlap=(USUAL.overlap, "share of the steps, at the end, that raise α itself instead of lowering KL"))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -300,7 +301,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", nargs="+", metavar="FILE", help=f"stories, each ended by a line {bpe.END}; every tenth is held out")
     add("--out", default="draft", help="folder of the student, its tokenizer and its checkpoint (draft)")
     add("--tokenizer", metavar="NAME", help="with --from-scratch: the vocabulary of this model")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", metavar="NAME", help="default: a GPU if there is one")
     for name, (default, about) in (NUMBERS | SHARES).items():
         add(f"--{name.replace('_', '-')}", type=float if name in SHARES else int, default=default,
             help=f"{about} ({default})" if default is not None else about)

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weights import Quantization
-from kvcache import kv_bytes, KVCache
-from quant import WIDTHS, Bits
+from kvcache import KVCache, kv_bytes
 from model import Llama
+from quant import WIDTHS, Bits
 from shell import say
 from train.calibrate import quantized, size
 from train.distill import sample_corpus
+from weights import Quantization
 
 CHUNK = 256                                             # tokens read at a time: the logits of more take much memory
 

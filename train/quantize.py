@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weights import Checkpoint, Config, Quantization, find, read_json
 from kernels import find_device
 from model import Llama
 from shell import Parser, say, status
@@ -27,6 +26,7 @@ from train import perplexity
 from train.bpe import END, FILES, copy_files
 from train.calibrate import quantized, size
 from train.stories import hold_out, read_file
+from weights import Checkpoint, Config, Quantization, find, read_json
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # from the cheapest to the best
 

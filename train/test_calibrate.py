@@ -33,11 +33,9 @@ def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> 
     """The paper's algorithm word for word, in float64: each column is rounded, then leaves the inverse Hessian."""
     w, (N, K) = w.clone(), w.shape
     inverse = torch.linalg.inv(hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype))
-    integers = torch.empty(N, K)
+    integers, scale, zero = torch.empty(N, K), quantize(w, 8).scale[:, 0], torch.zeros(N)
     for k in range(K):
-        if bits == 8:
-            scale, zero = quantize(w, 8).scale[:, 0] if k == 0 else scale, torch.zeros(N)
-        elif k % group == 0:
+        if bits == 4 and k % group == 0:
             of_group = quantize(w[:, k:k + group], 4, group)
             scale, zero = of_group.scale[:, 0], of_group.zero[:, 0]
         for row in range(N):
