@@ -99,6 +99,19 @@ def named(readme: str) -> Path:
     return Path(found[2])
 
 
+def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
+    args = (p := bench_parser()).parse_args(arguments)
+    if args.readme or args.pictures:
+        p.unused(args, "quick data target gguf out", "where nothing is measured")
+    if args.against != "llama.cpp":
+        p.unused(args, "gguf", "but with --against llama.cpp")
+    if not args.against:
+        p.unused(args, "target", "but with --against: the embedded pair is measured, or random weights")
+    if args.against or args.gpu:
+        p.unused(args, "data", "where no perplexity is measured")
+    return args
+
+
 def answer(args: argparse.Namespace) -> None:
     if args.readme:
         return put(README.relative_to(HERE), report.front_page(README.read_text(encoding="utf-8"), load_results))
@@ -106,10 +119,6 @@ def answer(args: argparse.Namespace) -> None:
         for name, drawn in pictures.draw_all(load_results(named(README.read_text(encoding="utf-8")))).items():
             put(Path("results", f"{name}.svg"), drawn)
         return None
-    if args.gguf and args.against != "llama.cpp":
-        raise ValueError("--gguf is for --against llama.cpp: leave it out, or name that peer")
-    if args.target != "tiny" and not args.against:
-        raise ValueError("--target is for --against: what else is measured is the embedded pair, or has random weights")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out
@@ -132,7 +141,8 @@ def answer(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return status(lambda: answer(bench_parser().parse_args(arguments)), CacheFull)
+    args = parse_bench(arguments)
+    return status(lambda: answer(args), CacheFull)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvcache import CacheFull
 from model import Llama
 from quant import WIDTHS
 from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
-from shell import Parser, Terminated, line, say, status, write
+from shell import LONGEST, Parser, Terminated, brief, say, status, write
 from weights import EMBEDDED
 
 MOST = 2**16                                            # texts asked for at a time
@@ -185,9 +185,9 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
                 yield Writer(model.tokenizer, request, asked["prompt"], index=index)
             except ValueError as error:
                 bad.append(number)
-                say(f"line {number} is left out: {line(str(error))}")
+                say(f"line {number} is left out: {brief(error, LONGEST)}")
                 refused = Result(asked.get("prompt", ""), [], 0, index, finish_reason="error")
-                print_json(refused, error=line(str(error)), **ids[index])
+                print_json(refused, error=brief(error, LONGEST), **ids[index])
 
     def told(result: Result) -> None:
         print_json(result, **ids[result.index])
@@ -220,7 +220,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
             return 0
         except ValueError as error:
             messages = messages if (again := isinstance(error, UnicodeError)) else []
-            say(f"{line(str(error))}: {'type it again' if again else 'a new conversation begins'}")
+            say(f"{brief(error, LONGEST)}: {'type it again' if again else 'a new conversation begins'}")
             continue
         try:
             for result in engine.serve([Writer(model.tokenizer, request, typed, show)]):

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 from weights import Config
 from model import Llama
+from proof import Toy
 
 if find_spec("cpu"):                                    # the tests of the core run without it, too
     from cpu import native
@@ -34,6 +35,11 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['cont
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SMALL = dict(vocab_size=261, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=6, max_position_embeddings=96, tie_word_embeddings=True, eos_token_ids=(256,))
+
+
+class Cipher(Toy):
+    """A toy that stores every token as the digit of another one: from its cache every other toy reads another text."""
+    shift = 1
 
 
 def byte_alphabet() -> list[str]:

@@ -33,9 +33,10 @@ from paged import PagedCache, blocks_that_fit
 from quant import widths
 from request import Message, Request, Result, Settings, Writer
 from sampling import SETTINGS, check_settings
+from shell import brief
 from speculative import Decoder
 from tokenizer import Tokenizer
-from weights import Config, brief, end_tokens, find, read_json
+from weights import Config, end_tokens, find, read_json
 
 BLOCK = 16                                              # tokens of a block
 CHUNK = 512                                             # tokens of a step, at most

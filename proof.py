@@ -78,7 +78,7 @@ def enumerate_law(run: Callable[[Walk, int], Sequence[Any]], group: int = 1, wid
 
 class Toy:
     """A model of V tokens and texts of up to `longest` of them: logits from a table, by the number of the text."""
-    device, dtype, ops, shift = torch.device("cpu"), torch.float64, Ops(), 0
+    device, dtype, ops, shift = torch.device("cpu"), torch.float64, Ops(), 0         # shift: of the stored digits
 
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -96,11 +96,6 @@ class Toy:
         mean = self.ops.look_back(0 * digits, 0 * digits, digits, step, 0).flatten()                     # of its text
         codes = (mean * (step.positions + 1)).round().long()
         return self.table[codes if rows is None else codes[rows]]
-
-
-class Cipher(Toy):
-    """A toy that stores every token as the digit of another one: from its cache every other toy reads another text."""
-    shift = 1
 
 
 def own_law(toy: Toy, prompt: Sequence[int], count: int, ends: Sequence[int],

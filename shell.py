@@ -55,16 +55,17 @@ def write(text: str) -> None:
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
-def line(message: str) -> str:
-    """A message in one printable line: control characters escaped, the middle of a long message left out."""
-    text = " ".join(message.split())
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST // 2]} […] {text[-LONGEST // 2:]}"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def brief(said: object, limit: int = 400) -> str:
+    """One printable line of about `limit` characters at most: the middle left out, control characters escaped."""
+    text = str(said)
+    text = " ".join((text if len(text) <= 2 * limit else text[:limit] + text[-limit:]).split())
+    text = text if len(text) <= limit else f"{text[:limit * 2 // 3]} […] {text[-limit // 4:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def refuse(message: str) -> int:
     """Say what is wrong -> the status."""
-    say(f"error: {line(message)}")
+    say(f"error: {brief(message, LONGEST)}")
     return 2
 
 
@@ -76,6 +77,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         sys.exit(refuse(f"{message} (see --help)"))
+
+    def unused(self, args: argparse.Namespace, names: str, why: str) -> None:
+        """Refuse the flags of these names, where they would do nothing."""
+        for name in names.split():
+            if getattr(args, name) != self.get_default(name):
+                self.error(f"--{name.replace('_', '-')} has no use {why}: leave it out")
 
 
 def check_file(path: Path) -> None:

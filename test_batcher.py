@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from batcher import Batcher
 from weights import Config
-from conftest import SMALL, write_model
+from conftest import Cipher, SMALL, write_model
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model
 from quant import Bits
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
-from proof import Cipher, Toy, Walk, distance, enumerate_law, own_law
+from proof import Toy, Walk, distance, enumerate_law, own_law
 from request import Request, Settings, Writer
 from sampling import Keyed, _exponential, _steps, probabilities
 from speculative import Decoder

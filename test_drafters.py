@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weights import Config
-from conftest import SMALL
+from conftest import Cipher, SMALL
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model, load_draft
 from kernels import Ops
@@ -16,7 +16,7 @@ from kvcache import KVCache
 from quant import WIDTHS
 from model import Llama
 from paged import PagedCache
-from proof import Cipher, Toy, Walk, distance, enumerate_law, own_law
+from proof import Toy, Walk, distance, enumerate_law, own_law
 from quant import dequantize, quantize
 from request import Request, Round, Settings, pack
 from sampling import TEXT, Keyed, draft_role, probabilities

@@ -13,8 +13,8 @@ from conftest import PAGES, ROOT
 from generate import Engine, Model, load_draft
 from request import Request, Settings
 
-ORDER = ("sampling quant kernels weights model kvcache paged vocabulary tokenizer request gamma drafters speculative proof "
-         "batcher generate shell cli").split()                                # the root's
+ORDER = ("sampling quant kernels shell weights model kvcache paged vocabulary tokenizer request gamma drafters speculative "
+         "proof batcher generate cli").split()                                # the root's
 FOLDERS = {"cpu": {"cpu", "kernels", "quant", "sampling"}, "gpu": {"gpu", "kernels", "quant", "sampling"},
            "train": {"train", *ORDER}, "measure": {"measure", "train", "cpu", "gpu", *ORDER}}
 OWN = {path.stem for path in ROOT.glob("*.py")} | FOLDERS.keys()

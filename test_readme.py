@@ -20,7 +20,7 @@ COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.s
 COMMANDS += [line.strip() for line in README.splitlines() if line.startswith("    python ")]
 COMMANDS += re.findall(r"`(python (?:-m )?[\w.]+[^`\n]*)`", README)
 PARSERS = {"generate.py": lambda flags: cli.check_flags(cli.parser().parse_args(flags, SimpleNamespace(profiled=True))),
-           "bench.py": lambda flags: bench.bench_parser().parse_args(
+           "bench.py": lambda flags: bench.parse_bench(
                [f.replace("PEER", "transformers") for f in flags]),
            "quant.py": quantize.parse_flags, "train.distill": distill.parse}
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]

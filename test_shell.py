@@ -110,7 +110,7 @@ def test_every_program_begins_before_it_imports_what_takes_its_time():
      "working\nerror: memory does not hold this: use a smaller model or fewer bits (--dtype bfloat16), "
      "shorter texts, or fewer\n"),
     ("", "raise OSError('x' * 10**6 + chr(27) + chr(10) + chr(0xd800))", 2, "text so far\n",
-     f"working\nerror: {'x' * (LONGEST // 2)} […] {'x' * (LONGEST // 2 - 3)}\\x1b \\ud800\n")])
+     f"working\nerror: {'x' * (LONGEST * 2 // 3)} […] {'x' * (LONGEST // 4 - 3)}\\x1b \\ud800\n")])
 def test_streams_that_are_closed_or_full_and_messages_that_are_not_fit_to_be_shown(redirect, work, code, out, err):
     process = started(redirect, work=work)
     assert process.communicate("", timeout=20) == (out, err) and process.returncode == code

@@ -28,8 +28,9 @@ import jinja2
 import tiktoken
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shell import brief
 from vocabulary import Vocabulary, read_ranks, read_tokenizer_json, reject
-from weights import brief, read_json, read_text
+from weights import read_json, read_text
 
 TEMPLATE = 2**17            # characters that a chat template may have; usual are some thousands
 TIME = 10.0                 # seconds that it may take for a conversation,

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import regex                # tiktoken brings it
 import tiktoken
 
-from weights import brief, read_json, read_text
+from shell import brief
+from weights import read_json, read_text
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shell import brief
+
 ALIASES = {"1B": "meta-llama/Llama-3.2-1B-Instruct", "3B": "meta-llama/Llama-3.2-3B-Instruct",
            "8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.3-70B-Instruct"}
 EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}       # beside this file
@@ -64,14 +66,6 @@ def find(name: str | Path) -> Path:
     raise FileNotFoundError(f"{repo} is not in the cache, and the Hub refuses it ({said}). Check the name; accept"
                             f" a gated model's licence at https://huggingface.co/{repo} and run `hf auth login`; go "
                             "online once; or give a folder that holds the model")
-
-
-def brief(said: object, limit: int = 400) -> str:
-    """One printable line of about `limit` characters at most."""
-    text = str(said)
-    text = " ".join((text if len(text) <= 2 * limit else text[:limit] + text[-limit:]).split())
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return text if len(text) <= limit else f"{text[:limit * 2 // 3]} … {text[-limit // 4:]}"
 
 
 def read_text(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") -> str:

@@ -314,8 +314,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--decay {args.decay}, --own {args.own} and --overlap {args.overlap} are shares: from 0 to 1")
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
+    if args.start:
+        p.unused(args, "layers width heads head_dim mlp context", "with --from, a model that has its shape")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
+    if args.target:
+        p.unused(args, "vocab", "with the target's vocabulary")
+    else:
+        p.unused(args, "alone", "without a --target")
     return args
 
 

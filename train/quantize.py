@@ -75,7 +75,14 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all bits and methods")
     add("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
     add("--device", metavar="NAME", help="default: a GPU if there is one")
-    return p.parse_args(arguments)
+    args = p.parse_args(arguments)
+    if args.table is not None:
+        p.unused(args, "bits method group", "with --table, which measures them all")
+    else:
+        p.unused(args, "tokens", "without --table")
+        if args.method == "rtn":
+            p.unused(args, "data pieces", "with --method rtn, which looks at no text")
+    return args
 
 
 def store_or_measure(args: argparse.Namespace) -> None:

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_ch
 
 # ---- The command line ----------------------------------------------------------------------------------------------
 
-SHAPE = ["--width", "24", "--heads", "4", "--mlp", "32", "--length", "16", "--batch", "2"]
+SIZES, SHAPE = ["--length", "16", "--batch", "2"], ["--width", "24", "--heads", "4", "--mlp", "32"]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
     target, draft, merged = (str(tmp_path / name) for name in ("target", "draft", "merged"))
 
     def run(flags: str, out: str, data: tuple[str, ...] = ("--data", stories)) -> None:
-        assert distill.main([*flags.split(), *data, "--out", out, *SHAPE]) == 0
+        assert distill.main([*flags.split(), *data, "--out", out, *SIZES, *([] if "--from " in flags else SHAPE)]) == 0
 
     run("--from-scratch --vocab 300 --layers 2 --steps 6", target)
     assert Llama.load(target, dtype=torch.float32).config.vocab_size == 300
@@ -208,7 +208,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: P
 
 @pytest.mark.parametrize("flags", [
     ["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
-    ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18]])
+    ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18], ["--head-dim", "8", "--from", "tiny"],
+    ["--vocab", "300", "--target", "tiny"], ["--alone", "--from-scratch"]])
 def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         distill.parse(flags)

@@ -178,6 +178,13 @@ def test_what_makes_no_sense_at_load_is_refused(small):
         Llama(Config.load(small / "8"))
 
 
+@pytest.mark.parametrize("flags", [["--bits", "4", "--table", "x"], ["--tokens", "9", "--out", "x"], ["--data", "x", "--out", "x"]])
+def test_flags_that_would_do_nothing_are_refused(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        quantize.parse_flags(["tiny", *flags])
+    assert stop.value.code == 2 and capsys.readouterr().err.startswith(f"error: {flags[0]} has no use")
+
+
 def test_the_command_line_says_what_is_wrong_in_one_line(small, tmp_path, capsys):
     plain, out = small / "plain", tmp_path / "out"
     calibrated = [plain, "--out", out, "--method", "awq", "--data"]
@@ -190,8 +197,8 @@ def test_the_command_line_says_what_is_wrong_in_one_line(small, tmp_path, capsys
             ([plain, "--out", __file__], "exists and is not an empty folder"),
             (["nothing", "--out", out], "'nothing' is neither a folder"),
             ([small / "4", "--out", out], "have 4 bits already"),
-            ([plain, "--out", out, "--pieces", 0], "--pieces is 0: it must be at least 1"),
-            ([plain, "--out", out, "--pieces", 10**18], f"is {10**18}: it must be at least 1 and at most 65,536"),
+            ([*calibrated, __file__, "--pieces", 0], "--pieces is 0: it must be at least 1"),
+            ([*calibrated, __file__, "--pieces", 10**18], f"is {10**18}: it must be at least 1 and at most 65,536"),
             ([plain, "--table", __file__, "--tokens", 1], "--tokens is 1"),
             ([plain, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"),
             ([plain, "--out", out, "--device", "tpu"], "device 'tpu'"),
