@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher import Batcher
@@ -60,19 +60,29 @@ PREFIX = torch.randint(256, (200,), generator=torch.Generator().manual_seed(5)).
 
 @st.composite
 def workloads(draw) -> dict:
-    count = draw(st.integers(1, 6))
-    one = st.fixed_dictionaries(dict(own=st.integers(0, 60), shared=st.sampled_from([0, 0, 10, 33, 140]), count=st.integers(1, 14),
-                                     temperature=st.sampled_from([0.0, 1.0, 0.7]), gamma=st.integers(0, 4), arrives=st.integers(0, 12),
+    one = st.fixed_dictionaries(dict(own=st.integers(0, 40), shared=st.sampled_from([0, 0, 10, 33, 80]), count=st.integers(1, 10),
+                                     temperature=st.sampled_from([0.0, 1.0, 0.7]), gamma=st.integers(0, 4), arrives=st.integers(0, 8),
                                      top_k=st.sampled_from([None, 5]), cancelled=st.sampled_from([None, None, None, 3])))
-    texts = draw(st.lists(one, min_size=count, max_size=count))
+    texts = draw(st.lists(one, min_size=1, max_size=4))
     bits = draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)]))
-    return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 6)),
+    return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 4)),
                 drafter=draw(st.sampled_from(["none", "model", "self", "self", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
                 sharing=draw(st.booleans()), bits=bits)
 
 
-@settings(max_examples=30, deadline=None)
+def workload(drafter: str, size: int, bits: Bits, coupled: bool = False, **more) -> dict:
+    """Four texts, two of them with the same beginning, in a pool that holds little more than one: some must make room."""
+    texts = [dict(own=own, shared=shared, count=count, temperature=1.0, gamma=3, arrives=i // 3, top_k=None, cancelled=None)
+             for i, (own, shared, count) in enumerate([(3, 0, 14), (0, 4, 14), (1, 4, 12), (2, 0, 10)])]
+    return dict(texts=texts, size=size, spare=6, budget=20, batch=4, drafter=drafter, coupled=coupled, contiguous=False, sharing=True, bits=bits) | more
+
+
+@settings(max_examples=10, deadline=None)
 @given(workloads())
+@example(workload("model", 4, (16, 16)))
+@example(workload("self", 8, (8, 4)))
+@example(workload("model", 3, (8, 8), coupled=True, sharing=False))
+@example(workload("ngram", 4, (4, 4), batch=2, contiguous=True))
 def test_every_request_gets_the_tokens_it_gets_alone(w):
     requests = []
     for i, text in enumerate(w["texts"]):
@@ -87,7 +97,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
     draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "self": lambda: SelfDrafter(COPY, own), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
     batch = Batcher(Decoder(TARGET, own, V, draft, w["coupled"], budget=w["budget"]), w["batch"])
     cancelled, step = set(), 0
-    while step <= 12 or batch.waiting or batch.running:
+    while step <= 8 or batch.waiting or batch.running:
         for request, text in zip(requests, w["texts"]):
             if text["arrives"] == step:
                 batch.add(request)
@@ -114,16 +124,16 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
 def test_in_float32_texts_part_only_at_near_ties():
     """The embedded model, fixed prompts, a pool that makes texts give way: greedy, sampled, and coupled with drafts."""
     model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
-    prompts = [model.encode(text) for text in ("Once upon a time", "Once upon a time, there was a little dog", "Lily saw", "One day, Tom", "Mom said")]
-    for temperature, drafter in ((0.0, None), (1.0, None), (1.0, draft)):
+    prompts = [model.encode(text) for text in ("Once upon a time", "Once upon a time, there was a little dog", "Lily saw", "One day, Tom")]
+    for temperature, drafter in ((0.0, None), (1.0, draft)):
         texts = {}
-        for together in (5, 1):
-            engine = Engine(model, drafter, 0, 60, together, coupled=True, kv_memory=9 * 16 * (KVCache.of(model.llama, 1).bytes + KVCache.of(draft.llama, 1).bytes))
-            requests = [Request(tokens, Settings(temperature, seed=i, max_tokens=30), model.ends) for i, tokens in enumerate(prompts)]
+        for together in (4, 1):
+            engine = Engine(model, drafter, 0, 60, together, coupled=True, kv_memory=5 * 16 * (KVCache.of(model.llama, 1).bytes + KVCache.of(draft.llama, 1).bytes))
+            requests = [Request(tokens, Settings(temperature, seed=i, max_tokens=16), model.ends) for i, tokens in enumerate(prompts)]
             list(engine.batch.run(requests))
             texts[together] = requests
-        assert sum(r.preempted for r in texts[5]) > 0
-        for a, b in zip(texts[5], texts[1]):
+        assert sum(r.preempted for r in texts[4]) > 0
+        for a, b in zip(texts[4], texts[1]):
             if a.tokens != b.tokens:
                 at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y)
                 probs = probabilities(model.llama(torch.tensor(a.tokens[:at]), rows=slice(-1, None)), temperature)
@@ -138,7 +148,7 @@ def test_in_float32_texts_part_only_at_near_ties():
 @pytest.mark.parametrize("sharing", [False, True])
 def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing, drafter):
     """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
-    kinds = [((1,), 2, 4, ()), ((0, 2), 1, 4, (0,)), ((2, 1), 3, 3, (1,))]
+    kinds = [((1,), 2, 4, (1,)), ((0, 2), 1, 4, (0,)), ((2, 1), 3, 3, (1,))]
     target, draft, copy, preempted = Toy(seed=1), Toy(seed=2), Cipher(seed=2), []
 
     def run(walk: Walk, n: int) -> list:
@@ -337,12 +347,12 @@ def calls_of_a_step(models: list[Model], draft: str | None, texts: int, length: 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "model"])
 def test_what_a_step_calls_does_not_grow(models, draft, compiler):
-    assert calls_of_a_step(models, draft, 1, 3000, 2) < 1.1 * calls_of_a_step(models, draft, 1, 600, 2)          # with the length of a text
+    assert calls_of_a_step(models, draft, 1, 2000, 2) < 1.1 * calls_of_a_step(models, draft, 1, 400, 2)          # with the length of a text
     assert calls_of_a_step(models, draft, 64, 5, None) < calls_of_a_step(models, draft, 8, 5, None)              # with the texts beside it
 
 
 def test_a_long_text_that_finds_no_room_is_not_looked_up_in_each_step(models):
-    assert calls_of_a_step(models, None, 1, 3000, 0, more=1) < 2 * calls_of_a_step(models, None, 1, 3000, 0)
+    assert calls_of_a_step(models, None, 1, 1500, 0, more=1) < 2 * calls_of_a_step(models, None, 1, 1500, 0)
 
 
 def test_who_ends_is_not_looked_for_among_those_who_wait(models):
@@ -358,9 +368,11 @@ def test_who_ends_is_not_looked_for_among_those_who_wait(models):
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 def test_nothing_is_kept_of_texts_that_have_gone(models, draft):
     engine, counts = Engine(models[0], models[1] if draft == "model" else draft, 300, 60, 4), []
+    gc.freeze()                                                                          # what is there already need not be looked through
     for i in range(3):
-        for j in range(0, 40, 8):
+        for j in range(0, 16, 8):
             list(engine.serve([Writer(models[0].tokenizer, request(20, 3, 8 * (j + k) + i), "") for k in range(8)]))
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert max(counts[1:]) <= counts[0] + 100                                            # 40 texts more would be some 400 objects
+    gc.unfreeze()
+    assert max(counts[1:]) <= counts[0] + 50                                             # 16 texts more would be some 160 objects

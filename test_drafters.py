@@ -35,7 +35,7 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
     return []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=6))
 def test_ngrams_are_what_a_slow_search_finds_while_the_text_grows(text, longest, growth):
     drafter, request = NgramDrafter(longest), Request(text, Settings())
@@ -146,7 +146,7 @@ def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
     for request in requests:
         maker.open(request)
     maker.step([maker.plan(request) for request in requests])
-    for _ in range(10):
+    for _ in range(4):
         work = [maker.plan(request) for request in requests]
         lengths = [len(request.tokens) - 1 for request in requests]
         before = [held(cache, request.seq, length) for request, length in zip(requests, lengths)]
@@ -159,33 +159,33 @@ def test_what_the_target_stored_stays_as_it_was_to_the_bit(small, kv, bits):
             cache.check()
 
 
-@pytest.mark.parametrize("kv, bits", [("paged", "16"), ("contiguous", "16"), ("contiguous", "8"), ("paged", "8/4")])
-def test_greedy_texts_are_the_targets_own(small, kv, bits):
-    greedy_texts(*small, kv, bits, 30, 11, ((1, 1), (4, 1), (3, 5), (None, 5)))
+@pytest.mark.parametrize("kv, bits, ways", [("paged", "16", ((3, 5), (None, 5))), ("contiguous", "16", ((4, 1),)), ("contiguous", "8", ((1, 1),)), ("paged", "8/4", ((3, 5),))])
+def test_greedy_texts_are_the_targets_own(small, kv, bits, ways):
+    greedy_texts(*small, kv, bits, 20, 8, ways)
 
 
 def test_greedy_texts_of_the_embedded_model_are_its_own(tiny, copy):
-    greedy_texts(tiny, copy, "paged", "16", 12, 4, ((3, 5),))
+    greedy_texts(tiny, copy, "paged", "16", 8, 4, ((3, 5),))
 
 
 def greedy_texts(model: Model, copy: Llama, kv: str, bits: str, count: int, blocks: int, ways: Sequence[tuple[int | None, int]]) -> None:
     """ways: γ, and how many at a time; five at a time have a pool that is so small that some must give way."""
     prompts = ["Once upon a time", "Once upon a time, there was a big dog", "Lily saw", "One day, Tom", "Mom said"]
 
-    def texts(draft, gamma: int | None, together: int, coupled: bool = False, temperature: float = 0.0) -> list:
+    def texts(draft, gamma: int | None, together: int, coupled: bool = False, temperature: float = 0.0, kv: str = kv) -> list:
         room = dict(kv_memory=blocks * 16 * KVCache.of(model.llama, 1, bits=WIDTHS[bits]).bytes) if kv == "paged" else {}
         engine = Engine(model, draft, 400, 80, together, coupled, kv=kv, kv_bits=bits, **room)
         requests = [Request(model.encode(prompt), Settings(temperature, seed=i, max_tokens=count, gamma=gamma), model.ends) for i, prompt in enumerate(prompts)]
         list(engine.batch.run(requests))
         assert together == 1 or kv == "contiguous" or sum(request.preempted for request in requests) > 0
-        assert gamma in (0, None) or coupled or sum(taken.accepted for request in requests for taken in request.rounds) > 20
+        assert gamma in (0, None) or coupled or sum(taken.accepted for request in requests for taken in request.rounds) > 10
         return [request.tokens for request in requests]
-    plain = texts(None, 0, 1)
+    plain = texts(None, 0, 5, kv="contiguous")
     for gamma, together in ways:
         assert texts(copy, gamma, together) == plain
     if bits == "16" and len(ways) > 1:
-        sampled = texts(None, 0, 1, temperature=1.0)
-        assert texts(copy, 3, 5, coupled=True, temperature=1.0) == sampled != texts(copy, 3, 1, temperature=1.0)
+        sampled = texts(None, 0, 5, temperature=1.0, kv="contiguous")
+        assert texts(copy, 3, 5, coupled=True, temperature=1.0) == sampled != texts(copy, 3, 5, temperature=1.0)
 
 
 Kind = tuple[tuple[int, ...], int, int, tuple[int, ...], dict]                  # prompt, γ, tokens, ends of text, settings
@@ -222,7 +222,7 @@ def test_every_row_follows_the_targets_law_with_one_cache_for_both(paged):
 def test_the_law_of_a_text_that_begins_as_an_earlier_one_went_on():
     """It finds that one's blocks, of a token each: what the target stored, or else it reads another text."""
     went_on = own_law(Toy(seed=1), (1,), 2, (), lambda logits: logits.softmax(-1))
-    first, second = ((1,), 2, 4), ((1, *max(went_on, key=went_on.__getitem__)), 1, 3)       # prompt, γ, tokens
+    first, second = ((1,), 2, 3), ((1, *max(went_on, key=went_on.__getitem__)), 1, 3)       # prompt, γ, tokens
 
     def run(walk: Walk, n: int) -> list:
         cache, outcomes, found = PagedCache(1, 1, 1, 14 * n, 1, dtype=torch.float64), [], 0
@@ -340,15 +340,16 @@ def test_twins_get_the_texts_that_they_get_alone(small):
     assert [r.tokens for r in twins] == [r.tokens for r in alone] and len({tuple(r.tokens) for r in twins}) == 3
 
 
-def test_a_copy_that_costs_more_than_a_pass_is_not_tried(tiny, copy):
+def test_a_copy_that_costs_more_than_a_pass_is_not_tried(small):
     """γ by the clock: what the copy costs is known before it has drafted anything."""
-    engine = Engine(tiny, copy, 100, 90)
+    model, copy = small
+    engine = Engine(model, copy, 100, 90)
     assert 0 < engine.decoder.costs.drafting() < 1
     engine.decoder.costs.draft.seconds = 5.0
-    request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=60), set())
+    request = Request(model.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=60), set())
     list(engine.batch.run([request]))
     assert sum(taken.drafted for taken in request.rounds) == 0
     engine.decoder.costs.draft.seconds = 1e-9
-    request = Request(tiny.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=30), set())
+    request = Request(model.encode("Once upon a time"), Settings(1.0, seed=1, max_tokens=30), set())
     list(engine.batch.run([request]))
     assert sum(taken.drafted for taken in request.rounds) > 0 and engine.decoder.costs.draft.times

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def law_of(kinds: Sequence[Kind], target=TARGET, draft=DRAFT) -> list[dict]:
                     for row, i in enumerate(chosen)]
         play(Decoder(target, toy_cache(n), 3, ModelDrafter(draft, toy_cache(n)), coin=walk), requests)
         return [(i, made(request)) for i, request in zip(chosen, requests)]
-    law = enumerate_law(run, width=64)
+    law = enumerate_law(run, width=256)
     return [{text: p for (kind, text), p in law.items() if kind == i} for i in range(len(kinds))]
 
 
@@ -70,7 +70,7 @@ def targets_law(kind: Kind, target=TARGET) -> dict:
     return own_law(target, prompt, count, ends, lambda logits: probabilities(logits, **chosen))
 
 
-RAGGED: list[Kind] = [((1,), 3, 4, (), {}), ((0, 2), 2, 4, (0,), {}), ((2, 1, 0), 1, 3, (), {}), ((0,), 0, 3, (), {}), ((1, 1), 3, 2, (2,), {})]
+RAGGED: list[Kind] = [((2,), 3, 4, (2,), {}), ((0, 2), 2, 4, (0,), {}), ((2, 1, 0), 1, 3, (), {}), ((0,), 0, 3, (), {}), ((1, 1), 3, 2, (2,), {})]
 
 
 def test_every_row_of_a_ragged_batch_follows_the_targets_law():
@@ -99,7 +99,7 @@ def test_the_law_holds_for_any_target_and_draft(target, draft, gamma, ends):
 
 def test_two_rows_are_independent_of_each_other():
     """The joint law of two texts of a batch is the product of the target's own laws."""
-    kinds: list[Kind] = [((1,), 2, 3, (0,), {}), ((2, 0), 2, 3, (), {})]
+    kinds: list[Kind] = [((1,), 2, 3, (0,), {}), ((2, 0), 1, 2, (), {})]
 
     def run(walk: Walk, n: int) -> list:
         requests = [Request(list(kind[0]), Settings(seed=2 * row + i, max_tokens=kind[2], gamma=kind[1]), kind[3])
@@ -108,7 +108,7 @@ def test_two_rows_are_independent_of_each_other():
         return [(made(a), made(b)) for a, b in zip(requests[::2], requests[1::2])]
     first, second = (targets_law(kind) for kind in kinds)
     product = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
-    assert distance(enumerate_law(run, group=2, width=32), product) < 1e-12 and len(product) > 50
+    assert distance(enumerate_law(run, group=2, width=256), product) < 1e-12 and len(product) > 50
 
 
 def test_a_rows_branch_does_not_depend_on_its_neighbours():
@@ -162,17 +162,12 @@ BUGS = {"accepted with p alone": wrong(accept=lambda p, q, ratio: p),
         "accepted because its q was high": wrong(accept=lambda p, q, ratio: torch.where(q > 0.6, 1, ratio))}
 
 
-def test_the_planted_verify_without_a_bug_is_right(monkeypatch):
-    monkeypatch.setattr(speculative, "verify", wrong())
-    kind = RAGGED[1]
-    assert distance(law_of([kind])[0], targets_law(kind)) < 1e-12
-
-
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [None, *BUGS])
 def test_the_enumeration_catches(bug, monkeypatch):
-    monkeypatch.setattr(speculative, "verify", BUGS[bug])
-    kind = RAGGED[1]
-    assert distance(law_of([kind])[0], targets_law(kind)) > 1e-3
+    monkeypatch.setattr(speculative, "verify", BUGS[bug] if bug else wrong())
+    kind: Kind = ((1,), 2, 3, (0,), {})
+    error = distance(law_of([kind])[0], targets_law(kind))
+    assert error > 1e-3 if bug else error < 1e-12
 
 
 def test_the_enumeration_catches_soft_probabilities_at_temperature_0(monkeypatch):
@@ -279,8 +274,12 @@ PROMPTS = ["Once upon a time", "The little dog", "Lily saw", "One day, Tom", "Mo
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Model, Model]:
-    return Model.load("tiny", "cpu", torch.float64), Model.load("tiny-draft", "cpu", torch.float64)
+def pair(base) -> tuple[Model, Model]:
+    """Random weights, and nearly the same: quicker than the embedded pair. A byte is a token."""
+    model, draft = (Model.load(base, "cpu", torch.float64) for _ in range(2))
+    for place in draft.llama.places().values():
+        place.mul_(1 + 0.05 * torch.randn(place.shape, generator=torch.Generator().manual_seed(0)))
+    return model, draft
 
 
 def texts(model: Model, draft, gamma: int | None, temperature: float, seeds: Sequence[int], prompts: Sequence[str], count: int, coupled: bool) -> list:
@@ -291,15 +290,15 @@ def texts(model: Model, draft, gamma: int | None, temperature: float, seeds: Seq
     return [made(request) for request in requests]
 
 
-MANY = [f"{a} {b}" for a in PROMPTS[:8] for b in ("and then", "the", "big big big")]
+MANY = [*PROMPTS, *(f"{a} big big big" for a in PROMPTS[:6])]
 
 
 def test_greedy_texts_are_the_same_with_every_drafter(pair):
     model, draft = pair
-    plain = texts(model, None, 0, 0, range(24), MANY, 10, False)
-    assert len(set(plain)) > 18
+    plain = texts(model, None, 0, 0, range(18), MANY, 16, False)
+    assert len(set(plain)) == 18
     for drafter, gamma in ((draft, 4), (draft, None), ("ngram", 2), ("ngram", 5)):
-        assert texts(model, drafter, gamma, 0, range(24), MANY, 10, False) == plain
+        assert texts(model, drafter, gamma, 0, range(18), MANY, 16, False) == plain
 
 
 def test_coupled_texts_are_those_of_plain_decoding(pair):
@@ -314,8 +313,8 @@ def test_coupled_texts_are_those_of_plain_decoding(pair):
 
 def test_greedy_float32_differs_at_near_ties_only():
     model, draft = Model.load("tiny", "cpu", torch.float32), Model.load("tiny-draft", "cpu", torch.float32)
-    plain = texts(model, None, 0, 0, range(12), PROMPTS, 24, False)
-    for prompt, a, b in zip(PROMPTS, plain, texts(model, draft, 3, 0, range(12), PROMPTS, 24, False)):
+    plain = texts(model, None, 0, 0, range(8), PROMPTS[:8], 16, False)
+    for prompt, a, b in zip(PROMPTS, plain, texts(model, draft, 3, 0, range(8), PROMPTS[:8], 16, False)):
         if a != b:
             same = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
             best = model.llama(torch.tensor([*model.encode(prompt), *a[:same]]))[-1].topk(2).values
@@ -325,9 +324,9 @@ def test_greedy_float32_differs_at_near_ties_only():
 def test_drafts_of_the_models_own_make_fewer_passes(pair):
     """That the texts agree would also hold if nothing were ever accepted."""
     model, draft = pair
-    for drafter, least in ((draft, 1.5), (model, 3.99)):
-        request = Request(model.encode(PROMPTS[0]), Settings(0, seed=0, max_tokens=24, gamma=3))
-        maker = decoder(model, 64, drafter)
+    for drafter, coupled, least in ((draft, False, 1.5), (model, False, 3.99), (model, True, 3.99)):
+        request = Request(model.encode(PROMPTS[0]), Settings(int(coupled), seed=0, max_tokens=24, gamma=3))
+        maker = decoder(model, 64, drafter, coupled)
         play(maker, [request])
         assert 24 / len(request.rounds) > least or drafter is model and len(request.rounds) == 6
         assert request.acceptance == 1.0 or drafter is draft
@@ -352,8 +351,11 @@ class Scripted:
         return logits if rows is None else logits[rows]
 
 
+TRUTH = [5, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9]
+
+
 def scripted(draft_script: Sequence[int], count: int = 8, gamma: int = 3, ends: Sequence[int] = (), longest: int = 40) -> tuple:
-    truth = [5, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9]
+    truth = TRUTH
     target, draft = Scripted(truth), Scripted(draft_script)
     caches = [KVCache(1, 1, 1, n, dtype=torch.float64) for n in (40, longest)]
     request = Request(truth[:2], Settings(1.0, seed=3, max_tokens=count, gamma=gamma), ends)
@@ -389,10 +391,14 @@ def test_the_drafts_cache_when_nothing_is_accepted():
     assert first == [[(0, 5), (1, 1)], [(2, 9)], [(2, 2)]]
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.integers(0, 6), st.integers(1, 14), st.lists(st.integers(1, 9), max_size=3), st.lists(st.integers(1, 9), min_size=24, max_size=24))
-def test_limits_and_ends_wherever_they_fall(gamma, count, ends, draft_script):
-    request, *_, truth = scripted(draft_script, count, gamma, ends)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 6), st.integers(1, 14), st.lists(st.integers(1, 9), max_size=3), st.sets(st.integers(2, 16)))
+@example(6, 14, [4], set())                                                     # an end inside accepted drafts,
+@example(3, 8, [5], {5})                                                        # as a correction,
+@example(3, 8, [4], set())                                                      # and as the bonus
+def test_limits_and_ends_wherever_they_fall(gamma, count, ends, wrong):
+    """wrong: where the draft's script is."""
+    request, *_, truth = scripted([9 - token if i in wrong else token for i, token in enumerate(TRUTH)], count, gamma, ends)
     expected = truth[2:2 + count]
     cut = next((i + 1 for i, token in enumerate(expected) if token in ends), count)
     assert list(made(request)) == expected[:cut]
@@ -462,7 +468,7 @@ def test_after_a_pass_that_was_interrupted_the_text_goes_on_as_if_nothing_had_be
 def test_a_mixed_step_of_chunks_rounds_and_plain_rows(pair):
     model, draft = pair
     alone = []
-    for prompt, gamma in ((PROMPTS[0], 3), (" ".join(PROMPTS), 2), (PROMPTS[1], 0)):
+    for prompt, gamma in ((PROMPTS[0], 3), (" ".join(PROMPTS[:4]), 2), (PROMPTS[1], 0)):
         request = Request(model.encode(prompt), Settings(1.0, seed=9, max_tokens=10, gamma=gamma), model.ends)
         play(decoder(model, 64, draft), [request])
         alone.append(request)
