@@ -220,7 +220,7 @@ def weight_only_product(x: Tensor, values: Tensor, scale: Tensor, zero: Tensor |
                          "128; for others, dequantize W")
     cut, x = plan_product(T, N, K, bits, group, processors(x.device)), x.contiguous()
     y = x.new_empty(T, N) if out is None else out
-    rows, sizes = x if bits == 8 else x.view(PAIRS[x.dtype]), (T, N, K, triton.cdiv(K, cut.group))
+    rows, sizes = x if bits == 8 else x.view(-1).view(PAIRS[x.dtype]), (T, N, K, triton.cdiv(K, cut.group))
     fixed = kernel_constants(cut, K, bits, x.dtype) | dict(num_warps=cut.num_warps, num_stages=cut.num_stages)
     tiles = triton.cdiv(N, cut.rows)
     if cut.at_once:
