@@ -1,5 +1,6 @@
 """The cache against lists of vectors; and a text cut in any way gives the same logits."""
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -45,10 +46,11 @@ class CacheMachine(RuleBasedStateMachine):
             for store in (self.cache.keys, self.cache.values):
                 store.parts[0][:, seq, len(self.texts.get(seq, ())):] = math.nan
 
-    def refused(self, error, match, operation):
+    def refused(self, error, match, *operations):
         before = state(self.cache)
-        with pytest.raises(error, match=match):
-            operation()
+        for operation in operations:
+            with pytest.raises(error, match=match):
+                operation()
         assert same(before, state(self.cache))
 
     def rand(self, *shape):
@@ -102,8 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Refused whole: also when the first half of the request was good."""
         seq, other = self.pick(i), self.pick(i + 1)
         extend = self.cache.extend
-        self.refused(ValueError, "at least one new token", lambda: extend([]))
-        self.refused(ValueError, "at least one new token", lambda: extend([(seq, [1]), (other, [])]))
+        self.refused(ValueError, "at least one new token", lambda: extend([]), lambda: extend([(seq, [1]), (other, [])]))
         self.refused(ValueError, f"twice in one step: .*{seq}", lambda: extend([(seq, [1]), (seq, [2])]))
         self.refused(ValueError, f"sequence {seq} has .* cannot be truncated to -1", lambda: self.cache.truncate(seq, -1))
         if len(self.texts[seq]) < N:
@@ -139,9 +140,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.free(seq)
         del self.texts[seq]
         self.poison()
-        verbs = self.cache.length, self.cache.free, self.cache.fork, lambda s: self.cache.truncate(s, 0), lambda s: self.cache.fits([(s, 1)])
-        for operation in (*verbs, lambda s: self.cache.extend([(s, [1])])):
-            self.refused(KeyError, f"sequence {seq} is not open", lambda: operation(seq))
+        verbs = (self.cache.length, self.cache.free, self.cache.fork, lambda s: self.cache.truncate(s, 0), lambda s: self.cache.fits([(s, 1)]),
+                 lambda s: self.cache.extend([(s, [1])]))
+        self.refused(KeyError, f"sequence {seq} is not open", *(partial(verb, seq) for verb in verbs))
 
     @invariant()
     def rows_are_open_or_free_and_hold_their_texts(self):
@@ -149,10 +150,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert sorted([*self.texts, *self.cache._rows]) == list(range(S))
         for seq, text in self.texts.items():
             for i, store in enumerate((self.cache.keys, self.cache.values)):
-                assert all(torch.equal(store.parts[0][:, seq, t], token[i]) for t, token in enumerate(text))
+                assert not text or torch.equal(store.parts[0][:, seq, :len(text)], torch.stack([token[i] for token in text], 1))
 
 
-CacheMachine.TestCase.settings = settings(deadline=None, max_examples=50, stateful_step_count=25)
+CacheMachine.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)
 test_any_history = CacheMachine.TestCase
 
 
@@ -202,8 +203,8 @@ def test_a_cache_larger_than_the_memory_is_refused_with_its_size():
 # ---- However a text is cut, the logits are the same
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-TEXT = st.lists(st.integers(0, 30), min_size=1, max_size=20)
-CUTS = st.lists(st.integers(1, 20), max_size=8)
+TEXT = st.lists(st.integers(0, 30), min_size=1, max_size=14)
+CUTS = st.lists(st.integers(1, 14), max_size=6)
 
 
 def loud(dtype: torch.dtype, heads: int, kv_heads: int) -> Llama:
@@ -244,7 +245,7 @@ def test_these_models_would_notice(llama):
     assert last.std() > 0.3 and (last - other).abs().max() > 0.01 and (last - moved).abs().max() > 0.01
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(MODEL, TEXT, CUTS)
 @torch.inference_mode()
 def test_every_split_of_a_prompt(llama, text, cuts):
@@ -257,7 +258,7 @@ def test_every_split_of_a_prompt(llama, text, cuts):
     assert_same(torch.cat([read(llama, cache, (seq, [token])) for token in text]), whole)                # token by token
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(MODEL, st.lists(st.tuples(TEXT, CUTS), min_size=2, max_size=3))
 @torch.inference_mode()
 def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
@@ -273,7 +274,7 @@ def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
         assert_same(torch.cat(logits), llama(torch.tensor(text)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(MODEL, TEXT, st.lists(st.tuples(TEXT, st.integers(0, 20)), max_size=3), TEXT, CUTS)
 @torch.inference_mode()
 def test_taking_tokens_back_is_as_if_they_had_never_been(llama, text, detours, more, cuts):

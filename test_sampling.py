@@ -20,7 +20,7 @@ NEUTRAL = dict(temperature=1, top_k=0, top_p=1, min_p=0)
 
 def logits_of(dtype: torch.dtype) -> st.SearchStrategy:
     """Rows with ties, with impossible tokens, and with numbers of every size."""
-    row = st.lists(st.one_of(TIED, TIED, st.sampled_from([0.0, 1.0, -math.inf]), st.floats(-30, 30, width=32), NUMBER[dtype]), min_size=1, max_size=12)
+    row = st.lists(st.one_of(TIED, TIED, st.sampled_from([0.0, 1.0, -math.inf]), st.floats(-30, 30, width=32), NUMBER[dtype]), min_size=1, max_size=10)
     return st.tuples(row.filter(lambda row: max(row) > -math.inf), st.just(dtype))
 
 
@@ -49,17 +49,17 @@ def is_clear(logits: list[float], temperature: float, top_k: int | None, top_p: 
     return all(abs(s - (top_p or 1)) > 1e-9 or top_p in (None, 1) for s in shares) and all(w == 1 or abs(w - (min_p or 0)) > 1e-9 for w in order if w)
 
 
-@settings(deadline=None, max_examples=400)
-@given(st.one_of(logits_of(torch.float32), logits_of(torch.float64)), st.fixed_dictionaries(SETTING))
-def test_probabilities_are_those_of_the_definition(row, setting):
+@settings(deadline=None, max_examples=130)
+@given(st.one_of(logits_of(torch.float32), logits_of(torch.float64)), st.lists(st.fixed_dictionaries(SETTING), min_size=3, max_size=3))
+def test_probabilities_are_those_of_the_definition(row, chosen):
     logits, dtype = row
-    assume(is_clear(logits, **setting))
-    probs = probabilities(torch.tensor(logits, dtype=dtype), **setting)
-    assert probs.dtype == dtype and probs.shape == (len(logits),)
-    expected = torch.tensor(reference(logits, **setting), dtype=torch.float64)
-    torch.testing.assert_close(probs.double(), expected, atol=1e-13 if dtype == torch.float64 else 1e-7, rtol=1e-9 if dtype == torch.float64 else 1e-6)
-    assert torch.equal(probs[expected > 1e-30] > 0, (expected > 0)[expected > 1e-30]) and not probs[expected == 0].any()
-    assert abs(probs.double().sum().item() - 1) < (1e-12 if dtype == torch.float64 else 1e-6)
+    for setting in (setting for setting in chosen if is_clear(logits, **setting)):
+        probs = probabilities(torch.tensor(logits, dtype=dtype), **setting)
+        assert probs.dtype == dtype and probs.shape == (len(logits),)
+        expected = torch.tensor(reference(logits, **setting), dtype=torch.float64)
+        torch.testing.assert_close(probs.double(), expected, atol=1e-13 if dtype == torch.float64 else 1e-7, rtol=1e-9 if dtype == torch.float64 else 1e-6)
+        assert torch.equal(probs[expected > 1e-30] > 0, (expected > 0)[expected > 1e-30]) and not probs[expected == 0].any()
+        assert abs(probs.double().sum().item() - 1) < (1e-12 if dtype == torch.float64 else 1e-6)
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,7 +84,7 @@ def _sorted_reference(logits: torch.Tensor, k: int, p: float, m: float) -> torch
     return torch.zeros_like(weight).scatter(0, order, weight / weight.sum())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.lists(st.integers(-3, 3), min_size=7, max_size=7), st.fixed_dictionaries(SETTING)), min_size=1, max_size=4))
 def test_a_row_with_its_own_settings_does_not_depend_on_its_neighbours(rows):
     chosen = [{k: NEUTRAL[k] if v is None else v for k, v in setting.items()} for _, setting in rows]
@@ -213,7 +213,7 @@ def everywhere(coin: Keyed, probs: torch.Tensor) -> torch.Tensor:
     return (probs / sampling._exponential(coin.streams, sampling._steps(probs.shape[1], probs.device))).argmax(-1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(-2**63, 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=4), st.integers(0, 9))
 def test_the_bits_are_those_of_splitmix64(rows, j):
     seeds, positions = torch.tensor([s for s, _ in rows]), torch.tensor([p for _, p in rows])
@@ -254,7 +254,7 @@ def test_a_row_is_a_function_of_its_own_key():
         assert torch.equal(coin.pick(probs), coin.pick(torch.cat((probs, torch.zeros(7, 9)), 1)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 50), st.integers(-2**63, 2**63 - 1), st.data())
 def test_a_coin_of_some_rows_changes_nothing(B, V, seed, data):
     """Each row with a role of its own, as in a round: text, draft 0, draft 1, …"""
