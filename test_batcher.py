@@ -259,8 +259,9 @@ def test_what_can_never_fit_is_refused_and_the_others_go_on():
     batch, fits = batcher(blocks=5, size=4), request(10, 11)
     with pytest.raises(ValueError, match="a prompt of 10 tokens and 12 to be made need a cache of 21 tokens, and it has 20"):
         batch.add(request(10, 12))
-    with pytest.raises(ValueError, match="gamma is 40, and a step has a budget of 32 tokens"):
-        batch.add(Request([1], Settings(1.0, seed=0, max_tokens=3, gamma=40)))
+    with pytest.raises(ValueError, match="gamma is 32, and a step has a budget of 32 tokens"):
+        batch.add(Request([1], Settings(1.0, seed=0, max_tokens=3, gamma=32)))
+    batch.check(Request([1], Settings(1.0, seed=0, max_tokens=3, gamma=31)))
     assert [r for r, _ in batch.run([fits])] == [fits] * 11 and fits.finish_reason == "length"
 
 

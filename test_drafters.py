@@ -1,5 +1,7 @@
 """Drafters: n-gram look-up beside a slow search, rows whose settings differ, and the target's INT4 copy in the target's cache."""
+import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from conftest import Cipher, SMALL
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model, load_draft
 from kernels import Ops
-from kvcache import KVCache
+from kvcache import CacheFull, KVCache
 from quant import WIDTHS
 from model import Llama
 from paged import PagedCache
@@ -20,7 +22,7 @@ from proof import Toy, Walk, distance, enumerate_law, own_law
 from quant import dequantize, quantize
 from request import Request, Round, Settings, pack
 from sampling import TEXT, Keyed, draft_role, probabilities
-from speculative import Decoder
+from speculative import Decoder, Scheduled
 
 
 def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
@@ -44,6 +46,23 @@ def test_ngrams_are_what_a_slow_search_finds_while_the_text_grows(text, longest,
         assert drafter.look_up(request, count) == slow_look_up(request.tokens, count, longest)
         request.tokens.append(token)
         drafter.keep(request, len(request.tokens) - 1)
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_a_model_says_just_what_fits(blocks):
+    """If it says that a round's drafts fit they are written, and if it says that they do not, they cannot be."""
+    said = set()
+    for lag, gamma in itertools.product(range(1, 5), range(1, 6)):
+        request = Request([1] * 4, Settings(1.0, seed=0, max_tokens=9))
+        drafter = ModelDrafter(Toy(longest=12, V=1), PagedCache(1, 1, 1, blocks, 2, dtype=torch.float64))
+        drafter.open(request)
+        drafter.follow(request, 4 - lag)
+        fits = drafter.fits([Scheduled(request, 1, gamma)])
+        said.add(fits)
+        with nullcontext() if fits else pytest.raises(CacheFull):
+            drafter.propose(Round([request], [gamma], 1, torch.device("cpu"), torch.float64))
+        assert fits == (3 + gamma <= 2 * blocks)
+    assert said == {True, False}
 
 
 def test_an_ngram_proposal_is_a_one_hot_distribution():

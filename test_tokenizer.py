@@ -273,8 +273,20 @@ def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
     tok = loaded["gpt2"]
     ids = tok.encode("a") + [tok.specials["<|end|>"]] + tok.encode("b")
     assert tok.decode(ids) == "ab" and tok.decode(ids, special=True) == "a<|end|>b"
+    stream = tok.stream()
+    assert "".join(map(stream.feed, ids)) + stream.finish() == "ab"
     with pytest.raises(ValueError, match="there is no token 9999"):
         tok.decode([9999])
+
+
+def test_a_vocabulary_differs_where_a_token_is_another_or_is_missing(tmp_path):
+    bytes_ = {c: id for id, c in enumerate(ALPHABET)}
+    one, more, other = (load(tmp_path / name, bytes_, [], special=special)
+                        for name, special in (("one", {"<s>": 300}), ("more", {"<s>": 300, "<t>": 301}), ("other", {"<t>": 300})))
+    assert one.difference(one) is None
+    assert one.difference(more) == "token 301 is None in one and b'<t>' in the other"
+    assert more.difference(one) == "token 301 is b'<t>' in one and None in the other"
+    assert one.difference(other) == "token 300 is b'<s>' in one and b'<t>' in the other"
 
 
 # ---- Chats
@@ -305,7 +317,7 @@ def test_a_template_may_trim_and_compare(tmp_path):
 
 @pytest.mark.parametrize("contents",
                          [("x<|en", "d|>y"), (" x<|en \n", "  d|>y "), ("<", "|end|>"), ("x<|e", "nd|>", "y"),
-                          ("<|", "e", "nd|>"), ("<|end", "less|>")])
+                          ("<|", "e", "nd|>"), ("<|end", "less|>"), ("<|endless|", ">")])
 def test_messages_side_by_side_do_not_add_up_to_a_control_token(tmp_path, contents):
     tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0],
                                chat_template="{% for m in messages %}{{ m.content | trim }}{% endfor %}"))

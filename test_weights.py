@@ -2,6 +2,7 @@
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,9 +195,15 @@ DATA = Path(__file__).parent / "test_data"
 GOOD = json.loads((DATA / "mha" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["mha", "linear-scaling", "llama3-scaling"])
-def test_frequencies_follow_the_published_rules(case):
-    config = Config.load(DATA / case)
+LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize("case, change", [
+    ("mha", {}), ("linear-scaling", {}), ("llama3-scaling", {}),                # Llama 3.1's: some slow, some between, some kept
+    ("mha", dict(head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31))])
+def test_frequencies_follow_the_published_rules(case, change):
+    config = replace(Config.load(DATA / case), **change)
     scaling = config.rope_scaling or {}
     for i, got in enumerate(inverse_frequencies(config).tolist()):
         frequency = config.rope_theta ** (-2 * i / config.head_dim)
@@ -251,7 +258,8 @@ def test_frequencies_follow_the_published_rules(case):
     (dict(rope_parameters={"rope_theta": 1e-300}), "no more than a million radians"),
     (dict(rope_parameters={"rope_type": "linear", "factor": 1e-300}), "no more than a million radians"),
     (dict(hidden_act="x" * 10**5), "hidden_act is 'xxx"),
-    (dict(eos_token_id="x"), "eos_token_id is 'x'"), (dict(architectures=7), "architectures is 7")])
+    (dict(eos_token_id="x"), "eos_token_id is 'x'"), (dict(eos_token_id=[2, -1]), "eos_token_id is [2, -1]"),
+    (dict(eos_token_id=True), "eos_token_id is True"), (dict(architectures=7), "architectures is 7")])
 def test_a_config_that_asks_for_something_else(tmp_path, change, says):
     (tmp_path / "config.json").write_text(json.dumps(GOOD | change))
     with pytest.raises(ValueError) as error:

@@ -38,6 +38,16 @@ def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
     assert len(sections) == 5
 
 
+def test_notes_name_what_does_not_do_what_it_claims():
+    names = dict(speculation="speed", batching="speed and memory", bits="memory", base="")
+    rows = lambda gain: [dict(name=f"+ {name}", claims=claims, gain=gain, drafted=1.0, draft_cost=0.1, in_flight=4)
+                         for name, claims in names.items()]
+    products = [dict(bits=bits, rows=T, microseconds=1.0, path="native") for bits in (32, 8, 4) for T in (1, 16)]
+    notes = [report.stack_notes(dict(stack=rows(gain), products=products)) for gain in (2.0, 1.0, 0.9)]
+    assert [len(told) for told in notes] == [2, 4, 5]                   # two are always there
+    assert [told.split(":")[0] for told in notes[2][:3]] == ["speculation", "batching", "bits"]
+
+
 @MEASURED
 def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(quick):
     rows = quick["stack"]
