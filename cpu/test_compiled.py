@@ -42,7 +42,7 @@ def reason() -> str:
 def script(path: Path, compiling: str) -> str:
     """A compiler that does something else, or before, when it is to compile or to link; as CC names it."""
     path.write_text(f'#!/bin/sh\ncase "$*" in *" -c "* | *" -shared "*) {compiling};; esac\nexec gcc "$@"\n')
-    path.chmod(0o755)
+    os.chmod(path, 0o755)                                                        # (beside another test, in which Path.chmod does nothing)
     return shlex.quote(str(path))
 
 
@@ -60,6 +60,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "cache" / "llama-native"
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is not asked twice for the same, where it is not what is tested."""
+    asked, known = compiled._run, {}
+
+    def run(command: list[str], seconds: float, given: str = "", **environment: str) -> str:
+        path = Path(command[-1]) if command[-2] == "-o" else None
+        words = command[:-1] if path else command
+        key = (given, *(Path(word).read_bytes() if word.endswith(".o") else word for word in words))
+        if key not in known:
+            told = asked(command, seconds, given, **environment)
+            known[key] = told, path and path.read_bytes()
+        told, content = known[key]
+        if path:
+            path.write_bytes(content)
+        return told
+    monkeypatch.setattr(compiled, "_run", run)
 
 
 def test_it_is_compiled_once_and_for_what_it_depends_on(folder, tmp_path, monkeypatch):
@@ -94,7 +113,7 @@ def damage(other: bytes, outside: Path) -> list[Callable[[Path], object]]:
     return [*cut, *other_bytes, *others, *no_file]
 
 
-def test_what_is_not_whole_or_not_ours_is_compiled_anew(folder, tmp_path, monkeypatch):
+def test_what_is_not_whole_or_not_ours_is_compiled_anew(folder, tmp_path, remembered):
     assert more(2) == 2
     other = kept(folder)[0]
     assert more(1) == 1
@@ -110,7 +129,7 @@ def test_what_is_not_whole_or_not_ours_is_compiled_anew(folder, tmp_path, monkey
     assert more(1) == 1 and len(kept(tmp_path / "tmp" / f"llama-native-{os.geteuid()}")) == 1
 
 
-def test_a_folder_is_nobody_elses_or_another_is_taken(folder, tmp_path, monkeypatch):
+def test_a_folder_is_nobody_elses_or_another_is_taken(folder, tmp_path, remembered, monkeypatch):
     beside, elsewhere = tmp_path / "tmp" / f"llama-native-{os.geteuid()}", tmp_path / "elsewhere"
     asked, home = os.posix_fallocate, tmp_path / "home" / ".cache" / "llama-native"
     elsewhere.mkdir()
@@ -249,9 +268,9 @@ def at_once(n: int) -> tuple[list[tuple[str, str]], int, int]:
         return said, len(Path(place, "log").read_text().split()), len(kept(Path(place, "llama-native")))
 
 
-@pytest.mark.meanwhile(at_once, 8)
-def test_of_eight_at_once_one_compiles(meanwhile):
-    assert meanwhile() == ([("2\n", "")] * 8, 2, 1)
+@pytest.mark.meanwhile(at_once, 5)
+def test_of_five_at_once_one_compiles(meanwhile):
+    assert meanwhile() == ([("2\n", "")] * 5, 2, 1)
 
 
 def ended(by: int) -> tuple[int, bool, list[str], list[str]]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from measure import peers
+from measure.clock import read_bandwidth
 from measure.gpumodels import TOY
 from measure.pair import QUICK
 
@@ -25,6 +26,7 @@ def test_llama_cpp_asks_for_its_own_format(monkeypatch):
 
 def test_a_peer_beside_ours_in_turns(monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: True)
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: read_bandwidth(16))
     own = peers.ours("tiny", 16)
     def twice(prompt, count):
         tokens, seconds = own.make(prompt, count)
