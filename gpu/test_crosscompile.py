@@ -13,9 +13,17 @@ def several(*calls: list[Any]) -> list[Any]:
     return [getattr(import_module(module), function)(*arguments) for module, function, *arguments in calls]
 
 
-@pytest.mark.meanwhile(apart, "gpu.crosscompile", "demonstration")
+def compiled() -> list[list[list[int]]]:
+    from gpu.crosscompile import demonstration
+    return [demonstration(), squeezed(4, 8)]
+
+
+HERE = apart, "gpu.test_crosscompile", "compiled"
+
+
+@pytest.mark.meanwhile(*HERE)
 def test_the_same_code_becomes_other_instructions(meanwhile):
-    for arch, rows, registers, spills, shared, wgmma, mma, copies in meanwhile():
+    for arch, rows, registers, spills, shared, wgmma, mma, copies in meanwhile()[0]:
         assert 16 < registers <= 255 and spills == 0 and 0 < shared <= SHARED[arch] and copies > 0
         assert (wgmma > 0) == (arch == 90 and rows == 128) and (mma > 0) != (wgmma > 0)
 
@@ -23,30 +31,20 @@ def test_the_same_code_becomes_other_instructions(meanwhile):
 def squeezed(*warps: int) -> list[list[int]]:
     from gpu.crosscompile import _product, compile_for
     signature = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "K": "i32"}
+    with pytest.raises(ValueError, match="_product has no type for out, K: "):
+        compile_for(_product, {"a": "*bf16", "b": "*bf16"}, {"ROWS": 16, "N": 16})
     reports = [compile_for(_product, signature, {"ROWS": 128, "N": 128}, 80, num_warps) for num_warps in warps]
     return [[report.registers, report.spills, report.programs] for report in reports]
 
 
-@pytest.mark.meanwhile(apart, "gpu.test_crosscompile", "squeezed", 4, 8)
-def test_spills_are_seen_and_programs_counted(meanwhile):
-    (registers, spills, programs), eight = meanwhile()
+@pytest.mark.meanwhile(*HERE)
+def test_spills_are_seen_programs_counted_and_types_asked_for(meanwhile):
+    (registers, spills, programs), eight = meanwhile()[1]
     assert (registers, programs) == (255, 2) and spills > 100                # 128 sums a thread, beside everything else
     assert eight[1:] == [0, 1]
 
 
-def incomplete() -> list[str]:
-    from gpu.crosscompile import _product, compile_for
-    with pytest.raises(ValueError, match="_product has no type for out, K: "):
-        compile_for(_product, {"a": "*bf16", "b": "*bf16"}, {"ROWS": 16, "N": 16})
-    return []
-
-
-@pytest.mark.meanwhile(apart, "gpu.test_crosscompile", "incomplete")
-def test_what_is_refused(meanwhile):
-    assert meanwhile() == []
-
-
-@pytest.mark.meanwhile(apart, "gpu.crosscompile", "gone")
+@pytest.mark.meanwhile(apart, "json", "gone")
 def test_what_goes_wrong_there_is_told_here(meanwhile):
-    with pytest.raises(RuntimeError, match="crosscompile.gone failed:(.|\n)*has no attribute 'gone'"):
+    with pytest.raises(RuntimeError, match="json.gone failed:(.|\n)*has no attribute 'gone'"):
         meanwhile()

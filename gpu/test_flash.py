@@ -98,19 +98,21 @@ def moved(kept: Store) -> Store:
     return Store([part.to(DEVICE) for part in kept.parts], kept.bits, kept.group)
 
 
-text = st.tuples(st.sampled_from([0, 1, 1, 2, 5, 17]), st.sampled_from([0, 0, 1, 30, 64, 150]))
+text = st.tuples(st.sampled_from([0, 1, 1, 2, 5, 17]), st.sampled_from([0, 0, 1, 30, 64, 90]))
 
 
-@settings(deadline=None, max_examples=9, phases=(Phase.explicit, Phase.generate))       # to shrink takes minutes here
-@example([(17, 64), (0, 0)], 1, 6, 64, 1, (8, 4), True, 3, 41)                  # a split whose tiles all rows see whole
+@settings(deadline=None, max_examples=4, phases=(Phase.explicit, Phase.generate))       # to shrink takes minutes here
+@example([(17, 64), (0, 0)], 1, 4, 64, 1, (8, 4), True, (1, 3), 41)       # a split whose tiles all rows see whole
+@example([(2, 150), (1, 0)], 1, 2, 80, 3, (4, 4), False, (10, 1), 5)            # five groups a key; parts of ten splits
 @given(st.lists(text, min_size=1, max_size=3).filter(lambda some: any(n for n, _ in some)), st.integers(1, 2),
        st.integers(1, 8), st.sampled_from([20, 64, 80, 128]),
        st.one_of(st.integers(1, 64), st.sampled_from([1, 16, 64])), st.sampled_from(WIDTHS), st.booleans(),
-       st.sampled_from([1, 3]), st.integers(0, 99))
+       st.sampled_from([(1, 1), (3, 1)]), st.integers(0, 99))
 def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, seed):
     counts, past = [n for n, _ in some], [m for _, m in some]
     texts = Texts(counts, past, G, R, D, S if not rows else max(n + m for n, m in some), bits, rows, seed)
-    launches = [launch._replace(splits=forced) for launch in plan_launches(counts, max(texts.lengths), G * R, G, 132)]
+    launches = [launch._replace(splits=forced[launch.rows == 128])                      # few rows have the first of two
+                for launch in plan_launches(counts, max(texts.lengths), G * R, G, 132)]
     with mock.patch("gpu.flash.LEAST_KEYS", 1):
         out, around = texts.attend(launches)
     torch.testing.assert_close(out, texts.expected(), atol=2e-5, rtol=2e-5)
@@ -121,11 +123,11 @@ def test_attention_equals_the_reference(some, G, R, D, S, bits, rows, forced, se
 @pytest.mark.parametrize("rows, forced", [(False, 4), (True, 1)])
 def test_each_width_layout_and_way_to_split(bits, rows, forced):
     """Few rows, many, none, one key; of four splits, those of a text that is short have no keys at all."""
-    texts = Texts([1, 0, 40, 1, 3], [0, 9, 126, 200, 130], 1, 3, 64, 16 if not rows else 201, bits, rows, seed=1)
-    launches = [launch._replace(splits=forced) for launch in plan_launches(texts.counts, 201, 3, 1, 132)]
-    assert [launch.rows for launch in launches] == [16, 128] and launches[1].fewest == 4
+    texts = Texts([1, 0, 22, 3], [0, 9, 70, 130], 1, 3, 64, 16 if not rows else 133, bits, rows, seed=1)
+    few, many = plan_launches(texts.counts, 133, 3, 1, 132)
+    assert (few.rows, many.rows, many.fewest) == (16, 128, 4)
     with mock.patch("gpu.flash.LEAST_KEYS", 1):
-        out, around = texts.attend(launches)
+        out, around = texts.attend([few._replace(splits=forced), many])
     torch.testing.assert_close(out, texts.expected(), atol=2e-5, rtol=2e-5)
     assert around.isnan().all()
 
@@ -166,16 +168,23 @@ def test_a_plan_fills_the_machine_from_shapes_alone():
 # ---- Storing ---------------------------------------------------------------------------------------------------------
 
 sizes = st.sampled_from([0.0, 1e-38, 1e-6, 1.0, 30.0, 1e4, 3e38])
+SIZES = [(0.0, 0.0), (1.0, 0.0), (30.0, 1e4), (1e-38, 0.0), (1e-6, 1.0), (3e38, 0.0), (3e38, 3e38), (0.0, 3e38)]
 
 
-@settings(deadline=None, max_examples=12)
-@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([6, 20, 64, 80]), st.sampled_from(WIDTHS), st.booleans(),
-       sizes, sizes, st.integers(0, 99))
-def test_storing_rounds_as_quant_does_to_the_bit(T, G, D, bits, rows, loud, offset, seed):
+@settings(deadline=None, max_examples=4)
+@example(SIZES, 1, 20, (4, 4), False, 0)
+@example(SIZES, 1, 6, (8, 8), True, 1)
+@given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=3), st.integers(1, 2), st.sampled_from([6, 20, 64, 80]),
+       st.sampled_from(WIDTHS), st.booleans(), st.integers(0, 99))
+def test_storing_rounds_as_quant_does_to_the_bit(far, G, D, bits, rows, seed):
+    """far: of each token, how far its numbers are from each other, and from 0. Two more tokens are halves of steps."""
     torch.manual_seed(seed)
-    S, N = 4, 5
+    S, N, T = 4, 5, len(far) + 2
+    loud, offset = torch.tensor([*far, (0, 0), (0, 0)]).T[:, :, None, None]
     kv = ((torch.rand(T, 2 * G + 1, D) * 2 - 1) * loud / 2 + offset / 4).to(DEVICE)
-    kv[0, 0] = 0
+    for token, (least, most) in enumerate([(-1.5, 13.5), (-100.5, 127)], T - 2):        # as 4 bits count them, and as 8
+        kv[token] = torch.arange(D, device=DEVICE) % 16 + 0.5
+        kv[token, :, ::16], kv[token, :, 1::16] = least, most
     k, v = kv[:, :G], kv[:, G:2 * G]
     room = heads_first if rows else Ops().room
     made = [Store.empty((1, N, S, G, D), width, torch.float32, DEVICE, room, group)
@@ -183,7 +192,7 @@ def test_storing_rounds_as_quant_does_to_the_bit(T, G, D, bits, rows, loud, offs
     for part in (part for kept in made for part in kept.parts):
         part.fill_(77)
     slots = torch.randperm(N * S)[:T].int()
-    slots[T // 2] = -1
+    slots[T - 3] = -1
     expected = [[part[0].clone() for part in kept.parts] for kept in made]
     store_vectors(k, v, *(LayerStore.of(kept, 0) for kept in made), slots.to(DEVICE), S)
     used = [t for t in range(T) if slots[t] >= 0]
@@ -212,7 +221,7 @@ def test_rotation_in_the_same_pass(R, D):
 
 # ---- Steps -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("layout, bits", [("rows", (16, 16)), ("rows", (4, 4)), ("blocks", (16, 16)), ("blocks", (8, 4))])
+@pytest.mark.parametrize("layout, bits", [("rows", (4, 4)), ("blocks", (16, 16)), ("blocks", (8, 4))])
 @torch.inference_mode()
 def test_both_caches_give_the_same_logits_as_in_torch(layout, bits):
     def run(ops: Ops) -> Tensor:
@@ -222,17 +231,17 @@ def test_both_caches_give_the_same_logits_as_in_torch(layout, bits):
         tokens = torch.arange(60, device=DEVICE) * 7 % 251
         cache = KVCache.of(llama, 40, 3, bits=bits) if layout == "rows" else PagedCache.of(llama, 12, 4, bits=bits)
         a, b, logits = cache.open(())[0], cache.open(())[0], []
-        for n, m in ((9, 1), (1, 1), (2, 5)):
+        for n, m in ((5, 1), (1, 2)):
             step = cache.extend([(a, tokens[:n].tolist()), (b, tokens[30:30 + m].tolist())])
             logits.append(llama(torch.cat((tokens[:n], tokens[30:30 + m])), step))
-        cache.truncate(a, 7)
+        cache.truncate(a, 3)
         logits.append(llama(tokens[:2], cache.extend([(cache.fork(a), tokens[:2].tolist())])))
         return torch.cat(logits)
 
     expected = run(Ops())
     with mock.patch("gpu.flash_attention", mock.Mock(wraps=flash_attention)) as kernel:
         found = run(GPU(records=False))
-    assert kernel.call_count == 4
+    assert kernel.call_count == 3
     torch.testing.assert_close(found, expected, atol=5e-5 * expected.abs().max().item(), rtol=0)
 
 
@@ -241,7 +250,7 @@ def test_a_refilled_bucket_is_the_step_itself():
     """Fewer texts and tokens than the bucket has: what is left over is stored nowhere and disturbs nothing."""
     torch.manual_seed(3)
     ops, bucket = GPU(records=False), Bucket(sequences=3, each=2, blocks=3)
-    cache, other = (PagedCache(2, 2, 64, 9, 4, device=DEVICE) for _ in range(2))
+    cache, other = (PagedCache(2, 1, 64, 9, 4, device=DEVICE) for _ in range(2))
     for kept in (cache.keys, cache.values):
         kept.parts[0].normal_()
     step = place_for(Step([([1], 0, 2), ([2], 0, 2), ([3], 0, 2)], 4, cache, DEVICE), bucket)
@@ -251,18 +260,17 @@ def test_a_refilled_bucket_is_the_step_itself():
         for kept, its in ((cache.keys, other.keys), (cache.values, other.values)):
             its.parts[0].copy_(kept.parts[0])
         alone, T = Step(spans, 4, other, DEVICE), sum(stop - start for _, start, stop in spans)
-        qkv = torch.randn(6, 4 + 4, 64, device=DEVICE)
-        q, k, v = qkv.split((4, 2, 2), 1)
+        qkv = torch.randn(6, 2 + 2, 64, device=DEVICE)
+        q, k, v = qkv.split((2, 1, 1), 1)
         assert step.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)]
         assert step.places.slots.tolist() == [*(blocks[i // 4] * 4 + i % 4 for blocks, start, stop in spans
                                                 for i in range(start, stop)), *[-1] * (6 - T)]
-        torch.testing.assert_close(ops.look_back(q, k, v, step, 1)[:T], ops.look_back(q[:T], k[:T], v[:T], alone, 1))
+        torch.testing.assert_close(ops.look_back(q, k, v, step, 1)[:T], Ops().look_back(q[:T], k[:T], v[:T], alone, 1))
         for kept, its in ((cache.keys, other.keys), (cache.values, other.values)):
             assert torch.equal(kept.parts[0], its.parts[0])
         cos, sin = torch.randn(2, 6, 1, 64, device=DEVICE)
-        turned = Ops().rotate(qkv[:, :6], cos, sin)[:T]
-        expected = ops.look_back(turned[:, :4], turned[:, 4:], v[:T], alone, 0)
-        torch.testing.assert_close(ops.attend(qkv, 2, cos, sin, step, 0)[:T], expected)
+        expected = Ops().attend(qkv[:T], 1, cos[:T], sin[:T], alone, 0)
+        torch.testing.assert_close(ops.attend(qkv, 1, cos, sin, step, 0)[:T], expected)
     assert pointers == [x.data_ptr() for x in step.places]
     for spans in ([([1], 0, 3)], [([1, 2, 3, 4], 12, 13)], [([1], 0, 1)] * 4):
         before = [x.clone() for x in step.places]
@@ -271,6 +279,7 @@ def test_a_refilled_bucket_is_the_step_itself():
         assert all(map(torch.equal, before, step.places))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="test_contract.py has a whole model for the interpreter, and a smaller one")
 @torch.inference_mode()
 def test_the_embedded_model_says_the_same():
     def greedy(ops: Ops) -> list[int]:
@@ -291,11 +300,11 @@ def test_the_embedded_model_says_the_same():
 def test_float64_is_computed_in_float64_or_from_what_is_stored(bits):
     """A cache of float64 is plain torch's, to the bit; in fewer bits the kernels read it, in float32."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(6, heads, 16, dtype=torch.float64, device=DEVICE) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(3, heads, 16, dtype=torch.float64, device=DEVICE) for heads in (4, 2, 2))
     found = []
     for ops in (GPU(records=False), Ops()):
         cache = KVCache(1, 2, 16, 9, 1, DEVICE, torch.float64, bits, ops)
-        found.append(ops.look_back(q, k, v, cache.extend([(cache.open(())[0], range(6))]), 0))
+        found.append(ops.look_back(q, k, v, cache.extend([(cache.open(())[0], range(3))]), 0))
     assert found[0].dtype == torch.float64
     torch.testing.assert_close(*found, rtol=0, atol=0 if bits == (16, 16) else 1e-5)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -25,7 +25,8 @@ TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.float16: dict(rtol
 DTYPE = st.sampled_from(list(TOLERANCE))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
+@example(T=3, C=600, dtype=torch.bfloat16, first=False, seed=1)
 @given(T=st.integers(0, 4), C=st.integers(1, 600), dtype=DTYPE, first=st.booleans(), seed=st.integers(0, 99))
 def test_add_norm(T, C, dtype, first, seed):
     torch.manual_seed(seed)
@@ -39,7 +40,8 @@ def test_add_norm(T, C, dtype, first, seed):
     torch.testing.assert_close(y, Ops().add_norm(total, None, weight, 1e-5)[1], **TOLERANCE[dtype])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
+@example(T=4, heads=8, D=128, dtype=torch.bfloat16, seed=54)                 # here two roundings meet
 @given(T=st.integers(0, 4), heads=st.integers(1, 20), D=st.sampled_from([2, 6, 64, 80, 128]), dtype=DTYPE,
        seed=st.integers(0, 99))
 def test_rotate(T, heads, D, dtype, seed):
@@ -50,10 +52,13 @@ def test_rotate(T, heads, D, dtype, seed):
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     y = fused.fused_rotate(x, cos, sin)
     assert y.is_contiguous() and y.dtype == dtype
-    torch.testing.assert_close(y, Ops().rotate(x, cos, sin), **TOLERANCE[dtype])
+    near, far = x.double() * cos, x.double().roll(D // 2, -1) * sin
+    rounding = torch.finfo(dtype).eps * (2 * near.abs() + far.abs())                          # of x cos, and of the sum
+    assert ((y - (near + far)).abs() <= 1.01 * rounding + torch.finfo(dtype).tiny).all()
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
+@example(T=2, width=2500, dtype=torch.float16, seed=1)                       # three programs a token
 @given(T=st.integers(0, 4), width=st.integers(1, 2500), dtype=DTYPE, seed=st.integers(0, 99))
 def test_swiglu(T, width, dtype, seed):
     torch.manual_seed(seed)
@@ -103,20 +108,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @torch.inference_mode()
 def test_a_model_whose_every_kernel_runs(bits, launched):
     """As on a GPU: the same logits, with four launches between the products of a layer, and one before the head."""
-    config = Config(**SMALL | dict(hidden_size=64, intermediate_size=96, head_dim=16))
+    layers = 2 if bits == 16 else 1
+    small = dict(vocab_size=32, hidden_size=32, intermediate_size=32, head_dim=8, num_hidden_layers=layers)
+    config = Config(**SMALL | small)
     plain = Llama(config, seed=1, device=DEVICE)
     llama = plain if bits == 16 else Llama(config.quantized(Quantization(bits, group=32)), seed=None, device=DEVICE)
     if bits < 16:
         llama.fill(plain.places().items())
-    tokens, rows = torch.arange(5, device=DEVICE), torch.tensor([1, 4], device=DEVICE)
+    tokens, rows = torch.arange(3, device=DEVICE), torch.tensor([0, 2], device=DEVICE)
     llama.ops = Ops()
     expected = llama(tokens, rows=rows)
     assert launched == []
     llama.ops = GPU(records=False)
     torch.testing.assert_close(llama.prepare()(tokens, rows=rows), expected, rtol=1e-4, atol=1e-4)
     between, products = [name for name in launched if name in dir(fused)], launched.count("weight_only_product")
-    assert between == ["fused_norm", "fused_rotate", "fused_norm", "fused_swiglu"] * 2 + ["fused_norm"]
-    assert products == (0 if bits == 16 else 9)
+    assert between == ["fused_norm", "fused_rotate", "fused_norm", "fused_swiglu"] * layers + ["fused_norm"]
+    assert products == (0 if bits == 16 else 5)
 
 
 @pytest.mark.parametrize("T, dtype, count", [(64, torch.float32, 1), (65, torch.float32, 0), (0, torch.float32, 0),
@@ -132,10 +139,10 @@ def test_weights_of_fewer_bits_are_numbers_where_no_kernel_multiplies_them(T, dt
 @torch.inference_mode()
 def test_a_step_with_a_cache_rotates_where_it_stores(launched):
     llama = Llama(Config(**SMALL | dict(head_dim=16)), DEVICE, seed=1, ops=Ops())
-    tokens = torch.arange(5, device=DEVICE)
+    tokens = torch.arange(3, device=DEVICE)
     expected, llama.ops = llama(tokens), GPU(records=False)
     cache = KVCache.of(llama, 8)
-    found = llama(tokens, cache.extend([(cache.open(())[0], range(5))]))
+    found = llama(tokens, cache.extend([(cache.open(())[0], range(3))]))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert launched == ["fused_norm", "fused_norm", "fused_swiglu"] * 2 + ["fused_norm"]
 
