@@ -162,6 +162,7 @@ def test_twins_read_their_prompt_once_and_get_their_own_texts(model, kv):
             return step(work)
         engine.decoder.step = counted
         texts[twins] = {r.index: r.tokens for r in engine.serve(writers(model, 4, twins))}
+        assert engine.decoder.cache.open(model.encode(OPENING))[1] == 0         # nothing stays, as was asked
     assert texts[True] == texts[False] and len(set(map(tuple, texts[True].values()))) == 4
     assert read[False] - read[True] == 3 * (len(model.encode(OPENING)) - 1)
 

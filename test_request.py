@@ -91,6 +91,9 @@ def test_a_line_has_the_settings_it_names_and_the_rest_are_the_command_lines(mod
     assert second.settings == Settings(0.9, None, 0.8, None, 4, 11, ("a", "b"), None)
     assert second.tokens == model.tokenizer.prompt("hello")
     assert third.tokens == first.tokens == model.tokenizer.chat([{"role": "user", "content": "hello"}]) and third.settings.temperature == 0.9
+    lines = ['{"prompt": "hello"}', '{"prompt": "hello", "system": "be brief"}', '{"prompt": "hello", "system": null}']
+    *_, requests = zip(*read_requests(lines, model, defaults, None, "be long"))
+    assert [request.tokens for request in requests] == [model.encode("hello", system) for system in ("be long", "be brief", None)]
 
 
 @pytest.mark.parametrize("line, says", [

@@ -40,7 +40,7 @@ def play(maker: Decoder, requests: Sequence[Request]) -> None:
             if isinstance(maker.drafter, ModelDrafter) and request in maker.drafter.seqs:
                 assert maker.drafter.cache.length(maker.drafter.seqs[request]) < len(request.tokens)
                 places.append((maker.drafter.cache, maker.drafter.seqs[request]))
-            for cache, seq in places:                                           # drafts, too, by what they turned out to be
+            for cache, seq in places:                           # drafts, too, by what they turned out to be
                 assert cache._texts[seq].tokens == request.tokens[:cache.length(seq)]
 
 

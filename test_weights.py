@@ -200,7 +200,8 @@ LLAMA31 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fa
 
 
 @pytest.mark.parametrize("case, change", [
-    ("mha", {}), ("linear-scaling", {}), ("llama3-scaling", {}),                # Llama 3.1's: some slow, some between, some kept
+    ("mha", {}), ("linear-scaling", {}), ("llama3-scaling", {}),
+    # Llama 3.1's: some are slowed down, some in part, some kept.
     ("mha", dict(head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31))])
 def test_frequencies_follow_the_published_rules(case, change):
     config = replace(Config.load(DATA / case), **change)

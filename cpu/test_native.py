@@ -91,7 +91,7 @@ def test_what_there_is_c_for():
         assert native.serves(x)
 
 
-@pytest.mark.parametrize("T, C", [(0, 8), (1, 1), (3, 37), (2, 576), (70, 640)])
+@pytest.mark.parametrize("T, C", [(0, 8), (1, 1), (3, 37), (2, 576), (2, 1100), (70, 640)])
 @torch.inference_mode()
 def test_between_the_products(T, C):
     torch.set_num_threads(2)

@@ -96,7 +96,7 @@ def test_a_model_tells_what_it_would() -> None:
     first, again, other = (sample_corpus(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
     assert torch.equal(first, again) and len(first) == 3 * 21
     texts = [tuple(text) for corpus in (first, other) for text in corpus.view(3, 21).tolist()]
-    assert len({*texts}) == 6                                                            # no text twice, in one corpus or in two
+    assert len({*texts}) == 6                           # no text twice, in one corpus or in two
 
 
 # ---- Learning ------------------------------------------------------------------------------------------------------
