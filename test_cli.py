@@ -256,7 +256,7 @@ def test_it_runs_as_a_program(meanwhile):
     (["--top-k", "9" * 5000], "invalid int value"),
     (["--draft", "ngram", "--gamma", str(10**18)], "a step has a budget of 512 tokens"),
     (["--stop", ""], "stop is ['']: it must be a text"), (["--device", "tpu"], "device 'tpu'"),
-    (["--device", "cuda:99"], "device 'cuda:99'"),
+    (["--device", "cuda:99"], "device 'cuda:99'"), (["--device", "meta"], "device 'meta' is not supported"),
     (["--bits", "5"], "invalid choice: 5"), (["--kv-bits", "5"], "invalid choice: '5'"),
     (["--no-cache", "--kv-bits", "8"], "--no-cache keeps nothing"), (["--dtype", "int8"], "invalid choice: 'int8'"),
     (["--raw", "--chat"], "not allowed with"), (["--chat"], "--chat needs a chat template"),
