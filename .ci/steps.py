@@ -18,7 +18,7 @@ from cpu import native
 from kvcache import KVCache
 from model import Llama
 
-STEPS, PROMPTS, TURNS = (1, 5, 16, 64), (20, 128, 512), 15
+STEPS, PROMPTS, TURNS = (1, 5, 16, 64), (20, 128, 512), 9
 LIMITS = 1.1, 1.2                                       # times float32, at first and then
 
 
@@ -36,7 +36,7 @@ def seconds(llama: Llama, past: int, new: int) -> float:
 
 def measured(models: dict[str, Llama], past: int, new: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds, and times what float32 takes: medians."""
-    turns = [{name: seconds(llama, past, new) for name, llama in models.items()} for _ in range(TURNS if new < 64 else 5)]
+    turns = [{name: seconds(llama, past, new) for name, llama in models.items()} for _ in range(TURNS if new < 64 else 3)]
     return ({name: 1e3 * median(turn[name] for turn in turns) for name in models},
             {name: median(turn[name] / turn["float32"] for turn in turns) for name in models})
 
