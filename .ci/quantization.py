@@ -52,10 +52,10 @@ def embedded(stories: str) -> None:
 def main(folder: str, file: str, stories: str) -> int:
     torch.set_num_threads(2)
     embedded(stories)
-    wanted = [Recipe(None, list(WIDTHS)), Recipe(Quantization(8), ["16", "8"]), Recipe(Quantization(4), ["16"]), Recipe(Quantization(4, method="awq+gptq"), ["16", "8/4"])]
+    wanted = [Recipe(None, list(WIDTHS)), Recipe(Quantization(8), ["16"]), Recipe(Quantization(4), ["16"]), Recipe(Quantization(4, method="awq+gptq"), ["16", "8/4"])]
     rows = table(folder, *texts(folder, file), wanted, "cpu", progress=lambda line: None)
     print("(this folder's 16 bits were rounded to 4 once already: other models lose other amounts)")
-    *kv, eight, _, rounded, four, both = rows
+    *kv, eight, rounded, four, both = rows
     lost = {row: row.perplexity / rows[0].perplexity - 1 for row in rows}
     for row in kv[1:]:
         require(lost[row] < LIMITS[row.width], f"keys and values in {row.width} bits cost {lost[row]:.2%}, at most {LIMITS[row.width]:.1%}")
