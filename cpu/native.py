@@ -9,15 +9,17 @@ makes: sixteen rows of W lie side by side, a panel, and each has a lane of a reg
         for t in T:                         up to 6 rows of x at a time
             sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
-INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns share a unit in INT4 (a byte)
-and bfloat16 (a pair, multiplied as it is where there are instructions for it; x is then rounded to bfloat16).
+INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns of bfloat16 share a unit. They
+are multiplied as they are where there are instructions for it; x is then rounded to bfloat16. Eight columns of INT4
+share a unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
 
 Between two products memory stands still while Python finds the next operation. So norm, rotation, SwiGLU and attention,
 which reads keys and values where they are stored, are one call each; and where all products of a model are in C, all
 its layers are one call, and so are all drafts of a round (`Layers`).
 
-Invariant: results are those of kernels.Ops up to the order of sums; a product's error is at most 2e-5 of Σ|x||w|. All
-sums of a row run in one order: it does not depend, to the bit, on the rows beside it.
+Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most 2e-5 of Σ|x||w|, where
+x beside INT4 counts 2^-8 of the largest x of its group at least. A row does not depend, to the bit, on the rows beside
+it; with INT4, on whether they are few.
 
 Not covered: float64, float16, groups of INT4 but 32, 64 and 128, a bfloat16 model in one call, gradients; only Linux.
 
@@ -36,9 +38,10 @@ from torch import Tensor
 
 from cpu.compiled import compile_library
 from kernels import Linear, Step
-from quant import Quantized
+from quant import Quantized, unpack4
 
-SOURCES = [Path(__file__).with_name(name) for name in ("products.c", "native.c", "drafts.c")]
+SOURCES = [Path(__file__).with_name(name) for name in
+           ("blocks.c", "integers.c", "products.c", "native.c", "drafts.c")]
 WIDE = 16                                               # rows of W in a panel
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)    # of stored numbers, as C counts them; uint8: INT4
 P, L = ctypes.c_void_p, ctypes.c_long
@@ -125,7 +128,7 @@ def multiplies(weight: Tensor | Quantized, x: torch.dtype = torch.float32) -> bo
 
 
 class Weight(Record):
-    """W [N, K] as products.c reads it: addresses, and the tensors that lie there."""
+    """W [N, K] as blocks.c reads it: addresses, and the tensors that lie there."""
 
     _fields_ = [("w", P), ("scale", P), ("zero", P), ("bias", P), ("N", L), ("K", L), ("group", L), ("kind", L)]
 
@@ -134,7 +137,10 @@ class Weight(Record):
         """W in float32, bfloat16, 8 or 4 bits (`multiplies`)."""
         w, bias = linear
         values, scale, zero, K, group = w if isinstance(w, Quantized) else (w, None, None, w.shape[1], w.shape[1])
-        parts = [panels(values, 2 if values.dtype == torch.bfloat16 else 1),
+        if values.dtype == torch.uint8:                 # columns 0 to 3 of eight in the lower halves of four bytes
+            q = unpack4(torch.nn.functional.pad(values, (0, -values.shape[1] % 4))).view(len(values), -1, 2, 4)
+            values = (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
+        parts = [panels(values, {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)),
                  *(None if part is None else panels(part) for part in (scale, zero)),
                  None if bias is None else bias.detach().float()]
         self = cls(*map(address, parts), len(values), K, group, KINDS.index(values.dtype))

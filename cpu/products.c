@@ -1,239 +1,34 @@
-// y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4. native.py explains the
-// order in memory. native.c is compiled after this file.
-//
-//     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side · unit: one or two columns of a panel
+// y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4. Compiled after blocks.c
+// (few rows, few panels, a stretch of columns) and integers.c.
 
-#if defined GNU_THREADS && defined __clang__
-#error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
-#endif
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-enum { WIDE = 16, STRETCH = 128, TILE = 6 };        // columns that one sum runs over; rows of x multiplied at once
-#ifdef __AVX512F__
-enum { LANES = 16 };                                // numbers in a register
-#define PANELS(T) 4                                 // at once: the sums of T rows of x by so many fit in the registers
-#else
-enum { LANES = 8 };
-#define PANELS(T) ((T) > 3 ? 1 : 2)
-#endif
-enum { VECS = WIDE / LANES };                       // of a panel
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32)));
-typedef float four __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
-typedef uint8_t ubytes __attribute__((vector_size(LANES), aligned(1)));
-typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
-typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-INLINE vec load_f32(const float *p) { return *(const vec *)p; }
-#ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
-INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
-INLINE ints widen_i16(const int16_t *p) { return (ints)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const void *)p)); }
-INLINE ints widen_i8(const int8_t *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE ints widen_u8(const uint8_t *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
-#elif defined __AVX2__
-INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE ints widen_i16(const int16_t *p) { return (ints)_mm256_cvtepi16_epi32(_mm_loadu_si128((const void *)p)); }
-INLINE ints widen_i8(const int8_t *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
-INLINE ints widen_u8(const uint8_t *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
-INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
-#else
-INLINE ints widen_u16(const uint16_t *p) { return __builtin_convertvector(*(const ushorts *)p, ints); }
-INLINE ints widen_i16(const int16_t *p) { return __builtin_convertvector(*(const shorts *)p, ints); }
-INLINE ints widen_i8(const int8_t *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
-INLINE ints widen_u8(const uint8_t *p) { return __builtin_convertvector(*(const ubytes *)p, ints); }
-INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
-#endif
-INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once: compilers do so here and not there
-#ifdef __AVX512F__
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined __FMA__
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-INLINE vec load_bf16(const uint16_t *p) { return (vec)(widen_u16(p) << 16); }
-INLINE vec load_i8(const int8_t *p) { return number(widen_i8(p)); }
-INLINE float one_f32(float x) { return x; }
-INLINE float one_i8(int8_t x) { return x; }
-INLINE float one_bf16(uint16_t x) { union { uint32_t i; float f; } u = { (uint32_t)x << 16 }; return u.f; }
-
-INLINE float sum(vec v) {
-    union { vec all; eight half[LANES / 8]; } u = { v };
-    union { eight all; four half[2]; } w = { LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
-    four f = w.half[0] + w.half[1];
-    return (f[0] + f[1]) + (f[2] + f[3]);
-}
-
-// ---- Weights -------------------------------------------------------------------------------------------------------
-
-typedef struct {
-    const void *w;                                  // [panels, units, WIDE]; what is beyond N or K is 0
-    const uint16_t *scale;                          // bfloat16[panels, groups, WIDE], or none
-    const int16_t *zero;                            // the same shape, of INT4
-    const float *bias;                              // [N], or none
-    long N, K, group, kind;                         // group: columns that share a scale, K but for INT4
-} Weight;
-
-enum { F32, BF16, I8, I4 };
-enum { COLUMNS_f32 = 1, COLUMNS_bf16 = 2, COLUMNS_i8 = 1, COLUMNS_i4 = 2 };     // of a unit
-enum { BYTES_f32 = 4, BYTES_bf16 = 4, BYTES_i8 = 1, BYTES_i4 = 1 };
-static const int COLUMNS[] = { COLUMNS_f32, COLUMNS_bf16, COLUMNS_i8, COLUMNS_i4 };
-static const int BYTES[] = { BYTES_f32, BYTES_bf16, BYTES_i8, BYTES_i4 };
-INLINE long parts(long all, long each) { return (all + each - 1) / each; }
-INLINE long least(long a, long b) { return a < b ? a : b; }
-
-// A unit of each of LANES rows as numbers: whole ones, for integers.
-INLINE void unit_f32(const char *w, ints zero, vec *out) { out[0] = load_f32((const float *)w); }
-INLINE void unit_i8(const char *w, ints zero, vec *out) { out[0] = load_i8((const int8_t *)w); }
-INLINE void unit_i4(const char *w, ints zero, vec *out) {
-    ints both = widen_u8((const uint8_t *)w);
-    out[0] = number((both & 15) - zero), out[1] = number((both >> 4) - zero);
-}
-
-// A number of x for all lanes, and s + a column's numbers times that.
-INLINE float spread_f32(const float *x) { return *x; }
-INLINE vec mac_f32(vec s, vec w, float x) { return s + w * x; }
-#define spread_i8 spread_f32
-#define spread_i4 spread_f32
-#define mac_i8 mac_f32
-#define mac_i4 mac_f32
-typedef float x_f32, x_i8, x_i4;
-enum { STEPS_f32 = 1, STEPS_i8 = 1, STEPS_i4 = 2 };
-#ifdef __AVX512BF16__                               // multiplied as they are, two at a time; x is bfloat16, too
-typedef uint16_t x_bf16;
-enum { STEPS_bf16 = 1 };
-INLINE void unit_bf16(const char *w, ints zero, vec *out) { out[0] = load_f32((const float *)w); }
-INLINE vec spread_bf16(const x_bf16 *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vec)_mm512_set1_epi32(pair);
-}
-INLINE vec mac_bf16(vec s, vec w, vec x) { return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)w, (__m512bh)x); }
-#else
-typedef float x_bf16;
-enum { STEPS_bf16 = 2 };
-INLINE void unit_bf16(const char *w, ints zero, vec *out) {
-    ints both = *(const ints *)w;
-    out[0] = (vec)(both << 16), out[1] = (vec)(both & -0x10000);
-}
-#define spread_bf16 spread_f32
-#define mac_bf16 mac_f32
-#endif
-
-// ---- A stretch of columns: T rows of x by P panels -----------------------------------------------------------------
-
-typedef struct {
-    const char *w;                                  // the first panel's first unit of the stretch,
-    long panel, units;                              // bytes from there to the next panel's, and units of the stretch
-    const uint16_t *scale;                          // the first panel's of the stretch, or none,
-    const int16_t *zero;
-    long next;                                      // and numbers from there to the next panel's
-    const void *x;                                  // the first row's first column of the stretch,
-    long row;                                       // and numbers from a row to the next
-    float *y;                                       // sums are added here, or begin here, if `first`
-    long N, first;
-    const char *soon;                               // what is wanted next; as `w`, `panel`, and bytes a unit
-    long far, pace;
-} Stretch;
-
-enum { ZERO_f32 = 0, ZERO_bf16 = 0, ZERO_i8 = 0, ZERO_i4 = 1 };
-INLINE ints zeros(const int16_t *zero) { return zero ? widen_i16(zero) : (ints){0}; }
-
-#define BLOCK(kind, T, P, name)                                                                                        \
-static void name(const Stretch *a) {                                                                                   \
-    vec s[T][P][VECS];                                                                                                 \
-    ints zero[P][VECS];                                                                                                \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                         \
-        zero[p][v] = zeros(ZERO_##kind ? a->zero + p * a->next + v * LANES : 0);                                       \
-        UNROLL for (int t = 0; t < T; t++) s[t][p][v] = (vec){0};                                                      \
-    }                                                                                                                  \
-    const x_##kind *x = a->x;                                                                                          \
-    const char *w = a->w, *soon = a->soon;                                                                             \
-    for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind, soon += a->pace) {              \
-        vec unit[P][VECS][COLUMNS_##kind];                                                                             \
-        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                       \
-            unit_##kind(w + p * a->panel + v * LANES * BYTES_##kind, zero[p][v], unit[p][v]);                          \
-        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->far);                                      \
-        UNROLL for (int c = 0; c < STEPS_##kind; c++) UNROLL for (int t = 0; t < T; t++) {                             \
-            __auto_type by = spread_##kind(x + t * a->row + c);                                                        \
-            UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
-                s[t][p][v] = mac_##kind(s[t][p][v], unit[p][v][c], by);                                                \
-        }                                                                                                              \
-    }                                                                                                                  \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                         \
-        vec by = a->scale ? load_bf16(a->scale + p * a->next + v * LANES) : (vec){0} + 1;                              \
-        UNROLL for (int t = 0; t < T; t++) {                                                                           \
-            vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                                                  \
-            *y = fused(s[t][p][v], by, a->first ? (vec){0} : *y);                                                      \
-        }                                                                                                              \
-    }                                                                                                                  \
-}
-#define BOTH(kind, T) BLOCK(kind, T, 1, one_##kind##T) BLOCK(kind, T, PANELS(T), wide_##kind##T)
-#define PAIR(kind, T) { one_##kind##T, wide_##kind##T }
-#define BLOCKS(kind)                                                                                                   \
-BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6)                                    \
-static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1), PAIR(kind, 2), PAIR(kind, 3),    \
-    PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
-BLOCKS(f32) BLOCKS(bf16) BLOCKS(i8) BLOCKS(i4)
-
-// The stretch with its panels as float32, whole numbers where they are integers: [P, STRETCH, WIDE], in `room`.
-#define UNFOLD(kind)                                                                                                   \
-static Stretch unfold_##kind(const Stretch *a, long P, float *room) {                                                  \
-    Stretch b = *a;                                                                                                    \
-    for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                                      \
-        ints zero = zeros(ZERO_##kind ? a->zero + p * a->next + v * LANES : 0);                                        \
-        const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                                                \
-        vec *to = (vec *)(room + p * STRETCH * WIDE + v * LANES);                                                      \
-        for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS, w += WIDE * BYTES_##kind) {                   \
-            vec unit[COLUMNS_##kind];                                                                                  \
-            unit_##kind(w, zero, unit);                                                                                \
-            for (int c = 0; c < STEPS_##kind; c++) to[c * VECS] = unit[c];                                             \
-        }                                                                                                              \
-    }                                                                                                                  \
-    b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= COLUMNS_##kind;                      \
-    return b;                                                                                                          \
-}
-UNFOLD(bf16) UNFOLD(i8) UNFOLD(i4)
-
-// ---- The product ---------------------------------------------------------------------------------------------------
+static const int FEW[] = { 0, LANES == 16 ? 32 : 8, 32, FEW_i4 };       // rows that do not pay for `unfold`
 
 // Panels from first to last, times all rows of x: [T, row] -> y: [T, N], N whole panels.
-static void some_panels(const Weight *w, const char *x, long row, float *y, long T, long N, long first, long last) {
+static void some_panels(const Weight *w, const char *x, long row, const Digits *digits, float *y, long T, long N,
+                        long first, long last) {
     static void (*const (*const blocks[])[2])(const Stretch *) = { blocks_f32, blocks_bf16, blocks_i8, blocks_i4 };
     static Stretch (*const unfold[])(const Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
-    static const int few[] = { 0, LANES == 16 ? 32 : 8, 32, LANES == 16 ? 32 : 8 };     // rows that do not pay for that
     long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = parts(w->K, columns);
     long stretch = least(w->group, STRETCH), groups = parts(w->K, w->group);
-    long size = kind == BF16 ? sizeof(x_bf16) : 4, tiles = parts(T, TILE);
-    long many = kind != F32 && size == 4 && T > few[kind];
+    long size = digits ? 1 : kind == BF16 ? sizeof(x_bf16) : 4, tiles = parts(T, TILE), most = parts(T, tiles);
+    long many = kind != F32 && size == 4 && T > FEW[kind], wide = digits ? PANELS_i4(most) : PANELS(most);
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
-        P = last - p < PANELS(parts(T, tiles)) ? 1 : PANELS(parts(T, tiles));
+        P = last - p < wide ? 1 : wide;
         for (long k = 0; k < w->K; k += stretch) {
             long g = (p * groups + k / w->group) * WIDE, n = least(w->K - k, stretch);
             Stretch a = { (const char *)w->w + (p * units + k / columns) * unit, units * unit, parts(n, columns),
                           w->scale ? w->scale + g : 0, w->zero ? w->zero + g : 0, groups * WIDE,
-                          x + k * size, row, y + p * WIDE, N, k == 0, 0, units * unit, 0 };
-            long bytes = tiles > 1 || LANES == 8 || unit < 64 ? a.units * unit : 0;     // of the next stretch, to fetch
+                          x + k * size, row, digits + k / w->group, groups, y + p * WIDE, N, k == 0,
+                          0, units * unit, 0 };
+            long bytes = tiles > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
             const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
-            for (long i = 0, rows; i < tiles; i++, a.x = (const char *)a.x + rows * row * size, a.y += rows * N) {
+            for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * groups) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
                 a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;
                 blocks[many ? F32 : kind][rows][P > 1](&a);
+                a.x = (const char *)a.x + rows * row * size;
             }
         }
     }
@@ -243,32 +38,37 @@ static void some_panels(const Weight *w, const char *x, long row, float *y, long
 // y = x Wᵀ + bias. x: [T, K] float32, or bfloat16 where W is; y: float32[T, N].
 void product(const void *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind];
-    long size = w->kind == BF16 ? 2 : 4, own = w->kind == BF16 ? sizeof(x_bf16) : 4;
-    float *whole = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *whole) : y;
+    long size = w->kind == BF16 ? 2 : 4, own = w->kind == BF16 ? sizeof(x_bf16) : 4, groups = parts(K, w->group);
+    Digits *digits = w->kind == I4 && T <= FEW[I4] ? malloc(T * groups * sizeof *digits) : 0;
+    if (digits) row *= DIGITS, own = 1;
+    float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
     char *arranged = row != K || own != size ? calloc(T * row, own) : 0;    // whole units, as they are multiplied
-    for (long t = 0; arranged && t < T; t++) {
+    #pragma omp parallel for if (T * K > 1 << 15)
+    for (long t = 0; t < (arranged ? T : 0); t++) {
         const uint16_t *from = (const uint16_t *)x + t * K;
-        if (own == size) memcpy(arranged + t * row * own, (const char *)x + t * K * size, K * size);
-        else for (long k = 0; k < K; k++) ((float *)arranged)[t * row + k] = one_bf16(from[k]);
+        char *to = arranged + t * row * own;
+        if (digits) to_digits((const float *)x + t * K, K, w->group, (int8_t *)to, row, digits + t * groups);
+        else if (own == size) memcpy(to, (const char *)x + t * K * size, K * size);
+        else for (long k = 0; k < K; k++) ((float *)to)[k] = one_bf16(from[k]);
     }
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        some_panels(w, arranged ? arranged : x, row, whole, T, panels * WIDE, panels * me / threads,
+        some_panels(w, arranged ? arranged : x, row, digits, full, T, panels * WIDE, panels * me / threads,
                     panels * (me + 1) / threads);
     }
-    for (long t = 0; whole != y && t < T; t++) memcpy(y + t * N, whole + t * panels * WIDE, N * sizeof *y);
+    for (long t = 0; full != y && t < T; t++) memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
-    if (whole != y) free(whole);
-    free(arranged);
+    if (full != y) free(full);
+    free(arranged), free(digits);
 }
 
-INLINE float number_at(const Weight *w, long at, long g, int odd) {         // unit, group; its second column
+INLINE float number_at(const Weight *w, long at, long g, int c) {           // column c of a unit of a group
     switch (w->kind) {
         case F32: return ((const float *)w->w)[at];
-        case BF16: return one_bf16(((const uint16_t *)w->w)[2 * at + odd]);
+        case BF16: return one_bf16(((const uint16_t *)w->w)[2 * at + c]);
         case I8: return ((const int8_t *)w->w)[at];
-        default: return (((const uint8_t *)w->w)[at] >> 4 * odd & 15) - w->zero[g];
+        default: return (((const uint8_t *)w->w)[4 * at + c % 4] >> c / 4 * 4 & 15) - w->zero[g];
     }
 }
 

@@ -66,6 +66,8 @@ def test_the_error_of_a_product_has_one_bound(bits, dtype, compiler):
             assert type(ready) is expected(bits, dtype, compiler)
             rows, sizes = x.to(dtype)[:, ::2], (0, 1, 2, 3, 5, 7, 16, 33, 70)
             right, most = rows.double() @ W.T + bias.double(), rows.double().abs() @ W.abs().T + bias.double().abs()
+            if bits == 4:                                   # x is rounded to 24 bits of the largest of a group
+                most += 2.0**-23 / 2e-5 * rows.double().abs().amax(1, keepdim=True) * W.abs().sum(1)
             right, most = (torch.cat([every[:T] for T in sizes]) for every in (right, most))
             for weight in [plain] * (ready is not plain) + [ready]:
                 y = [ops.linear(rows[:T], weight) for T in sizes]
@@ -110,7 +112,7 @@ def test_weights_are_in_memory_once_and_their_rows_can_be_looked_up(bits, K, N, 
     ready = ops.prepare(Linear(w), dtype, looked_up=True)
     assert torch.equal(ops.embed(which, ready, dtype), W[which].to(dtype))
     assert ops.embed(which, ready, dtype).dtype == dtype
-    assert plain <= held(ready) <= plain * (-(-N // 16) * 16 / N if compiler else 1) + 16   # the last panel is whole
+    assert plain <= held(ready) <= plain * (-(-N // 16) * 16 / N if compiler else 1) + 96   # the last panel is whole
     lone = ops.prepare(Linear(w), dtype)                            # of a head that is not the embedding, too
     values = weakref.ref(w if bits == 16 else w.values)
     del w, ready

@@ -1,0 +1,195 @@
+// What a product repeats: a few rows of x by a few panels of W, over a stretch of columns. W is float32, bfloat16 or
+// INT8, or becomes float32 first. native.py explains the order in memory. The other files are compiled after this one.
+//
+//     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side · unit: 1, 2 or 8 columns of it
+
+#if defined GNU_THREADS && defined __clang__
+#error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
+#endif
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+enum { WIDE = 16, STRETCH = 128, TILE = 6 };        // columns that one sum runs over; rows of x multiplied at once
+#ifdef __AVX512F__
+enum { LANES = 16 };                                // numbers in a register
+#define PANELS(T) 4                                 // at once: the sums of T rows of x by so many fit in the registers
+#else
+enum { LANES = 8 };
+#define PANELS(T) ((T) > 3 ? 1 : 2)
+#endif
+enum { VECS = WIDE / LANES };                       // of a panel
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+INLINE vec load_f32(const float *p) { return *(const vec *)p; }
+#ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
+INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
+INLINE ints widen_i16(const int16_t *p) { return (ints)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const void *)p)); }
+INLINE ints widen_i8(const int8_t *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+#elif defined __AVX2__
+INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE ints widen_i16(const int16_t *p) { return (ints)_mm256_cvtepi16_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE ints widen_i8(const int8_t *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+#else
+INLINE ints widen_u16(const uint16_t *p) { return __builtin_convertvector(*(const ushorts *)p, ints); }
+INLINE ints widen_i16(const int16_t *p) { return __builtin_convertvector(*(const shorts *)p, ints); }
+INLINE ints widen_i8(const int8_t *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
+INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
+#endif
+INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once: compilers do so here and not there
+#ifdef __AVX512F__
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE vec load_bf16(const uint16_t *p) { return (vec)(widen_u16(p) << 16); }
+INLINE vec load_i8(const int8_t *p) { return number(widen_i8(p)); }
+INLINE float one_f32(float x) { return x; }
+INLINE float one_i8(int8_t x) { return x; }
+INLINE float one_bf16(uint16_t x) { union { uint32_t i; float f; } u = { (uint32_t)x << 16 }; return u.f; }
+
+INLINE float sum(vec v) {
+    union { vec all; eight half[LANES / 8]; } u = { v };
+    union { eight all; four half[2]; } w = { LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
+    four f = w.half[0] + w.half[1];
+    return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+// ---- Weights -------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    const void *w;                                  // [panels, units, WIDE]; what is beyond N or K is 0
+    const uint16_t *scale;                          // bfloat16[panels, groups, WIDE], or none
+    const int16_t *zero;                            // the same shape, of INT4
+    const float *bias;                              // [N], or none
+    long N, K, group, kind;                         // group: columns that share a scale, K but for INT4
+} Weight;
+
+enum { F32, BF16, I8, I4 };
+enum { COLUMNS_f32 = 1, COLUMNS_bf16 = 2, COLUMNS_i8 = 1, COLUMNS_i4 = 8 };     // of a unit
+enum { BYTES_f32 = 4, BYTES_bf16 = 4, BYTES_i8 = 1, BYTES_i4 = 4 };
+static const int COLUMNS[] = { COLUMNS_f32, COLUMNS_bf16, COLUMNS_i8, COLUMNS_i4 };
+static const int BYTES[] = { BYTES_f32, BYTES_bf16, BYTES_i8, BYTES_i4 };
+INLINE long parts(long all, long each) { return (all + each - 1) / each; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+// Column c of a unit, of each of LANES rows, as numbers: whole ones, for integers.
+INLINE vec column_f32(const char *w, int c, ints zero) { return load_f32((const float *)w); }
+INLINE vec column_i8(const char *w, int c, ints zero) { return load_i8((const int8_t *)w); }
+INLINE vec column_i4(const char *w, int c, ints zero) {
+    return number((*(const ints *)w >> (c % 4 * 8 + c / 4 * 4) & 15) - zero);
+}
+
+// A number of x for all lanes, and s + a column's numbers times that.
+INLINE float spread_f32(const float *x) { return *x; }
+INLINE vec mac_f32(vec s, vec w, float x) { return s + w * x; }
+#define spread_i8 spread_f32
+#define mac_i8 mac_f32
+typedef float x_f32, x_i8;
+enum { STEPS_f32 = 1, STEPS_i8 = 1, STEPS_i4 = 8 };
+#ifdef __AVX512BF16__                               // multiplied as they are, two at a time; x is bfloat16, too
+typedef uint16_t x_bf16;
+enum { STEPS_bf16 = 1 };
+INLINE vec column_bf16(const char *w, int c, ints zero) { return load_f32((const float *)w); }
+INLINE vec spread_bf16(const x_bf16 *x) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (vec)_mm512_set1_epi32(pair);
+}
+INLINE vec mac_bf16(vec s, vec w, vec x) { return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)w, (__m512bh)x); }
+#else
+typedef float x_bf16;
+enum { STEPS_bf16 = 2 };
+INLINE vec column_bf16(const char *w, int c, ints zero) {
+    ints both = *(const ints *)w;
+    return (vec)(c ? both & -0x10000 : both << 16);
+}
+#define spread_bf16 spread_f32
+#define mac_bf16 mac_f32
+#endif
+
+// ---- A stretch of columns: T rows of x by P panels -----------------------------------------------------------------
+
+typedef struct {
+    const char *w;                                  // the first panel's first unit of the stretch,
+    long panel, units;                              // bytes from there to the next panel's, and units of the stretch
+    const uint16_t *scale;                          // the first panel's of the stretch, or none,
+    const int16_t *zero;
+    long next;                                      // and numbers from there to the next panel's
+    const void *x;                                  // the first row's first column of the stretch,
+    long row;                                       // and numbers from a row to the next
+    const struct Digits *digits;                    // of the first row's group, if x is digits (integers.c),
+    long groups;                                    // and from there to the next row's
+    float *y;                                       // sums are added here, or begin here, if `first`
+    long N, first;
+    const char *soon;                               // what is wanted next; as `w`, `panel`, and bytes a unit
+    long far, pace;
+} Stretch;
+
+#define BLOCK(kind, T, P, name)                                                                                        \
+static void name(const Stretch *a) {                                                                                   \
+    vec s[T][P][VECS] = {0};                                                                                           \
+    const x_##kind *x = a->x;                                                                                          \
+    const char *w = a->w, *soon = a->soon;                                                                             \
+    for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind, soon += a->pace) {              \
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->far);                                      \
+        UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                                                \
+            vec column[P][VECS];                                                                                       \
+            UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
+                column[p][v] = column_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c, (ints){0});               \
+            UNROLL for (int t = 0; t < T; t++) {                                                                       \
+                __auto_type by = spread_##kind(x + t * a->row + c);                                                    \
+                UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                               \
+                    s[t][p][v] = mac_##kind(s[t][p][v], column[p][v], by);                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                                         \
+        vec by = a->scale ? load_bf16(a->scale + p * a->next + v * LANES) : (vec){0} + 1;                              \
+        UNROLL for (int t = 0; t < T; t++) {                                                                           \
+            vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                                                  \
+            *y = fused(s[t][p][v], by, a->first ? (vec){0} : *y);                                                      \
+        }                                                                                                              \
+    }                                                                                                                  \
+}
+#define BOTH(kind, T) BLOCK(kind, T, 1, one_##kind##T) BLOCK(kind, T, PANELS(T), wide_##kind##T)
+#define PAIR(kind, T) { one_##kind##T, wide_##kind##T }
+#define BLOCKS(kind)                                                                                                   \
+BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6)                                    \
+static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1), PAIR(kind, 2), PAIR(kind, 3),    \
+    PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
+BLOCKS(f32) BLOCKS(bf16) BLOCKS(i8)
+
+// The stretch with its panels as float32, whole numbers where they are integers: [P, STRETCH, WIDE], in `room`.
+#define UNFOLD(kind)                                                                                                   \
+static Stretch unfold_##kind(const Stretch *a, long P, float *room) {                                                  \
+    Stretch b = *a;                                                                                                    \
+    for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                                      \
+        ints zero = a->zero ? widen_i16(a->zero + p * a->next + v * LANES) : (ints){0};                                \
+        const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                                                \
+        vec *to = (vec *)(room + p * STRETCH * WIDE + v * LANES);                                                      \
+        for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS, w += WIDE * BYTES_##kind)                     \
+            UNROLL for (int c = 0; c < STEPS_##kind; c++) to[c * VECS] = column_##kind(w, c, zero);                    \
+    }                                                                                                                  \
+    b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= COLUMNS_##kind;                      \
+    return b;                                                                                                          \
+}
+UNFOLD(bf16) UNFOLD(i8) UNFOLD(i4)
