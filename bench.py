@@ -2,6 +2,7 @@
 
     python bench.py                            the embedded pair on a CPU, in minutes: tables, results/<machine>.json
     python bench.py --quick                    the same, too small for its figures to mean anything: does it all run?
+    python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4 (measure/steps.py)
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
     python bench.py --gpu kernels              or decode, speculation, serving: 1B and 8B shapes (measure/gpucases.py)
     python bench.py --pictures · --readme      results/*.svg, and README.md's tables, from the results that it names
@@ -28,10 +29,12 @@ from kvcache import CacheFull
 from measure import gpucases, pair, peers, pictures, report, traffic
 from measure.pair import QUICK, Effort
 from measure.report import Results
+from measure.steps import steps
 from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
+KEPT = {"peers", "steps", "gpu"}                        # of several runs, side by side
 
 
 def bench_parser() -> argparse.ArgumentParser:
@@ -43,7 +46,7 @@ def bench_parser() -> argparse.ArgumentParser:
     instead("--readme", action="store_true", help="write the tables of README.md from the results that it names")
     add("--quick", action="store_true", help="very little of everything, to see that it works; kept only with --out")
     add("--data", metavar="FILE", help="measure perplexity on this text (default: on the model's own texts)")
-    add("--target", default="tiny", metavar="NAME", help="with --against: the model (tiny)")
+    add("--target", metavar="NAME", help="measure this model's steps; with --against: compare it (tiny)")
     add("--gguf", metavar="FILE", help="with --against llama.cpp: the same model in its format")
     add("--out", metavar="FILE", help="where the numbers go (results/<machine>.json)")
     return p
@@ -51,9 +54,9 @@ def bench_parser() -> argparse.ArgumentParser:
 
 def everything(effort: Effort, data: str | None) -> Results:
     """The embedded pair: all that results/*.json has of it."""
-    parts = dict(stack=pair.stack, products=pair.products, gammas=pair.gammas, bits=partial(pair.bits, data=data),
-                 waste=traffic.waste, latency=traffic.latency, places=lambda _: traffic.batch_places(),
-                 blocks=lambda _: traffic.pool_blocks())
+    parts = dict(stack=pair.stack, gammas=pair.gammas, bits=partial(pair.bits, data=data),
+                 steps=partial(steps, target="tiny", label="tiny"), waste=traffic.waste, latency=traffic.latency,
+                 places=lambda _: traffic.batch_places(), blocks=lambda _: traffic.pool_blocks())
     results = pair.machine()
     for name, part in parts.items():
         start = time.perf_counter()
@@ -71,7 +74,7 @@ def load_results(path: Path) -> Results:
         found = json.loads((HERE / path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): name the results of another run, or a new file") from None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in ("peers", "gpu")):
+    if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in KEPT):
         raise ValueError(f"{path} holds no results of a run: name others, or a new file")
     return found
 
@@ -83,11 +86,10 @@ def put(path: Path, text: str) -> None:
 
 
 def keep(path: Path, results: Results) -> None:
-    """Put these beside what the file has already. Of a target and peer, only the last comparison stays."""
-    old, again = load_results(path), {(row["target"], row["peer"]) for row in results.get("peers", {}).values()}
-    for name in results.keys() & {"peers", "gpu"}:
-        rest = {key: row for key, row in old.get(name, {}).items() if (row.get("target"), row.get("peer")) not in again}
-        results[name] = rest | results[name]
+    """Put these beside what the file has already."""
+    old = load_results(path)
+    for name in results.keys() & KEPT:
+        results[name] = old.get(name, {}) | results[name]
     put(path, json.dumps(old | results, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -105,9 +107,9 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.unused(args, "quick data target gguf out", "where nothing is measured")
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
-    if not args.against:
-        p.unused(args, "target", "but with --against: the embedded pair is measured, or random weights")
-    if args.against or args.gpu:
+    if args.gpu:
+        p.unused(args, "target", "with --gpu, whose models have random weights")
+    if args.against or args.gpu or args.target:
         p.unused(args, "data", "where no perplexity is measured")
     return args
 
@@ -125,7 +127,9 @@ def answer(args: argparse.Namespace) -> None:
     if out or not args.quick:
         load_results(out := Path(out or f"results/{pair.slug(pair.processor())}.json"))  # refused before it is measured
     if args.against:
-        results: Results = dict(peers=peers.against(args.against, args.target, args.gguf, effort))
+        results: Results = dict(peers=peers.against(args.against, args.target or "tiny", args.gguf, effort))
+    elif args.target:
+        results = dict(steps=steps(effort, args.target, peers.label(args.target)))
     elif args.gpu:
         case = gpucases.run_case(args.gpu, args.quick)
         results = pair.machine(case[args.gpu]["read_bandwidth"]) | dict(gpu=case)

@@ -27,11 +27,9 @@ import torch
 from batcher import Batcher
 from gamma import expected_tokens
 from generate import Engine, Model
-from kernels import Linear, ops_for
-from measure.clock import read_bandwidth, seconds
+from measure.clock import read_bandwidth
 from model import Llama
 from paged import PagedCache
-from quant import quantize
 from request import Request, Settings
 from speculative import Decoder
 from tokenizer import Tokenizer
@@ -205,24 +203,6 @@ def serve_row(row: StackRow, model: Model, draft: Model, effort: Effort) -> tupl
 def log_spread(count: int, longest: int, ratio: float = 5.0) -> list[int]:
     """Lengths from longest / ratio to longest, even on a logarithmic scale, in a shuffled order."""
     return [round(longest / ratio * ratio ** ((7 * i % count) / max(1, count - 1))) for i in range(count)]
-
-
-@torch.inference_mode()
-def products(effort: Effort, N: int = 1408, K: int = 256) -> Rows:
-    """Why fewer bits are faster or not: gate and up of the embedded model, 1 and 16 rows, in microseconds.
-
-    path: "tiles" where weights become numbers before the product.
-    """
-    torch.manual_seed(0)
-    weight, ops, told = torch.randn(N, K), ops_for("cpu"), []
-    for T in (1, 16):
-        x = torch.randn(T, K)
-        for bits in (32, 8, 4):
-            own = ops.prepare(Linear(weight if bits == 32 else quantize(weight, bits)), x.dtype)
-            once = seconds(lambda: ops.linear(x, own), 50 * effort.turns)
-            path = "native" if not isinstance(own, Linear) else "tiles" if bits < 32 else "library"
-            told.append(dict(bits=bits, rows=T, path=path, microseconds=1e6 * once))
-    return told
 
 
 def gammas(effort: Effort) -> Rows:

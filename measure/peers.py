@@ -1,18 +1,21 @@
 """The same prompts on the same weights by others: Hugging Face transformers, and llama.cpp.
 
     python bench.py --against transformers --target NAME
-    python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in llama.cpp's own format, 8 bits
+    python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in llama.cpp's own format
 
-All read the same tokens and make as many, greedily, with as many threads, in turns. Seconds are counted from the first
-token to the last; a ratio is the median over prompts. The same weights give the same tokens, up to near-ties: a peer
-that was set up wrongly shows. `RandomTransformers` is what the GPU cases are compared with.
+All read the same tokens and make as many, greedily, with as many threads, in turns: short prompts that are continued,
+long prompts, and sixteen texts together. A text's seconds are counted from its first token to its last; a ratio is a
+median. The same weights give the same tokens, up to near-ties: a peer that was set up wrongly shows.
+`RandomTransformers` is what the GPU cases are compared with.
 
 Invariant: a peer that is not installed is named, with the way to get it.
 Not covered: peers' own speculation.
 """
 import importlib.util
+import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -24,6 +27,7 @@ import torch
 from generate import Engine, Model
 from measure.clock import read_bandwidth
 from measure.pair import Effort, at_once, weight_bytes
+from measure.steps import LENGTHS, instructions
 from request import Request, Settings
 from weights import Config, find
 
@@ -31,15 +35,28 @@ PROMPTS = ("Once upon a time, in a village by the sea,", "The first rule of meas
            "My grandmother used to say that", "The train left the station at", "A computer reads its memory")
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}                   # as Python imports them
 INSTALL = {"transformers": "pip install transformers", "llama.cpp": "pip install llama-cpp-python"}
-Made = tuple[list[int], float]                          # tokens, and the seconds after the first
+TEXTS, OWN = 16, 32                                     # made together; tokens of each one's prompt, and made
 Work = Sequence[tuple[int, int]]                        # lengths of prompts and answers
+
+
+class Made(NamedTuple):
+    """Texts that were made together: the first, the seconds until its first token, and the seconds in all."""
+    tokens: list[int]
+    first: float
+    total: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, after the first."""
+        return (len(self.tokens) - 1) / (self.total - self.first)
 
 
 class Contestant(NamedTuple):
     """Ours, or a peer."""
     name: str
-    make: Callable[[Sequence[int], int], Made]          # of a prompt, and how many
+    make: Callable[[Sequence[Sequence[int]], int], Made]    # of prompts of one length, so many tokens each
     bytes: int = 0                                      # read for each token; of ours
+    together: bool = True                               # whether it makes several texts in one pass
 
 
 def installed(name: str) -> bool:
@@ -59,21 +76,22 @@ def ours(target: str, bits: int) -> Contestant:
     model = Model.load(target, "cpu", torch.float32 if bits == 16 else None, bits)
     limit = model.llama.config.max_position_embeddings
 
-    def make(prompt: Sequence[int], count: int) -> Made:
-        request, longest = Request(list(prompt), Settings(0.0, seed=0, max_tokens=count)), len(prompt) + count
-        at_once(Engine(model, None, longest, min(limit, longest)), [request])
-        return request.tokens[request.prompt:], sum(taken.seconds for taken in request.rounds[1:])
+    def make(prompts: Sequence[Sequence[int]], count: int) -> Made:
+        longest = min(limit, len(prompts[0]) + count)
+        requests = [Request(list(prompt), Settings(0.0, seed=0, max_tokens=count)) for prompt in prompts]
+        served = at_once(Engine(model, None, len(prompts) * longest, longest, len(prompts)), requests)
+        return Made(served.texts[0], served.first[0], served.seconds)
     name = "float32" if bits == 16 else f"INT{bits} in {str(model.llama.dtype)[6:]}"
     return Contestant(name, make, weight_bytes(model.llama))
 
 
-def reply(model: Any, prompt: Sequence[int], count: int, **more: Any) -> tuple[list[int], float, float]:
-    """transformers' `generate` -> tokens, the seconds after the first, and the seconds in all."""
-    tokens, times = torch.tensor([prompt], device=model.device), list[float]()         # of the prompt and each token
+def reply(model: Any, prompts: Sequence[Sequence[int]], count: int, **more: Any) -> Made:
+    """transformers' `generate`."""
+    tokens, times = torch.tensor(prompts, device=model.device), list[float]()           # of the prompts and each token
     streamer = SimpleNamespace(put=lambda value: times.append(time.perf_counter()), end=lambda: None)
     made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False,
                           pad_token_id=0, streamer=streamer, **more)
-    return made[0, len(prompt):].tolist(), times[-1] - times[1], times[-1] - times[0]
+    return Made(made[0, len(prompts[0]):].tolist(), times[1] - times[0], times[-1] - times[0])
 
 
 def transformers(target: str) -> Contestant:
@@ -81,20 +99,21 @@ def transformers(target: str) -> Contestant:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(find(target), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None         # nobody stops early
-    return Contestant("transformers float32", lambda prompt, count: reply(model, prompt, count)[:2])
+    return Contestant("transformers float32", partial(reply, model))
 
 
 def llama_cpp(gguf: str) -> Contestant:
     from llama_cpp import Llama
     threads = torch.get_num_threads()
-    model = Llama(gguf, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+    model = Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def make(prompt: Sequence[int], count: int) -> Made:
+    def make(prompts: Sequence[Sequence[int]], count: int) -> Made:
         model.reset()
-        tokens = model.generate(list(prompt), temp=0.0, repeat_penalty=1.0, reset=True)
+        start = time.perf_counter()
+        tokens = model.generate(list(prompts[0]), temp=0.0, repeat_penalty=1.0, reset=True)
         made, times = zip(*((int(token), time.perf_counter()) for token in islice(tokens, count)))
-        return list(made), times[-1] - times[0]
-    return Contestant(f"llama.cpp {Path(gguf).stem.rsplit('.', 1)[-1].rsplit('-', 1)[-1]}", make)
+        return Made(list(made), times[0] - start, times[-1] - start)
+    return Contestant(f"llama.cpp {Path(gguf).stem.rsplit('.', 1)[-1].rsplit('-', 1)[-1]}", make, together=False)
 
 
 class RandomTransformers:
@@ -112,13 +131,13 @@ class RandomTransformers:
         """After a prompt: `generate` as it is, and on a GPU with its static cache, which it compiles for."""
         spent = {}
         for kind, cache in (("transformers", None), ("its static cache", "static"))[:1 + self.on_gpu]:
-            runs = [reply(self.model, [0] * prompt, count, cache_implementation=cache)[1] for _ in range(turns + 1)]
-            spent[kind] = median(runs[1:]) / (count - 1)                                    # one warms up, or compiles
+            runs = [reply(self.model, [[0] * prompt], count, cache_implementation=cache) for _ in range(turns + 1)]
+            spent[kind] = 1 / median(made.rate for made in runs[1:])                        # one warms up, or compiles
         return spent
 
     def one_at_a_time(self, work: Work) -> float:
         """Tokens a second."""
-        runs = [reply(self.model, [0] * prompt, count)[2] for prompt, count in (work[0], *work)]        # one warms up
+        runs = [reply(self.model, [[0] * prompt], count).total for prompt, count in (work[0], *work)]   # one warms up
         return sum(count for _, count in work) / sum(runs[1:])
 
     def batched(self, work: Work) -> float:
@@ -146,26 +165,33 @@ class RandomTransformers:
 
 @torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
-    """Our float32 and INT8 beside a peer -> a row for each. ValueError, with the way out, where it cannot be."""
+    """Our float32, INT8 and INT4 beside a peer -> a row for each. ValueError, with the way out, where it cannot be."""
     if name not in PACKAGES:
         raise ValueError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
     if not installed(name):
         raise ValueError(not_compared(name))
     if name == "llama.cpp" and gguf is None:
         raise ValueError("llama.cpp reads a format of its own: --gguf FILE, "
-                         "made of --target with its convert_hf_to_gguf.py --outtype q8_0")
+                         "made of --target with its convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize")
     peer = transformers(target) if name == "transformers" else llama_cpp(gguf)
-    everyone, roofs, turns = [peer, *(ours(target, bits) for bits in (16, 8))], [], []
-    tokenizer = Model.load(target, "cpu", torch.float32).tokenizer
-    prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS[:2 * effort.turns]]
+    everyone, roofs, short = [peer, *(ours(target, bits) for bits in (16, 8, 4))], [], []
+    model = Model.load(target, "cpu", torch.float32)
+    prompts = [model.tokenizer.prompt(prompt) for prompt in PROMPTS[:2 * effort.turns]]
     for one in everyone:
-        one.make(prompts[0], 4)                         # to warm up
+        one.make(prompts[:1], 4)                        # to warm up
     for prompt in prompts:
         roofs.append(read_bandwidth())
-        turns.append([one.make(prompt, effort.count // 2) for one in everyone])
-    made = list(zip(*turns))
-    rows = [row(label(target), everyone[i], peer, list(zip(made[0], made[i])), roofs) for i in (1, 2)]
-    return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
+        short.append([one.make([prompt], effort.count // 2) for one in everyone])
+    most, some = min(model.llama.config.max_position_embeddings - 1, 12 * effort.count), random.Random(0)
+    texts = [[some.randrange(1000) for _ in range(OWN)] for _ in range(TEXTS)]
+    others = {f"prompt{n}": [[(texts[0] * n)[:n]], 1] for n in LENGTHS if n <= most}
+    others |= {"together": [texts, OWN]} if peer.together else {}
+    long = {name: [[one.make(*work).total for one in everyone] for _ in range(effort.turns)]
+            for name, work in others.items()}
+    rows = [row(label(target), everyone[i], peer, [(turn[0], turn[i]) for turn in short], roofs)
+            | {name: median(turn[0] / turn[i] for turn in turns) for name, turns in long.items()}
+            | dict(code=instructions()) for i in (1, 2, 3)]
+    return {f"{row['target']}, {row['code']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
 def label(target: str) -> str:
@@ -176,8 +202,8 @@ def label(target: str) -> str:
 def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]],
         roofs: Sequence[float]) -> dict[str, Any]:
     """turns: for each prompt, what the peer made and what we made; roofs: bytes a second, measured just before."""
-    theirs, own = ([(len(tokens) - 1) / seconds for tokens, seconds in made] for made in zip(*turns))
-    return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=median(own),
-                peer_tokens_per_second=median(theirs), ratio=median(they[1] / we[1] for they, we in turns),
-                bandwidth=median(rate * one.bytes / roof for rate, roof in zip(own, roofs)),
-                same_texts=sum(they[0] == we[0] for they, we in turns), texts=len(turns))
+    return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=median(we.rate for _, we in turns),
+                peer_tokens_per_second=median(they.rate for they, _ in turns),
+                ratio=median(we.rate / they.rate for they, we in turns),
+                bandwidth=median(we.rate * one.bytes / roof for (_, we), roof in zip(turns, roofs)),
+                same_texts=sum(they.tokens == we.tokens for they, we in turns), texts=len(turns), code=machine_code())

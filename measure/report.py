@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measure.steps import LENGTHS, SIZES
+
 Results = dict[str, Any]
 MARKED = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -63,7 +65,7 @@ class Table(NamedTuple):
 
 
 def stack_notes(results: Results) -> list[str]:
-    """Where a technique did not do what it is for, and why, by the products and drafts measured in the same run."""
+    """Where a technique did not do what it is for, and what drafts cost in the same run."""
     notes = []
     for row in results["stack"]:
         name, gain = row["name"].removeprefix("+ "), format_ratio(row["gain"])
@@ -71,13 +73,8 @@ def stack_notes(results: Results) -> list[str]:
             notes.append(f"{name}: no gain in speed here ({gain} the row before).")
         if row["claims"] == "memory" and row["gain"] < 0.97:
             notes.append(f"{name}: for memory; it makes {gain} the tokens a second of the row before.")
-    cost = {(p["bits"], p["rows"]): f"{p['microseconds']:.0f}" for p in results["products"]}
-    paths = {p["bits"]: p["path"] for p in results["products"]}
     draft, batch = (next(r for r in results["stack"] if word in r["name"]) for word in ("speculation", "batching"))
     return [*notes,
-            f"One row by a matrix of the model: {cost[32, 1]} µs in float32, {cost[8, 1]} µs in INT8, "
-            f"{cost[4, 1]} µs in INT4{', which becomes numbers first' * (paths[4] == 'tiles')}; "
-            f"16 rows: {cost[32, 16]}, {cost[8, 16]} and {cost[4, 16]} µs.",
             f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, of which each costs "
             f"{draft['draft_cost']:.2f} of a plain pass, "
             f"and {batch['drafted']:.2g} where {batch['in_flight']} share a pass."]
@@ -109,15 +106,22 @@ TABLES = dict(
         ("a step reads at most", "{step}"),
         *((f"between tokens p{percent}", f"{{between_p{percent}:seconds}}") for percent in (50, 95, 99)),
         *((f"first token p{percent}", f"{{first_p{percent}:seconds}}") for percent in (50, 95, 99))]),
-    peers=Table("Against others: the same prompts and weights, one text at a time, in turns", [
+    steps=Table("A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast", [
+        ("model", "{target}"), ("CPU", "{code}"), ("weights", "{width}"),
+        *((f"{size[4:]} rows" if size[0] == "r" else f"prompt of {size[6:]}", f"{{{size}}}") for size in SIZES)],
+        lambda row, first: {size: format_ratio(row[size]) if row["width"] != "float32" else
+                            format_seconds(row[f"{size}_seconds"]) for size in SIZES if size in row}),
+    peers=Table("Against others: the same prompts and weights, in turns; the ratios of long prompts, until the first "
+                "token, and of sixteen texts together", [
         ("model", "{target}"), ("ours", "{ours}"), ("theirs", "{peer}"), ("tokens/s", "{tokens_per_second:.1f}"),
         ("theirs", "{peer_tokens_per_second:.1f}"), ("ratio", "{ratio:ratio}"),
-        ("of the read bandwidth", "{bandwidth:.0%}"), ("same texts", "{same_texts} of {texts}")]))
+        ("of the read bandwidth", "{bandwidth:.0%}"), ("same texts", "{same_texts} of {texts}"), ("CPU", "{code}"),
+        *((f"prompt of {n}", f"{{prompt{n}:ratio}}") for n in LENGTHS), ("sixteen texts", "{together:ratio}")]))
 
 
 def sections(results: Results) -> list[Section]:
     """In reading order. A GPU case brings its own headers."""
-    found = results | dict(peers=list(results.get("peers", {}).values()))
+    found = results | {name: list(results.get(name, {}).values()) for name in ("steps", "peers")}
     cells = lambda case: [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in case["rows"]]
     return [*(table.section(name, found) for name, table in TABLES.items() if found.get(name)),
             *(Section(case["title"], case["headers"], cells(case), case.get("notes", ()))

@@ -30,21 +30,20 @@ def quick(meanwhile) -> dict:
 
 @MEASURED
 def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
-    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "products", "gammas", "bits", "waste",
+    assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "gammas", "bits", "steps", "waste",
             "latency", "places", "blocks"} <= quick.keys()
     assert "/" not in re.sub(r"8/4", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
     sections = report.sections(quick)
     assert [len(section.headers) for section in sections] == [len(section.rows[0]) for section in sections]
-    assert len(sections) == 5
+    assert len(sections) == 6
 
 
 def test_notes_name_what_does_not_do_what_it_claims():
     names = dict(speculation="speed", batching="speed and memory", bits="memory", base="")
     rows = lambda gain: [dict(name=f"+ {name}", claims=claims, gain=gain, drafted=1.0, draft_cost=0.1, in_flight=4)
                          for name, claims in names.items()]
-    products = [dict(bits=bits, rows=T, microseconds=1.0, path="native") for bits in (32, 8, 4) for T in (1, 16)]
-    notes = [report.stack_notes(dict(stack=rows(gain), products=products)) for gain in (2.0, 1.0, 0.9)]
-    assert [len(told) for told in notes] == [2, 4, 5]                   # two are always there
+    notes = [report.stack_notes(dict(stack=rows(gain))) for gain in (2.0, 1.0, 0.9)]
+    assert [len(told) for told in notes] == [1, 3, 4]                   # one is always there
     assert [told.split(":")[0] for told in notes[2][:3]] == ["speculation", "batching", "bits"]
 
 
@@ -79,18 +78,9 @@ def test_what_was_measured_before_stays(tmp_path, capsys):
     assert "Serving" in capsys.readouterr().out
 
 
-def test_of_one_peer_only_the_last_comparison_stays(tmp_path, capsys):
-    out, row = tmp_path / "one.json", lambda ours, peer: dict(target="m", ours=ours, peer=peer)
-    bench.keep(out, dict(peers=dict(a=row("INT8 in bfloat16", "one"), b=row("float32", "other"))))
-    bench.keep(out, dict(peers=dict(c=row("INT8 in float32", "one"))))
-    assert json.loads(out.read_text())["peers"].keys() == {"b", "c"}
-    bench.keep(out, dict(stack=[1]))
-    assert json.loads(out.read_text())["peers"].keys() == {"b", "c"}
-
-
 @pytest.mark.parametrize("arguments, told", [
     (["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gpu", "decode"], "needs a GPU"),
-    (["--gguf", "x"], "--gguf has no use but with"), (["--target", "x"], "--target has no use but with"),
+    (["--gguf", "x"], "--gguf has no use but with"), (["--target", "x", "--gpu", "decode"], "--target has no use"),
     (["--pictures", "--out", "x"], "--out has no use where"), (["--gpu", "decode", "--data", "x"], "--data has no use")])
 def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

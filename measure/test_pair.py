@@ -85,14 +85,6 @@ def test_lengths_are_spread_and_names_are_files():
     assert pair.slug("Intel(R) Xeon(R) @ 2.0GHz") == "intel-r-xeon-r-2-0ghz"
 
 
-def test_a_product_says_whether_its_weights_become_numbers_first(monkeypatch):
-    rows = pair.products(pair.QUICK)
-    assert [(row["bits"], row["rows"]) for row in rows] == [(bits, T) for T in (1, 16) for bits in (32, 8, 4)]
-    assert all(row["microseconds"] > 0 for row in rows)
-    monkeypatch.setattr(pair, "ops_for", lambda device: Ops())
-    assert [row["path"] for row in pair.products(pair.QUICK)] == ["library", "tiles", "tiles"] * 2
-
-
 def test_bytes_of_weights_are_those_of_the_numbers():
     from weights import Quantization
     from measure.gpumodels import TOY

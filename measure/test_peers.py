@@ -28,21 +28,22 @@ def test_a_peer_beside_ours_in_turns(monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: True)
     monkeypatch.setattr(peers, "read_bandwidth", lambda: read_bandwidth(16))
     own = peers.ours("tiny", 16)
-    def twice(prompt, count):
-        tokens, seconds = own.make(prompt, count)
-        return tokens, 2 * seconds
+    def twice(prompts, count):
+        tokens, first, total = own.make(prompts, count)
+        return peers.Made(tokens, 2 * first, 2 * total)
     monkeypatch.setattr(peers, "transformers", lambda target: peers.Contestant("a peer", twice))
     rows = peers.against("transformers", "tiny", None, QUICK)
-    (label, first), (_, second) = rows.items()
-    assert label == "tiny, float32, a peer" and first["texts"] == first["same_texts"] == 2
-    assert second["ours"].startswith("INT8 in ")
-    assert 0.8 < first["ratio"] < 5 and first["bandwidth"] > 0
+    (label, first), (_, second), (_, third) = rows.items()
+    assert label.startswith("tiny, ") and label.endswith(", float32, a peer")
+    assert first["texts"] == first["same_texts"] == 2 and first["bandwidth"] > 0
+    assert second["ours"].startswith("INT8 in ") and third["ours"].startswith("INT4 in ")
+    assert all(0.8 < first[name] < 5 for name in ("ratio", "prompt32", "prompt128", "together"))
 
 
 def test_the_ratio_is_the_median_over_prompts_and_the_bandwidth_what_is_read():
     one = peers.Contestant("ours", None, bytes=1000)
-    made = [1, 2, 3]
-    turns = [((made, 2.0), (made, 1.0)), ((made, 9.0), (made, 1.0)), ((made, 3.0), ([1, 2, 4], 1.0))]
+    made = lambda seconds, last=3: peers.Made([1, 2, last], 1.0, 1.0 + seconds)
+    turns = [(made(2.0), made(1.0)), (made(9.0), made(1.0)), (made(3.0), made(1.0, last=4))]
     row = peers.row("m", one, peers.Contestant("theirs", None), turns, roofs=[4000.0, 4000.0, 8000.0])
     assert row["ratio"] == 3.0 and row["tokens_per_second"] == 2.0
     assert row["bandwidth"] == 0.5 and row["same_texts"] == 2
@@ -55,7 +56,7 @@ def test_seconds_are_from_the_first_token_to_the_last(monkeypatch):
         return torch.cat((tokens, torch.tensor([[7, 8, 9]])), 1)
     monkeypatch.setattr(peers.time, "perf_counter", iter([10.0, 12.0, 13.0, 15.0]).__next__)
     peer = SimpleNamespace(device="cpu", generate=generate)
-    assert peers.reply(peer, [1, 2], 3) == ([7, 8, 9], 3.0, 5.0)
+    assert peers.reply(peer, [[1, 2]], 3) == ([7, 8, 9], 2.0, 5.0)
 
 
 def test_a_name_has_no_folder(tmp_path):

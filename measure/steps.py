@@ -1,0 +1,63 @@
+"""What a model's steps and prompts take in float32, INT8 and INT4: seconds, and times as fast as float32.
+
+    python bench.py --target NAME          LLAMA_MARCH, ATEN_CPU_CAPABILITY, …: as an older CPU would, in rows of its own
+
+Few rows cost what reading the weights costs, many rows what multiplying them costs.
+
+Invariant: all widths make the same step, in turns; a ratio is the median over turns.
+"""
+import os
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from kvcache import KVCache
+from measure.pair import Effort
+from model import Llama
+
+WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
+SIZES = {f"rows{n}": (100, n) for n in (1, 2, 4, 5, 8, 16, 64, 256)}                # tokens before a step, and its own
+LENGTHS = 32, 128, 512, 1500                            # of prompts
+SIZES |= {f"prompt{n}": (0, n) for n in LENGTHS}
+
+
+def instructions() -> str:
+    """The CPU that is used."""
+    c = "no C" if os.environ.get("LLAMA_NATIVE") == "0" else os.environ.get("LLAMA_MARCH") or "its own"
+    return f"{c}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+@torch.inference_mode()
+def step_seconds(llama: Llama, past: int, new: int) -> float:
+    """A step of `new` tokens after `past` others, with all logits; of a prompt, with the last."""
+    cache, tokens = KVCache.of(llama, past + new), torch.arange(past + new) % 1000
+    seq, _ = cache.open(())
+    if past:
+        llama(tokens[:past], cache.extend([(seq, tokens[:past].tolist())]), rows=slice(-1, None))
+    step = cache.extend([(seq, tokens[past:].tolist())])
+    start = time.perf_counter()
+    llama(tokens[past:], step, rows=None if past else slice(-1, None))
+    return time.perf_counter() - start
+
+
+def compare(models: dict[str, Llama], past: int, new: int, turns: int) -> dict[str, tuple[float, float]]:
+    """Of each: seconds, and times as fast as the first. One turn warms up."""
+    spent = [[step_seconds(llama, past, new) for llama in models.values()] for _ in range(turns + 1)][1:]
+    return {name: (median(own), median(turn[0] / now for turn, now in zip(spent, own)))
+            for name, own in zip(models, zip(*spent))}
+
+
+def of_all_widths(target: str) -> dict[str, Llama]:
+    return {name: Llama.load(target, "cpu", torch.float32, bits) for name, bits in WIDTHS.items()}
+
+
+def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
+    models, told = of_all_widths(target), {name: dict(target=label, code=instructions(), width=name) for name in WIDTHS}
+    for size, (past, new) in SIZES.items():
+        if past + new <= models["float32"].config.max_position_embeddings:
+            found = compare(models, past, new, effort.turns * (3 if new < 64 else 1))
+            for name, (seconds, gain) in found.items():
+                told[name] |= {f"{size}_seconds": seconds, size: gain}
+    return {f"{label}, {instructions()}, {name}": row for name, row in told.items()}
