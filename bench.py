@@ -5,7 +5,7 @@
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4 (measure/steps.py)
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
     python bench.py --gpu kernels              or decode, speculation, serving: 1B and 8B shapes (measure/gpucases.py)
-    python bench.py --pictures · --readme      results/*.svg, and README.md's tables, from the results that it names
+    python bench.py --readme                   README.md's tables and pictures, from the results that it names
 
 A claim of speed is a ratio between things that were measured in one run, in turns (measure/pair.py, traffic.py). The
 numbers are kept as JSON, without the name of a host or of a folder; tables and pictures come from that file alone.
@@ -42,8 +42,7 @@ def bench_parser() -> argparse.ArgumentParser:
     add, instead = p.add_argument, p.add_mutually_exclusive_group().add_argument
     instead("--against", metavar="PEER", help=f"{' or '.join(peers.PACKAGES)}: the same prompts and weights, in turns")
     instead("--gpu", choices=list(gpucases.CASES), help="on a GPU: models of true shapes with random weights")
-    instead("--pictures", action="store_true", help="draw results/*.svg from the results that README.md names")
-    instead("--readme", action="store_true", help="write the tables of README.md from the results that it names")
+    instead("--readme", action="store_true", help="make README.md's tables and pictures from the results that it names")
     add("--quick", action="store_true", help="very little of everything, to see that it works; kept only with --out")
     add("--data", metavar="FILE", help="measure perplexity on this text (default: on the model's own texts)")
     add("--target", metavar="NAME", help="measure this model's steps; with --against: compare it (tiny)")
@@ -103,7 +102,7 @@ def named(readme: str) -> Path:
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = (p := bench_parser()).parse_args(arguments)
-    if args.readme or args.pictures:
+    if args.readme:
         p.unused(args, "quick data target gguf out", "where nothing is measured")
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
@@ -116,11 +115,10 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def answer(args: argparse.Namespace) -> None:
     if args.readme:
-        return put(README.relative_to(HERE), report.front_page(README.read_text(encoding="utf-8"), load_results))
-    if args.pictures:
-        for name, drawn in pictures.draw_all(load_results(named(README.read_text(encoding="utf-8")))).items():
+        page = README.read_text(encoding="utf-8")
+        for name, drawn in pictures.draw_all(load_results(named(page))).items():
             put(Path("results", f"{name}.svg"), drawn)
-        return None
+        return put(README.relative_to(HERE), report.front_page(page, load_results))
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out

@@ -33,7 +33,7 @@ def test_tables_and_pictures_are_those_of_the_results():
     results = bench.load_results(bench.named(README))
     assert results and bench.report.front_page(README, bench.load_results) == README, "python bench.py --readme"
     for name, drawn in bench.pictures.draw_all(results).items():
-        assert (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "python bench.py --pictures"
+        assert (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "python bench.py --readme"
         assert f"results/{name}.svg" in README
 
 

@@ -7,57 +7,33 @@ C away: then weights of fewer bits become numbers first, and nothing is required
 misses the limit is measured once more, and then a wider one counts.
 """
 import sys
-import time
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from cpu import native
-from kvcache import KVCache
-from model import Llama
+from measure.steps import compare, machine_code, of_all_widths
 
-STEPS, PROMPTS, TURNS = (1, 5, 16, 64), (20, 128, 512), 9
-LIMITS = 1.1, 1.2                                       # times float32, at first and then
-
-
-def seconds(llama: Llama, past: int, new: int) -> float:
-    """For so many tokens after so many, and the logits of all, of a prompt of the last."""
-    cache, tokens = KVCache.of(llama, past + new), torch.arange(past + new) % 1000
-    seq, _ = cache.open(())
-    if past:
-        llama(tokens[:past], cache.extend([(seq, tokens[:past].tolist())]), rows=slice(-1, None))
-    step = cache.extend([(seq, tokens[past:].tolist())])
-    start = time.perf_counter()
-    llama(tokens[past:], step, rows=None if past else slice(-1, None))
-    return time.perf_counter() - start
+SIZES = [(100, rows) for rows in (1, 5, 16, 64)] + [(0, tokens) for tokens in (20, 128, 512)]       # before, and new
+LIMITS = 1 / 1.1, 1 / 1.2                               # times as fast as float32, at first and then
 
 
-def measured(models: dict[str, Llama], past: int, new: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds, and times what float32 takes: medians."""
-    turns = [{name: seconds(llama, past, new) for name, llama in models.items()} for _ in range(TURNS if new < 64 else 3)]
-    return ({name: 1e3 * median(turn[name] for turn in turns) for name in models},
-            {name: median(turn[name] / turn["float32"] for turn in turns) for name in models})
-
-
-@torch.inference_mode()
 def main(folder: str) -> int:
     torch.set_num_threads(2)
-    models = {name: Llama.load(folder, "cpu", torch.float32, bits=bits) for name, bits in (("float32", 16), ("INT8", 8), ("INT4", 4))}
-    print(f"{Path(folder).name}, ATen {torch.backends.cpu.get_cpu_capability()}, "
-          f"{native.why_not() or 'C for ' + (native.os.environ.get('LLAMA_MARCH') or 'this CPU')}: milliseconds, and times float32")
+    models, wrong = of_all_widths(folder), 0
+    print(f"{Path(folder).name}, {machine_code()}: milliseconds, and times as fast as float32")
     print(f"{'':22}" + "".join(f"{name:>10}" for name in models) + f"{'INT8':>12}{'INT4':>8}")
-    wrong = 0
-    for what, past, new in [("rows after 100", 100, rows) for rows in STEPS] + [("tokens of a prompt", 0, length) for length in PROMPTS]:
+    for past, new in SIZES:
         for limit in LIMITS:
-            took, ratio = measured(models, past, new)
-            missed = native.library() is not None and max(ratio.values()) > limit
+            found = compare(models, past, new, 9 if new < 64 else 3)
+            missed = native.library() is not None and min(gain for _, gain in found.values()) < limit
             if not missed:
                 break
         wrong += missed
-        print(f"{new:3} {what:18}" + "".join(f"{took[name]:10.1f}" for name in models) + f"{ratio['INT8']:12.2f}{ratio['INT4']:8.2f}"
-              + "  WRONG" * missed, flush=True)
+        print(f"{new:3} {'rows after 100' if past else 'tokens of a prompt':18}"
+              + "".join(f"{1e3 * seconds:10.1f}" for seconds, _ in found.values())
+              + f"{found['INT8'][1]:12.2f}{found['INT4'][1]:8.2f}" + "  WRONG" * missed, flush=True)
     return int(wrong > 0)
 
 

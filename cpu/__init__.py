@@ -101,9 +101,6 @@ class CPU(Ops):
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return (native if native.serves(x, delta, weight) else super()).add_norm(x, delta, weight, eps)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return (native if native.serves(x, cos, sin) else super()).rotate(x, cos, sin)
-
     def swiglu(self, x: Tensor) -> Tensor:
         return (native if native.serves(x) else super()).swiglu(x)
 

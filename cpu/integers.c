@@ -13,7 +13,7 @@ typedef struct Digits { float scale, sums[DIGITS]; } Digits;        // of a row 
 // RUN: units that `some` has room for. FEW_i4: rows beyond which it is faster to make numbers of W.
 #if defined __AVX512VNNI__
 typedef __m512i some;                               // a sum of 32 bits for each lane
-enum { RUN = 16, FEW_i4 = 1 << 30 };
+enum { RUN = 16, FEW_i4 = 12 };
 INLINE some dot(some s, ints q, int32_t d) { return _mm512_dpbusd_epi32(s, (__m512i)q, _mm512_set1_epi32(d)); }
 INLINE ints summed(some s) { return (ints)s; }
 #elif defined __AVX512BW__
@@ -40,12 +40,12 @@ INLINE some dot(some s, ints q, int32_t d) {
 INLINE ints summed(some s) { return s; }
 #endif
 
-// A row of x: [K] -> [DIGITS, row / DIGITS]. What is not finite makes a scale of NaN.
-static void to_digits(const float *x, long K, long group, int8_t *to, long row, Digits *told) {
+// Row t of x: [T, K] -> [groups, T, DIGITS, columns of a group]. What is not finite makes a scale of NaN.
+static void to_digits(const float *x, long K, long group, int8_t *to, long T, long t, Digits *told) {
     for (long k = 0; k < K; k += group, told++) {
-        long n = least(K - k, group);
-        const float *from = x + k;
-        int8_t *first = to + k, *second = first + row / DIGITS, *third = second + row / DIGITS;
+        long n = least(K - k, group), whole = parts(n, COLUMNS_i4) * COLUMNS_i4;
+        const float *from = x + t * K + k;
+        int8_t *first = to + DIGITS * (T * k + t * whole), *second = first + whole, *third = second + whole;
         float most = 0, bad = 0;
         int32_t a = 0, b = 0, c = 0;
         #pragma omp simd reduction(max:most) reduction(+:bad)
@@ -58,6 +58,7 @@ static void to_digits(const float *x, long K, long group, int8_t *to, long row, 
             first[i] = top, second[i] = middle, third[i] = low;
             a += top, b += middle, c += low;
         }
+        for (long i = n; i < whole; i++) first[i] = second[i] = third[i] = 0;
         *told = (Digits){ most / (127 << 16) + bad, { a, b, c } };
     }
 }

@@ -47,14 +47,6 @@ void add_norm(const float *x, const float *delta, const float *weight, float *to
     }
 }
 
-// x: [T, heads, D], `row` numbers from token to token
-void rotate(const float *x, const float *cos, const float *sin, float *y, long T, long heads, long D, long row) {
-    #pragma omp parallel for if (T * heads * D > 1 << 15)
-    for (long t = 0; t < T; t++)
-        for (long h = 0; h < heads; h++)
-            turn(x + t * row + h * D, cos + t * D, sin + t * D, y + (t * heads + h) * D, D);
-}
-
 // silu(gate) · up. x: [T, 2 F] -> y: [T, F]
 void swiglu(const float *x, float *y, long T, long F) {
     #pragma omp parallel for collapse(2) if (T * F > 1 << 14)

@@ -9,7 +9,7 @@ makes: sixteen rows of W lie side by side, a panel, and each has a lane of a reg
         for t in T:                         up to 6 rows of x at a time
             sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
-INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns of bfloat16 share a unit. They
+INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns of bfloat16 share a unit, and
 are multiplied as they are where there are instructions for it; x is then rounded to bfloat16. Eight columns of INT4
 share a unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
 
@@ -109,7 +109,6 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.product.argtypes = lib.rows.argtypes = [At] * 3 + [L]
     lib.rows.restype = L
     lib.add_norm.argtypes = [At] * 5 + [L, L, ctypes.c_float]
-    lib.rotate.argtypes = [At] * 4 + [L] * 4
     lib.swiglu.argtypes = [At, At, L, L]
     lib.attend.argtypes = [At] * 5 + [L] * 5
     lib.pick_f32.argtypes = lib.pick_f64.argtypes = [At] * 3 + [L, L]
@@ -191,13 +190,6 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     library().add_norm(x, delta, weight, total, y, T, C, eps)
     return total, y
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    T, heads, D = x.shape
-    x, y = x if x.stride()[1:] == (D, 1) else x.contiguous(), torch.empty(T, heads, D)
-    library().rotate(x, cos, sin, y, T, heads, D, x.stride(0))
-    return y
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -306,27 +298,5 @@ class Layers(Record):
         return drafted, q
 
 
-# ---- The demonstration: what products of few and of many rows take, and how much of that is reading W ----------------
-
-@torch.inference_mode()
-def main() -> None:
-    if library() is None:
-        return print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it.")
-    roof, plain = read_bandwidth(), [torch.randn(1536, 576) for _ in range(64)]                     # 226 MB
-    stored = {"float32": plain, "bfloat16": [w.bfloat16() for w in plain],
-              "INT8": [quantize(w, 8) for w in plain], "INT4": [quantize(w, 4) for w in plain]}
-    runs = {"PyTorch float32": (torch.nn.functional.linear, plain)}
-    runs |= {name: (product, [Weight.of(Linear(w)) for w in weights]) for name, weights in stored.items()}
-    print(f"this machine reads {roof / 1e9:.1f} GB/s; rows by 64 matrices of 1536 x 576: milliseconds, share of that")
-    print("  rows" + "".join(f"{name:>16}" for name in runs))
-    for T in (1, 2, 4, 8, 16, 64, 256):
-        x = torch.randn(T, 576)
-        spent = [seconds(lambda: [multiply(x, w) for w in weights], 3) for multiply, weights in runs.values()]
-        read = [sum(w.nbytes for w in weights) for _, weights in runs.values()]
-        print(f"{T:6}" + "".join(f"{1e3 * s:10.1f} {size / s / roof:5.0%}" for size, s in zip(read, spent)))
-
-
 if __name__ == "__main__":
-    from measure.clock import read_bandwidth, seconds
-    from quant import quantize
-    main()
+    print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it." if why_not() else "there is C here.")

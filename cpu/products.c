@@ -21,6 +21,7 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
                           w->scale ? w->scale + g : 0, w->zero ? w->zero + g : 0, groups * WIDE,
                           x + k * size, row, digits + k / w->group, groups, y + p * WIDE, N, k == 0,
                           0, units * unit, 0 };
+            if (digits) a.x = x + DIGITS * T * k, a.row = DIGITS * a.units * COLUMNS_i4;
             long bytes = tiles > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
             const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
@@ -28,7 +29,7 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
                 a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;
                 blocks[many ? F32 : kind][rows][P > 1](&a);
-                a.x = (const char *)a.x + rows * row * size;
+                a.x = (const char *)a.x + rows * a.row * size;
             }
         }
     }
@@ -42,12 +43,12 @@ void product(const void *x, const Weight *w, float *y, long T) {
     Digits *digits = w->kind == I4 && T <= FEW[I4] ? malloc(T * groups * sizeof *digits) : 0;
     if (digits) row *= DIGITS, own = 1;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
-    char *arranged = row != K || own != size ? calloc(T * row, own) : 0;    // whole units, as they are multiplied
-    #pragma omp parallel for if (T * K > 1 << 15)
+    char *arranged = digits ? malloc(T * row) : row != K || own != size ? calloc(T * row, own) : 0;     // whole units
+    #pragma omp parallel for if (T * K > 1 << 13)
     for (long t = 0; t < (arranged ? T : 0); t++) {
         const uint16_t *from = (const uint16_t *)x + t * K;
         char *to = arranged + t * row * own;
-        if (digits) to_digits((const float *)x + t * K, K, w->group, (int8_t *)to, row, digits + t * groups);
+        if (digits) to_digits(x, K, w->group, (int8_t *)arranged, T, t, digits + t * groups);
         else if (own == size) memcpy(to, (const char *)x + t * K * size, K * size);
         else for (long k = 0; k < K; k++) ((float *)to)[k] = one_bf16(from[k]);
     }

@@ -12,13 +12,9 @@ and integers with a type that ends in ":16".
 
     report = compile_for(kernel, {"x y": "*bf16", "bias": None, "n": "i32:16"}, {"BLOCK": 128}, num_warps=4)
 
-None stands for a tensor that is not given. Under TRITON_INTERPRET kernels are Python and cannot be compiled: `apart`
-asks another process."""
-import json
-import os
+None stands for a tensor that is not given. Under TRITON_INTERPRET kernels are Python and cannot be compiled."""
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -96,17 +92,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL"))
     return registers, stack + local
-
-
-def apart(module: str, function: str, *arguments: Any) -> Any:
-    """module.function(*arguments), JSON all, in a process without the interpreter. RuntimeError if it fails."""
-    code = f"import json, sys, triton, {module} as page; print(json.dumps(page.{function}(*json.loads(sys.argv[1]))))"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], cwd=Path(__file__).parent.parent,
-                          env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{module}.{function} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def print_table(columns: str, rows: Iterable[Sequence[Any]]) -> None:

@@ -1,11 +1,27 @@
 """What the compiler says of a kernel, read from another process: this one may run kernels in the interpreter."""
+import json
+import os
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from gpu.crosscompile import SHARED, apart
+from gpu.crosscompile import SHARED
+
+
+def apart(module: str, function: str, *arguments: Any) -> Any:
+    """module.function(*arguments), JSON all, in a process without the interpreter. RuntimeError if it fails."""
+    code = f"import json, sys, triton, {module} as page; print(json.dumps(page.{function}(*json.loads(sys.argv[1]))))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], cwd=Path(__file__).parent.parent,
+                          env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module}.{function} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def several(*calls: list[Any]) -> list[Any]:

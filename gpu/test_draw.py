@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import sampling
 from gpu import GPU, draw
-from gpu.crosscompile import SHARED, apart
+from gpu.crosscompile import SHARED
+from gpu.test_crosscompile import apart
 from sampling import Keyed, probabilities
 from test_sampling import NEUTRAL, SETTING, is_clear
 

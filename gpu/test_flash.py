@@ -21,10 +21,11 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from weights import Config
 from conftest import SMALL
 from gpu import GPU, unpack
-from gpu.crosscompile import SHARED, apart, processors
+from gpu.crosscompile import SHARED, processors
 from gpu.flash import Launch, LayerStore, flash_attention, plan_launches
 from gpu.graphs import Bucket, place_for, refill
 from gpu.store import store_vectors
+from gpu.test_crosscompile import apart
 from kernels import Ops, Step, attention
 from test_kernels import heads_first
 from kvcache import KVCache, Store

@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from weights import Config, Quantization
 from conftest import SMALL
 from gpu import GPU, fused, weightonly
-from gpu.crosscompile import apart
 from kernels import Linear, Ops
 from kvcache import KVCache
 from model import Llama
 from quant import quantize
+from gpu.test_crosscompile import apart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
 # A rounding of each kind; the interpreter cuts 16 bits off where a GPU rounds.

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import weightonly
-from gpu.crosscompile import SHARED, apart
+from gpu.crosscompile import SHARED
 from quant import Quantized, dequantize, quantize
 from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
+from gpu.test_crosscompile import apart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
 # of what the terms add up to without their signs

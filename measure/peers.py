@@ -27,14 +27,12 @@ import torch
 from generate import Engine, Model
 from measure.clock import read_bandwidth
 from measure.pair import Effort, at_once, weight_bytes
-from measure.steps import LENGTHS, instructions
+from measure.steps import LENGTHS, WIDTHS, machine_code
 from request import Request, Settings
+from tokenizer import Tokenizer
 from weights import Config, find
 
-PROMPTS = ("Once upon a time, in a village by the sea,", "The first rule of measuring is", "To make bread, one needs",
-           "My grandmother used to say that", "The train left the station at", "A computer reads its memory")
-PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}                   # as Python imports them
-INSTALL = {"transformers": "pip install transformers", "llama.cpp": "pip install llama-cpp-python"}
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp_python"}
 TEXTS, OWN = 16, 32                                     # made together; tokens of each one's prompt, and made
 Work = Sequence[tuple[int, int]]                        # lengths of prompts and answers
 
@@ -60,16 +58,16 @@ class Contestant(NamedTuple):
 
 
 def installed(name: str) -> bool:
-    return importlib.util.find_spec(PACKAGES[name]) is not None
+    return importlib.util.find_spec(PACKAGES[name].removesuffix("_python")) is not None
 
 
 def not_compared(name: str) -> str:
-    return f"{name} is not installed here, so nothing is compared with it: {INSTALL[name]}"
+    return f"{name} is not installed here, so nothing is compared with it: pip install {PACKAGES[name]}"
 
 
 def missing() -> list[str]:
     """The peers that are not installed, with the way to get them."""
-    return [f"{name} ({INSTALL[name]})" for name in PACKAGES if not installed(name)]
+    return [f"{name} (pip install {package})" for name, package in PACKAGES.items() if not installed(name)]
 
 
 def ours(target: str, bits: int) -> Contestant:
@@ -174,23 +172,19 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
         raise ValueError("llama.cpp reads a format of its own: --gguf FILE, "
                          "made of --target with its convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize")
     peer = transformers(target) if name == "transformers" else llama_cpp(gguf)
-    everyone, roofs, short = [peer, *(ours(target, bits) for bits in (16, 8, 4))], [], []
-    model = Model.load(target, "cpu", torch.float32)
-    prompts = [model.tokenizer.prompt(prompt) for prompt in PROMPTS[:2 * effort.turns]]
-    for one in everyone:
-        one.make(prompts[:1], 4)                        # to warm up
-    for prompt in prompts:
+    everyone, roofs, short = [peer, *(ours(target, bits) for bits in WIDTHS.values())], [], []
+    limit, tokenizer = Config.load(find(target)).max_position_embeddings, Tokenizer.load(find(target))
+    for prompt in map(tokenizer.prompt, [effort.openings[0], *effort.openings]):
         roofs.append(read_bandwidth())
         short.append([one.make([prompt], effort.count // 2) for one in everyone])
-    most, some = min(model.llama.config.max_position_embeddings - 1, 12 * effort.count), random.Random(0)
-    texts = [[some.randrange(1000) for _ in range(OWN)] for _ in range(TEXTS)]
-    others = {f"prompt{n}": [[(texts[0] * n)[:n]], 1] for n in LENGTHS if n <= most}
-    others |= {"together": [texts, OWN]} if peer.together else {}
+    texts = [random.Random(i).choices(range(1000), k=OWN) for i in range(TEXTS)]
+    others = {f"prompt{n}": ([(texts[0] * n)[:n]], 1) for n in LENGTHS if n < limit}
+    others |= {"together": (texts, OWN)} if peer.together else {}
     long = {name: [[one.make(*work).total for one in everyone] for _ in range(effort.turns)]
             for name, work in others.items()}
-    rows = [row(label(target), everyone[i], peer, [(turn[0], turn[i]) for turn in short], roofs)
+    rows = [row(label(target), one, peer, [(turn[0], turn[i]) for turn in short[1:]], roofs[1:])      # one warms up
             | {name: median(turn[0] / turn[i] for turn in turns) for name, turns in long.items()}
-            | dict(code=instructions()) for i in (1, 2, 3)]
+            for i, one in enumerate(everyone[1:], 1)]
     return {f"{row['target']}, {row['code']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
@@ -202,8 +196,9 @@ def label(target: str) -> str:
 def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]],
         roofs: Sequence[float]) -> dict[str, Any]:
     """turns: for each prompt, what the peer made and what we made; roofs: bytes a second, measured just before."""
-    return dict(target=target, ours=one.name, peer=peer.name, tokens_per_second=median(we.rate for _, we in turns),
+    return dict(target=target, code=machine_code(), ours=one.name, peer=peer.name,
+                tokens_per_second=median(we.rate for _, we in turns),
                 peer_tokens_per_second=median(they.rate for they, _ in turns),
                 ratio=median(we.rate / they.rate for they, we in turns),
                 bandwidth=median(we.rate * one.bytes / roof for (_, we), roof in zip(turns, roofs)),
-                same_texts=sum(they.tokens == we.tokens for they, we in turns), texts=len(turns), code=machine_code())
+                same_texts=sum(they.tokens == we.tokens for they, we in turns), texts=len(turns))

@@ -1,7 +1,6 @@
 """Pictures of what bench.py measured, as SVG: text that a browser draws, and nothing to install.
 
     stack      the combined table as a waterfall: each row begins where the row before ended, on a logarithmic axis
-    gammas     speed-up against γ: dots are measured, lines are the formula
     places     the places of a batch over its steps, static above continuous: a color is a text, grey is no text
     blocks     a paged pool as texts come and go: a color is one text, black several, hatched cached, white free
 
@@ -18,12 +17,11 @@ from typing import Any
 from measure.report import Results, format_bytes
 
 INK, PALE, GRID, GOOD, BAD, EMPTY = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d", "#e4e8ec"
-WHITE, BLUE, ORANGE, HATCHED = "#ffffff", "#2f6fb4", BAD, "url(#cached)"
+WHITE, HATCHED = "#ffffff", "url(#cached)"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 HATCH = ('<defs><pattern id="cached" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
          f'<rect width="5" height="5" fill="{WHITE}"/><rect width="2" height="5" fill="{PALE}"/></pattern></defs>')
-SHAPES = dict(rect="x y width height fill", line="x1 y1 x2 y2 stroke", circle="cx cy r fill",
-              polyline="points fill stroke", text="x y text-anchor fill")
+SHAPES = dict(rect="x y width height fill", line="x1 y1 x2 y2 stroke", text="x y text-anchor fill")
 
 
 class Canvas:
@@ -86,45 +84,6 @@ def draw_stack(results: Results) -> str:
     return sheet.svg()
 
 
-def draw_gammas(results: Results) -> str:
-    fixed = [row for row in results["gammas"] if row["gamma"] is not None]
-    auto = [row["speed_up"] for row in results["gammas"] if row["gamma"] is None]       # γ by the clock, if measured
-    sheet, left, right, top, bottom = Canvas(760, 380, "Speculation: speed-up against γ"), 64, 730, 72, 318
-    furthest = max(row["gamma"] for row in fixed)
-    highest = max(1.5, *(row[key] for row in fixed for key in ("speed_up", "formula", "formula_flat")))
-    lowest = min(1.0, *(row[key] for row in fixed for key in ("speed_up", "formula")))
-    least, most = math.floor(lowest * 4) / 4, math.ceil(highest * 4 + 0.5) / 4
-    x = lambda gamma: left + (right - left) * gamma / furthest
-    y = lambda ratio: bottom - (bottom - top) * (ratio - least) / (most - least)
-    for ratio in (least + i / 4 for i in range(round((most - least) * 4) + 1)):
-        sheet.add("line", left, y(ratio), right, y(ratio), PALE if ratio == 1 else GRID)
-        sheet.text(left - 8, y(ratio) + 4, f"{ratio:.2f}x", "end")
-    for gamma in range(furthest + 1):
-        sheet.text(x(gamma), bottom + 18, str(gamma), "middle")
-    sheet.text((left + right) / 2, bottom + 40, "γ, tokens drafted a round", "middle")
-    sheet.text(left - 44, top - 12, "times plain decoding")
-    flat, dashed = dict(stroke_dasharray="3 4"), dict(stroke_dasharray="7 4")
-    for key, stroke, more in (("formula_flat", PALE, flat), ("formula", BLUE, {})):
-        points = [(0, 1.0), *((row["gamma"], row[key]) for row in fixed)]
-        places = " ".join(f"{x(gamma):.1f},{y(ratio):.1f}" for gamma, ratio in points)
-        sheet.add("polyline", places, "none", stroke, stroke_width=2, **more)
-    for ratio in auto:
-        sheet.add("line", left, y(ratio), right, y(ratio), GOOD, **dashed, stroke_width=1.5)
-    for row in fixed:
-        sheet.add("circle", x(row["gamma"]), y(row["speed_up"]), 4.5, ORANGE)
-    at = 196                                                            # the legend
-    for words, stroke, more in (("measured", ORANGE, None), ("formula", BLUE, {}),
-                                ("formula, wide passes free", PALE, flat),
-                                *((f"γ by the clock: {ratio:.2f}x", GOOD, dashed) for ratio in auto)):
-        if more is None:
-            sheet.add("circle", at + 8, 50, 4.5, stroke)
-        else:
-            sheet.add("line", at, 50, at + 18, 50, stroke, stroke_width=2, **more)
-        sheet.text(at + 24, 54, words, color=INK)
-        at += 46 + 6.2 * len(words)
-    return sheet.svg()
-
-
 def draw_places(results: Results) -> str:
     told, left, top, row, wide = results["places"], 20, 66, 20, 860
     lengths, kinds, width = told["lengths"], ("static", "continuous"), len(told["static"])
@@ -170,7 +129,7 @@ def draw_blocks(results: Results) -> str:
     return sheet.svg()
 
 
-PICTURES = dict(stack=draw_stack, gammas=draw_gammas, places=draw_places, blocks=draw_blocks)
+PICTURES = dict(stack=draw_stack, places=draw_places, blocks=draw_blocks)
 
 
 def draw_all(results: Results) -> dict[str, str]:

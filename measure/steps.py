@@ -23,7 +23,7 @@ LENGTHS = 32, 128, 512, 1500                            # of prompts
 SIZES |= {f"prompt{n}": (0, n) for n in LENGTHS}
 
 
-def instructions() -> str:
+def machine_code() -> str:
     """The CPU that is used."""
     c = "no C" if os.environ.get("LLAMA_NATIVE") == "0" else os.environ.get("LLAMA_MARCH") or "its own"
     return f"{c}, {torch.backends.cpu.get_cpu_capability()}"
@@ -50,14 +50,14 @@ def compare(models: dict[str, Llama], past: int, new: int, turns: int) -> dict[s
 
 
 def of_all_widths(target: str) -> dict[str, Llama]:
-    return {name: Llama.load(target, "cpu", torch.float32, bits) for name, bits in WIDTHS.items()}
+    return {name: Llama.load(target, "cpu", torch.float32, bits=bits) for name, bits in WIDTHS.items()}
 
 
 def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
-    models, told = of_all_widths(target), {name: dict(target=label, code=instructions(), width=name) for name in WIDTHS}
+    models, told = of_all_widths(target), {name: dict(target=label, code=machine_code(), width=name) for name in WIDTHS}
     for size, (past, new) in SIZES.items():
         if past + new <= models["float32"].config.max_position_embeddings:
             found = compare(models, past, new, effort.turns * (3 if new < 64 else 1))
             for name, (seconds, gain) in found.items():
                 told[name] |= {f"{size}_seconds": seconds, size: gain}
-    return {f"{label}, {instructions()}, {name}": row for name, row in told.items()}
+    return {f"{label}, {machine_code()}, {name}": row for name, row in told.items()}

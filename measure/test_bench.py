@@ -81,7 +81,7 @@ def test_what_was_measured_before_stays(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, told", [
     (["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gpu", "decode"], "needs a GPU"),
     (["--gguf", "x"], "--gguf has no use but with"), (["--target", "x", "--gpu", "decode"], "--target has no use"),
-    (["--pictures", "--out", "x"], "--out has no use where"), (["--gpu", "decode", "--data", "x"], "--data has no use")])
+    (["--readme", "--out", "x"], "--out has no use where"), (["--gpu", "decode", "--data", "x"], "--data has no use")])
 def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try:
@@ -122,10 +122,10 @@ def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(tmp_p
     readme.write_text("before\n<!-- figures of results/m.json -->\noutdated\n<!-- end of figures -->\nafter\n")
     monkeypatch.setattr(bench, "HERE", tmp_path)
     monkeypatch.setattr(bench, "README", readme)
-    assert bench.main(["--pictures"]) == bench.main(["--readme"]) == 0
-    assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "gammas", "places", "blocks"}
+    assert bench.main(["--readme"]) == 0
+    assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "places", "blocks"}
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "outdated" not in text and quick["machine"] in text
     readme.write_text("nothing is named here")
-    assert bench.main(["--pictures"]) == 2
+    assert bench.main(["--readme"]) == 2

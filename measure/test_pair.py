@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from batcher import Batcher
-from kernels import Ops
 from kvcache import KVCache
 from measure import pair, traffic
 from measure.pair import random_request

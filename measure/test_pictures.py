@@ -9,11 +9,7 @@ from measure import pictures
 STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6,
               in_flight=1, weight_bytes=10**7, speed_up=r, gain=1.0, same_texts=4, texts=4, drafted=0.0)
          for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]
-GAMMAS = [dict(gamma=g, acceptance=0.7, speed_up=s, draft_cost=0.1, pass_cost=1.0, formula=s + 0.1,
-               formula_flat=s + 0.3) for g, s in ((1, 1.2), (4, 1.7), (8, 0.8))]
-AUTO = dict(gamma=None, acceptance=0.7, speed_up=1.6, draft_cost=0.1, drafted=2.5)
-RESULTS = dict(stack=STACK, gammas=[*GAMMAS, AUTO],
-               places=dict(lengths=[2, 6, 3], static=["aa····cc·", "bbbbbb···"], continuous=["aacccc", "bbbbbb"]),
+RESULTS = dict(stack=STACK, places=dict(lengths=[2, 6, 3], static=["aa····cc·", "bbbbbb···"], continuous=["aacccc", "bbbbbb"]),
                blocks=[dict(what="a & b <read>", row="**ab░·" + 34 * "·")])
 
 
@@ -44,12 +40,6 @@ def test_a_bar_of_the_waterfall_begins_where_the_one_before_ended():
     (_, first), (start, end), (low, high), (_, last) = ends
     assert high == pytest.approx(end, abs=0.2) and low > start and last > end
     assert [bar["fill"] for bar in bars] == [pictures.PALE, pictures.GOOD, pictures.BAD, pictures.GOOD]
-
-
-def test_dots_are_what_was_measured():
-    circles = [part.attrib for part in elements(pictures.draw_gammas(RESULTS)) if part.tag.endswith("circle")]
-    dots = [(float(at["cx"]), float(at["cy"])) for at in circles[:3]]
-    assert dots[0][0] < dots[1][0] < dots[2][0] and dots[1][1] < dots[0][1] < dots[2][1]            # higher is faster
 
 
 def test_stretches_of_a_line():

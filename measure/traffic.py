@@ -63,7 +63,7 @@ def in_flight(cache: Any, requests: Sequence[Request]) -> dict[str, float]:
 
 def pool_blocks() -> list[dict[str, str]]:
     """A pool of 40 blocks as texts come and go. A block is its text's letter, * of several texts, ░ cached, · free."""
-    cache, names, drawn = PagedCache(1, 1, 1, 40, block_size=4), dict[int, str](), []
+    cache, names, drawn, opening = PagedCache(1, 1, 1, 40, block_size=4), dict[int, str](), [], [*range(24)]
 
     def draw(what: str) -> None:
         owners: dict[int, str] = {}
@@ -79,12 +79,10 @@ def pool_blocks() -> list[dict[str, str]]:
         draw(f"{name} reads {len(tokens)} tokens" + (f": {have} are there" if have else ""))
         return seq
 
-    opening = list(range(24))
     a = read("a", opening + [100] * 14)
     cache.extend([(a, [1])])
     b = read("b", opening + [200] * 18)
-    d = cache.fork(b)
-    names[d] = "d"
+    names[d := cache.fork(b)] = "d"
     draw("b is forked into d")
     cache.extend([(b, [2]), (d, [3])])
     draw("both write: the last block is copied")

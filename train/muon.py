@@ -67,14 +67,3 @@ class Optimizer:
                 place.addcdiv_(mean / (1 - 0.9 ** (steps + 1)), size, value=-self.rate * factor)
         for parameter in self.llama.parameters():
             parameter.grad = None
-
-
-# ---- The demonstration: what five turns do to the singular values of a matrix like a gradient ------------------------
-
-if __name__ == "__main__":
-    generator = torch.Generator().manual_seed(0)
-    gradient = sum(torch.outer(*(torch.randn(n, generator=generator) for n in (96, 64))) * 0.8 ** i for i in range(64))
-    for name, matrix in (("before", gradient), ("after", orthogonal(gradient, torch.float32))):
-        values = torch.linalg.svdvals(matrix)
-        shown = ", ".join(f"{values[i]:.4g}" for i in (0, 7, 15, 31, 63))
-        print(f"{name:6}: singular values 1, 8, 16, 32 and 64: {shown}")
