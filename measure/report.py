@@ -104,11 +104,11 @@ TABLES = dict(
     latency=Table("Short texts, and prompts of 900 tokens that arrive among them, "
                   "at half the pace at which this machine can make them", [
         ("a step reads at most", "{step}"),
-        *((f"between tokens p{percent}", f"{{between_p{percent}:seconds}}") for percent in (50, 95, 99)),
-        *((f"first token p{percent}", f"{{first_p{percent}:seconds}}") for percent in (50, 95, 99))]),
+        *((f"{what} {told}", f"{{{what.split()[0]}_{percent}:seconds}}") for what in ("between tokens", "first token")
+          for percent, told in (("p50", "p50"), ("p99", "p99"), ("p100", "at worst")))]),
     steps=Table("A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast", [
         ("model", "{target}"), ("CPU", "{code}"), ("weights", "{width}"),
-        *((f"{size[4:]} rows" if size[0] == "r" else f"prompt of {size[6:]}", f"{{{size}}}") for size in SIZES)],
+        *((size.replace("rows", "rows ").replace("prompt", "prompt of "), f"{{{size}}}") for size in SIZES)],
         lambda row, first: {size: format_ratio(row[size]) if row["width"] != "float32" else
                             format_seconds(row[f"{size}_seconds"]) for size in SIZES if size in row}),
     peers=Table("Against others: the same prompts and weights, in turns; the ratios of long prompts, until the first "

@@ -18,13 +18,12 @@ from measure.pair import Effort
 from model import Llama
 
 WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
-SIZES = {f"rows{n}": (100, n) for n in (1, 2, 4, 5, 8, 16, 64, 256)}                # tokens before a step, and its own
-LENGTHS = 32, 128, 512, 1500                            # of prompts
-SIZES |= {f"prompt{n}": (0, n) for n in LENGTHS}
+ROWS, LENGTHS = (1, 2, 4, 5, 8, 16, 64, 256), (32, 128, 512, 1500)                  # of a step, and of prompts
+SIZES = {f"rows{n}": (100, n) for n in ROWS} | {f"prompt{n}": (0, n) for n in LENGTHS}      # tokens before, and new
 
 
 def machine_code() -> str:
-    """The CPU that is used."""
+    """The CPU that C was compiled for, and the library's instructions."""
     c = "no C" if os.environ.get("LLAMA_NATIVE") == "0" else os.environ.get("LLAMA_MARCH") or "its own"
     return f"{c}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -57,7 +56,7 @@ def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
     models, told = of_all_widths(target), {name: dict(target=label, code=machine_code(), width=name) for name in WIDTHS}
     for size, (past, new) in SIZES.items():
         if past + new <= models["float32"].config.max_position_embeddings:
-            found = compare(models, past, new, effort.turns * (3 if new < 64 else 1))
+            found = compare(models, past, new, effort.turns * (3 if past else 1))
             for name, (seconds, gain) in found.items():
                 told[name] |= {f"{size}_seconds": seconds, size: gain}
     return {f"{label}, {machine_code()}, {name}": row for name, row in told.items()}

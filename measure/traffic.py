@@ -120,7 +120,7 @@ def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget:
 def percentiles(served: Served) -> dict[str, float]:
     """Seconds between tokens, and to the first."""
     return {f"{name}_p{percent}": percentile(times, percent)
-            for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 95, 99)}
+            for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 99, 100)}
 
 
 def timeline(batch: Batcher, requests: list[Request], lengths: list[int], first: int = 0) -> list[str]:
