@@ -104,8 +104,8 @@ TABLES = dict(
     latency=Table("Short texts, and prompts of 900 tokens that arrive among them, "
                   "at half the pace at which this machine can make them", [
         ("a step reads at most", "{step}"),
-        *((f"{what} {told}", f"{{{what.split()[0]}_{percent}:seconds}}") for what in ("between tokens", "first token")
-          for percent, told in (("p50", "p50"), ("p99", "p99"), ("p100", "at worst")))]),
+        *((f"{what} {told}", f"{{{what.split()[0]}_{p}:seconds}}") for what in ("between tokens", "first token")
+          for p, told in (("p50", "p50"), ("p99", "p99"), ("p100", "at worst")))]),
     steps=Table("A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast", [
         ("model", "{target}"), ("CPU", "{code}"), ("weights", "{width}"),
         *((size.replace("rows", "rows ").replace("prompt", "prompt of "), f"{{{size}}}") for size in SIZES)],

@@ -1,8 +1,6 @@
 """What a model's steps and prompts take in float32, INT8 and INT4: seconds, and times as fast as float32.
 
-    python bench.py --target NAME          LLAMA_MARCH, ATEN_CPU_CAPABILITY, …: as an older CPU would, in rows of its own
-
-Few rows cost what reading the weights costs, many rows what multiplying them costs.
+    python bench.py --target NAME       LLAMA_MARCH and ATEN_CPU_CAPABILITY: as an older CPU, in rows of its own
 
 Invariant: all widths make the same step, in turns; a ratio is the median over turns.
 """
