@@ -418,8 +418,8 @@ class TestFlash(Contract):
 
 def compiled_apart(*rows: int) -> list[list[int]]:
     """Registers, spills and matrix products for so many rows, by a process without the interpreter."""
-    crosscompile = pytest.importorskip("gpu.crosscompile", reason="needs gpu/ to read what the compiler made")
-    return [crosscompile.apart("test_kernels", "compiled_flash", M) for M in rows]
+    beside = pytest.importorskip("gpu.test_crosscompile", reason="needs gpu/ to read what the compiler made")
+    return [beside.apart("test_kernels", "compiled_flash", M) for M in rows]
 
 
 @pytest.mark.skipif(triton is None, reason="Triton exists for Linux only")
