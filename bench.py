@@ -1,7 +1,6 @@
 """Every claim, measured on the machine at hand.
 
     python bench.py                            the embedded pair on a CPU, in minutes: tables, results/<machine>.json
-    python bench.py --quick                    the same, too small for its figures to mean anything: does it all run?
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4 (measure/steps.py)
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
     python bench.py --gpu kernels              or decode, speculation, serving: 1B and 8B shapes (measure/gpucases.py)
@@ -53,9 +52,8 @@ def bench_parser() -> argparse.ArgumentParser:
 
 def everything(effort: Effort, data: str | None) -> Results:
     """The embedded pair: all that results/*.json has of it."""
-    parts = dict(stack=pair.stack, gammas=pair.gammas, bits=partial(pair.bits, data=data),
-                 steps=partial(steps, target="tiny", label="tiny"), waste=traffic.waste, latency=traffic.latency,
-                 places=lambda _: traffic.batch_places(), blocks=lambda _: traffic.pool_blocks())
+    parts = dict(stack=pair.stack, gammas=pair.gammas, bits=partial(pair.bits, data=data), waste=traffic.waste,
+                 steps=partial(steps, target="tiny", label="tiny"), latency=traffic.latency, blocks=traffic.pool_blocks)
     results = pair.machine()
     for name, part in parts.items():
         start = time.perf_counter()
@@ -135,8 +133,6 @@ def answer(args: argparse.Namespace) -> None:
         results = everything(effort, args.data)
     lines = [f"{report.text(section)}\n" for section in report.sections(results)]
     lines += [report.machine_line(results)] if "machine" in results else []
-    if "stack" in results and (absent := peers.missing()):
-        lines.append(f"not compared with {' and '.join(absent)}: not installed here. --against compares")
     write("\n".join(lines) + "\n")
     if out:
         keep(out, results)

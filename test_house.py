@@ -91,7 +91,7 @@ def test_pages_functions_and_lines_are_short():
 
 def test_everything_is_ten_thousand_lines():
     files = [*PAGES, *ROOT.glob("*/*.c")]
-    assert sum(file.read_text(encoding="utf-8").count("\n") for file in files) <= 10_000
+    assert sum(len(file.read_text(encoding="utf-8").split("\n")) for file in files) <= 10_000
 
 
 def test_a_public_name_has_one_meaning():

@@ -23,7 +23,7 @@ from torch import Tensor
 from cpu import native, padded
 from kernels import Linear, Ops, Step
 from quant import Quantized
-from sampling import SETTINGS, Keyed, finite
+from sampling import SETTINGS, Keyed, Setting, check_settings, finite
 
 SMALL = 2**20                                           # numbers of a model that a core's cache holds
 warnings.filterwarnings("ignore", "'cpu.native' found in sys.modules", RuntimeWarning)          # python -m cpu.native
@@ -103,6 +103,13 @@ class CPU(Ops):
 
     def swiglu(self, x: Tensor) -> Tensor:
         return (native if native.serves(x) else super()).swiglu(x)
+
+    def probabilities(self, logits: Tensor, temperature: Setting = 1.0, *filters: Setting, **named: Setting) -> Tensor:
+        one = isinstance(temperature, (int, float)) and all(value is None for value in (*filters, *named.values()))
+        if not one or not logits.numel() or not native.serves(logits):
+            return super().probabilities(logits, temperature, *filters, **named)
+        check_settings(temperature)
+        return finite(native.soften(logits, temperature))
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         in_c = probs.shape[1] and native.library() is not None

@@ -40,8 +40,7 @@ from cpu.compiled import compile_library
 from kernels import Linear, Step
 from quant import Quantized, unpack4
 
-SOURCES = [Path(__file__).with_name(name) for name in
-           ("blocks.c", "integers.c", "products.c", "native.c", "drafts.c")]
+SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocks", "integers", "products", "native")]
 WIDE = 16                                               # rows of W in a panel
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)    # of stored numbers, as C counts them; uint8: INT4
 P, L = ctypes.c_void_p, ctypes.c_long
@@ -113,6 +112,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.attend.argtypes = [At] * 5 + [L] * 5
     lib.pick_f32.argtypes = lib.pick_f64.argtypes = [At] * 3 + [L, L]
     lib.layers.argtypes = [At] * 7 + [L]
+    lib.soften_rows.argtypes = [At] * 2 + [L, L, ctypes.c_float]
     lib.drafts.argtypes = [At] * 6 + [L, ctypes.c_float] + [At] * 3 + [L, L]
     return lib
 
@@ -145,10 +145,6 @@ class Weight(Record):
         self = cls(*map(address, parts), len(values), K, group, KINDS.index(values.dtype))
         self.held, self.library = [part for part in parts if part is not None], library()
         return self
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.held)
 
     def rows(self, which: Tensor) -> Tensor:
         """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
@@ -197,6 +193,12 @@ def swiglu(x: Tensor) -> Tensor:
     y = torch.empty(T, F)
     library().swiglu(x.contiguous(), y, T, F)
     return y
+
+
+def soften(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) [B, V], V > 0; of 0 the first of the largest. NaN where a row is not finite."""
+    library().soften_rows(logits.contiguous(), probs := torch.empty(logits.shape), *logits.shape, temperature)
+    return probs
 
 
 def race(probs: Tensor, streams: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def test_not_a_term_is_wrong(K, N, bias, dtype, compiler):
 def held(weight: Any) -> int:
     """Bytes of a prepared weight, as far as they are known."""
     if isinstance(weight, native.Weight):
-        return weight.nbytes
+        return sum(part.nbytes for part in weight.held)
     return (weight.plain if isinstance(weight, Packed) else weight.weight).nbytes
 
 

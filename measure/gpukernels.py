@@ -6,7 +6,6 @@ of rounding, and to the rounded ones, the kernel's own.
     n queries · m keys · H query heads · G key/value heads · D head size
 
 Invariant: where a greedy text is not the CPU's, a row says how near the CPU's two best logits are.
-Not covered: fused.py.
 """
 from copy import deepcopy
 from functools import partial

@@ -6,7 +6,6 @@ that make numbers of their size, are made on the device. The roofs, of which fig
     bytes read a second, by a sum over more than a cache holds      ·      operations a second, by one large product
 
 Invariant: engines are production's own, with the size of a vocabulary as tokenizer; a clocked run is waited for.
-Not covered: several GPUs.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -8,7 +8,6 @@ machine that is slow for a minute is slow for both. A bound of every figure is m
 Each measurement returns plain numbers, lists and names, for results/*.json; traffic.py measures many texts at a time.
 
 Invariant: within a turn every row makes the same requests, from a new engine of its own.
-Not covered: energy; several processes; a network.
 """
 import io
 import platform

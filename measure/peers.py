@@ -6,7 +6,6 @@
 All read the same tokens and make as many, greedily, with as many threads, in turns: short prompts that are continued,
 long prompts, and sixteen texts together. A text's seconds are counted from its first token to its last; a ratio is a
 median. The same weights give the same tokens, up to near-ties: a peer that was set up wrongly shows.
-`RandomTransformers` is what the GPU cases are compared with.
 
 Invariant: a peer that is not installed is named, with the way to get it.
 Not covered: peers' own speculation.
@@ -63,11 +62,6 @@ def installed(name: str) -> bool:
 
 def not_compared(name: str) -> str:
     return f"{name} is not installed here, so nothing is compared with it: pip install {PACKAGES[name]}"
-
-
-def missing() -> list[str]:
-    """The peers that are not installed, with the way to get them."""
-    return [f"{name} (pip install {package})" for name, package in PACKAGES.items() if not installed(name)]
 
 
 def ours(target: str, bits: int) -> Contestant:

@@ -1,7 +1,6 @@
 """Pictures of what bench.py measured, as SVG: text that a browser draws, and nothing to install.
 
     stack      the combined table as a waterfall: each row begins where the row before ended, on a logarithmic axis
-    places     the places of a batch over its steps, static above continuous: a color is a text, grey is no text
     blocks     a paged pool as texts come and go: a color is one text, black several, hatched cached, white free
 
 A position is data · scale + margin. The ground is white, so that a light page and a dark one show the same picture.
@@ -10,13 +9,12 @@ Invariant: the same results give the same picture, to the byte.
 """
 import colorsys
 import math
-import re
 from html import escape
 from typing import Any
 
 from measure.report import Results, format_bytes
 
-INK, PALE, GRID, GOOD, BAD, EMPTY = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d", "#e4e8ec"
+INK, PALE, GRID, GOOD, BAD = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d"
 WHITE, HATCHED = "#ffffff", "url(#cached)"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 HATCH = ('<defs><pattern id="cached" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -84,34 +82,6 @@ def draw_stack(results: Results) -> str:
     return sheet.svg()
 
 
-def draw_places(results: Results) -> str:
-    told, left, top, row, wide = results["places"], 20, 66, 20, 860
-    lengths, kinds, width = told["lengths"], ("static", "continuous"), len(told["static"])
-    steps = max(len(told[kind][0]) for kind in kinds)
-    title = f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens in {width} places"
-    sheet, y = Canvas(left + wide + 20, top + 2 * (width * row + 44) + 14, title), top
-    for kind in kinds:
-        places = "".join(told[kind])
-        words = f"{kind}: {len(told[kind][0])} steps, {places.count('·') / len(places):.0%} of the places in vain"
-        sheet.text(left, y - 8, words, "start", INK, 12, font_weight=600)
-        for i, line in enumerate(told[kind]):
-            for start, end, letter in stretches(line):
-                at, length = left + wide * start / steps, wide * (end - start) / steps - 1
-                sheet.add("rect", at, y + row * i, length, row - 3, EMPTY if letter == "·" else color(letter))
-                if letter != "·" and length > 9:
-                    sheet.text(at + length / 2, y + row * i + 12.5, letter, "middle", WHITE)
-        y += width * row + 44
-    for step in range(0, steps + 1, 20):
-        sheet.text(left + wide * step / steps, y - 22, str(step), "middle" if step else "start")
-    sheet.text(left + wide, y - 4, "steps", "end")
-    return sheet.svg()
-
-
-def stretches(line: str) -> list[tuple[int, int, str]]:
-    """Of one letter each: (start, end, letter)."""
-    return [(*found.span(), found[0][0]) for found in re.finditer(r"(.)\1*", line)]
-
-
 def draw_blocks(results: Results) -> str:
     told, left, top, cell, step = results["blocks"], 258, 78, 15, 28
     count, border = len(told[0]["row"]), dict(stroke_width=0.7, rx=1.5)
@@ -129,7 +99,7 @@ def draw_blocks(results: Results) -> str:
     return sheet.svg()
 
 
-PICTURES = dict(stack=draw_stack, places=draw_places, blocks=draw_blocks)
+PICTURES = dict(stack=draw_stack, blocks=draw_blocks)
 
 
 def draw_all(results: Results) -> dict[str, str]:

@@ -11,8 +11,6 @@
 A phase inside another counts as itself, so the lines add up to the whole. On a CPU a model goes layer by layer, so that
 attention can be told from the rest, and is slower for it. On a GPU the end of a phase waits for the device, but not
 while a CUDA graph is captured; a replay is one launch, and counts for the phase that launched it.
-
-Not covered: the time of single kernels by phase, which the trace shows.
 """
 import time
 from collections import Counter

@@ -31,7 +31,7 @@ def quick(meanwhile) -> dict:
 @MEASURED
 def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
     assert {"machine", "date", "torch", "threads", "read_bandwidth", "stack", "gammas", "bits", "steps", "waste",
-            "latency", "places", "blocks"} <= quick.keys()
+            "latency", "blocks"} <= quick.keys()
     assert "/" not in re.sub(r"8/4", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
     sections = report.sections(quick)
     assert [len(section.headers) for section in sections] == [len(section.rows[0]) for section in sections]
@@ -123,7 +123,7 @@ def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(tmp_p
     monkeypatch.setattr(bench, "HERE", tmp_path)
     monkeypatch.setattr(bench, "README", readme)
     assert bench.main(["--readme"]) == 0
-    assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "places", "blocks"}
+    assert {path.stem for path in Path(tmp_path / "results").glob("*.svg")} == {"stack", "blocks"}
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "outdated" not in text and quick["machine"] in text

@@ -9,8 +9,7 @@ from measure import pictures
 STACK = [dict(name=f"row {i}", claims="speed", tokens_per_second=10.0 * r, first_token=0.1, cache_bytes=i * 10**6,
               in_flight=1, weight_bytes=10**7, speed_up=r, gain=1.0, same_texts=4, texts=4, drafted=0.0)
          for i, r in enumerate((1.0, 8.0, 4.0, 40.0))]
-RESULTS = dict(stack=STACK, places=dict(lengths=[2, 6, 3], static=["aa····cc·", "bbbbbb···"], continuous=["aacccc", "bbbbbb"]),
-               blocks=[dict(what="a & b <read>", row="**ab░·" + 34 * "·")])
+RESULTS = dict(stack=STACK, blocks=[dict(what="a & b <read>", row="**ab░·" + 34 * "·")])
 
 
 def elements(svg: str) -> list[ElementTree.Element]:
@@ -40,10 +39,6 @@ def test_a_bar_of_the_waterfall_begins_where_the_one_before_ended():
     (_, first), (start, end), (low, high), (_, last) = ends
     assert high == pytest.approx(end, abs=0.2) and low > start and last > end
     assert [bar["fill"] for bar in bars] == [pictures.PALE, pictures.GOOD, pictures.BAD, pictures.GOOD]
-
-
-def test_stretches_of_a_line():
-    assert pictures.stretches("aab··c") == [(0, 2, "a"), (2, 3, "b"), (3, 5, "·"), (5, 6, "c")]
 
 
 def test_nothing_to_draw_is_said():

@@ -1,7 +1,6 @@
-"""Many texts at a time: what their caches waste, how long their readers wait, and which text has which place.
+"""Many texts at a time: what their caches waste, and how long their readers wait.
 
 Invariant: the same requests, in the same order, for everything that is compared.
-Not covered: arrivals that come in bursts; what a network adds.
 """
 import math
 import random
@@ -18,9 +17,9 @@ from generate import Engine, Model
 from kernels import Ops
 from kvcache import KVCache
 from measure.clock import percentile
-from measure.pair import Effort, Rows, Served, log_spread, random_request, serve
+from measure.pair import Effort, Rows, Served, random_request, serve
 from paged import PagedCache
-from request import Request, Settings
+from request import Request
 from speculative import Decoder
 
 
@@ -61,7 +60,7 @@ def in_flight(cache: Any, requests: Sequence[Request]) -> dict[str, float]:
     return dict(texts_in_flight=mean(running) if running else len(requests), waste=mean(empty))
 
 
-def pool_blocks() -> list[dict[str, str]]:
+def pool_blocks(effort: Effort) -> list[dict[str, str]]:
     """A pool of 40 blocks as texts come and go. A block is its text's letter, * of several texts, ░ cached, · free."""
     cache, names, drawn, opening = PagedCache(1, 1, 1, 40, block_size=4), dict[int, str](), [], [*range(24)]
 
@@ -121,29 +120,3 @@ def percentiles(served: Served) -> dict[str, float]:
     """Seconds between tokens, and to the first."""
     return {f"{name}_p{percent}": percentile(times, percent)
             for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 99, 100)}
-
-
-def timeline(batch: Batcher, requests: list[Request], lengths: list[int], first: int = 0) -> list[str]:
-    """One row a place, one letter a step: the text of its token; · for none, or for one beyond the `lengths` wanted."""
-    rows, places = [""] * batch.max_batch, dict[Request, int]()
-    for request in requests:
-        batch.add(request)
-    while batch.waiting or batch.running:
-        grown = batch.step()
-        taken = {places[r] for r in places if r in grown or not r.finish_reason}
-        free = iter(sorted(set(range(batch.max_batch)) - taken))
-        places |= {r: next(free) for r in grown if r not in places}
-        shown = {places[r]: chr(ord("a") + first + i) for i, (r, length) in enumerate(zip(requests, lengths))
-                 if r in grown and len(r.tokens) - r.prompt <= length}
-        rows = [row + shown.get(i, "·") for i, row in enumerate(rows)]
-    return rows
-
-
-def batch_places() -> dict[str, Any]:
-    """Four places, sixteen texts of 4 to 48 tokens: the text of each place in each step, static and continuous."""
-    model, width, lengths = Model.load("tiny", "cpu", torch.float32), 4, log_spread(16, 48, 12.0)
-    batch, prompt = Engine(model, None, 1000, 64, width, prefix_cache=False).batch, model.encode("Once upon a time")
-    asked = lambda counts: [Request(prompt, Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(counts)]
-    parts = [(i, lengths[i:i + width]) for i in range(0, len(lengths), width)]
-    static = zip(*(timeline(batch, asked([max(part)] * width), part, i) for i, part in parts))
-    return dict(lengths=lengths, static=list(map("".join, static)), continuous=timeline(batch, asked(lengths), lengths))
