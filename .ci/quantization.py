@@ -50,7 +50,6 @@ def embedded(stories: str) -> None:
 
 
 def main(folder: str, file: str, stories: str) -> int:
-    torch.set_num_threads(2)
     embedded(stories)
     wanted = [Recipe(None, list(WIDTHS)), Recipe(Quantization(8), ["16"]), Recipe(Quantization(4), ["16"]), Recipe(Quantization(4, method="awq+gptq"), ["16", "8/4"])]
     rows = table(folder, *texts(folder, file), wanted, "cpu", progress=lambda line: None)

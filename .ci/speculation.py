@@ -46,7 +46,7 @@ def seconds(request: Request) -> float:
 
 @torch.inference_mode()
 def same_greedy_tokens(model: Model, prompts: list[str]) -> None:
-    """50 prompts: with n-gram drafts and without; where they part, the two best logits must be a near-tie."""
+    """30 prompts: with n-gram drafts and without; where they part, the two best logits must be a near-tie."""
     def texts(draft, gamma):
         requests = [Request(model.encode(prompt), Settings(0.0, seed=0, max_tokens=24, gamma=gamma), model.ends) for prompt in prompts]
         write(model, draft, requests)
@@ -90,7 +90,7 @@ def attempt(measure, good) -> tuple:
 
 def main(folder: str, prompts: str) -> int:
     torch.set_num_threads(2)
-    turns = [json.loads(line)["turns"][0] for line in open(prompts, encoding="utf-8")][:50]
+    turns = [json.loads(line)["turns"][0] for line in open(prompts, encoding="utf-8")][:30]
     same_greedy_tokens(Model.load(folder, "cpu", torch.float32), turns)
     model, draft = Model.load("tiny", "cpu"), Model.load("tiny-draft", "cpu")
     for gamma in (2, 3):
