@@ -23,7 +23,7 @@ INLINE some dot(some s, ints q, int32_t d) {
     return _mm512_add_epi16(s, _mm512_maddubs_epi16((__m512i)q, _mm512_set1_epi32(d)));
 }
 INLINE ints summed(some s) { return (ints)_mm512_madd_epi16(s, _mm512_set1_epi16(1)); }
-#elif defined __AVX2__
+#elif defined __AVX2__ && !defined __AVX512F__
 typedef __m256i some;
 enum { RUN = 4, FEW_i4 = 3 };
 INLINE some dot(some s, ints q, int32_t d) {

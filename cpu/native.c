@@ -266,7 +266,7 @@ static void soften(const float *x, float *p, long V, float t) {
     long first = 0;
     for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
     if (t == 0) {
-        for (long i = 0; i < V; i++) p[i] = (i == first) + 0 * x[i];      // NaN and ∞ become NaN
+        for (long i = 0; i < V; i++) p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);      // −∞ is a number
         return;
     }
     #pragma omp simd reduction(+:all)

@@ -44,7 +44,7 @@ void product(const void *x, const Weight *w, float *y, long T) {
     if (digits) row *= DIGITS, own = 1;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
     char *arranged = digits ? malloc(T * row) : row != K || own != size ? calloc(T * row, own) : 0;     // whole units
-    #pragma omp parallel for if (T * K > 1 << 13)
+    #pragma omp parallel for if (arranged && T * K > 1 << 13)
     for (long t = 0; t < (arranged ? T : 0); t++) {
         const uint16_t *from = (const uint16_t *)x + t * K;
         char *to = arranged + t * row * own;

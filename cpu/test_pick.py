@@ -1,11 +1,13 @@
 """C's picks are torch's, to the last digits of the noise."""
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from cpu import native
+from cpu import CPU, native
 from sampling import GOLDEN, MIX1, MIX2, Keyed, draft_role, pick
 from test_sampling import EXTREME
 
@@ -53,3 +55,18 @@ def test_c_makes_noise_of_extreme_bits(bits, u):
         probs[0, at] = 1
         found = sampling._uniform(sampling._mix(sampling._mix(streams) + torch.arange(1, 4) * GOLDEN))[0, at]
         assert found == u and native.race(probs, streams).item() == at
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 0.7, 1.0])
+def test_minus_infinity_is_a_logit_and_what_else_is_not_finite_is_refused(temperature):
+    ops, logits = CPU(), torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    logits[0, 0] = logits[1, 5] = -math.inf
+    torch.testing.assert_close(ops.probabilities(logits, temperature), sampling.probabilities(logits, temperature))
+    for wrong in (math.nan, math.inf):
+        for place in (0, 69):
+            damaged = logits.clone()
+            damaged[1, place] = wrong
+            with pytest.raises(ValueError, match="not finite"):
+                ops.probabilities(damaged, temperature)
+    with pytest.raises(ValueError, match="not finite"):
+        ops.probabilities(torch.full((1, 70), -math.inf), temperature)

@@ -65,15 +65,29 @@ def test_the_error_of_a_product_has_one_bound(bits, dtype, compiler):
             ready = ops.prepare(plain := Linear(w, bias := bias.to(dtype)), dtype)
             assert type(ready) is expected(bits, dtype, compiler)
             rows, sizes = x.to(dtype)[:, ::2], (0, 1, 2, 3, 5, 7, 16, 33, 70)
-            right, most = rows.double() @ W.T + bias.double(), rows.double().abs() @ W.abs().T + bias.double().abs()
-            if bits == 4:                                   # x is rounded to 24 bits of the largest of a group
-                most += 2.0**-23 / 2e-5 * rows.double().abs().amax(1, keepdim=True) * W.abs().sum(1)
-            right, most = (torch.cat([every[:T] for T in sizes]) for every in (right, most))
+            right, size = torch.cat([(rows.double() @ W.T + bias.double())[:T] for T in sizes]), rows.double().abs()
             for weight in [plain] * (ready is not plain) + [ready]:
+                if bits == 4 and isinstance(weight, native.Weight):     # x counts 2^-8 of the largest of its group
+                    size = torch.cat([x.maximum(x.amax(1, keepdim=True) / 2**8) for x in size.split(64, 1)], 1)
+                most = torch.cat([(size @ W.abs().T + bias.double().abs())[:T] for T in sizes])
                 y = [ops.linear(rows[:T], weight) for T in sizes]
                 assert all(part.dtype == dtype for part in y) and [part.shape for part in y] == [(T, N) for T in sizes]
                 wrong = (torch.cat(y).double() - right).abs() > ROUNDING[dtype] * most + 1e-30
                 assert not wrong.any(), (K, N, type(weight), wrong.nonzero())
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@torch.inference_mode()
+def test_what_is_not_finite_does_not_become_a_number(bits, wrong, compiler):
+    """In its own row; the other rows do not see it."""
+    ops, x = CPU(), torch.ones(40, 100)
+    ready = ops.prepare(Linear(stored(torch.randn(20, 100), bits)[0]), torch.float32)
+    for T in (1, 2, 3, 7, 40):
+        damaged = x[:T].clone()
+        damaged[T - 1, 70] = wrong
+        y = ops.linear(damaged, ready)
+        assert not y[T - 1].isfinite().any() and y[:T - 1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
