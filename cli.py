@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
             ("no-prefix-cache", None, "read every prompt from its beginning, also where another began alike"),
             ("no-cache", None, "recompute everything for each token, to feel the difference"),
             ("bits", (16, 8, 4), "round the target's weights as they are loaded (quant.py does it with care)"),
-            ("dtype", ("float64", "float32", "bfloat16", "float16"), "compute in it (default: this machine's fastest)"),
+            ("dtype", ("float64", "float32", "bfloat16", "float16"), "what to compute in (default: on a CPU float32)"),
             ("device", str, "cpu, cuda, cuda:1, … (default: a GPU if there is one)"),
             ("profile", str, "a file for a trace (ui.perfetto.dev); tells where the time went, loading aside"),
             ("color", None, "show the origin of each token: accepted, corrected, or the bonus after a full round"),

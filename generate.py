@@ -81,7 +81,9 @@ class Model:
                f"{self.folder} holds weights of {stored.bits} bits" if stored is not None else "")
         if why:
             raise ValueError(f"{why}, and the INT4 copy (--draft self) is made from a folder of 16 bits: name another")
-        return self.llama.rounded(self.folder)
+        copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
+        copy.embed, copy.head = self.llama.embed, self.llama.head
+        return copy
 
     def complete(self, settings: Settings) -> Settings:
         """Fill what is None from generation_config.json, as transformers reads it: without do_sample, temperature 0."""

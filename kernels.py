@@ -183,9 +183,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
-        """This machine's fastest dtype for a model of `numbers` parameters, kept as `stored` or in fewer `bits`."""
+    def dtype(self, stored: torch.dtype) -> torch.dtype:
+        """What a checkpoint in `stored` is computed in, if nobody asks for another."""
         return torch.float32 if stored.itemsize == 2 else stored
+
+    def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+        """What its matrices are kept in, to be multiplied by x in `dtype`: a narrower one may hold the same numbers."""
+        return dtype
 
     def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> Any:
         """A weight as `linear` (and `embed`, if it is looked up) reads it fastest; dtype: of x. Opaque to others."""
@@ -299,7 +303,7 @@ if triton is not None:
 class Flash(Ops):
     """What a GPU runs without the folder gpu/: attention reads 16- and 32-bit keys and values where they are stored."""
 
-    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
+    def dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
     def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:

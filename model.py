@@ -52,12 +52,13 @@ class Llama:
     """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a step. Without a step: of one text, no cache."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-                 seed: int | None = 0, ops: Ops | None = None):
-        """A model with random weights, drawn with `seed`; None leaves them to be filled."""
-        self.config, self.device, self.dtype = config, torch.empty(0, device=device).device, dtype
-        self.ops, C, V = ops or ops_for(device), config.hidden_size, config.vocab_size
+                 seed: int | None = 0, ops: Ops | None = None, weight_dtype: torch.dtype | None = None):
+        """Random weights, drawn with `seed`; None leaves them to be filled. weight_dtype: of matrices, if another."""
+        self.config, self.dtype, self.weight_dtype = config, dtype, weight_dtype or dtype
+        self.device, self.ops = torch.empty(0, device=device).device, ops or ops_for(device)
+        C, V = config.hidden_size, config.vocab_size
         self.embed = self._linear(V, C, head=True)
-        self.layers = [self.new_layer() for _ in range(config.num_hidden_layers)]
+        self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
         self.head = self.embed if config.tie_word_embeddings else self._linear(V, C, head=True)
         frequencies = inverse_frequencies(config)
@@ -65,17 +66,17 @@ class Llama:
         if seed is not None:
             self._randomize(seed)
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def _linear(self, N: int, K: int, bias: bool = False, head: bool = False) -> Linear:
         how = self.config.quantization
         bits = 16 if how is None else how.head_bits if head else how.bits
-        weight = self._empty(N, K) if bits == 16 else Quantized.empty(N, K, bits, how.group, self.device)
+        weight = (self._empty(N, K, dtype=self.weight_dtype) if bits == 16 else
+                  Quantized.empty(N, K, bits, how.group, self.device))
         return Linear(weight, self._empty(N) if bias else None)
 
-    def new_layer(self) -> Layer:
-        """A layer of this model's shape, uninitialized."""
+    def _layer(self) -> Layer:
         c, make = self.config, self._linear
         C, F, q, kv = c.hidden_size, c.intermediate_size, c.query_size, c.kv_size
         return Layer(self._empty(C), make(q + 2 * kv, C, c.attention_bias), make(C, q, c.attention_bias),
@@ -126,54 +127,33 @@ class Llama:
              trainable: bool = False, bits: int = 16) -> "Llama":
         """A model from an alias, a Hub id or a folder. FileNotFoundError or ValueError names the way out.
 
-        device: a GPU if there is one. dtype: the machine's fastest. trainable: plain weights with gradients; otherwise
-        they are prepared for the machine's products. bits: 8 or 4 rounds the weights of an ordinary model.
+        device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable: plain weights with
+        gradients; otherwise in the machine's own order. bits: 8 or 4 rounds the weights of an ordinary model.
         """
-        config, checkpoint, sources, rules = cls._open(find(name))                  # before any memory is asked for
+        config, checkpoint = Config.load(folder := find(name)), Checkpoint(folder)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        rules, sources = dict(ignore=OLD, twice=tied), cls(config, "meta", seed=None).places()
+        checkpoint.audit(sources, **rules)                                          # before any memory is asked for
         if trainable and (config.quantization or bits != 16):
             raise ValueError(f"{name}: quantized weights cannot be trained or changed: "
                              "use the model in 16 or 32 bits that they were made from")
         if bits != 16:
             config = config.quantized(Quantization(bits))
-        device = torch.device(device) if device else find_device()
-        ops, width = ops_for(device), config.quantization.bits if config.quantization else 16
-        dtype = dtype or ops.dtype(checkpoint.dtype, width, sum(place.numel() for place in sources.values()))
-        needs = sum(place.nbytes for place in cls(config, "meta", dtype, seed=None).places().values())
+        ops = ops_for(device := torch.device(device) if device else find_device())
+        dtype = dtype or ops.dtype(checkpoint.dtypes[0])
+        matrices = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
+        needs = sum(place.nbytes for place in cls(config, "meta", dtype, None, None, matrices).places().values())
         if needs > (free := free_memory(device)):
             raise ValueError(f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
                              "free: use fewer --bits, another --device, or a smaller model")
-        model = cls(config, device, dtype, seed=None, ops=ops)
+        model = cls(config, device, dtype, None, ops, matrices)
         model.fill(checkpoint.tensors(sources, **rules))
         return model.requires_grad_() if trainable else model.prepare()
 
-    @classmethod
-    def _open(cls, folder: Path) -> tuple[Config, Checkpoint, dict[str, Tensor], dict[str, Any]]:
-        """A folder's config and checkpoint, checked; what it must hold, as meta tensors, and the rules for the rest."""
-        config, checkpoint = Config.load(folder), Checkpoint(folder)
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        rules, sources = dict(ignore=OLD, twice=tied), cls(config, "meta", seed=None).places()
-        checkpoint.audit(sources, **rules)
-        return config, checkpoint, sources, rules
-
-    def rounded(self, folder: Path, bits: int = 4, group: int = 128) -> "Llama":
-        """A second model whose layers have fewer bits, rounded from this model's folder, a tensor at a time. All else,
-        embedding, norms and head, is this model's own."""
-        config, checkpoint, sources, _ = self._open(folder)
-        copy = Llama(config.quantized(Quantization(bits, group)), "meta", self.dtype, seed=None)
-        copy.device, copy.ops, copy.frequencies = self.device, self.ops, self.frequencies
-        copy.embed, copy.head, copy.norm = self.embed, self.head, self.norm
-        copy.layers = [copy.new_layer() for _ in self.layers]
-        for layer, own in zip(copy.layers, self.layers):
-            layer.input_norm, layer.post_norm = own.input_norm, own.post_norm
-        places = {name: place for name, place in copy._layer_places().items() if not name.endswith("norm.weight")}
-        copy.fill(((name, checkpoint.read(name)) for name in sources.keys() & places.keys()), places)
-        copy._prepare_layers()
-        return copy
-
     @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, Tensor]], places: dict[str, Tensor] | None = None) -> None:
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put each tensor of a checkpoint in its place; where that has fewer bits, rounded to the nearest."""
-        places = places or self.places()
+        places = self.places()
         for name, tensor in tensors:
             if tensor.is_floating_point() and f"{name}_scale" in places:
                 bits = 8 if places[name].dtype == torch.int8 else 4
@@ -186,13 +166,9 @@ class Llama:
 
     def places(self) -> dict[str, Tensor]:
         """The model's tensors before `prepare`, by their names in a checkpoint, to be filled."""
-        V, embed = self.config.vocab_size, split(self.embed, {"model.embed_tokens": self.config.vocab_size})
-        head = {} if self.config.tie_word_embeddings else dict(split(self.head, {"lm_head": V}))
-        return dict(embed) | {"model.norm.weight": self.norm} | self._layer_places() | head
-
-    def _layer_places(self) -> dict[str, Tensor]:
-        c, places = self.config, dict[str, Tensor]()
-        C, F, q, kv = c.hidden_size, c.intermediate_size, c.query_size, c.kv_size
+        c = self.config
+        C, F, V, q, kv = c.hidden_size, c.intermediate_size, c.vocab_size, c.query_size, c.kv_size
+        places = dict(split(self.embed, {"model.embed_tokens": V})) | {"model.norm.weight": self.norm}
         for i, layer in enumerate(self.layers):
             parts = [("input_layernorm.weight", layer.input_norm), ("post_attention_layernorm.weight", layer.post_norm),
                      *split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
@@ -200,20 +176,17 @@ class Llama:
                      *split(layer.gate_up, {"mlp.gate_proj": F, "mlp.up_proj": F}),
                      *split(layer.down, {"mlp.down_proj": C})]
             places |= {f"model.layers.{i}.{name}": part for name, part in parts}
-        return places
+        return places if c.tie_word_embeddings else places | dict(split(self.head, {"lm_head": V}))
 
     def prepare(self) -> "Llama":
         """Put the weights in the order that this machine multiplies fastest. No `places` or `fill` after that."""
-        self._prepare_layers()
+        for layer in self.layers:
+            for name in ("qkv", "o", "gate_up", "down"):
+                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype))
         tied = self.head is self.embed
         self.embed = self.ops.prepare(self.embed, self.dtype, looked_up=True)
         self.head = self.embed if tied else self.ops.prepare(self.head, self.dtype)
         return self
-
-    def _prepare_layers(self) -> None:
-        for layer in self.layers:
-            for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype))
 
     def parameters(self) -> list[Tensor]:
         """All tensors of a plain model, each once: what training changes."""

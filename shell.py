@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "size calculation overflowed")          # PyTorch's words
-MEMORY = "memory does not hold this: use a smaller model or fewer bits (--dtype bfloat16), shorter texts, or fewer"
+MEMORY = "memory does not hold this: use a smaller model or fewer bits (--bits 8), shorter texts, or fewer"
 LONGEST = 1000                                          # characters of a message
 
 

@@ -128,12 +128,11 @@ def copy(tiny) -> Llama:
 
 def test_the_copy_is_the_targets_layers_in_4_bits_and_the_rest_is_the_targets(tiny, copy):
     own, plain = tiny.llama, Llama.load("tiny", "cpu", torch.float64, trainable=True).requires_grad_(False)
-    assert copy.embed is own.embed and copy.head is own.head and copy.norm is own.norm
-    assert all(a.input_norm is b.input_norm and a.post_norm is b.post_norm for a, b in zip(copy.layers, own.layers, strict=True))
+    assert copy.embed is own.embed and copy.head is own.head
     places = copy.places()
     for name, place in plain.places().items():
         if "norm" in name or not name.startswith("model.layers"):
-            assert places[name].data_ptr() == own.places()[name].data_ptr()
+            assert torch.equal(places[name], own.places()[name])
         else:
             assert places[name].dtype == torch.uint8 and places[name].nbytes == place.numel() / 2
             place.copy_(dequantize(*quantize(place.float(), 4, 128)))

@@ -371,15 +371,18 @@ class Contract:
             with pytest.raises(ValueError, match="not finite"):
                 self.ops.draft(write_drafts, models[0], cache, seqs[0], [[7]], rounds)
 
-    @pytest.mark.filterwarnings("ignore:this CPU has no fast")
     def test_room_and_dtype(self):
         for dtype in (torch.bfloat16, torch.int16, torch.uint8):
             room = self.ops.room((1, 2, 3, 4, 6), dtype, torch.device("cpu"))
             assert room.shape == (1, 2, 3, 4, 6) and room.dtype == dtype
             assert room.untyped_storage().nbytes() == 144 * dtype.itemsize
-        for stored, bits, numbers in product(ROUNDING, (16, 8, 4), (1000, 2**24)):
-            found = self.ops.dtype(stored, bits, numbers)
+        for stored, dtype in product(ROUNDING, ROUNDING):
+            found = self.ops.dtype(stored)
             assert found == stored or found == torch.float32 and stored.itemsize == 2
+            assert self.ops.weight_dtype([stored, torch.float64], dtype) == dtype          # numbers of 16 and 32 bits
+            kept, w, x = self.ops.weight_dtype([stored], dtype), torch.randn(5, 8, dtype=stored), torch.randn(3, 8, dtype=dtype)
+            y, wide = self.ops.linear(x, self.ops.prepare(Linear(w.to(kept), None), dtype)), w.to(dtype).double()
+            assert y.dtype == dtype and ((y - x.double() @ wide.T).abs() <= ROUNDING[dtype] * (x.double().abs() @ wide.abs().T)).all()
 
 
 def one_by_one(llama: Llama, request: Request, gamma: int, coupled: bool) -> tuple[list[int], torch.Tensor]:

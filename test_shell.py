@@ -107,7 +107,7 @@ def test_every_program_begins_before_it_imports_what_takes_its_time():
     ("", "r, w = __import__('os').pipe(); __import__('os').close(r); __import__('os').dup2(w, 1); print('late')", 0,
      "text so far\n", "working\n"),
     ("", "raise MemoryError", 2, "text so far\n",
-     "working\nerror: memory does not hold this: use a smaller model or fewer bits (--dtype bfloat16), "
+     "working\nerror: memory does not hold this: use a smaller model or fewer bits (--bits 8), "
      "shorter texts, or fewer\n"),
     ("", "raise OSError('x' * 10**6 + chr(27) + chr(10) + chr(0xd800))", 2, "text so far\n",
      f"working\nerror: {'x' * (LONGEST * 2 // 3)} […] {'x' * (LONGEST // 4 - 3)}\\x1b \\ud800\n")])

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -270,11 +271,13 @@ class Checkpoint:
                 raise ValueError(f"{index} and {file} do not agree on whether tensor {brief(name)} is in {file}")
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The floating-point dtype of most numbers, scales of quantized weights aside."""
-        plain = [header for name, header in self.stored.items() if not name.endswith("_scale")]
-        numbers = lambda kind: sum(math.prod(shape) for _, shape, dtype in plain if dtype == kind)
-        return DTYPES[max(DTYPES, key=numbers)]
+    def dtypes(self) -> list[torch.dtype]:
+        """Of its floating-point numbers, scales of quantized weights aside; that of most numbers first."""
+        count = Counter[torch.dtype]()
+        for name, (_, shape, dtype) in self.stored.items():
+            if dtype in DTYPES and not name.endswith("_scale"):
+                count[DTYPES[dtype]] += math.prod(shape)
+        return [dtype for dtype, _ in count.most_common()]
 
     def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = {}) -> None:
         """ValueError unless each place has its tensor and no other is stored but `ignore` and `twice` (name: equal)."""

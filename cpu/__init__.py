@@ -2,10 +2,10 @@
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded. Without a compiler float32 and
     bfloat16 take oneDNN's order, if this build of the library and this CPU have a product by it.
-  - Attention of few queries reads keys and values where they are stored, in C. Prompts, 4-bit caches, and all attention
-    without a compiler are the library's, several texts in one call (padded.py).
-  - A pass over few tokens goes through all layers in one call, and so do all drafts of a lone text, with no Python
-    between the operations.
+  - Attention of few queries, or of few scores, reads keys and values where they are stored, in C. Long prompts, caches
+    of 4 bits, and all attention without a compiler are the library's, several texts in one call (padded.py).
+  - Such a pass goes through all layers in one call, and so do all drafts of a lone text, with no Python between the
+    operations.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu import native, padded
-from kernels import Linear, Ops, Step
+from kernels import Linear, Ops, Span, Step
 from quant import Quantized
 from sampling import SETTINGS, Keyed, Setting, check_settings, finite
 
-SMALL = 2**20                                           # numbers of a model that a core's cache holds
+SCORES = 2**14                                          # new tokens times keys, up to which attention of many is C's
 warnings.filterwarnings("ignore", "'cpu.native' found in sys.modules", RuntimeWarning)          # python -m cpu.native
 
 
@@ -59,19 +59,10 @@ class CPU(Ops):
     def __init__(self) -> None:
         self._layers: WeakKeyDictionary[Any, native.Layers | None] = WeakKeyDictionary()
 
-    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
-        """float32 for a small model, which it costs nothing; for 8 and 4 bits, which become float32 in a product; and
-        where there are no instructions for the checkpoint's dtype, which is then many times slower."""
-        if stored in (torch.float64, torch.float32):
-            return stored
-        if numbers <= SMALL or bits < 16:
-            return torch.float32
-        if stored == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)():
-            return torch.bfloat16
-        name = str(stored)[6:]
-        warnings.warn(f"this CPU has no fast {name} products: computing in float32 (--dtype {name} insists)",
-                      stacklevel=3)
-        return torch.float32
+    def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+        """bfloat16 stays as it is beside float32: half the bytes to read, and the same products to the bit."""
+        in_c = dtype == torch.float32 and native.library() is not None
+        return torch.bfloat16 if in_c and stored == [torch.bfloat16] else dtype
 
     # ---- Weights
 
@@ -123,36 +114,37 @@ class CPU(Ops):
         return torch.empty((L, G, N, S, D), dtype=dtype, device=device).permute(0, 2, 3, 1, 4)
 
     @staticmethod
-    def _reads(cache: Any, queries: int) -> bool:
-        """Whether attention of so many queries of a text over this cache is C's."""
-        if cache is None or queries > padded.FEW:
+    def _reads(cache: Any, spans: Sequence[Span]) -> bool:
+        """Whether attention of these texts over this cache is C's."""
+        if cache is None or any(n > padded.FEW and n * stop > SCORES
+                                for _, start, stop in spans for n in [stop - start]):
             return False
         if "in_c" not in vars(cache):
             cache.in_c = cache.dtype != torch.float64 and native.reads(cache.keys, cache.values)
         return cache.in_c and native.library() is not None
 
     def attend(self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int) -> Tensor:
-        if self._reads(step.cache, max(step.counts)) and native.serves(qkv, cos, sin):
+        if self._reads(step.cache, step.spans) and native.serves(qkv, cos, sin):
             return native.attend(qkv, cos, sin, step, G, layer)
         return super().attend(qkv, G, cos, sin, step, layer)
 
     def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
-        if self._reads(step.cache, max(step.counts)):
+        if self._reads(step.cache, step.spans):
             return native.attend(torch.cat((q, k, v), 1).float(), None, None, step, k.shape[1], layer).to(q.dtype)
         return (super() if step.cache is None else padded).look_back(q, k, v, step, layer)
 
     # ---- Many operations in one call
 
-    def layers(self, llama: Any, cache: Any, queries: int) -> native.Layers | None:
+    def layers(self, llama: Any, cache: Any, spans: Sequence[Span]) -> native.Layers | None:
         """All layers of this model in one call, if C has them and reads this cache."""
-        if not self._reads(cache, queries) or not isinstance(llama.head, native.Weight):
+        if not self._reads(cache, spans) or not isinstance(llama.head, native.Weight):
             return None
         if llama not in self._layers:
             self._layers[llama] = native.Layers.of(llama)
         return self._layers[llama]
 
     def forward(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any) -> Tensor:
-        if (layers := self.layers(llama, step.cache, max(step.counts))) is None:
+        if (layers := self.layers(llama, step.cache, step.spans)) is None:
             return plain(tokens, step, rows)
         y = layers(self.embed(tokens, llama.embed, llama.dtype), *llama.rope(step.positions), step)
         return self.linear(y if rows is None else y[rows], llama.head)
@@ -167,7 +159,7 @@ class CPU(Ops):
         if len(unread) == 1 and unread[0] and isinstance(round.coins, Keyed) and all(
                 round.settings(name)[0] in (None, off) for name, off in SETTINGS.items() if name != "temperature"):
             (new,), (k,) = unread, round.gammas
-            layers = self.layers(llama, cache, len(new) + k - 1)
+            layers = self.layers(llama, cache, [((), 0, len(new))])
         if layers is None:
             return plain(llama, cache, seqs, unread, round, publish)
         step = cache.extend([(seqs[0], [*new, *[-1] * (k - 1)])], publish)

@@ -98,33 +98,10 @@ INLINE vec column_i4(const char *w, int c, ints zero) {
     return number((*(const ints *)w >> (c % 4 * 8 + c / 4 * 4) & 15) - zero);
 }
 
-// A number of x for all lanes, and s + a column's numbers times that.
-INLINE float spread_f32(const float *x) { return *x; }
-INLINE vec mac_f32(vec s, vec w, float x) { return s + w * x; }
-#define spread_i8 spread_f32
-#define mac_i8 mac_f32
-typedef float x_f32, x_i8;
-enum { STEPS_f32 = 1, STEPS_i8 = 1, STEPS_i4 = 8 };
-#ifdef __AVX512BF16__                               // multiplied as they are, two at a time; x is bfloat16, too
-typedef uint16_t x_bf16;
-enum { STEPS_bf16 = 1 };
-INLINE vec column_bf16(const char *w, int c, ints zero) { return load_f32((const float *)w); }
-INLINE vec spread_bf16(const x_bf16 *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vec)_mm512_set1_epi32(pair);
-}
-INLINE vec mac_bf16(vec s, vec w, vec x) { return (vec)_mm512_dpbf16_ps((__m512)s, (__m512bh)w, (__m512bh)x); }
-#else
-typedef float x_bf16;
-enum { STEPS_bf16 = 2 };
 INLINE vec column_bf16(const char *w, int c, ints zero) {
     ints both = *(const ints *)w;
     return (vec)(c ? both & -0x10000 : both << 16);
 }
-#define spread_bf16 spread_f32
-#define mac_bf16 mac_f32
-#endif
 
 // ---- A stretch of columns: T rows of x by P panels -----------------------------------------------------------------
 
@@ -147,18 +124,18 @@ typedef struct {
 #define BLOCK(kind, T, P, name)                                                                                        \
 static void name(const Stretch *a) {                                                                                   \
     vec s[T][P][VECS] = {0};                                                                                           \
-    const x_##kind *x = a->x;                                                                                          \
+    const float *x = a->x;                                                                                             \
     const char *w = a->w, *soon = a->soon;                                                                             \
     for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind, soon += a->pace) {              \
         UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(soon + p * a->far);                                      \
-        UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                                                \
+        UNROLL for (int c = 0; c < COLUMNS_##kind; c++) {                                                              \
             vec column[P][VECS];                                                                                       \
             UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                                   \
                 column[p][v] = column_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c, (ints){0});               \
             UNROLL for (int t = 0; t < T; t++) {                                                                       \
-                __auto_type by = spread_##kind(x + t * a->row + c);                                                    \
+                float by = x[t * a->row + c];                                                                          \
                 UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                               \
-                    s[t][p][v] = mac_##kind(s[t][p][v], column[p][v], by);                                             \
+                    s[t][p][v] = s[t][p][v] + column[p][v] * by;                                                       \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
@@ -187,7 +164,7 @@ static Stretch unfold_##kind(const Stretch *a, long P, float *room) {           
         const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                                                \
         vec *to = (vec *)(room + p * STRETCH * WIDE + v * LANES);                                                      \
         for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS, w += WIDE * BYTES_##kind)                     \
-            UNROLL for (int c = 0; c < STEPS_##kind; c++) to[c * VECS] = column_##kind(w, c, zero);                    \
+            UNROLL for (int c = 0; c < COLUMNS_##kind; c++) to[c * VECS] = column_##kind(w, c, zero);                  \
     }                                                                                                                  \
     b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= COLUMNS_##kind;                      \
     return b;                                                                                                          \

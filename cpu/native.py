@@ -9,8 +9,8 @@ makes: sixteen rows of W lie side by side, a panel, and each has a lane of a reg
         for t in T:                         up to 6 rows of x at a time
             sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
-INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Two columns of bfloat16 share a unit, and
-are multiplied as they are where there are instructions for it; x is then rounded to bfloat16. Eight columns of INT4
+bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and products are those of
+float32 to the bit. INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Eight columns of INT4
 share a unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
 
 Between two products memory stands still while Python finds the next operation. So norm, rotation, SwiGLU and attention,
@@ -21,7 +21,7 @@ Invariant: results are those of kernels.Ops up to the order of sums. A product's
 x beside INT4 counts 2^-8 of the largest x of its group at least. A row does not depend, to the bit, on the rows beside
 it; with INT4, on whether they are few.
 
-Not covered: float64, float16, groups of INT4 but 32, 64 and 128, a bfloat16 model in one call, gradients; only Linux.
+Not covered: float64, float16, groups of INT4 but 32, 64 and 128, x in bfloat16 in one call, gradients; only Linux.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size · F intermediate_size
     H, G query and key/value heads · D head_dim · V vocab_size
@@ -163,14 +163,13 @@ def panels(x: Tensor, unit: int = 1) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
-    """x Wᵀ + bias. x: [T, K], float32 or bfloat16 (rounded to that beside such a weight) -> [T, N], as x."""
+    """x Wᵀ + bias. x: [T, K], float32 or bfloat16; sums are float32 -> [T, N], as x."""
     if x.shape[1] != weight.K:
         raise ValueError(f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns")
-    T, own = x.shape[0], torch.bfloat16 if weight.kind == 1 else torch.float32
-    y, given = torch.empty(T, weight.N), x if x.dtype == own else x.to(own)
-    if T:
-        weight.library.product(given.contiguous(), weight, y, T)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+    y = torch.empty(len(x), weight.N)
+    if len(x):
+        weight.library.product(x.float().contiguous(), weight, y, len(x))
+    return y.to(x.dtype)
 
 
 # ---- Between the products, as kernels.Ops has them -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels import Span, Step, attention
 
-FEW = 16                                                # the most queries of a text that share a call, or are C's
+FEW = 16                                                # the most queries of a text that share a call
 
 
 class Few(NamedTuple):

@@ -10,8 +10,8 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
     static Stretch (*const unfold[])(const Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
     long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = parts(w->K, columns);
     long stretch = least(w->group, STRETCH), groups = parts(w->K, w->group);
-    long size = digits ? 1 : kind == BF16 ? sizeof(x_bf16) : 4, tiles = parts(T, TILE), most = parts(T, tiles);
-    long many = kind != F32 && size == 4 && T > FEW[kind], wide = digits ? PANELS_i4(most) : PANELS(most);
+    long size = digits ? 1 : sizeof(float), tiles = parts(T, TILE), most = parts(T, tiles);
+    long many = kind != F32 && T > FEW[kind], wide = digits ? PANELS_i4(most) : PANELS(most);
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
@@ -36,27 +36,23 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
     free(room);
 }
 
-// y = x Wᵀ + bias. x: [T, K] float32, or bfloat16 where W is; y: float32[T, N].
-void product(const void *x, const Weight *w, float *y, long T) {
+// y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
+void product(const float *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind];
-    long size = w->kind == BF16 ? 2 : 4, own = w->kind == BF16 ? sizeof(x_bf16) : 4, groups = parts(K, w->group);
+    long groups = parts(K, w->group);
     Digits *digits = w->kind == I4 && T <= FEW[I4] ? malloc(T * groups * sizeof *digits) : 0;
-    if (digits) row *= DIGITS, own = 1;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
-    char *arranged = digits ? malloc(T * row) : row != K || own != size ? calloc(T * row, own) : 0;     // whole units
+    char *arranged = digits ? malloc(DIGITS * T * row) : row != K ? calloc(T * row, sizeof *x) : 0;     // whole units
     #pragma omp parallel for if (arranged && T * K > 1 << 13)
     for (long t = 0; t < (arranged ? T : 0); t++) {
-        const uint16_t *from = (const uint16_t *)x + t * K;
-        char *to = arranged + t * row * own;
         if (digits) to_digits(x, K, w->group, (int8_t *)arranged, T, t, digits + t * groups);
-        else if (own == size) memcpy(to, (const char *)x + t * K * size, K * size);
-        else for (long k = 0; k < K; k++) ((float *)to)[k] = one_bf16(from[k]);
+        else memcpy((float *)arranged + t * row, x + t * K, K * sizeof *x);
     }
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        some_panels(w, arranged ? arranged : x, row, digits, full, T, panels * WIDE, panels * me / threads,
-                    panels * (me + 1) / threads);
+        some_panels(w, arranged ? arranged : (const char *)x, row, digits, full, T, panels * WIDE,
+                    panels * me / threads, panels * (me + 1) / threads);
     }
     for (long t = 0; full != y && t < T; t++) memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];

@@ -73,7 +73,7 @@ def test_they_are_those_written_one_by_one(layout, kind):
 @pytest.mark.parametrize("model, how, at_once", [
     ({}, dict(top_p=1.0, top_k=0, min_p=0.0), True),                # filters that filter nothing
     ({}, dict(gamma=16), True), ({}, dict(bits="8"), True), ({}, dict(top_p=0.9), False), ({}, dict(top_k=3), False),
-    ({}, dict(min_p=0.1), False), ({}, dict(texts=2), False), ({}, dict(gamma=17), False),
+    ({}, dict(min_p=0.1), False), ({}, dict(texts=2), False), ({}, dict(gamma=17), True),
     ({}, dict(bits="8/4"), False), ({}, dict(bits="4"), False),
     ({}, dict(coin=Walk([()] * 6)), False),                         # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False), (dict(prepared=False), {}, False)])

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weights import Config, Quantization
+import cpu
 from conftest import SMALL
 from cpu import CPU, native
-from kernels import Linear, Ops, Step
+from kernels import Linear, Ops, Span, Step
 from kvcache import KVCache, Store
 from model import Llama
 from paged import PagedCache
 from quant import dequantize, quantize
+from weights import Config, Quantization
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 NAN, PLAIN = float("nan"), Ops()
@@ -56,7 +57,7 @@ def test_products_of_any_shape(kind, T, N, K, group, bias, threads, seed):
     generator = torch.Generator().manual_seed(seed)
     x, bias = amid(torch.randn(T, K, generator=generator)), torch.randn(N, generator=generator) if bias else None
     own, wide = weight(torch.randn(N, K, generator=generator), kind, group, bias)
-    x, more = amid(x.bfloat16().float()) if kind == "bfloat16" else x, torch.zeros(N) if bias is None else bias
+    more = torch.zeros(N) if bias is None else bias
     torch.set_num_threads(threads)
     y = native.product(x, own)
     torch.set_num_threads(1)
@@ -206,11 +207,12 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(config, quantization, 
         llama.prepare()
     calls, layers = [], CPU.layers
 
-    def counted(self: CPU, llama: Llama, cache: Any, queries: int) -> native.Layers | None:
-        calls.append((queries, layers(self, llama, cache, queries)))
+    def counted(self: CPU, llama: Llama, cache: Any, spans: list[Span]) -> native.Layers | None:
+        calls.append((max(stop - start for _, start, stop in spans), layers(self, llama, cache, spans)))
         return calls[-1][1]
 
     monkeypatch.setattr(CPU, "layers", counted)
+    monkeypatch.setattr(cpu, "SCORES", 20 * 20 - 1)
     whole = logits_of(models[0], layout)
     assert [queries for queries, made in calls if made] == [1, 3, 2, 1, 1, 1, 1] and calls[0][0] == 20
     monkeypatch.setattr(CPU, "layers", lambda *_: None)
@@ -222,7 +224,7 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(config, quantization, 
 @torch.inference_mode()
 def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
     def layers(llama: Llama, dtype: torch.dtype | None = None) -> native.Layers | None:
-        return llama.ops.layers(llama, KVCache.of(llama, 9, dtype=dtype), 1)
+        return llama.ops.layers(llama, KVCache.of(llama, 9, dtype=dtype), [((), 0, 1)])
 
     dtypes = torch.float32, torch.bfloat16, torch.float64
     models = [Llama(Config(**SMALL), dtype=dtype, ops=CPU()) for dtype in dtypes]

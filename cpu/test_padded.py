@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cpu
 from cpu import CPU, native, padded
 from cpu.padded import FEW
 from kernels import Ops, Step
@@ -74,12 +75,13 @@ def test_only_texts_with_few_queries_share_a_call():
 
 @torch.inference_mode()
 def test_which_attention_a_step_takes(compiler, monkeypatch):
-    """C, if each text has few queries, but not for 4 bits and float64; padded, if there is a cache."""
+    """C, if each text has few queries or scores, but not for 4 bits and float64; padded, if there is a cache."""
+    monkeypatch.setattr(cpu, "SCORES", (FEW + 1) ** 2)
     called = []
     monkeypatch.setattr(native, "attend", lambda qkv, *_: called.append("C") or qkv)
     monkeypatch.setattr(padded, "look_back", lambda q, *_: called.append("padded") or q)
     full, wide = torch.float32, torch.float64
-    for bits, dtype, count, c in (("16", full, FEW, True), ("8", torch.bfloat16, 1, True), ("16", full, FEW + 1, False),
+    for bits, dtype, count, c in (("16", full, FEW, True), ("8", torch.bfloat16, 1, True), ("16", full, FEW + 1, True), ("16", full, FEW + 2, False),
                                   ("8/4", full, 1, False), ("16", wide, 1, False), ("8", wide, 1, False)):
         step = Step([([0], 0, count), ([1], 0, 1)], 20, cache(CPU(), (1, 2, 20, 1, 4), WIDTHS[bits], dtype))
         q = torch.zeros(count + 1, 1, 4, dtype=dtype)

@@ -1,5 +1,4 @@
 """A product is x Wᵀ + b of the numbers that W stands for, whatever the order and the width that W is stored in."""
-import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -170,19 +169,13 @@ def test_a_wide_quantized_product_is_made_in_tiles(monkeypatch):
         assert rows.call_count == 5
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_the_dtype_that_is_fast_here(short, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: short, raising=False)
-    ops, large, (wide, full, half, brain) = CPU(), 10**9, (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert ops.dtype(wide, 16, large) == ops.dtype(wide, 8, large) == wide and ops.dtype(full, 16, large) == full
-        assert {ops.dtype(stored, bits, large) for stored in (full, brain, half) for bits in (8, 4)} == {full}
-        assert ops.dtype(brain, 16, 10**5) == full                  # a small model
-    for stored in [half] if short else [half, brain]:
-        with pytest.warns(UserWarning, match=rf"no fast {str(stored)[6:]} products: computing in float32 \(--dtype"):
-            assert ops.dtype(stored, 16, large) == full
-    assert not short or ops.dtype(brain, 16, large) == brain
+def test_bfloat16_stays_as_it_is_beside_float32(monkeypatch):
+    full, brain = torch.float32, torch.bfloat16
+    cases = ([brain], full), ([brain], brain), ([brain], torch.float64), ([brain, full], full), ([torch.float16], full)
+    found = [CPU().weight_dtype(*case) for case in cases]
+    assert found == [brain if native.library() else full, *(dtype for _, dtype in cases[1:])]
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert CPU().weight_dtype([brain], full) == full
 
 
 def test_the_stopwatch_and_the_roof_are_plausible():

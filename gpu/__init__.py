@@ -63,7 +63,7 @@ class GPU(Ops):
     def __init__(self, records: bool = True):
         self.records = records
 
-    def dtype(self, stored: torch.dtype, bits: int, numbers: int) -> torch.dtype:
+    def dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:

@@ -33,7 +33,7 @@ METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # from the cheapest to th
 
 def save(llama: Llama, source: Path, out: Path) -> None:
     """A quantized model's folder: what is not quantized in the dtype of `source`, whose other files are copied."""
-    dtype = Checkpoint(source).dtype
+    dtype = Checkpoint(source).dtypes[0]
     kept = lambda name, place: name.endswith("_scale") or not place.is_floating_point()
     tensors = {name: place.to("cpu", place.dtype if kept(name, place) else dtype, copy=True)
                for name, place in llama.places().items()}
