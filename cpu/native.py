@@ -9,9 +9,9 @@ makes: sixteen rows of W lie side by side, a panel, and each has a lane of a reg
         for t in T:                         up to 6 rows of x at a time
             sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
-bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and products are those of
-float32 to the bit. INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Eight columns of INT4
-share a unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
+bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and multiplied as
+float32. INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Eight columns of INT4 share a
+unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
 
 Between two products memory stands still while Python finds the next operation. So norm, rotation, SwiGLU and attention,
 which reads keys and values where they are stored, are one call each; and where all products of a model are in C, all

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from generate import Engine, Model
-from measure.clock import read_bandwidth
+from measure.clock import read_bandwidth, spent
 from measure.pair import Effort, at_once, weight_bytes
 from measure.steps import LENGTHS, WIDTHS, machine_code
 from request import Request, Settings
@@ -54,6 +54,8 @@ class Contestant(NamedTuple):
     make: Callable[[Sequence[Sequence[int]], int], Made]    # of prompts of one length, so many tokens each
     bytes: int = 0                                      # read for each token; of ours
     together: bool = True                               # whether it makes several texts in one pass
+    seconds: float = 0.0                                # until its first text has two tokens, loading included,
+    memory: int = 0                                     # and the bytes that this took at their peak
 
 
 def installed(name: str) -> bool:
@@ -73,7 +75,9 @@ def ours(target: str, bits: int) -> Contestant:
         requests = [Request(list(prompt), Settings(0.0, seed=0, max_tokens=count)) for prompt in prompts]
         served = at_once(Engine(model, None, len(prompts) * longest, longest, len(prompts)), requests)
         return Made(served.texts[0], served.first[0], served.seconds)
-    name = "float32" if bits == 16 else f"INT{bits} in {str(model.llama.dtype)[6:]}"
+    kept, computed = (str(dtype)[6:] for dtype in (model.llama.weight_dtype, model.llama.dtype))
+    kept = kept if bits == 16 else f"INT{bits}"
+    name = kept if kept == computed else f"{kept} in {computed}"
     return Contestant(name, make, weight_bytes(model.llama))
 
 
@@ -106,6 +110,14 @@ def llama_cpp(gguf: str) -> Contestant:
         made, times = zip(*((int(token), time.perf_counter()) for token in islice(tokens, count)))
         return Made(list(made), times[0] - start, times[-1] - start)
     return Contestant(f"llama.cpp {Path(gguf).stem.rsplit('.', 1)[-1].rsplit('-', 1)[-1]}", make, together=False)
+
+
+def ready(load: Callable[[], Contestant], prompt: Sequence[int]) -> Contestant:
+    def both() -> Contestant:
+        (one := load()).make([prompt], 2)
+        return one
+    one, seconds, memory = spent(both)
+    return one._replace(seconds=seconds, memory=memory)
 
 
 class RandomTransformers:
@@ -165,9 +177,11 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
     if name == "llama.cpp" and gguf is None:
         raise ValueError("llama.cpp reads a format of its own: --gguf FILE, "
                          "made of --target with its convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize")
-    peer = transformers(target) if name == "transformers" else llama_cpp(gguf)
-    everyone, roofs, short = [peer, *(ours(target, bits) for bits in WIDTHS.values())], [], []
+    loads = [partial(transformers, target) if name == "transformers" else partial(llama_cpp, gguf),
+             *(partial(ours, target, bits) for bits in WIDTHS.values())]
     limit, tokenizer = Config.load(find(target)).max_position_embeddings, Tokenizer.load(find(target))
+    everyone, roofs, short = [ready(load, tokenizer.prompt(effort.openings[0])) for load in loads], [], []
+    peer = everyone[0]
     for prompt in map(tokenizer.prompt, [effort.openings[0], *effort.openings]):
         roofs.append(read_bandwidth())
         short.append([one.make([prompt], effort.count // 2) for one in everyone])
@@ -194,5 +208,6 @@ def row(target: str, one: Contestant, peer: Contestant, turns: Sequence[tuple[Ma
                 tokens_per_second=median(we.rate for _, we in turns),
                 peer_tokens_per_second=median(they.rate for they, _ in turns),
                 ratio=median(we.rate / they.rate for they, we in turns),
+                seconds=one.seconds, peer_seconds=peer.seconds, memory=one.memory, peer_memory=peer.memory,
                 bandwidth=median(we.rate * one.bytes / roof for (_, we), roof in zip(turns, roofs)),
                 same_texts=sum(they.tokens == we.tokens for they, we in turns), texts=len(turns))

@@ -116,6 +116,8 @@ TABLES = dict(
         ("model", "{target}"), ("ours", "{ours}"), ("theirs", "{peer}"), ("tokens/s", "{tokens_per_second:.1f}"),
         ("theirs", "{peer_tokens_per_second:.1f}"), ("ratio", "{ratio:ratio}"),
         ("of the read bandwidth", "{bandwidth:.0%}"), ("same texts", "{same_texts} of {texts}"), ("CPU", "{code}"),
+        ("ready after", "{seconds:seconds}"), ("theirs", "{peer_seconds:seconds}"), ("memory", "{memory:bytes}"),
+        ("theirs", "{peer_memory:bytes}"),
         *((f"prompt of {n}", f"{{prompt{n}:ratio}}") for n in LENGTHS), ("sixteen texts", "{together:ratio}")]))
 
 
