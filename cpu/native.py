@@ -155,11 +155,12 @@ class Weight(Record):
 
 
 def panels(x: Tensor, unit: int = 1) -> Tensor:
-    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE, unit]: rows side by side, filled up with zeros."""
+    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE], units of so many columns: rows side by side, filled up with zeros."""
     N, K = x.shape
     if N % WIDE or K % unit:
         x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
-    return x.detach().view(-1, WIDE, x.shape[1] // unit, unit).transpose(1, 2).contiguous()
+    x = x.detach().view(torch.int32) if unit > 1 else x.detach()                # a unit is four bytes, and moves as one
+    return x.view(-1, WIDE, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:

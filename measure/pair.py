@@ -145,7 +145,8 @@ def at_once(engine: Engine, requests: Sequence[Request]) -> Served:
 
 def weight_bytes(llama: Llama) -> int:
     """Of the weights as they are stored, scales included; embedding and head once if they are tied."""
-    return sum(place.nbytes for place in Llama(llama.config, "meta", llama.dtype, seed=None).places().values())
+    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
+    return sum(place.nbytes for place in plain.places().values())
 
 
 class StackRow(NamedTuple):
