@@ -1,6 +1,7 @@
 // y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4. Compiled after blocks.c
 // (few rows, few panels, a stretch of columns) and integers.c.
 
+enum { NEAR = 192 };                                // rows that one pass over the panels multiplies: x stays near
 static const int FEW[] = { 0, LANES == 16 ? 32 : 8, 32, FEW_i4 };       // rows that do not pay for `unfold`
 
 // Panels from first to last, times all rows of x: [T, row] -> y: [T, N], N whole panels.
@@ -51,8 +52,12 @@ void product(const float *x, const Weight *w, float *y, long T) {
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        some_panels(w, arranged ? arranged : (const char *)x, row, digits, full, T, panels * WIDE,
-                    panels * me / threads, panels * (me + 1) / threads);
+        for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {
+            rows = T / n + (i < T % n);                                 // nearly as many each time
+            some_panels(w, arranged ? arranged + t * row * sizeof *x : (const char *)(x + t * row), row, digits,
+                        full + t * panels * WIDE, rows, panels * WIDE, panels * me / threads,
+                        panels * (me + 1) / threads);
+        }
     }
     for (long t = 0; full != y && t < T; t++) memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
