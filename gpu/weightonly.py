@@ -248,7 +248,7 @@ def compile_product(T: int, N: int, K: int, bits: int, group: int = 128, dtype: 
     types = own | {"scale": "*bf16", "bias": None, "y": f"*{dtype}", "parts": "*fp32", "T M": "i32", "N K": "i32:16"}
     fixed = kernel_constants(cut, K, bits, kind) | dict(B=cut.at_once)
     report = compile_for(_few if cut.at_once else _many, types, fixed, arch, cut.num_warps, cut.num_stages)
-    return [*report[:3], report.count("mma.sync"), report.wgmma]
+    return [*report[:3], report.count("mma.sync"), report.count("wgmma.mma")]
 
 
 if __name__ == "__main__":
