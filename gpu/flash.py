@@ -121,7 +121,9 @@ def _queries(q, first, n, past, tile, g, q_token, q_head, R: tl.constexpr, D: tl
     return x, token, head, past + row // R, inside, inner
 
 
-@triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
+# Triton compiles a kernel anew where an integer is 1 or a multiple of 16, or a pointer is one: not for these.
+@triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"],
+            do_not_specialize_on_alignment=["table", "query_start", "lengths"])
 def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head,
             block_stride, token_stride, head_stride, table_stride, total, scale, fewest, most, least, G: tl.constexpr,
             R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, K_BITS: tl.constexpr,
@@ -167,7 +169,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT)
 
 
-@triton.jit(do_not_specialize=["splits", "total", "fewest", "most"])
+@triton.jit(do_not_specialize=["splits", "total", "fewest", "most"], do_not_specialize_on_alignment=["query_start"])
 def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.constexpr, D: tl.constexpr,
            WIDE: tl.constexpr, MOST: tl.constexpr):
     """A program for (head, new token of a sequence, sequence): out = Σ_s 2^peak_s part_s / Σ_s 2^peak_s."""

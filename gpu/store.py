@@ -79,7 +79,7 @@ def _turned(x, cos, sin, at, inside, D: tl.constexpr):
     return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(own.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_scale, v_zero, q_token, q_head, k_token,
            k_head, v_token, v_head, S, block_stride, token_stride, head_stride, G: tl.constexpr, R: tl.constexpr,
            ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,

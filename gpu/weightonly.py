@@ -92,7 +92,7 @@ def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
          B: tl.constexpr, BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
          GPU: tl.constexpr):
@@ -132,7 +132,7 @@ def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.co
     tl.store(y + t[None, :] * N + n[:, None], out, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
           BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, GPU: tl.constexpr):
     """ROWS rows of W, one of several shares of the groups: parts[share, :T, those], float32, without a row's scale."""
@@ -164,7 +164,7 @@ def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.con
     tl.store(parts + at, total, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
     """y = Σ parts · scale + bias, a row and SIZE columns a program; the parts in order."""
     t, n = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
