@@ -85,7 +85,7 @@ class GPU(Ops):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w, bias = weight
-        if isinstance(w, Quantized) and weightonly.can_multiply(len(x), w.columns, w.bits, w.group, x.dtype):
+        if isinstance(w, Quantized) and weightonly.can_multiply(w.columns, w.bits, w.group, x.dtype):
             return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
         return super().linear(x, weight)
 
