@@ -203,8 +203,8 @@ def can_multiply(K: int, bits: int, group: int, dtype: torch.dtype) -> bool:
 def plan_product(T: int, N: int, K: int, bits: int, group: int, processors: int = 132) -> Cut:
     """The cut for this product."""
     if T <= FEW:
-        group = 64 if bits == 8 else group
-        return Cut(32 if N > 48 * processors else 16, 8, group, (512 if bits == 8 else 1024) // group, 1, 8, 4)
+        group, columns = 64 if bits == 8 else group, 512 if bits == 8 or group == 32 else 1024
+        return Cut(32 if N > 48 * processors else 16, 8, group, columns // group, 1, 8, 4)
     cols, group = max(16, triton.next_power_of_2(T)), 128 if bits == 8 else group
     tiles, M = triton.cdiv(N, 128), triton.cdiv(K, group)
     return Cut(128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4)
