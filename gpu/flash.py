@@ -235,22 +235,22 @@ def count_splits(programs: int, longest: int, slots: int) -> int:
     return next(s for s, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
 
 
-def tile_shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int,
+def tile_shape(rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int,
                size: int = 2) -> tuple[int, int, int, int]:
     """M, N, num_warps and num_stages for up to `rows` rows of numbers of `size` bytes: as much in flight as registers
     and shared memory hold without spilling."""
-    stages = 5 if block else 3                              # to read the table of blocks takes stages of its own
+    stages, exact, wide = 5 if block else 3, bits == (16, 16), max(16, triton.next_power_of_2(D)) # 2 for the table
     if size == 4:                                           # for exactness: a product is three of shorter numbers
         if wide > 128:
             return 16, 16, 8, stages
         return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
-    exact = bits == (16, 16)
     if rows <= 64:
         keys = 128 if rows == 16 and wide <= 64 else 64
         warps = 4 if exact or rows != 32 or wide <= 64 else 8
     else:                                                   # `wgmma` takes fewer registers than what sm_80 has
         roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)
-        keys, warps = 128 if exact and wide == 128 and arch == 90 else 64 if roomy else 32, 8
+        whole = exact and arch == 90 and D == 128 and R in (1, 2, 4, 8)      # others: more registers
+        keys, warps = 128 if whole else 64 if roomy else 32, 8
     return rows, keys // max(1, wide // 128), warps, stages
 
 
@@ -274,7 +274,7 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
     for fewest, most, rows, splits in launches:
         part, peak = (out if splits == 1 else torch.empty(splits * T * H * width, dtype=torch.float32, device=q.device)
                       for width in (D, 1))
-        rows, keys, warps, stages = tile_shape(rows, wide, (k.bits, v.bits), block, arch, q.dtype.itemsize)
+        rows, keys, warps, stages = tile_shape(rows, H // G, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
         _attend[B * G, -(-most * (H // G) // rows), splits](
             q, out, part, peak, *k[:3], *v[:3], tables, starts, lengths, q.stride(0), q.stride(1), *k.strides,
             tables.stride(0), T * H, D ** -0.5 * LOG2E, fewest, most, LEAST_KEYS, G, H // G, D, wide, block, k.bits,
@@ -287,7 +287,7 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
 
 # ---- The demonstration: the kernels on a GPU that is not there. `… all`: two models, all tiles, sm_80 too -----------
 
-MODELS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "wide": (16, 8, 256)}          # H, G, D of Llama 3.1, 3.2; Gemma 2
+MODELS = {"8B": (32, 8, 128), "3B": (24, 8, 128), "1B": (32, 8, 64), "wide": (16, 8, 256)}            # H, G, D
 MERGING = {"out": "*bf16", "parts peaks": "*fp32", "query_start": "*i32", "splits total fewest most": "i32"}
 
 
@@ -299,7 +299,7 @@ def compile_attention(arch: int, model: str, bits: Sequence[int], rows: int, blo
              "table query_start lengths": "*i32", "q_token q_head block_stride": "i32:16",
              "token_stride table_stride total fewest most least": "i32"}
     types |= dict(zip(_attend.arg_names[4:10], stored[K] + stored[V]))
-    M, N, warps, stages = tile_shape(rows, D, (K, V), block, arch, 4 if kind == "fp32" else 2)
+    M, N, warps, stages = tile_shape(rows, H // G, D, (K, V), block, arch, 4 if kind == "fp32" else 2)
     fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, K_BITS=K, V_BITS=V, M=M, N=N, SPLIT=split, head_stride=1)
     return compile_for(_attend, types, fixed, arch, warps, stages)
 
