@@ -267,7 +267,7 @@ class Ops:
 # ---- Flash attention -------------------------------------------------------------------------------------------------
 
 if triton is not None:
-    @triton.jit
+    @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["tables", "starts", "lengths"])
     def _flash(q, k, v, out, tables, starts, lengths, scale, most, S, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
                WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
         """A program has ROWS rows of one sequence: its newest tokens times the R query heads of a key/value head. It

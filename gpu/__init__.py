@@ -9,7 +9,9 @@
 The rest, float64 and gradients are kernels.Ops. A cache owns the graphs that were recorded over it."""
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from sampling import Setting
 if find_spec("triton"):
     from gpu import draw, fused, graphs, weightonly
     from gpu.crosscompile import processors
-    from gpu.flash import LayerStore, flash_attention, plan_launches
+    from gpu.flash import LEAST_KEYS, LayerStore, flash_attention, plan_launches
     from gpu.store import store_vectors
     warnings.filterwarnings("ignore", r"'gpu\.\w+' found in sys.modules", RuntimeWarning)        # python -m gpu.flash
 
@@ -57,6 +59,21 @@ def recordings(kind: Callable[[], Any], llama: Any, cache: Any) -> Any:
     return held[kind, id(llama)][0]
 
 
+def warm_up(llama: Any, cache: Any) -> None:
+    """Launch all that serving launches, on steps without texts, so that Triton compiles nothing later: attention of 16,
+    32, 64 and 128 rows, with and without a split; products by quantized weights of up to 8, 16, 32 and 64 tokens, and
+    of more; sampling with filters and without. All other kernels have one variant."""
+    c, tokens = llama.config, partial(torch.zeros, dtype=torch.int64, device=llama.device)
+    R, step = c.num_attention_heads // c.num_key_value_heads, Step([((), 0, 0)], cache.block_size, cache, llama.device)
+    each = {rows // R for rows in (16, 32, 64) if rows >= R} | {64 // R + 1}
+    for shape, parts in product([*((1, n) for n in each), *((n, 1) for n in (8, 16, 32, 64, 65))], (1, 2)):
+        empty = graphs.place_for(step, graphs.Bucket(*shape, 1))
+        empty.longest = parts * LEAST_KEYS
+        logits = llama._forward(tokens(shape[0] * shape[1]), empty, None)
+    for top_k in (None, 1):
+        llama.ops.pick(llama.ops.probabilities(logits[:1], 1.0, top_k), tokens(1, 1))
+
+
 class GPU(Ops):
     """`kernels.Ops`, faster. records: whether passes become CUDA graphs."""
 
@@ -68,7 +85,7 @@ class GPU(Ops):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w, bias = weight
-        if isinstance(w, Quantized) and weightonly.can_multiply(len(x), w.columns, w.bits, w.group, x.dtype):
+        if isinstance(w, Quantized) and weightonly.can_multiply(w.columns, w.bits, w.group, x.dtype):
             return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
         return super().linear(x, weight)
 

@@ -5,10 +5,11 @@ Compiled for sm_90 (H100, H200) or sm_80 (A100), a kernel tells much of why it i
   - registers a thread: at most 255. A multiprocessor has 65,536, which limits how many programs run side by side
   - spills: bytes that a thread keeps in memory because it ran out of registers. A hot loop must have none
   - shared memory a program: at most 227 KB on sm_90, 163 KB on sm_80. The `num_stages` tiles in flight lie there
-  - instructions: `wgmma`, the matrix product of four warps (sm_90 only); `mma`, that of one warp; `cp.async`, copies
+  - copies ahead: how many a loop leaves in flight (`cp.async`) where it waits. With none it waits for memory
+  - instructions: `wgmma`, the matrix product of four warps (sm_90 only); `mma`, that of one warp
 
 At a launch Triton looks which pointers are multiples of 16, and reads 16 bytes at a time. Here all are promised to be,
-and integers with a type that ends in ":16".
+but for those that a kernel says it does not look at, and so are integers with a type that ends in ":16".
 
     report = compile_for(kernel, {"x y": "*bf16", "bias": None, "n": "i32:16"}, {"BLOCK": 128}, num_warps=4)
 
@@ -24,12 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED = {90: 227 * 1024, 80: 163 * 1024}               # bytes of shared memory that one program may have
+SHARED = {90: 227 * 1024, 80: 163 * 1024}               # bytes of shared memory that one program may have; each takes
+RESERVED = 1024                                         # more, of a multiprocessor that has as many more
 REGISTERS = 65536                                       # of a multiprocessor
 STORED = {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}    # numbers, scales, zeros
 
@@ -44,17 +45,16 @@ class Report(NamedTuple):
     registers: int                                      # of a thread
     spills: int                                         # bytes of a thread, in memory
     shared: int                                         # bytes of a program
+    ahead: int                                          # the fewest groups of copies in flight at a wait in a loop
     ptx: str
     num_warps: int
-
-    @property
-    def wgmma(self) -> int:
-        return self.ptx.count("wgmma.mma_async")
+    arch: int
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor's registers serve at once."""
-        return REGISTERS // (32 * self.num_warps * -(-self.registers // 8) * 8)
+        """Programs that a multiprocessor runs side by side, by its registers, shared memory and 64 warps."""
+        return min(REGISTERS // (32 * self.num_warps * -(-self.registers // 8) * 8), 64 // self.num_warps,
+                   (SHARED[self.arch] + RESERVED) // (self.shared + RESERVED))
 
     def count(self, instruction: str) -> int:
         """Occurrences of an instruction that begins so, such as "cp.async.cg"."""
@@ -66,21 +66,28 @@ def compile_for(fn: Any, signature: dict[str, str | None], constexprs: dict[str,
     """Compile for compute capability `arch`. Types and constants that the kernel has no parameter for are ignored.
     ValueError for a parameter without a type, RuntimeError under the interpreter."""
     if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set, so kernels are not compiled: "
-                           "use gpu.crosscompile.apart, or a process without it")
+        raise RuntimeError("TRITON_INTERPRET is set, so kernels are not compiled: use a process without it")
     told = {name: kind for names, kind in signature.items() for name in names.split()}
     known = {name: None for name, kind in told.items() if kind is None} | constexprs
     if missing := [name for name in fn.arg_names if name not in told and name not in known]:
         raise ValueError(f"{fn.__name__} has no type for {', '.join(missing)}: "
                          "each parameter is in the signature or among the constexprs")
     types = {name: "constexpr" if name in known else told[name] for name in fn.arg_names}
-    aligned = [i for i, kind in enumerate(types.values()) if kind.startswith("*") or kind.endswith(":16")]
+    aligned = [i for i, (name, kind) in enumerate(types.items()) if kind.endswith(":16") or
+               kind.startswith("*") and name not in fn.do_not_specialize_on_alignment]
     source = ASTSource(fn, {name: kind.removesuffix(":16") for name, kind in types.items()},
                        {name: value for name, value in known.items() if name in types},
                        {(i,): [["tt.divisibility", 16]] for i in aligned})
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32),
                             options=dict(num_warps=num_warps, num_stages=num_stages))
-    return Report(*resources(kernel.asm["cubin"]), kernel.metadata.shared, kernel.asm["ptx"], num_warps)
+    return Report(*resources(kernel.asm["cubin"]), kernel.metadata.shared, copies_ahead(kernel.asm["ttgir"]),
+                  kernel.asm["ptx"], num_warps, arch)
+
+
+def copies_ahead(ttgir: str) -> int:
+    """`Report.ahead`; 0, too, where no loop copies in the background."""
+    loops = re.finditer(r"(?ms)^( *)[^\n]*scf\.for .*?^\1\}", ttgir)
+    return min((int(n) for loop in loops for n in re.findall(r"async_wait.*num = (\d+)", loop[0])), default=0)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -100,28 +107,8 @@ def print_table(columns: str, rows: Iterable[Sequence[Any]]) -> None:
         print("".join(f"{cell:>11,}" if isinstance(cell, int) else f"{cell:>11}" for cell in row), flush=True)
 
 
-# ---- The demonstration: the same product by tiles of 16 and of 128 rows becomes other instructions -------------------
-
-@triton.jit
-def _product(a, b, out, K, ROWS: tl.constexpr, N: tl.constexpr):
-    """out = a bᵀ. a: [ROWS, K], b: [N, K]."""
-    rows, columns, at = tl.arange(0, ROWS)[:, None], tl.arange(0, N), tl.arange(0, 64)
-    total = tl.zeros((ROWS, N), tl.float32)
-    for start in tl.range(0, K, 64):
-        left = tl.load(a + rows * K + start + at[None, :])
-        right = tl.load(b + columns[None, :] * K + start + at[:, None])
-        total = tl.dot(left, right, total)
-    tl.store(out + rows * N + columns[None, :], total)
-
-
-def demonstration() -> list[list[int]]:
-    """For each architecture and number of rows: registers, spills, shared memory, wgmma, mma, cp.async."""
-    table, types = [], {"a b": "*bf16", "out": "*fp32", "K": "i32:16"}
-    for arch, rows in [(arch, rows) for arch in SHARED for rows in (16, 128)]:
-        report = compile_for(_product, types, {"ROWS": rows, "N": 128}, arch)
-        table.append([arch, rows, *report[:3], report.wgmma, report.count("mma.sync"), report.count("cp.async.cg")])
-    return table
-
-
-if __name__ == "__main__":
-    print_table("sm rows registers spills shared wgmma mma cp.async", demonstration())
+if __name__ == "__main__":                              # a row of 4,096 numbers, held by more and more warps
+    from gpu.fused import _add_norm
+    types = {"x delta weight total y": "*bf16", "C": "i32:16", "eps": "fp32"}
+    made = ((warps, compile_for(_add_norm, types, {"SIZE": 4096}, 90, warps)) for warps in (1, 2, 4, 8, 16))
+    print_table("warps registers spills shared programs", ([n, *report[:3], report.programs] for n, report in made))

@@ -40,18 +40,11 @@ from torch import Tensor
 
 from gpu.crosscompile import SHARED, STORED, Report, compile_for, print_table
 from gpu.unpack import _numbers, _steps
+from quant import WIDTHS
 
 LOWEST = tl.constexpr(-1e30)                            # below every score; unlike −∞ it may be subtracted from itself
 LOG2E = 1.4426950408889634
 MOST_SPLITS, LEAST_KEYS = 128, 128                      # of a sequence, of a split
-
-
-@triton.jit
-def _grids(v_scale, v_zero, vectors, seen, V_BITS: tl.constexpr):
-    """Scales and zeros of some values, [N] each: too small for an asynchronous copy, so a tile loads them first and
-    needs them last."""
-    scale = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0
-    return scale, tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0
 
 
 @triton.jit
@@ -79,7 +72,7 @@ def _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total
     """Write the rows' results, or their parts of a split. token, head, inside: [M]; inner: [M, WIDE]."""
     if V_BITS == 4:
         o -= drift[:, None]
-    o /= l[:, None]
+    o /= tl.where(l > 0, l, 1.0)[:, None]                                  # padding has no keys: 0, never NaN
     d = tl.arange(0, WIDE)
     place = token.to(tl.int64) * H + head                                   # [M], of T · H
     if SPLIT:
@@ -101,7 +94,8 @@ def _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, 
         vectors = base + tl.load(table + keys // S, seen, 0).to(tl.int64) * block_stride + keys % S * token_stride
     else:
         vectors = base + keys * token_stride                                      # [N], int64
-    steps, zeros = _grids(v_scale, v_zero, vectors, seen, V_BITS)
+    steps = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0             # [N], too small for an asynchronous
+    zeros = tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0              # copy: loaded first, needed last
     if K_BITS == 4:
         y = _numbers(k, k_scale, k_zero, vectors, seen, D, WIDE, x.dtype)
     else:
@@ -127,7 +121,9 @@ def _queries(q, first, n, past, tile, g, q_token, q_head, R: tl.constexpr, D: tl
     return x, token, head, past + row // R, inside, inner
 
 
-@triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"])
+# Triton compiles a kernel anew where an integer is 1 or a multiple of 16, or a pointer is one: not for these.
+@triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"],
+            do_not_specialize_on_alignment=["table", "query_start", "lengths"])
 def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head,
             block_stride, token_stride, head_stride, table_stride, total, scale, fewest, most, least, G: tl.constexpr,
             R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, K_BITS: tl.constexpr,
@@ -173,7 +169,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT)
 
 
-@triton.jit(do_not_specialize=["splits", "total", "fewest", "most"])
+@triton.jit(do_not_specialize=["splits", "total", "fewest", "most"], do_not_specialize_on_alignment=["query_start"])
 def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.constexpr, D: tl.constexpr,
            WIDE: tl.constexpr, MOST: tl.constexpr):
     """A program for (head, new token of a sequence, sequence): out = Σ_s 2^peak_s part_s / Σ_s 2^peak_s."""
@@ -183,7 +179,7 @@ def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.co
         return
     place = (first + tl.program_id(1)).to(tl.int64) * H + tl.program_id(0)
     every, few, d = tl.arange(0, MOST), tl.arange(0, 8), tl.arange(0, WIDE)
-    top = tl.max(tl.load(peaks + place + every * total, every < splits, float("-inf")), 0)
+    top = tl.maximum(tl.max(tl.load(peaks + place + every * total, every < splits, float("-inf")), 0), LOWEST)
     o, l = tl.zeros((WIDE,), tl.float32), tl.zeros((8,), tl.float32)
     for start in tl.range(0, splits, 8):
         part = place + (start + few) * total
@@ -191,7 +187,7 @@ def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.co
         o += tl.sum(weight[:, None] * tl.load(parts + part[:, None] * D + d[None, :],
                                               (weight > 0)[:, None] & (d < D)[None, :], 0), 0)
         l += weight
-    tl.store(out + place * D + d, (o / tl.sum(l, 0)).to(out.dtype.element_ty), d < D)
+    tl.store(out + place * D + d, (o / tl.maximum(tl.sum(l, 0), 1.0)).to(out.dtype.element_ty), d < D)      # l ≥ 1
 
 
 class LayerStore(NamedTuple):
@@ -239,20 +235,23 @@ def count_splits(programs: int, longest: int, slots: int) -> int:
     return next(s for s, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
 
 
-def tile_shape(rows: int, wide: int, bits: tuple[int, int], block: int, arch: int,
-               size: int = 2) -> tuple[int, int, int]:
-    """N, num_warps and num_stages for M rows of numbers of `size` bytes: as much in flight as registers and shared
-    memory hold without spilling."""
-    if size == 4:
-        return 16, 4 if rows == 16 else 8, 2                   # for exactness: a product is three of shorter numbers
-    exact, small = bits == (16, 16), max(1, wide // 128)
-    if rows == 16:
-        keys = 64 if wide > 64 and (exact or arch == 80) else 128
-        return keys // small, 4, 5 if exact and block else 3        # the table of blocks is read one tile earlier still
+def tile_shape(rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int,
+               size: int = 2) -> tuple[int, int, int, int]:
+    """M, N, num_warps and num_stages for up to `rows` rows of numbers of `size` bytes: as much in flight as registers
+    and shared memory hold without spilling."""
+    stages, exact, wide = 5 if block else 3, bits == (16, 16), max(16, triton.next_power_of_2(D)) # 2 for the table
+    if size == 4:                                           # for exactness: a product is three of shorter numbers
+        if wide > 128:
+            return 16, 16, 8, stages
+        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
     if rows <= 64:
-        return 64 // small, 4 if exact or rows == 64 or wide == 64 else 8, 3
-    roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)         # `wgmma` takes fewer registers than what sm_80 has
-    return (64 if roomy else 32) // small, 8, 3
+        keys = 128 if rows == 16 and wide <= 64 else 64
+        warps = 4 if exact or rows != 32 or wide <= 64 else 8
+    else:                                                   # `wgmma` takes fewer registers than what sm_80 has
+        roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)
+        whole = exact and arch == 90 and D == 128 and R in (1, 2, 4, 8)      # others: more registers
+        keys, warps = 128 if whole else 64 if roomy else 32, 8
+    return rows, keys // max(1, wide // 128), warps, stages
 
 
 @cache
@@ -275,7 +274,7 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
     for fewest, most, rows, splits in launches:
         part, peak = (out if splits == 1 else torch.empty(splits * T * H * width, dtype=torch.float32, device=q.device)
                       for width in (D, 1))
-        keys, warps, stages = tile_shape(rows, wide, (k.bits, v.bits), block, arch, q.dtype.itemsize)
+        rows, keys, warps, stages = tile_shape(rows, H // G, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
         _attend[B * G, -(-most * (H // G) // rows), splits](
             q, out, part, peak, *k[:3], *v[:3], tables, starts, lengths, q.stride(0), q.stride(1), *k.strides,
             tables.stride(0), T * H, D ** -0.5 * LOG2E, fewest, most, LEAST_KEYS, G, H // G, D, wide, block, k.bits,
@@ -288,7 +287,7 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
 
 # ---- The demonstration: the kernels on a GPU that is not there. `… all`: two models, all tiles, sm_80 too -----------
 
-MODELS = {"8B": (32, 8, 128), "1B": (32, 8, 64)}        # H, G, D of Llama 3.1 and 3.2
+MODELS = {"8B": (32, 8, 128), "3B": (24, 8, 128), "1B": (32, 8, 64), "wide": (16, 8, 256)}            # H, G, D
 MERGING = {"out": "*bf16", "parts peaks": "*fp32", "query_start": "*i32", "splits total fewest most": "i32"}
 
 
@@ -300,22 +299,22 @@ def compile_attention(arch: int, model: str, bits: Sequence[int], rows: int, blo
              "table query_start lengths": "*i32", "q_token q_head block_stride": "i32:16",
              "token_stride table_stride total fewest most least": "i32"}
     types |= dict(zip(_attend.arg_names[4:10], stored[K] + stored[V]))
-    N, warps, stages = tile_shape(rows, D, (K, V), block, arch, 4 if kind == "fp32" else 2)
-    fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, K_BITS=K, V_BITS=V, M=rows, N=N, SPLIT=split, head_stride=1)
+    M, N, warps, stages = tile_shape(rows, H // G, D, (K, V), block, arch, 4 if kind == "fp32" else 2)
+    fixed = dict(G=G, R=H // G, D=D, WIDE=D, S=block, K_BITS=K, V_BITS=V, M=M, N=N, SPLIT=split, head_stride=1)
     return compile_for(_attend, types, fixed, arch, warps, stages)
 
 
 def attention_table(archs: Iterable[int], models: Iterable[str], rows: Sequence[int]) -> list[list[Any]]:
-    """For each kernel: architecture, model, bits, M, registers, spills, shared memory, wgmma, programs side by side."""
-    found, widths = [], ((16, 16), (8, 8), (8, 4), (4, 4))
+    """For each kernel: architecture, model, bits, M, `Report`'s first four, wgmma, programs of a multiprocessor."""
+    found = []
     for arch, model in product(archs, models):
         D = MODELS[model][2]
-        made = [(f"{K}/{V}", M, compile_attention(arch, model, (K, V), M)) for K, V in widths for M in rows]
+        made = [(f"{K}/{V}", M, compile_attention(arch, model, (K, V), M)) for K, V in WIDTHS.values() for M in rows]
         made += [("merge", 1, compile_for(_merge, MERGING, dict(H=32, D=D, WIDE=D, MOST=MOST_SPLITS), arch, 1))]
-        found += [[arch, model, name, M, *report[:3], report.wgmma, report.programs] for name, M, report in made]
+        found += [[arch, model, kind, M, *own[:4], own.count("wgmma.mma"), own.programs] for kind, M, own in made]
     return found
 
 
 if __name__ == "__main__":
-    shown = (SHARED, MODELS, (16, 32, 64, 128)) if "all" in sys.argv else ((90,), ("8B",), (16, 128))
-    print_table("sm model K/V rows registers spills shared wgmma programs", attention_table(*shown))
+    shown = (SHARED, ("8B", "1B"), (16, 32, 64, 128)) if "all" in sys.argv else ((90,), ("8B",), (16, 128))
+    print_table("sm model K/V rows registers spills shared ahead wgmma programs", attention_table(*shown))

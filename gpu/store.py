@@ -12,6 +12,7 @@ even: adding and subtracting 2²³ · 1.5 rounds as the machine does. Costs: a l
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from gpu.crosscompile import SHARED, STORED, compile_for, print_table
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
-from quant import FAR, MOST4, MOST8, TINY
+from quant import FAR, MOST4, MOST8, TINY, WIDTHS
 
 WHOLE = tl.constexpr(12582912.0)                        # 1.5 · 2^23
 
@@ -78,7 +79,7 @@ def _turned(x, cos, sin, at, inside, D: tl.constexpr):
     return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(own.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_scale, v_zero, q_token, q_head, k_token,
            k_head, v_token, v_head, S, block_stride, token_stride, head_stride, G: tl.constexpr, R: tl.constexpr,
            ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
@@ -129,8 +130,7 @@ def store_vectors(k: Tensor, v: Tensor, keys: LayerStore, values: LayerStore, sl
 def store_table(archs: Sequence[int] = tuple(SHARED)) -> list[list[Any]]:
     """A row for each kernel: architecture, head size, bits of keys and values, registers, spills, shared memory."""
     found, limits = [], dict(TINY=TINY, FAR=FAR, MOST8=MOST8, MOST4=MOST4)
-    widths = ((16, 16), (8, 8), (8, 4), (4, 4))
-    for arch, D, (K, V) in [(arch, D, bits) for arch in archs for D in (128, 64) for bits in widths]:
+    for arch, D, (K, V) in product(archs, (128, 64), WIDTHS.values()):
         types = {"q k v turned cos sin": "*bf16", "slots": "*i32", "S block_stride": "i32:16", "token_stride": "i32"}
         types |= dict(zip(_store.arg_names[7:13], STORED[K] + STORED[V]))
         types |= dict.fromkeys(_store.arg_names[13:19], "i32:16")                # strides of q, k and v

@@ -126,8 +126,7 @@ def test_a_model_whose_every_kernel_runs(bits, launched):
     assert products == (0 if bits == 16 else 5)
 
 
-@pytest.mark.parametrize("T, dtype, count", [(64, torch.float32, 1), (65, torch.float32, 0), (0, torch.float32, 0),
-                                             (3, torch.float64, 0)])
+@pytest.mark.parametrize("T, dtype, count", [(3, torch.float32, 1), (3, torch.float64, 0)])
 def test_weights_of_fewer_bits_are_numbers_where_no_kernel_multiplies_them(T, dtype, count, launched):
     torch.manual_seed(T)
     weight = Linear(quantize(torch.randn(40, 64), 4, 32), torch.randn(40, dtype=dtype))

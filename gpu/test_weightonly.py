@@ -1,5 +1,6 @@
 """The products against W as numbers, and what the compiler makes of them."""
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from gpu import weightonly
+from gpu import GPU, weightonly
 from gpu.crosscompile import SHARED
 from quant import Quantized, dequantize, quantize
 from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
 from gpu.test_crosscompile import apart
+from kernels import Linear, Ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
 # of what the terms add up to without their signs
@@ -92,8 +94,25 @@ def test_float32_is_three_pieces(T):
     torch.testing.assert_close(y.cpu(), x @ values.float().T, rtol=3e-7, atol=0)
 
 
+@settings(deadline=None, max_examples=5)
+@given(**CASE)
+def test_for_many_rows_w_becomes_numbers_once(T, N, K, bits, group, dtype, wide, seed):
+    """To the bit those of quant.dequantize, in several slabs; and for no row nothing is done."""
+    torch.manual_seed(seed)
+    q, bias = quantize(torch.randn(N, K) + 0.3 * torch.randn(N, 1), bits, group), torch.randn(N).to(dtype)
+    q = q._replace(scale=q.scale.float() if wide and bits == 8 else q.scale)
+    parts = [part if part is None else part.to(DEVICE) for part in q[:3]]
+    cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
+    torch.testing.assert_close(weightonly.as_numbers(*parts, K, group, dtype).cpu(), q.rows(slice(None), dtype),
+                               rtol=cut_off, atol=0)
+    with (mock.patch.object(weightonly, "SLAB", 16 * K), mock.patch.object(Quantized, "rows", None)):
+        for x in (torch.randn(ROWS + T, K).to(dtype), torch.zeros(0, K).to(dtype)):
+            y = GPU().linear(x.to(DEVICE), Linear(Quantized(*parts, *q[3:]), bias.to(DEVICE)))
+            assert y.shape == (len(x), N) and y.dtype == dtype and near(y, x, q, bias)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("T", [1, 8, 9, 64])
+@pytest.mark.parametrize("T", [1, 8, 9, 64, 65])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", ["1B qkv", "1B down"])
 def test_on_a_gpu_at_true_shapes(shape, bits, T):
@@ -104,15 +123,12 @@ def test_on_a_gpu_at_true_shapes(shape, bits, T):
         assert near(y, x.to(dtype), q)
 
 
-def test_what_is_not_served_is_said():
-    assert can_multiply(1, 576, 4, 128, torch.bfloat16) and can_multiply(ROWS, 32, 8, 1, torch.float32)
-    for T, K, bits, group, dtype in [(0, 32, 4, 32, torch.float32), (ROWS + 1, 32, 8, 32, torch.float32),
-                                     (1, 40, 4, 32, torch.float32), (1, 64, 4, 48, torch.float32),
-                                     (1, 64, 4, 64, torch.float64)]:
-        assert not can_multiply(T, K, bits, group, dtype)
-        zero = torch.zeros(1, 1) if bits == 4 else None
-        with pytest.raises(ValueError, match=f"^{T} rows of {K} numbers .* for others, dequantize W$"):
-            weight_only_product(torch.zeros(T, K, dtype=dtype), torch.zeros(1, K), torch.ones(1, 1), zero, group)
+@pytest.mark.parametrize("K, group, dtype", [(40, 32, torch.float32), (64, 48, torch.float32), (64, 64, torch.float64)])
+def test_what_is_not_served_is_multiplied_by_torch(K, group, dtype):
+    assert can_multiply(576, 4, 128, torch.bfloat16) and can_multiply(32, 8, 1, torch.float32)
+    assert not can_multiply(K, 4, group, dtype)
+    x, weight = torch.randn(3, K, dtype=dtype), Linear(quantize(torch.randn(5, K), 4, group))
+    assert torch.equal(GPU().linear(x, weight), Ops().linear(x, weight))
 
 
 # ---- What runs on a GPU only
@@ -147,6 +163,7 @@ def test_the_assembly_makes_numbers_of_all_bytes():
 
 def table() -> list[list[int]]:
     cases = [(1, "8B o", 4, "bf16", 90), (1, "1B o", 4, "bf16", 80), (64, "8B qkv", 4, "bf16", 90),
+             (1, "8B gate, up", 4, "bf16", 90), (512, "8B o", 4, "bf16", 90), (512, "8B o", 8, "bf16", 90),
              (16, "8B qkv", 8, "bf16", 80), (5, "8B down", 8, "fp32", 90)]
     return [[T, arch, *weightonly.compile_product(T, *SHAPES[shape], bits, 128, dtype, arch)]
             for T, shape, bits, dtype, arch in cases]
@@ -155,14 +172,16 @@ def table() -> list[list[int]]:
 @pytest.mark.meanwhile(apart, "gpu.test_weightonly", "table")
 def test_nothing_spills_and_all_fits(meanwhile):
     rows = meanwhile()
-    for T, arch, registers, spills, shared, mma, wgmma in rows:
-        assert spills == 0 and 0 < shared <= SHARED[arch]
-        assert registers <= (128 if T == 1 else 255)                                # 128: two programs side by side
-        assert (wgmma > 0) == (arch == 90 and T > FEW) and (mma > 0) != (wgmma > 0)
-    assert rows[-1][5] == 3 * 4 * 2                                     # three for each of x, of 64 columns and 32 rows
+    for T, arch, registers, spills, shared, ahead, programs, mma, wgmma in rows:
+        assert spills == 0 and shared <= SHARED[arch]
+        assert programs >= (2 if T == 1 else 1) and (ahead > 0 or T > ROWS)
+        assert (wgmma > 0) == (arch == 90 and FEW < T <= ROWS) and (mma > 0) == (not wgmma and T <= ROWS)
+    assert [row[6] for row in rows if row[0] == 1] == [3, 2, 2]                                         # 8B o: 16 rows
+    assert rows[-1][-2] == 3 * 4                                        # three for each of x, of 64 columns and 16 rows
 
 
 def test_every_plan_has_work_for_all_processors():
+    assert [plan_product(1, N, 4096, 4, 128).rows for N in (2048, 4096, 6144, 28672)] == [16, 16, 16, 32]
     for N, K in SHAPES.values():
         for bits in (4, 8):
             for T in (1, FEW, FEW + 1, ROWS):

@@ -15,13 +15,11 @@ A byte holds two neighbours, in the product's order. Invariant: `_steps` is exac
 
     N vectors of a tile · M groups of a key · D head size, WIDE the power of 2 from it on
 """
-import re
-
 import triton
 import triton.language as tl
 
 import quant
-from gpu.crosscompile import compile_for, print_table
+from gpu.crosscompile import print_table
 
 GROUP, PARTS = tl.constexpr(quant.GROUP), tl.constexpr(quant.PARTS)
 
@@ -86,26 +84,8 @@ def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.cons
     return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 
 
-# ---- The demonstration: what the compiler makes of 4-bit numbers that are cast, and put together as here -------------
-
-@triton.jit
-def _alone(x, out, TRICK: tl.constexpr):
-    """128 bytes of each of 64 rows -> 256 bfloat16 numbers."""
-    i, at = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
-    packed = tl.load(x + i * 128 + at)
-    if TRICK:
-        numbers = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [packed], tl.int32, True, 4), tl.bfloat16)
-    else:
-        numbers = tl.join((packed & 15).to(tl.bfloat16), (packed >> 4).to(tl.bfloat16)).reshape(64, 256)
-    tl.store(out + i * 256 + tl.arange(0, 256)[None, :], numbers)
-
-
-def instructions(trick: bool) -> list[int]:
-    """Of the conversion of 128 numbers by a thread: all, those that convert one number; registers."""
-    report = compile_for(_alone, {"x": "*u8", "out": "*bf16"}, {"TRICK": trick})
-    found = re.findall(r"\b(cvt|and|or|shr|shl|prmt|lop3|bfe|sub|fma)\.", report.ptx)
-    return [len(found), found.count("cvt"), report.registers]
-
-
-if __name__ == "__main__":
-    print_table("4-bits all cvt registers", (("cast", *instructions(False)), ("assembled", *instructions(True))))
+if __name__ == "__main__":                              # attention by bits: its instructions of some kinds
+    from gpu.flash import compile_attention
+    kinds = "cvt. prmt. lop3. sub. mma."
+    made = ((name, compile_attention(90, "8B", bits, 16)) for name, bits in quant.WIDTHS.items())
+    print_table(f"K/V {kinds}", ([name, *map(report.count, kinds.split())] for name, report in made))

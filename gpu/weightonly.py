@@ -8,17 +8,17 @@ its 132 multiprocessors takes in 37 weights of 4 bits a cycle, and starts 128 op
   - Matrix units make the products, for one row too: weights are the rows, tokens the columns, as few as 8.
   - Four bits become a number by one operation: bfloat16 has 7 bits behind the leading one, so 0x4300 with q < 128 in
     its last bits *is* the number 128 + q, two of them at a time, and 128 is one more to take off zero.
-  - Scale and zero act on a group's sums. Σ x, for zero, is one more matrix product, with ones: in the other's layout.
+  - Scale and zero act on a group's sums. They are too small to be copied in the background, as x and W are, so each
+    iteration loads the next one's.
   - Even and odd columns are two products, so the halves of a byte need not be put side by side.
-
-The compiled loop for one row and 32 rows of W has 2.7 operations a weight in all; for 8 bits 3.4. float32 and float16
-rows are split into three and two bfloat16 parts that add up to them exactly, each multiplied.
+  - float32 and float16 rows are split into three and two bfloat16 parts that add up to them exactly.
 
   - 1 to 8 rows: a program takes 16 or 32 rows of W, its warps different columns, and adds up their sums at the end.
   - 9 to 64 rows: 128 rows of W, which read x less often; where these are too few programs for the GPU, several share
     the columns and write partial sums, and a second launch adds them up in order.
+  - More rows: one kernel makes numbers of W, SLAB at a time, and torch multiplies.
 
-Not covered: what `can_multiply` excludes; there W becomes numbers.
+Not covered: what `can_multiply` excludes; there W becomes numbers in plain torch.
 Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar et al. 2024, MARLIN (2408.11743).
 
     T rows (tokens of a step) · K in_features · N out_features · M groups, J bytes of a row · B groups at a time
@@ -27,24 +27,30 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from gpu.crosscompile import SHARED, compile_for, print_table, processors
+from gpu.crosscompile import SHARED, STORED, compile_for, print_table, processors
 
-ROWS = 64                                               # the most rows of x
+ROWS = 64                                               # the most rows of x by kernels that read integers
 FEW = 8                                                 # up to so many, warps share a program's columns
+SLAB = 1 << 27                                          # weights that become numbers at a time
 PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}          # bfloat16 numbers that add up to one of these
-PAIRS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
-WIDE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Bytes b0 b1 b2 b3 in one register. prmt puts two of them into the halves of another; lop3 0xEA is (a & b) | c.
 NIBBLES = tl.constexpr("""{ .reg .b32 t, u; prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
     lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, u, 0x000F000F, 0x43004300, 0xEA;
     shr.b32 t, t, 4; shr.b32 u, u, 4;
     lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, u, 0x000F000F, 0x43004300, 0xEA; }""")
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """Numbers; EVEN: all are inside. Outside: 0."""
+    return tl.load(pointers) if EVEN else tl.load(pointers, inside, 0)
 
 
 @triton.jit
@@ -61,38 +67,25 @@ def _nibbles(p, GPU: tl.constexpr):
 @triton.jit
 def _halves(pair, X: tl.constexpr):
     """Two neighbours of a row of x, read as one whole number -> the first, the second."""
-    if X == tl.float32:
-        even, odd = pair.to(tl.int32).to(X, bitcast=True), (pair >> 32).to(tl.int32).to(X, bitcast=True)
-    else:
-        even, odd = pair.to(tl.int16).to(X, bitcast=True), (pair >> 16).to(tl.int16).to(X, bitcast=True)
-    return even, odd
-
-
-@triton.jit
-def _multiply(a, v, total, GPU: tl.constexpr):
-    """total + a v, both of bfloat16, which the interpreter cannot multiply."""
-    if GPU:
-        total = tl.dot(a, v, total)
-    else:
-        total = tl.dot(a.to(tl.float32), v.to(tl.float32), total)
-    return total
+    half: tl.constexpr = tl.int32 if X == tl.float32 else tl.int16
+    bits: tl.constexpr = 32 if X == tl.float32 else 16
+    return pair.to(half).to(X, bitcast=True), (pair >> bits).to(half).to(X, bitcast=True)
 
 
 @triton.jit
 def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
     """total + a v, a of bfloat16: v as so many bfloat16 numbers that add up to it."""
+    kind: tl.constexpr = tl.bfloat16 if GPU else tl.float32                    # the interpreter multiplies no bfloat16
     piece = v.to(tl.bfloat16)
-    total = _multiply(a, piece, total, GPU)
-    if PIECES > 1:
-        rest = v.to(tl.float32) - piece.to(tl.float32)
-        piece = rest.to(tl.bfloat16)
-        total = _multiply(a, piece, total, GPU)
-        if PIECES > 2:
-            total = _multiply(a, (rest - piece.to(tl.float32)).to(tl.bfloat16), total, GPU)
+    total = tl.dot(a.to(kind), piece.to(kind), total)
+    for _ in tl.static_range(PIECES - 1):
+        v = v.to(tl.float32) - piece.to(tl.float32)
+        piece = v.to(tl.bfloat16)
+        total = tl.dot(a.to(kind), piece.to(kind), total)
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
          B: tl.constexpr, BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
          GPU: tl.constexpr):
@@ -104,26 +97,26 @@ def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.co
     SIZE: tl.constexpr = GROUP * BITS // 8                                          # bytes of a group
     weights, rows = w + row[None, :, None].to(tl.int64) * J, x + token[None, None, :] * J
     total, nothing = tl.zeros((B, ROWS, COLS), tl.float32), tl.zeros((B, ROWS, COLS), tl.float32)
+    m = tl.arange(0, B)[:, None]                                                    # [B, 1]
+    grid = row[None, :].to(tl.int64) * M + m                                        # [B, ROWS]
+    if BITS == 4:
+        s, z = tl.load(scale + grid, m < M, 0), tl.load(zero + grid, m < M, 0)
     for start in tl.range(0, M, B):
-        m = start + tl.arange(0, B)                                                 # [B]
-        at = m[:, None] * SIZE + tl.arange(0, SIZE)[None, :]                        # [B, SIZE]
-        if EVEN:
-            p, v = tl.load(weights + at[:, None, :]), tl.load(rows + at[:, :, None])  # [B, ROWS, SIZE], [B, SIZE, COLS]
-        else:
-            p = tl.load(weights + at[:, None, :], mask=(at < J)[:, None, :], other=0)
-            v = tl.load(rows + at[:, :, None], mask=(at < J)[:, :, None], other=0)
+        m = start + tl.arange(0, B)[:, None]
+        at = m * SIZE + tl.arange(0, SIZE)[None, :]                                 # [B, SIZE]
+        p = _load(weights + at[:, None, :], (at < J)[:, None, :], EVEN)             # [B, ROWS, SIZE]
+        v = _load(rows + at[:, :, None], (at < J)[:, :, None], EVEN)                # [B, SIZE, COLS]
         if BITS == 8:
             total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
         else:
             low, high = _nibbles(p, GPU)
             even, odd = _halves(v, X)
-            grid, kept = row[None, :].to(tl.int64) * M + m[:, None], (m < M)[:, None]
-            s = tl.load(scale + grid, mask=kept, other=0).to(tl.float32)            # [B, ROWS]
-            z = tl.load(zero + grid, mask=kept, other=0).to(tl.float32) + 128
-            one = tl.full((B, ROWS, SIZE), 1.0, tl.float32).to(tl.bfloat16)
-            sums = _dot(one, odd, _dot(one, even, nothing, PIECES, GPU), PIECES, GPU)        # Σ x, the same in all rows
-            total += s[:, :, None] * (_dot(high, odd, _dot(low, even, nothing, PIECES, GPU), PIECES, GPU)
-                                      - z[:, :, None] * sums)
+            grid += B
+            next_s, next_z = tl.load(scale + grid, m + B < M, 0), tl.load(zero + grid, m + B < M, 0)
+            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)                       # [B, COLS]
+            product = _dot(high, odd, _dot(low, even, nothing, PIECES, GPU), PIECES, GPU)
+            product -= (z.to(tl.float32) + 128)[:, :, None] * sums[:, None, :]
+            total, s, z = total + s.to(tl.float32)[:, :, None] * product, next_s, next_z
     out = tl.sum(total, 0)                                                          # [ROWS, COLS]
     if BITS == 8:
         out *= tl.load(scale + row).to(tl.float32)[:, None]
@@ -132,7 +125,7 @@ def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.co
     tl.store(y + t[None, :] * N + n[:, None], out, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
           BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, GPU: tl.constexpr):
     """ROWS rows of W, one of several shares of the groups: parts[share, :T, those], float32, without a row's scale."""
@@ -146,11 +139,8 @@ def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.con
     total = tl.zeros((ROWS, COLS), tl.float32)
     for m in tl.range(M * share // shares, M * (share + 1) // shares):
         at = m * SIZE + tl.arange(0, SIZE)
-        if EVEN:
-            p, v = tl.load(weights + at[None, :]), tl.load(rows + at[:, None])      # [ROWS, SIZE], [SIZE, COLS]
-        else:
-            p = tl.load(weights + at[None, :], mask=(at < J)[None, :], other=0)
-            v = tl.load(rows + at[:, None], mask=(at < J)[:, None], other=0)
+        p = _load(weights + at[None, :], (at < J)[None, :], EVEN)                   # [ROWS, SIZE]
+        v = _load(rows + at[:, None], (at < J)[:, None], EVEN)                      # [SIZE, COLS]
         if BITS == 8:
             total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
         else:
@@ -164,7 +154,7 @@ def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.con
     tl.store(parts + at, total, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
     """y = Σ parts · scale + bias, a row and SIZE columns a program; the parts in order."""
     t, n = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -178,6 +168,22 @@ def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
     tl.store(y + t.to(tl.int64) * N + n, total, mask=n < N)
 
 
+@triton.jit
+def _dequantize(w, scale, zero, out, K, M, GROUP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
+    """B groups of a row of W a program, as quant.dequantize has them."""
+    n, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)[:, None]              # [B, 1]
+    SIZE: tl.constexpr = GROUP * BITS // 8
+    at, column = m * SIZE + tl.arange(0, SIZE)[None, :], m * GROUP + tl.arange(0, GROUP)[None, :]
+    p = tl.load(w + n * (K * BITS // 8) + at, at < K * BITS // 8, 0)
+    if BITS == 8:
+        numbers = p.to(tl.float32) * tl.load(scale + n).to(tl.float32)
+    else:
+        numbers = tl.join(p & 15, p >> 4).reshape(B, GROUP).to(tl.float32)
+        numbers -= tl.load(zero + n * M + m, m < M, 0).to(tl.float32)
+        numbers *= tl.load(scale + n * M + m, m < M, 0).to(tl.float32)
+    tl.store(out + n * K + column, numbers.to(out.dtype.element_ty), column < K)
+
+
 class Cut(NamedTuple):
     """How a product is cut."""
     rows: int                                           # of W, a program
@@ -189,16 +195,16 @@ class Cut(NamedTuple):
     num_stages: int
 
 
-def can_multiply(T: int, K: int, bits: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether these kernels make this product."""
-    return 0 < T <= ROWS and K % 32 == 0 and dtype in PIECES and (bits == 8 or group in (32, 64, 128))
+def can_multiply(K: int, bits: int, group: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels make products of rows x of this type by such a W."""
+    return K % 32 == 0 and dtype in PIECES and (bits == 8 or group in (32, 64, 128))
 
 
 def plan_product(T: int, N: int, K: int, bits: int, group: int, processors: int = 132) -> Cut:
     """The cut for this product."""
     if T <= FEW:
-        group = 64 if bits == 8 else group
-        return Cut(32 if N > 30 * processors else 16, 8, group, (512 if bits == 8 else 1024) // group, 1, 8, 4)
+        group, columns = 64 if bits == 8 else group, 512 if bits == 8 or group == 32 else 1024
+        return Cut(32 if N > 48 * processors else 16, 8, group, columns // group, 1, 8, 4)
     cols, group = max(16, triton.next_power_of_2(T)), 128 if bits == 8 else group
     tiles, M = triton.cdiv(N, 128), triton.cdiv(K, group)
     return Cut(128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4)
@@ -206,28 +212,39 @@ def plan_product(T: int, N: int, K: int, bits: int, group: int, processors: int 
 
 def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
     """The constants that both kernels are compiled for."""
-    return dict(ROWS=cut.rows, COLS=cut.cols, GROUP=cut.group, BITS=bits, X=WIDE[dtype], PIECES=PIECES[dtype],
-                EVEN=K % (cut.group * max(1, cut.at_once)) == 0, GPU=not knobs.runtime.interpret)
+    return dict(ROWS=cut.rows, COLS=cut.cols, GROUP=cut.group, BITS=bits, X=getattr(tl, str(dtype).split(".")[1]),
+                PIECES=PIECES[dtype], EVEN=K % (cut.group * max(1, cut.at_once)) == 0, GPU=not knobs.runtime.interpret)
+
+
+def as_numbers(values: Tensor, scale: Tensor, zero: Tensor | None, K: int, group: int, dtype: torch.dtype) -> Tensor:
+    """quant.dequantize of rows of W that `can_multiply` serves: [N, K]."""
+    out, bits = torch.empty(len(values), K, dtype=dtype, device=values.device), 8 if zero is None else 4
+    M = triton.cdiv(K, group := 128 if bits == 8 else group)
+    _dequantize[len(values), triton.cdiv(M, 2048 // group)](values, scale, zero, out, K, M, group, 2048 // group, bits)
+    return out
 
 
 def weight_only_product(x: Tensor, values: Tensor, scale: Tensor, zero: Tensor | None, group: int,
                         bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias. x: [T, K]; W: [N, K] as in quant.Quantized -> [T, N] of x's dtype. ValueError if not served."""
+    """x Wᵀ + bias, if `can_multiply`. x: [T, K]; W: [N, K] as in quant.Quantized -> [T, N] of x's dtype."""
     (T, K), (N, _), bits = x.shape, values.shape, 8 if zero is None else 4
-    if not can_multiply(T, K, bits, group, x.dtype):
-        raise ValueError(f"{T} rows of {K} numbers of {x.dtype} with {bits}-bit weights in groups of {group} are not "
-                         f"served: 1 to {ROWS} rows, a multiple of 32 numbers of at most 32 bits, groups of 32, 64 or "
-                         "128; for others, dequantize W")
+    if T == 0:
+        return x.new_empty(0, N)
+    if T > ROWS:
+        tile = max(1, SLAB // K // 16) * 16                                      # of rows of W
+        parts = zip(*([None] * N if part is None else part.split(tile) for part in (values, scale, zero, bias)))
+        y = [F.linear(x, as_numbers(*some, K, group, x.dtype), own) for *some, own in parts]
+        return torch.cat(y, -1) if len(y) > 1 else y[0]
     cut, x = plan_product(T, N, K, bits, group, processors(x.device)), x.contiguous()
     y = x.new_empty(T, N) if out is None else out
-    rows, sizes = x if bits == 8 else x.view(-1).view(PAIRS[x.dtype]), (T, N, K, triton.cdiv(K, cut.group))
+    pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
+    rows, sizes = x if bits == 8 else x.view(-1).view(pairs), (T, N, K, triton.cdiv(K, cut.group))
     fixed = kernel_constants(cut, K, bits, x.dtype) | dict(num_warps=cut.num_warps, num_stages=cut.num_stages)
-    tiles = triton.cdiv(N, cut.rows)
     if cut.at_once:
-        _few[tiles,](rows, values, scale, zero, bias, y, *sizes, B=cut.at_once, **fixed)
+        _few[triton.cdiv(N, cut.rows),](rows, values, scale, zero, bias, y, *sizes, B=cut.at_once, **fixed)
     else:
         parts = torch.empty(cut.shares, T, N, device=x.device)
-        _many[tiles, cut.shares](rows, values, scale, zero, parts, *sizes, **fixed)
+        _many[triton.cdiv(N, cut.rows), cut.shares](rows, values, scale, zero, parts, *sizes, **fixed)
         _add_up[T, triton.cdiv(N, 512)](parts, scale if bits == 8 else None, bias, y, N, cut.shares, 512)
     return y
 
@@ -241,18 +258,18 @@ SHAPES = {"8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate, up": (28672, 4
 
 def compile_product(T: int, N: int, K: int, bits: int, group: int = 128, dtype: str = "bf16",
                     arch: int = 90) -> list[int]:
-    """Registers, spills and shared memory of the kernel for this product, and how many `mma` and `wgmma` it has."""
+    """`Report`'s first four, programs of a multiprocessor, `mma` and `wgmma` of the kernel for this product."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     cut, pairs = plan_product(T, N, K, bits, group), "*i64" if dtype == "fp32" else "*i32"
-    own = {"x": f"*{dtype}", "w": "*i8", "zero": None} if bits == 8 else {"x": pairs, "w": "*u8", "zero": "*i16"}
-    types = own | {"scale": "*bf16", "bias": None, "y": f"*{dtype}", "parts": "*fp32", "T M": "i32", "N K": "i32:16"}
-    fixed = kernel_constants(cut, K, bits, kind) | dict(B=cut.at_once)
-    report = compile_for(_few if cut.at_once else _many, types, fixed, arch, cut.num_warps, cut.num_stages)
-    return [*report[:3], report.count("mma.sync"), report.wgmma]
+    types = dict(zip(("w", "scale", "zero"), STORED[bits])) | {"parts": "*fp32", "T M": "i32", "N K": "i32:16"}
+    types |= {"x": pairs if bits == 4 else f"*{dtype}", "bias": None, "y out": f"*{dtype}"}
+    fixed = kernel_constants(cut, K, bits, kind) | dict(B=cut.at_once or 2048 // cut.group)
+    kernel, warps = (_dequantize, 4) if T > ROWS else (_few if cut.at_once else _many, cut.num_warps)
+    report = compile_for(kernel, types, fixed, arch, warps, cut.num_stages)
+    return [*report[:4], report.programs, report.count("mma.sync"), report.count("wgmma.mma")]
 
 
 if __name__ == "__main__":
-    cases = product(SHARED, ("8B o", "1B down"), (4, 8), (1, 64))
-    print_table("sm product bits rows registers spills shared mma wgmma",
+    print_table("sm product bits rows registers spills shared ahead programs mma wgmma",
                 ([arch, name, bits, T, *compile_product(T, *SHAPES[name], bits, 128, "bf16", arch)]
-                 for arch, name, bits, T in cases))
+                 for arch, name, bits, T in product(SHARED, ("8B o", "8B head"), (4, 8), (1, 64, 512))))
