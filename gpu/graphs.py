@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ Run = Callable[[], object]
 
 
 @cache
-def memory() -> Any:
-    """The memory pool of all recordings."""
-    return torch.cuda.graph_pool_handle()
+def memory(device: int) -> Any:
+    """The memory pool of all recordings. It is held: an id alone dies with the last of them."""
+    return torch.cuda.MemPool()
 
 
 def record(run: Run) -> Run:
     """Launch again what `run` launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory(), capture_error_mode="thread_local"):
+    graph, pool = torch.cuda.CUDAGraph(), memory(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
@@ -83,8 +84,8 @@ def bucket_of(step: Step, sequences: int, each: int) -> Bucket:
 
 
 def place_for(step: Step, bucket: Bucket) -> Step:
-    """An empty step over the same cache, for `refill`."""
-    made = Step((), step.block_size, step.cache, step.device, bucket.shape)
+    """An empty step over the same cache, for `refill`. The cache, which has the recordings, is not held by them."""
+    made = Step((), step.block_size, proxy(step.cache), step.device, bucket.shape)
     made.counts = [bucket.each] * bucket.sequences
     made.longest = bucket.blocks * step.block_size
     return made
@@ -169,8 +170,7 @@ class Drafts:
                  unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
         """model: an unrecorded pass. unread: at most two tokens of each text -> int64[B, k], float[B, k, V]."""
         live, n, k = [b for b, gamma in enumerate(round.gammas) if gamma], len(round.gammas), max(round.gammas)
-        unknown = {b: [-1] * (round.gammas[b] - 1) for b in live}               # tokens that only the device will know
-        step = cache.extend([(seqs[b], [*unread[b], *unknown[b]]) for b in live], publish)
+        step = cache.extend([(seqs[b], [*unread[b], *[-1] * (round.gammas[b] - 1)]) for b in live], publish)
         uses = tuple(any(value is not None for value in round.settings(name)) for name in SETTINGS)
         bucket = bucket_of(step, n, 2)
         key = bucket, k, uses, round.coupled, round.coin, round.vocab, round.dtype

@@ -1,7 +1,12 @@
 """CUDA graphs: a tape records what is launched on a CPU, with its numbers, as a graph does on a GPU."""
+import gc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -275,6 +280,65 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     with mock.patch.object(graphs, "record", lambda run: recordings.append(run) or run), mock.patch("proof.Walk", Only):
         law = enumerate_law(run)
     assert recordings and distance(law, own_law(target, (1,), 3, (), lambda logits: logits.softmax(-1))) < 1e-6
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """PyTorch 2.11's: a pool is gone when its MemPool and its graphs are, and nothing can be captured into it then."""
+    books, ids = SimpleNamespace(users=Counter(), device=0), count(1)
+
+    class Pool:
+        def __init__(self) -> None:
+            self.id, self.device = (0, next(ids)), books.device
+            books.users[self.id] += 1
+            weakref.finalize(self, books.users.subtract, [self.id])
+
+    class Graph:
+        replay = print
+
+    @contextmanager
+    def capture(graph: Graph, pool: tuple[int, int], **how: Any) -> Iterator[None]:
+        assert pool not in books.users or books.users[pool] > 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        books.users[pool] += 1
+        weakref.finalize(graph, books.users.subtract, [pool])
+        yield
+
+    for name, value in dict(MemPool=Pool, CUDAGraph=Graph, graph=capture, graph_pool_handle=lambda: (0, next(ids)),
+                            current_device=lambda: books.device).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs.memory.cache_clear()
+    yield books
+    graphs.memory.cache_clear()
+
+
+def test_recordings_share_a_pool_that_outlives_them(allocator):
+    """One for a device."""
+    for device in (0, 0, 1):
+        allocator.device = device
+        runs = [graphs.record(lambda: None) for _ in range(2)]
+        del runs
+        gc.collect()
+    assert sorted(allocator.users.values()) == [1, 1]
+
+
+@torch.inference_mode()
+def test_what_nobody_uses_is_gone_at_once():
+    """With its recordings, drafts and caches, and no garbage collector."""
+    llama, draft = loud(1, Kernels()), loud(2, Kernels())
+    with recorded() as made:
+        caches = [cache_of(llama, "blocks"), cache_of(draft, "rows")]
+        decoder = Decoder(llama, caches[0], 67, ModelDrafter(draft, caches[1]))
+        decoder.open(request := Request([1, 2], Settings(0.0, seed=0, max_tokens=9, gamma=2)))
+        for _ in range(3):
+            decoder.step([decoder.plan(request)])
+        count, kept = len(made), [weakref.ref(cache.keys.parts[0]) for cache in caches]
+        made.clear()
+    gc.disable()
+    try:
+        del decoder, caches
+        assert count == 2 and [part() for part in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_filters_can_be_recorded():
