@@ -201,10 +201,10 @@ class Drafts:
             columns = [row if used else None for row, used in zip(inputs.settings, uses)]
             for j in range(k):
                 probs = ops.probabilities(model(tokens, step, rows)[:, :V], *columns)           # [B, V]
-                tokens, rows, wanted = coins[own + j::k + 1].pick(probs), None, inputs.gammas > j
-                drafted[:, j] = torch.where(wanted, tokens, -1)
+                rows, wanted = None, inputs.gammas > j
+                drafted[:, j] = torch.where(wanted, coins[own + j::k + 1].pick(probs), -1)
                 q[:, j] = torch.where(wanted[:, None], probs, 0)
-                step = following(step, inputs.stops.int())
+                step, tokens = following(step, inputs.stops.int()), drafted[:, j].clamp(min=0)      # −1: there is none
 
         return held, first, (drafted, q), Recorded(run)
 

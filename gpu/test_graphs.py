@@ -203,6 +203,45 @@ def test_recorded_drafts_are_those_that_are_written_one_by_one():
         assert len(made) == 2                                                   # without a filter, and with it
 
 
+@pytest.mark.parametrize("gammas", [(3, 0, 3), (0, 3, 3), (4, 3, 3, 3, 3)])
+@torch.inference_mode()
+def test_beside_texts_that_draft_fewer_and_padding(gammas):
+    """Without a filter: what is drafted for nobody is no token, and is not read."""
+    found = []
+    with recorded():
+        for ops in (Kernels(), Ops()):
+            llama = loud(2, ops)
+            cache = PagedCache.of(llama, 60, 4, 40)
+            seqs = [cache.open(())[0] for _ in gammas]
+            for n, seq in enumerate(seqs, 4):
+                llama(torch.arange(n, device=DEVICE), cache.extend([(seq, range(n))]), rows=slice(1))
+            requests = [Request([*range(n), 9], Settings(1.0, seed=n)) for n, _ in enumerate(seqs, 4)]
+            round = Round(requests, gammas, 67, DEVICE, coin=partial(Keyed, picks=ops.pick), ops=ops)
+            found += ops.draft(write_drafts, llama, cache, seqs, [[9]] * len(gammas), round)
+    drafted, q, expected, p = found
+    assert torch.equal(drafted, expected)
+    torch.testing.assert_close(q, p, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("ops", [Kernels(), Ops()])
+@pytest.mark.parametrize("bad", ["target", "draft", "both"])
+@pytest.mark.parametrize("coupled, prompt", [(False, 2), (True, 2), (False, 5)])
+def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(ops, bad, coupled, prompt):
+    target, draft = loud(1, ops), loud(2, ops)
+    for llama, name in ((target, "target"), (draft, "draft")):
+        if bad in (name, "both"):
+            llama.norm.fill_(torch.nan)
+    with recorded():
+        decoder = Decoder(target, cache_of(target, "blocks"), 67, ModelDrafter(draft, cache_of(draft, "rows")), coupled)
+        requests = [Request(range(prompt), Settings(t, seed=0, gamma=gamma)) for t, gamma in ((1.0, 2), (0.0, 0))]
+        for request in requests:
+            decoder.open(request)
+        with asked() as times, pytest.raises(ValueError, match="logits are not finite"):
+            decoder.step([decoder.plan(request) for request in requests])
+        assert len(times) == 1 or type(ops) is Ops or prompt > 2
+        assert [decoder.cache.length(request.seq) for request in requests] == [0, 0]
+
+
 @pytest.mark.parametrize("layout, draft, coupled", [("rows", "self", False), ("blocks", "model", True)])
 def test_texts_made_of_recordings_are_those_without(layout, draft, coupled):
     """Greedy, coupled and by rejection: the same texts, token for token, with prefixes shared and settled."""

@@ -95,8 +95,7 @@ def pool_blocks(effort: Effort) -> list[dict[str, str]]:
 def latency(effort: Effort) -> Rows:
     """Short texts are written while long prompts arrive, which a step reads whole or in chunks.
 
-    Arrivals are random, over twice the time that this machine takes when all are there from the start.
-    """
+    Arrivals are random, over twice the time that this machine takes when all are there from the start."""
     model, coin = Model.load("tiny", "cpu", torch.float32), random.Random(3)
     arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(2) for _ in range(effort.load))]
     arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(1) for _ in range(max(1, effort.load // 2)))]
