@@ -16,13 +16,12 @@ Without top-k, top-p and min-p it is four launches. No shape depends on a number
 
 A probability is a float64 between 0 and 1, and its 62 bits, read as a whole number, are in the order of the numbers. So
 v is found from its highest bits down, three at a time: the largest of eight numbers that is still enough. These 21
-passes are over the likely candidates if they alone are enough, else over the row. Of the candidates that equal v, as
-many are kept as are wanted, the lowest index first.
+passes are over the likely candidates if they alone are enough, else over the row. Of equals the first are kept.
 
 Invariant: the kept candidates, and the token picked with given noise, are those of sampling.py. (A sum within a
-rounding of p · total may go either way.) Where logits are not finite, probabilities are NaN and the token is −1, which
-the host sees when it reads the token. Cost: logits are read twice and probabilities written once; with filters these
-are read twice and written again. Worst is a flat row: one program passes over it 21 times for top-k and for top-p each.
+rounding of p · total may go either way.) Where logits are not finite, probabilities are NaN and the token is −1.
+Cost: logits are read twice and probabilities written once; with filters these are read twice and written again. Worst
+is a flat row: one program passes over it 21 times for top-k and for top-p each.
 
     B rows · V vocabulary · S pieces of a row
 """

@@ -93,11 +93,9 @@ def place_for(step: Step, bucket: Bucket) -> Step:
 
 def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
     """Other texts in the same tensors. ValueError if they do not fit, and nothing has changed."""
-    each = max((stop - start for _, start, stop in spans), default=0)
-    blocks = max((len(blocks) for blocks, _, _ in spans), default=0)
-    if len(spans) > bucket.sequences or each > bucket.each or blocks > bucket.blocks:
-        raise ValueError(f"{len(spans)} texts with up to {each} new tokens and {blocks} blocks do not fit {bucket}: "
-                         "take a larger bucket")
+    shape = len(spans), max(stop - start for _, start, stop in spans), max(len(blocks) for blocks, _, _ in spans)
+    if any(size > most for size, most in zip(shape, bucket)):
+        raise ValueError(f"texts of {Bucket(*shape)} do not fit {bucket}: take a larger bucket")
     step.fill(spans)
 
 
