@@ -25,7 +25,7 @@ from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter, write_drafts
 from gpu import GPU, graphs
 from gpu.graphs import rounded
-from kernels import Ops
+from kernels import Ops, ops_for
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -358,6 +358,15 @@ def test_recordings_share_a_pool_that_outlives_them(allocator):
         del runs
         gc.collect()
     assert sorted(allocator.users.values()) == [1, 1]
+
+
+def test_a_models_device_is_the_current_one(monkeypatch):
+    """Triton launches there, and graphs are captured there."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu", torch.device("cuda", 0)):
+        ops_for(device)
+    assert chosen == [1, 0]
 
 
 @torch.inference_mode()
