@@ -203,7 +203,7 @@ def test_recorded_drafts_are_those_that_are_written_one_by_one():
         assert len(made) == 2                                                   # without a filter, and with it
 
 
-@pytest.mark.parametrize("gammas", [(3, 0, 3), (0, 3, 3), (4, 3, 3, 3, 3)])
+@pytest.mark.parametrize("gammas", [(3, 0, 3), (0, 3, 3)])
 @torch.inference_mode()
 def test_beside_texts_that_draft_fewer_and_padding(gammas):
     """Without a filter: what is drafted for nobody is no token, and is not read."""
@@ -223,10 +223,11 @@ def test_beside_texts_that_draft_fewer_and_padding(gammas):
     torch.testing.assert_close(q, p, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("ops", [Kernels(), Ops()])
-@pytest.mark.parametrize("bad", ["target", "draft", "both"])
-@pytest.mark.parametrize("coupled, prompt", [(False, 2), (True, 2), (False, 5)])
-def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(ops, bad, coupled, prompt):
+@pytest.mark.parametrize("bad, coupled, prompt, ops", [
+    ("target", False, 2, Ops()), ("target", False, 2, Kernels()), ("target", True, 2, Kernels()),
+    ("draft", False, 2, Kernels()), ("draft", False, 5, Kernels()), ("both", True, 2, Kernels())])
+def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(bad, coupled, prompt, ops):
+    """The target's, the draft's that are recorded, and those that are not: where it has much to read."""
     target, draft = loud(1, ops), loud(2, ops)
     for llama, name in ((target, "target"), (draft, "draft")):
         if bad in (name, "both"):
