@@ -70,7 +70,7 @@ def smoke_rows(scale: Scale, roof: Roof) -> Rows:
 
 
 def checks(scale: Scale) -> Rows:
-    """(what is compared, the most that is right, and how far it is off: a function)."""
+    """(what is compared, the most that is right, how far it is off: a function, to be called before the next)."""
     ops, plain, exact = ops_for(scale.device), Ops(), 1e-4 if scale.dtype == torch.float32 else 1e-2
     for (name, config), kinds in zip(scale.models, (KINDS, KINDS[1::2])):
         C, q, cos, sin = config.hidden_size, *random_qkv(config, 100, scale)[:1], *random_numbers(
@@ -118,9 +118,9 @@ def texts(scale: Scale, device: str, kv: str, draft: str | None = None, records:
     model, small = (name and Model.load(name, device, torch.float32) for name in ("tiny", draft))
     for one in filter(None, (model, small)):
         one.llama.ops.records = records                 # gpu/__init__.py: whether passes become recordings
-    settings = Settings(0.0, seed=0, max_tokens=scale.count, gamma=3 if draft else 0)
+    settings = Settings(0.0, seed=0, max_tokens=(count := min(32, scale.count)), gamma=3 if draft else 0)
     requests = [Request(model.encode(prompt), settings, model.ends) for prompt in OWN[:2]]
-    longest = scale.count + max(len(one.tokens) for one in requests)
+    longest = count + max(len(one.tokens) for one in requests)
     at_once(Engine(model, small, 2 * longest, longest, 2, kv_bits=kv), requests)
     return [one.tokens for one in requests]
 
