@@ -3,7 +3,7 @@
     python bench.py                            the embedded pair on a CPU, in minutes: tables, results/<machine>.json
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4 (measure/steps.py)
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
-    python bench.py --gpu kernels              or decode, speculation, serving: 1B and 8B shapes (measure/gpucases.py)
+    python bench.py --gpu smoke                then kernels, decode, serving, … on a GPU (measure/gpucases.py)
     python bench.py --readme                   README.md's tables and pictures, from the results that it names
 
 A claim of speed is a ratio between things that were measured in one run, in turns (measure/pair.py, traffic.py). The
@@ -79,14 +79,12 @@ def load_results(path: Path) -> Results:
 def put(path: Path, text: str) -> None:
     with whole(HERE / path) as new:
         new.write_text(text, encoding="utf-8")
-    say(f"{path} is written")
 
 
 def keep(path: Path, results: Results) -> None:
     """Put these beside what the file has already."""
     old = load_results(path)
-    for name in results.keys() & KEPT:
-        results[name] = old.get(name, {}) | results[name]
+    results = results | {name: old.get(name, {}) | results[name] for name in results.keys() & KEPT}
     put(path, json.dumps(old | results, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -116,7 +114,8 @@ def answer(args: argparse.Namespace) -> None:
         page = README.read_text(encoding="utf-8")
         for name, drawn in pictures.draw_all(load_results(named(page))).items():
             put(Path("results", f"{name}.svg"), drawn)
-        return put(README.relative_to(HERE), report.front_page(page, load_results))
+        put(README.relative_to(HERE), report.front_page(page, load_results))
+        return say("README.md and its pictures are written")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out
@@ -127,8 +126,7 @@ def answer(args: argparse.Namespace) -> None:
     elif args.target:
         results = dict(steps=steps(effort, args.target, peers.label(args.target)))
     elif args.gpu:
-        case = gpucases.run_case(args.gpu, args.quick)
-        results = pair.machine(case[args.gpu]["read_bandwidth"]) | dict(gpu=case)
+        results = gpucases.run_case(args.gpu, args.quick, lambda found: out and keep(out, found))
     else:
         results = everything(effort, args.data)
     lines = [f"{report.text(section)}\n" for section in report.sections(results)]
@@ -136,6 +134,7 @@ def answer(args: argparse.Namespace) -> None:
     write("\n".join(lines) + "\n")
     if out:
         keep(out, results)
+        say(f"{out} is written")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

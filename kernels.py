@@ -15,8 +15,7 @@ A `Step` says where the new tokens of a pass belong, for every cache and device:
 with one block of max_len tokens a sequence. Attention reads keys and values as they are *stored*, also those of the
 new tokens, so a result does not depend on how a prompt was split into chunks.
 
-`Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135), in one kernel: the scores never leave
-the chip.
+`Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135): the scores never leave the chip.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size · C hidden_size
     F intermediate_size · V vocab_size · N blocks · S tokens of a block · M blocks of the longest sequence
@@ -323,9 +322,10 @@ class Flash(Ops):
 
 
 def ops_for(device: torch.device | str) -> Ops:
-    """The fastest operations for this device: those of the folder cpu/ or gpu/, if it is there and can serve, else this
-    page's."""
-    kind = torch.device(device).type
+    """The fastest operations for this device: of the folder cpu/ or gpu/, if it is there and can serve, else plain."""
+    kind, index = torch.device(device).type, torch.device(device).index
+    if kind == "cuda" and index is not None:            # kernels and graphs are launched on the current one
+        torch.cuda.set_device(index)
     if os.environ.get("LLAMA_PLAIN") == "1" or kind not in ("cpu", "cuda"):
         return Ops()
     folder, own = ("gpu", Flash() if triton else Ops()) if kind == "cuda" else ("cpu", Ops())

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,7 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     """logits: float[..., V] -> probabilities of the same shape, float32 (float64 where the logits are).
 
     Settings are numbers, or tensors of the rows' shape [...]. ValueError for a number that is out of range. Tensors
-    are not checked here, which would stall a GPU: the numbers that fill them pass `check_settings` first.
-    """
+    are not checked here, which would stall a GPU: the numbers that fill them pass `check_settings` first."""
     check_settings(temperature, top_k, top_p, min_p)
     rows = logits.reshape(-1, logits.shape[-1])                                             # [B, V]
     if not temperature.any() if isinstance(temperature, Tensor) else temperature == 0:
@@ -52,9 +52,11 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     return probs.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).view(logits.shape)
 
 
-def finite(x: Tensor) -> Tensor:
-    """x: [B, V], logits or probabilities, unchanged. ValueError where a row's maximum is NaN or infinite."""
-    if not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
+def finite(x: Any) -> Any:
+    """Unchanged: logits or probabilities, [B, V], or a list of tokens. ValueError where a row's maximum is NaN or
+    infinite, or a token −1: a GPU draws it of such a row."""
+    if min(x, default=0) < 0 if isinstance(x, list) else not (
+            math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
         raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
                          "(fetch it again, or use a wider --dtype)")
     return x
@@ -158,8 +160,7 @@ def _exponential(streams: Tensor, steps: Tensor) -> Tensor:     # −log u, abov
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
     """An index with these probabilities, for each row: argmax p / E. An index of probability 0 only if all are.
 
-    probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B].
-    """
+    probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B]."""
     steps = _steps(probs.shape[1], probs.device)
     if probs.numel() > 2**15 and probs.amin() == 0 and len(columns := (probs > 0).any(0).nonzero()[:, 0]):
         return columns[(probs[:, columns] / _exponential(streams, steps[columns])).argmax(-1)]      # less noise to draw
@@ -170,8 +171,7 @@ class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
     seeds, positions: int64[B]. `pick` draws in the given role, one for all rows or int64[B], by `picks` (kernels.Ops);
-    `accept` decides on drafted token j in role accept_role(j). `coin[rows]` is the coin of some rows.
-    """
+    `accept` decides on drafted token j in role accept_role(j). `coin[rows]` is the coin of some rows."""
 
     def __init__(self, seeds: Tensor, positions: Tensor, role: int | Tensor = TEXT, picks: Callable = pick):
         self.place, self.picks = (seeds * SEED + positions * POSITION)[:, None], picks      # int64[B, 1]

@@ -32,7 +32,7 @@ from gamma import Auto, Costs, expected_tokens, mean_gains
 from kernels import send
 from kvcache import CacheFull
 from request import Request, Round, RoundStats, Speculation, pack
-from sampling import Keyed
+from sampling import Keyed, finite
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
@@ -52,8 +52,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Te
     """The drafts that stand, and the token that comes after them. Never waits for the device.
 
     p: float[B, k+1, V] target; q: float[B, k, V] draft; drafted: int64[B, k]. Where a row drafted fewer than k, q is
-    zero and drafted −1. -> accepted: int64[B], how many stand; token: int64[B], the correction or the bonus.
-    """
+    zero and drafted −1. -> accepted: int64[B], how many stand; token: int64[B], the correction or the bonus."""
     B, k, V = q.shape
     if k == 0:
         return torch.zeros(B, dtype=torch.int64, device=p.device), coin.pick(p[:, 0])
@@ -72,7 +71,7 @@ def couple(p: Tensor, drafted: Tensor, coin: Any) -> tuple[Tensor, Tensor]:
     """As `verify`, in coupled mode: the drafts that the target picks, too, stand. `coin` has B · (k + 1) rows."""
     B, k = drafted.shape
     picked = coin.pick(p.flatten(0, 1)).view(B, k + 1)
-    accepted = (drafted == picked[:, :k]).long().cumprod(1).sum(1)
+    accepted = ((drafted == picked[:, :k]) & (drafted >= 0)).long().cumprod(1).sum(1)
     return accepted, picked.gather(1, accepted[:, None])[:, 0]
 
 
@@ -89,8 +88,7 @@ class Scheduled(NamedTuple):
 
 class Decoder:
     """A target and its cache, a drafter or none, and what steps cost, for all texts that are made together. vocab:
-    tokens that stand for text (logits beyond are padding). budget: the most tokens of one text in one step.
-    """
+    tokens that stand for text (logits beyond are padding). budget: the most tokens of one text in one step."""
 
     def __init__(self, target: Any, cache: Any, vocab: int, drafter: Drafter | None = None, coupled: bool = False,
                  coin: Callable[[Tensor, Tensor, int], Any] | None = None, budget: int = 512):
@@ -179,7 +177,9 @@ class Decoder:
         drawn, p, coin = now(), self._read(work, drafted, round), round.text_coin()         # p: [B, k+1, V]
         accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
         outcome, end = torch.cat((drafted, accepted[:, None], token[:, None]), 1), now()
-        return outcome.tolist(), (start, drawn, end)                    # a GPU is waited for here, and only here
+        outcome = outcome.tolist()                                      # a GPU is waited for here, and only here
+        finite([token for row, gamma in zip(outcome, round.gammas) for token in (*row[:gamma], row[-1])])
+        return outcome, (start, drawn, end)
 
     def _learn(self, work: Sequence[Scheduled], requests: Sequence[Request], start: Any, drawn: Any, end: Any) -> None:
         """What this step says of the costs and of the texts, for the γ of the next."""
@@ -211,7 +211,7 @@ class Decoder:
                 b += 1
         tokens, _ = pack(new, round.device)
         if k:
-            tokens = torch.where(tokens < 0, drafted.flatten()[(~tokens).clamp(min=0)], tokens)
+            tokens = torch.where(tokens < 0, drafted.clamp(min=0).flatten()[(~tokens).clamp(min=0)], tokens)
         step = self.cache.extend([(w.request.seq, [max(token, -1) for token in piece]) for w, piece in zip(work, new)])
         logits = self.target(tokens, step, rows=None if len(rows) == len(tokens) else send(rows, round.device))
         probs = round.probabilities(logits, [place // (k + 1) for place in places])

@@ -16,13 +16,12 @@ Without top-k, top-p and min-p it is four launches. No shape depends on a number
 
 A probability is a float64 between 0 and 1, and its 62 bits, read as a whole number, are in the order of the numbers. So
 v is found from its highest bits down, three at a time: the largest of eight numbers that is still enough. These 21
-passes are over the likely candidates if they alone are enough, else over the row. Of the candidates that equal v, as
-many are kept as are wanted, the lowest index first.
+passes are over the likely candidates if they alone are enough, else over the row. Of equals the first are kept.
 
 Invariant: the kept candidates, and the token picked with given noise, are those of sampling.py. (A sum within a
-rounding of p · total may go either way.) Cost: logits are read twice and probabilities written once; with filters these
-are read twice and written again. Worst is a flat row: one program passes over it 21 times for top-k and for top-p each.
-Not covered: logits that are not finite. The host would have to wait to see them; a token of theirs means nothing.
+rounding of p · total may go either way.) Where logits are not finite, probabilities are NaN and the token is −1.
+Cost: logits are read twice and probabilities written once; with filters these are read twice and written again. Worst
+is a flat row: one program passes over it 21 times for top-k and for top-p each.
 
     B rows · V vocabulary · S pieces of a row
 """
@@ -69,7 +68,8 @@ def _weigh(logits, temperature, peaks, out, counts, tops, V, S, stride, PIECES: 
     high = tl.max(highs, 0)
     first = tl.min(tl.where(highs == high, tl.load(place + 1, mask=piece < S, other=0.0), V), 0)
     total = tl.sum(tl.load(place + 2, mask=piece < S, other=0.0) * tl.exp((highs - high) / warm), 0)
-    p = tl.where(t == 0, tl.where(at == first, 1.0, 0.0), tl.exp((x - high) / warm) * (1 / total))
+    one_hot = (t == 0) & (total == total)                                         # NaN: the logits are not finite
+    p = tl.where(one_hot, tl.where(at == first, 1.0, 0.0), tl.exp((x - high) / warm) * (1 / total))
     tl.store(out + b * V + at, p, mask=at < V)
     if FILTER:
         top = tl.where(t == 0, 1.0, 1 / total)
@@ -164,7 +164,7 @@ def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr):
     if ties < V:                                                                  # not all of them: the first
         _, _, before = _beyond(row, s * PIECE, least, 0.0, TILE)
     keep = ((p > least) | (tie & (before + tl.cumsum(tie.to(tl.int32), 0) <= ties))) & (p >= lowest)
-    tl.store(out + b * V + at, tl.where(keep, p * (1 / mass), 0.0), mask=at < V)
+    tl.store(out + b * V + at, tl.where(keep | (p != p), p * (1 / mass), 0.0), mask=at < V)
 
 
 def draw_probabilities(rows: Tensor, temperature: Setting, top_k: Setting, top_p: Setting, min_p: Setting,
@@ -218,16 +218,15 @@ def _winner(best, out, V, S, PIECES: tl.constexpr):
     b, piece = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     place = best + (b * S + piece) * 2
     speed = tl.load(place, mask=piece < S, other=-1.0)
-    where = tl.load(place + 1, mask=piece < S, other=0.0)
-    tl.store(out + b, tl.min(tl.where(speed == tl.max(speed, 0), where, V), 0).to(tl.int64))
+    where, fastest = tl.load(place + 1, mask=piece < S, other=0.0), tl.max(speed, 0)
+    tl.store(out + b, tl.where(fastest >= 0, tl.min(tl.where(speed == fastest, where, V), 0), -1.0).to(tl.int64))
 
 
 def draw_token(probs: Tensor, streams: Tensor) -> Tensor:
     """`sampling.pick`. probs: float[B, V]; streams: int64[B, 1], where each row's noise begins -> int64[B]."""
-    (B, V), device = probs.shape, probs.device
-    probs, S = probs if probs.stride(1) == 1 else probs.contiguous(), triton.cdiv(V, PIECE)
-    out = torch.zeros(B, dtype=torch.int64, device=device)
-    best = torch.empty(B, S, 2, dtype=torch.float64, device=device)
+    (B, V), d, S = probs.shape, probs.device, triton.cdiv(probs.shape[1], PIECE)
+    probs = probs if probs.stride(1) == 1 else probs.contiguous()
+    out, best = torch.zeros(B, dtype=torch.int64, device=d), torch.empty(B, S, 2, dtype=torch.float64, device=d)
     if probs.numel():
         _race[B, S](probs, streams.expand(B, 1).contiguous(), best, V, S, probs.stride(0), PIECE)
         _winner[B,](best, out, V, S, triton.next_power_of_2(S))

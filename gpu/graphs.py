@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ Run = Callable[[], object]
 
 
 @cache
-def memory() -> Any:
-    """The memory pool of all recordings."""
-    return torch.cuda.graph_pool_handle()
+def memory(device: int) -> Any:
+    """The memory pool of all recordings. It is held: an id alone dies with the last of them."""
+    return torch.cuda.MemPool()
 
 
 def record(run: Run) -> Run:
     """Launch again what `run` launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory(), capture_error_mode="thread_local"):
+    graph, pool = torch.cuda.CUDAGraph(), memory(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
@@ -83,8 +84,8 @@ def bucket_of(step: Step, sequences: int, each: int) -> Bucket:
 
 
 def place_for(step: Step, bucket: Bucket) -> Step:
-    """An empty step over the same cache, for `refill`."""
-    made = Step((), step.block_size, step.cache, step.device, bucket.shape)
+    """An empty step over the same cache, for `refill`. The cache, which has the recordings, is not held by them."""
+    made = Step((), step.block_size, proxy(step.cache), step.device, bucket.shape)
     made.counts = [bucket.each] * bucket.sequences
     made.longest = bucket.blocks * step.block_size
     return made
@@ -92,11 +93,9 @@ def place_for(step: Step, bucket: Bucket) -> Step:
 
 def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
     """Other texts in the same tensors. ValueError if they do not fit, and nothing has changed."""
-    each = max((stop - start for _, start, stop in spans), default=0)
-    blocks = max((len(blocks) for blocks, _, _ in spans), default=0)
-    if len(spans) > bucket.sequences or each > bucket.each or blocks > bucket.blocks:
-        raise ValueError(f"{len(spans)} texts with up to {each} new tokens and {blocks} blocks do not fit {bucket}: "
-                         "take a larger bucket")
+    shape = len(spans), max(stop - start for _, start, stop in spans), max(len(blocks) for blocks, _, _ in spans)
+    if any(size > most for size, most in zip(shape, bucket)):
+        raise ValueError(f"texts of {Bucket(*shape)} do not fit {bucket}: take a larger bucket")
     step.fill(spans)
 
 
@@ -169,8 +168,7 @@ class Drafts:
                  unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
         """model: an unrecorded pass. unread: at most two tokens of each text -> int64[B, k], float[B, k, V]."""
         live, n, k = [b for b, gamma in enumerate(round.gammas) if gamma], len(round.gammas), max(round.gammas)
-        unknown = {b: [-1] * (round.gammas[b] - 1) for b in live}               # tokens that only the device will know
-        step = cache.extend([(seqs[b], [*unread[b], *unknown[b]]) for b in live], publish)
+        step = cache.extend([(seqs[b], [*unread[b], *[-1] * (round.gammas[b] - 1)]) for b in live], publish)
         uses = tuple(any(value is not None for value in round.settings(name)) for name in SETTINGS)
         bucket = bucket_of(step, n, 2)
         key = bucket, k, uses, round.coupled, round.coin, round.vocab, round.dtype
@@ -201,10 +199,10 @@ class Drafts:
             columns = [row if used else None for row, used in zip(inputs.settings, uses)]
             for j in range(k):
                 probs = ops.probabilities(model(tokens, step, rows)[:, :V], *columns)           # [B, V]
-                tokens, rows, wanted = coins[own + j::k + 1].pick(probs), None, inputs.gammas > j
-                drafted[:, j] = torch.where(wanted, tokens, -1)
+                rows, wanted = None, inputs.gammas > j
+                drafted[:, j] = torch.where(wanted, coins[own + j::k + 1].pick(probs), -1)
                 q[:, j] = torch.where(wanted[:, None], probs, 0)
-                step = following(step, inputs.stops.int())
+                step, tokens = following(step, inputs.stops.int()), drafted[:, j].clamp(min=0)      # −1: there is none
 
         return held, first, (drafted, q), Recorded(run)
 

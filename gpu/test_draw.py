@@ -138,6 +138,20 @@ def test_so_many_launches(filters, launches, monkeypatch):
     assert len(counted) == launches + 2
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN|invalid value|divide by zero")
+@pytest.mark.parametrize("temperature, filters", [(0, {}), (1, {}), (0, dict(top_p=0.9)), (1, dict(top_k=3, min_p=0.1))])
+def test_of_logits_that_are_not_finite_no_token_is_drawn(temperature, filters):
+    """Whatever else is in the row; and the rows beside it are as they were."""
+    bad = [[math.nan] * 10, [-math.inf] * 10, [1.0] * 4 + [math.inf] * 2 + [1.0] * 4, [1.0] * 9 + [math.nan]]
+    logits, fine = torch.zeros(6, 10), torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
+    logits[:2], logits[2:] = fine, torch.tensor(bad)
+    probs, wanted = drawn(logits, temperature=temperature, **filters), drawn(fine, temperature=temperature, **filters)
+    assert probs[2:].isnan().all() and torch.equal(probs[:2], wanted)
+    coin = Keyed(torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE))
+    picked = draw.draw_token(probs.to(DEVICE), coin.streams).tolist()
+    assert picked[2:] == [-1] * 4 and picked[:2] == plainly(coin[:2], wanted.to(DEVICE)).tolist()
+
+
 def test_no_rows():
     assert drawn(torch.zeros(0, 5), top_k=3).shape == (0, 5)
     probs, streams = torch.zeros(0, 5, device=DEVICE), torch.zeros(0, 1, dtype=torch.int64, device=DEVICE)

@@ -1,7 +1,12 @@
 """CUDA graphs: a tape records what is launched on a CPU, with its numbers, as a graph does on a GPU."""
+import gc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +25,7 @@ from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter, write_drafts
 from gpu import GPU, graphs
 from gpu.graphs import rounded
-from kernels import Ops
+from kernels import Ops, ops_for
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -198,6 +203,46 @@ def test_recorded_drafts_are_those_that_are_written_one_by_one():
         assert len(made) == 2                                                   # without a filter, and with it
 
 
+@pytest.mark.parametrize("gammas", [(3, 0, 3), (0, 3, 3)])
+@torch.inference_mode()
+def test_beside_texts_that_draft_fewer_and_padding(gammas):
+    """Without a filter: what is drafted for nobody is no token, and is not read."""
+    found = []
+    with recorded():
+        for ops in (Kernels(), Ops()):
+            llama = loud(2, ops)
+            cache = PagedCache.of(llama, 60, 4, 40)
+            seqs = [cache.open(())[0] for _ in gammas]
+            for n, seq in enumerate(seqs, 4):
+                llama(torch.arange(n, device=DEVICE), cache.extend([(seq, range(n))]), rows=slice(1))
+            requests = [Request([*range(n), 9], Settings(1.0, seed=n)) for n, _ in enumerate(seqs, 4)]
+            round = Round(requests, gammas, 67, DEVICE, coin=partial(Keyed, picks=ops.pick), ops=ops)
+            found += ops.draft(write_drafts, llama, cache, seqs, [[9]] * len(gammas), round)
+    drafted, q, expected, p = found
+    assert torch.equal(drafted, expected)
+    torch.testing.assert_close(q, p, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad, coupled, prompt, ops", [
+    ("target", False, 2, Ops()), ("target", False, 2, Kernels()), ("target", True, 2, Kernels()),
+    ("draft", False, 2, Kernels()), ("draft", False, 5, Kernels()), ("both", True, 2, Kernels())])
+def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(bad, coupled, prompt, ops):
+    """The target's, the draft's that are recorded, and those that are not: where it has much to read."""
+    target, draft = loud(1, ops), loud(2, ops)
+    for llama, name in ((target, "target"), (draft, "draft")):
+        if bad in (name, "both"):
+            llama.norm.fill_(torch.nan)
+    with recorded():
+        decoder = Decoder(target, cache_of(target, "blocks"), 67, ModelDrafter(draft, cache_of(draft, "rows")), coupled)
+        requests = [Request(range(prompt), Settings(t, seed=0, gamma=gamma)) for t, gamma in ((1.0, 2), (0.0, 0))]
+        for request in requests:
+            decoder.open(request)
+        with asked() as times, pytest.raises(ValueError, match="logits are not finite"):
+            decoder.step([decoder.plan(request) for request in requests])
+        assert len(times) == 1 or type(ops) is Ops or prompt > 2
+        assert [decoder.cache.length(request.seq) for request in requests] == [0, 0]
+
+
 @pytest.mark.parametrize("layout, draft, coupled", [("rows", "self", False), ("blocks", "model", True)])
 def test_texts_made_of_recordings_are_those_without(layout, draft, coupled):
     """Greedy, coupled and by rejection: the same texts, token for token, with prefixes shared and settled."""
@@ -275,6 +320,74 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     with mock.patch.object(graphs, "record", lambda run: recordings.append(run) or run), mock.patch("proof.Walk", Only):
         law = enumerate_law(run)
     assert recordings and distance(law, own_law(target, (1,), 3, (), lambda logits: logits.softmax(-1))) < 1e-6
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """PyTorch 2.11's: a pool is gone when its MemPool and its graphs are, and nothing can be captured into it then."""
+    books, ids = SimpleNamespace(users=Counter(), device=0), count(1)
+
+    class Pool:
+        def __init__(self) -> None:
+            self.id, self.device = (0, next(ids)), books.device
+            books.users[self.id] += 1
+            weakref.finalize(self, books.users.subtract, [self.id])
+
+    class Graph:
+        replay = print
+
+    @contextmanager
+    def capture(graph: Graph, pool: tuple[int, int], **how: Any) -> Iterator[None]:
+        assert pool not in books.users or books.users[pool] > 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        books.users[pool] += 1
+        weakref.finalize(graph, books.users.subtract, [pool])
+        yield
+
+    for name, value in dict(MemPool=Pool, CUDAGraph=Graph, graph=capture, graph_pool_handle=lambda: (0, next(ids)),
+                            current_device=lambda: books.device).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs.memory.cache_clear()
+    yield books
+    graphs.memory.cache_clear()
+
+
+def test_recordings_share_a_pool_that_outlives_them(allocator):
+    """One for a device."""
+    for device in (0, 0, 1):
+        allocator.device = device
+        runs = [graphs.record(lambda: None) for _ in range(2)]
+        del runs
+        gc.collect()
+    assert sorted(allocator.users.values()) == [1, 1]
+
+
+def test_a_models_device_is_the_current_one(monkeypatch):
+    """Triton launches there, and graphs are captured there."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu", torch.device("cuda", 0)):
+        ops_for(device)
+    assert chosen == [1, 0]
+
+
+@torch.inference_mode()
+def test_what_nobody_uses_is_gone_at_once():
+    """With its recordings, drafts and caches, and no garbage collector."""
+    llama, draft = loud(1, Kernels()), loud(2, Kernels())
+    with recorded() as made:
+        caches = [cache_of(llama, "blocks"), cache_of(draft, "rows")]
+        decoder = Decoder(llama, caches[0], 67, ModelDrafter(draft, caches[1]))
+        decoder.open(request := Request([1, 2], Settings(0.0, seed=0, max_tokens=9, gamma=2)))
+        for _ in range(3):
+            decoder.step([decoder.plan(request)])
+        count, kept = len(made), [weakref.ref(cache.keys.parts[0]) for cache in caches]
+        made.clear()
+    gc.disable()
+    try:
+        del decoder, caches
+        assert count == 2 and [part() for part in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_filters_can_be_recorded():

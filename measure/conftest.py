@@ -172,6 +172,7 @@ def event(**options: Any) -> SimpleNamespace:
 
 
 CUDA = dict(_lazy_init=lambda: None, is_available=lambda: True, synchronize=lambda *_: None, empty_cache=lambda: None,
+            set_device=lambda index: None,
             is_current_stream_capturing=lambda: False, get_device_capability=lambda *_: (9, 0), Event=event,
             mem_get_info=lambda *_: (1 << 30, 1 << 30),
             get_device_properties=lambda *_: SimpleNamespace(multi_processor_count=132))

@@ -1,13 +1,13 @@
 """Shared by the measurements on a GPU: models of true shapes with random weights, sizes, the clock and the roofs.
 
-Speed does not depend on the values of weights, so nothing is downloaded: random numbers, or random integers with scales
-that make numbers of their size, are made on the device. The roofs, of which figures are shares, are of the same run:
+Speed does not depend on the values of weights, so nothing is downloaded: random numbers are made on the device. Python
+needs longer to launch a kernel than many kernels take, so a recording is clocked. Figures are shares of the same run's
 
     bytes read a second, by a sum over more than a cache holds      ·      operations a second, by one large product
 
 Invariant: engines are production's own, with the size of a vocabulary as tokenizer; a clocked run is waited for.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor
 from generate import Engine, Model
 from measure.clock import seconds
 from model import Llama
+from shell import brief
 from weights import Config, Quantization
 
-Case = dict[str, Any]                                   # title, headers, rows, notes
+Rows = Iterator[Any]                                    # title and headers; then rows, and notes, which are texts
 Roof = tuple[float, float]                              # bytes read a second, operations a second
 
 LLAMA_8B = Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0)
@@ -35,8 +36,7 @@ class Scale:
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     prompts: tuple[int, ...] = (4096, 8192, 16384)      # attention's, of one text
-    texts: int = 64                                     # attention's, of one query each,
-    past: int = 8192                                    # with so many keys
+    past: int = 8192                                    # keys of each text in attention of one query each
     context: int = 1024
     count: int = 128
     alphas: tuple[float, ...] = (0.5, 0.7, 0.9)
@@ -48,17 +48,27 @@ class Scale:
     long: int = 8192
     read: int = 1 << 32                                 # bytes by which the bandwidth is measured
     turns: int = 3
-    alone: int = 8                                      # requests that a peer serves one at a time,
-    short: int = 96                                     # with answers of at most so many tokens
-    batched: int = 64                                   # requests that it serves together
 
 
 QUICK = Scale((("toy", TOY), ("toy draft", replace(TOY, num_hidden_layers=1, head_dim=128))), "cpu", torch.float32,
-              (32,), 3, 24, 16, 6, (0.7,), (2,), (1, 2), 4, 4, 12, 48, 1 << 22, 1, 1, 4, 2)
+              (32,), 24, 16, 6, (0.7,), (2,), (1, 2), 4, 4, 12, 48, 1 << 22, 1)
+
+
+def tried(run: Callable[[], Any]) -> Any:
+    """Its result, or in a line how it failed."""
+    try:
+        return run()
+    except Exception as error:
+        return f"{type(error).__name__}: {brief(error, 200)}"
 
 
 def device_seconds(run: Callable[[], object], scale: Scale, atleast: float = 0.02) -> float:
-    """Median seconds of `run()`, the device waited for, repeated so often that launching does not count."""
+    """Median seconds of `run()`, the device waited for; on a GPU of its recording, so often that no launch counts."""
+    if scale.device == "cuda":
+        from gpu.graphs import record
+        run()                                           # builds its kernels
+        run = record(run)
+
     def repeated(count: int) -> None:
         for _ in range(count):
             run()
@@ -83,24 +93,17 @@ def random_numbers(scale: Scale, *shape: int, seed: int = 0) -> Tensor:
 
 
 def random_model(config: Config, bits: int, scale: Scale) -> Llama:
-    """Random weights, or random integers with scales that make numbers of their size."""
-    if bits == 16:
-        return Llama(config, scale.device, scale.dtype, seed=0).prepare()
-    llama = Llama(config.quantized(Quantization(bits)), scale.device, scale.dtype, seed=None)
-    for name, place in llama.places().items():
-        if place.dtype in (torch.int8, torch.uint8):
-            place.random_(-127 if place.dtype == torch.int8 else 0, 128 if place.dtype == torch.int8 else 256)
-        elif name.endswith("_scale"):                   # an even spread of 8 bits deviates by 73, of 4 by 4.6
-            place.fill_(0.02 / (73 if bits == 8 or "embed" in name or "head" in name else 4.6))
-        elif name.endswith(("_zero", "norm.weight")):
-            place.fill_(8 if name.endswith("_zero") else 1)
-        else:
-            place.normal_(0, 0.02)
-    return llama.prepare()
+    """Random weights, rounded to so many bits."""
+    plain = Llama(config, scale.device, scale.dtype, seed=0)
+    if bits < 16:
+        own, plain = plain, Llama(config.quantized(Quantization(bits)), scale.device, scale.dtype, seed=None)
+        plain.fill(own.places().items())
+    return plain.prepare()
 
 
 def random_engine(llama: Llama, draft: Llama | None, tokens: int, longest: int, max_batch: int, **more: Any) -> Engine:
-    """An engine of models without a tokenizer."""
+    """An engine of models without a tokenizer, in the memory that was an earlier one's."""
+    torch.cuda.empty_cache()                            # does nothing without a GPU
     tokenizer = SimpleNamespace(vocab_size=llama.config.vocab_size)
     target, small = (one and Model(one, tokenizer, {}) for one in (llama, draft))
     return Engine(target, small, tokens, longest, max_batch, **more)

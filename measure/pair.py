@@ -143,10 +143,11 @@ def at_once(engine: Engine, requests: Sequence[Request]) -> Served:
     return serve(engine.batch, engine.caches, [(0.0, request) for request in requests])
 
 
-def weight_bytes(llama: Llama) -> int:
-    """Of the weights as they are stored, scales included; embedding and head once if they are tied."""
-    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
-    return sum(place.nbytes for place in plain.places().values())
+def weight_bytes(llama: Llama, read: bool = False) -> int:
+    """Of the weights as they are stored, scales included; embedding and head once if they are tied. read: of those that
+    a step reads, which is one row of an embedding that is not tied."""
+    plain, own = Llama(llama.config, "meta", llama.dtype, None, None, llama.weight_dtype), llama.embed is not llama.head
+    return sum(place.nbytes for name, place in plain.places().items() if not (read and own and "embed_tokens" in name))
 
 
 class StackRow(NamedTuple):

@@ -78,7 +78,7 @@ def ours(target: str, bits: int) -> Contestant:
     kept, computed = (str(dtype)[6:] for dtype in (model.llama.weight_dtype, model.llama.dtype))
     kept = kept if bits == 16 else f"INT{bits}"
     name = kept if kept == computed else f"{kept} in {computed}"
-    return Contestant(name, make, weight_bytes(model.llama))
+    return Contestant(name, make, weight_bytes(model.llama, read=True))
 
 
 def reply(model: Any, prompts: Sequence[Sequence[int]], count: int, **more: Any) -> Made:
@@ -130,22 +130,15 @@ class RandomTransformers:
         self.on_gpu, self.vocab = device == "cuda", config.vocab_size
         with torch.inference_mode(False), torch.device(device):         # a thread of its batching is in no such mode
             self.model = LlamaForCausalLM(shape).to(dtype).eval().requires_grad_(False)
+        self.attention = self.model.config._attn_implementation         # as it chose it last
 
-    def seconds_a_token(self, prompt: int, count: int, turns: int) -> dict[str, float]:
-        """After a prompt: `generate` as it is, and on a GPU with its static cache, which it compiles for."""
-        spent = {}
-        for kind, cache in (("transformers", None), ("its static cache", "static"))[:1 + self.on_gpu]:
-            runs = [reply(self.model, [[0] * prompt], count, cache_implementation=cache) for _ in range(turns + 1)]
-            spent[kind] = 1 / median(made.rate for made in runs[1:])                        # one warms up, or compiles
-        return spent
-
-    def one_at_a_time(self, work: Work) -> float:
-        """Tokens a second."""
-        runs = [reply(self.model, [[0] * prompt], count).total for prompt, count in (work[0], *work)]   # one warms up
-        return sum(count for _, count in work) / sum(runs[1:])
+    def seconds_a_token(self, prompt: int, count: int, turns: int, cache: str) -> float:
+        """After a prompt, by `generate`; for a static cache a GPU's code is compiled."""
+        runs = [reply(self.model, [[0] * prompt], count, cache_implementation=cache) for _ in range(turns + 1)]
+        return 1 / median(made.rate for made in runs[1:])                                   # one warms up, or compiles
 
     def batched(self, work: Work) -> float:
-        """The same by continuous batching, which warms up by itself. RuntimeError if a request is not served whole."""
+        """Tokens a second by continuous batching, which warms up by itself. RuntimeError if a request is not whole."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
         generator, longest = torch.Generator().manual_seed(0), max(count for _, count in work)
@@ -159,7 +152,7 @@ class RandomTransformers:
             start, counts = time.perf_counter(), [count for _, count in work]
             unserved = {manager.add_request(p, max_new_tokens=count): count for p, count in zip(prompts, counts)}
             for result in manager:
-                made = len(result.generated_tokens)
+                made, self.attention = len(result.generated_tokens), self.model.config._attn_implementation
                 if result.is_finished() and (unserved.pop(result.request_id) != made or result.error):
                     raise RuntimeError(result.error or f"{made} tokens are not as many as were asked for")
                 if not unserved:

@@ -90,8 +90,7 @@ def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
     stopped, phases, own = None, Phases(), [llama.ops for llama in models]
     for llama in models:
         llama.ops = Timed(llama.ops, phases)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=activities) as trace:
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()) as trace:
         phases.start = time.perf_counter()
         try:
             yield

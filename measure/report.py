@@ -124,9 +124,8 @@ TABLES = dict(
 def sections(results: Results) -> list[Section]:
     """In reading order. A GPU case brings its own headers."""
     found = results | {name: list(results.get(name, {}).values()) for name in ("steps", "peers")}
-    cells = lambda case: [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in case["rows"]]
     return [*(table.section(name, found) for name, table in TABLES.items() if found.get(name)),
-            *(Section(case["title"], case["headers"], cells(case), case.get("notes", ()))
+            *(Section(case["title"], case["headers"], case["rows"], case["notes"])
               for case in results.get("gpu", {}).values())]
 
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_kept_or_read_is_refused_before_it_is_measured(tmp_path, 
 @pytest.mark.parametrize("name", gpucases.CASES)
 def test_each_gpu_case_runs_with_toy_shapes_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    case = gpucases.run_case(name, quick=True)[name]
+    case = gpucases.run_case(name, quick=True)["gpu"][name]
     assert case["rows"] and {len(row) for row in case["rows"]} == {len(case["headers"])} and case["read_bandwidth"] > 0
 
 

@@ -85,10 +85,14 @@ def test_lengths_are_spread_and_names_are_files():
 
 
 def test_bytes_of_weights_are_those_of_the_numbers():
+    from dataclasses import replace
     from weights import Quantization
     from measure.gpumodels import TOY
     from model import Llama
     plain = Llama(TOY, dtype=torch.float32)
     numbers = sum(place.numel() for place in plain.places().values())
     assert pair.weight_bytes(plain) == 4 * numbers == pair.weight_bytes(plain.prepare())
+    tied = Llama(replace(TOY, tie_word_embeddings=True), dtype=torch.float32)
+    assert pair.weight_bytes(plain, read=True) == pair.weight_bytes(plain) - 4 * TOY.vocab_size * TOY.hidden_size
+    assert pair.weight_bytes(tied, read=True) == pair.weight_bytes(tied) == pair.weight_bytes(plain, read=True)
     assert pair.weight_bytes(Llama(TOY.quantized(Quantization(8)), seed=None)) < 0.4 * pair.weight_bytes(plain)

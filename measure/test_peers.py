@@ -67,5 +67,5 @@ def test_a_name_has_no_folder(tmp_path):
 @torch.inference_mode()
 def test_transformers_serves_random_weights_alone_and_together():
     peer = peers.RandomTransformers(TOY, "cpu", torch.float32)
-    assert peer.seconds_a_token(4, 3, 1)["transformers"] > 0
-    assert peer.one_at_a_time([(8, 4), (5, 6)]) > 0 and peer.batched([(8, 4), (5, 6)]) > 0
+    assert all(peer.seconds_a_token(4, 3, 1, kind) > 0 for kind in ("dynamic", "static"))
+    assert peer.batched([(8, 4), (5, 6)]) > 0 and peer.attention

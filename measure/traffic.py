@@ -95,15 +95,16 @@ def pool_blocks(effort: Effort) -> list[dict[str, str]]:
 def latency(effort: Effort) -> Rows:
     """Short texts are written while long prompts arrive, which a step reads whole or in chunks.
 
-    Arrivals are random, over twice the time that this machine takes when all are there from the start.
-    """
+    Arrivals are random, over twice the time that this machine takes when all are there from the start."""
     model, coin = Model.load("tiny", "cpu", torch.float32), random.Random(3)
     arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(2) for _ in range(effort.load))]
     arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(1) for _ in range(max(1, effort.load // 2)))]
     seconds = under_load(model, [(0.0, *sizes) for _, *sizes in arrivals], 1024).seconds
     arrivals = [(at * 2 * seconds / max(at for at, *_ in arrivals), *sizes) for at, *sizes in arrivals]
     steps = {"a whole prompt": 1024, "chunks of 128": 128}
-    turns = [[percentiles(under_load(model, arrivals, steps[name])) for name in steps] for _ in range(effort.turns)]
+    told = lambda served: {f"{name}_p{percent}": percentile(times, percent) for percent in (50, 99, 100)
+                           for name, times in (("between", served.gaps), ("first", served.first))}
+    turns = [[told(under_load(model, arrivals, steps[name])) for name in steps] for _ in range(effort.turns)]
     return [dict(step=name, budget=steps[name], **{key: median(one[key] for one in found) for key in found[0]})
             for name, found in zip(steps, zip(*turns))]
 
@@ -114,9 +115,3 @@ def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget:
     engine.decoder.budget = budget
     requests = [(at, random_request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)]
     return serve(engine.batch, engine.caches, requests)
-
-
-def percentiles(served: Served) -> dict[str, float]:
-    """Seconds between tokens, and to the first."""
-    return {f"{name}_p{percent}": percentile(times, percent)
-            for name, times in (("between", served.gaps), ("first", served.first)) for percent in (50, 99, 100)}
