@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from request import Request, Round, pack
-from sampling import finite
+from sampling import lawful
 
 
 class Drafter:
@@ -67,7 +67,7 @@ def write_drafts(llama: Any, cache: Any, seqs: Sequence[int], unread: Sequence[S
         picked = round.draft_coin(j, live).pick(probs)
         where = slice(None) if len(live) == len(drafted) else live
         drafted[where, j], q[where, j] = picked, probs
-        for b, token in zip(live, finite(picked.tolist())):
+        for b, token in zip(live, lawful(picked.tolist())):
             new[b] = [token]
     return drafted, q
 

@@ -21,12 +21,13 @@ import math
 from collections.abc import Callable
 from copy import copy
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NOT_FINITE = ("the model's logits are not finite: its weights are damaged, or too large for this dtype "
+              "(fetch it again, or use a wider --dtype)")
 Setting = float | int | Tensor | None                   # one value, or one a row; None: no such filter
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)         # with their neutral values
 
@@ -52,14 +53,18 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
     return probs.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).view(logits.shape)
 
 
-def finite(x: Any) -> Any:
-    """Unchanged: logits or probabilities, [B, V], or a list of tokens. ValueError where a row's maximum is NaN or
-    infinite, or a token −1: a GPU draws it of such a row."""
-    if min(x, default=0) < 0 if isinstance(x, list) else not (
-            math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
-        raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype "
-                         "(fetch it again, or use a wider --dtype)")
+def finite(x: Tensor) -> Tensor:
+    """x: [B, V], logits or probabilities, unchanged. ValueError where a row's maximum is NaN or infinite."""
+    if not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
+        raise ValueError(NOT_FINITE)
     return x
+
+
+def lawful(tokens: list[int]) -> list[int]:
+    """Unchanged. ValueError for −1, which a GPU draws where logits are not finite: it does not wait to look at them."""
+    if min(tokens, default=0) < 0:
+        raise ValueError(NOT_FINITE)
+    return tokens
 
 
 def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Setting = None,

@@ -32,7 +32,7 @@ from gamma import Auto, Costs, expected_tokens, mean_gains
 from kernels import send
 from kvcache import CacheFull
 from request import Request, Round, RoundStats, Speculation, pack
-from sampling import Keyed, finite
+from sampling import Keyed, lawful
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
@@ -178,7 +178,7 @@ class Decoder:
         accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
         outcome, end = torch.cat((drafted, accepted[:, None], token[:, None]), 1), now()
         outcome = outcome.tolist()                                      # a GPU is waited for here, and only here
-        finite([token for row, gamma in zip(outcome, round.gammas) for token in (*row[:gamma], row[-1])])
+        lawful([token for row, gamma in zip(outcome, round.gammas) for token in (*row[:gamma], row[-1])])
         return outcome, (start, drawn, end)
 
     def _learn(self, work: Sequence[Scheduled], requests: Sequence[Request], start: Any, drawn: Any, end: Any) -> None:

@@ -56,7 +56,7 @@ def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(qu
     assert rows[1]["same_texts"] == rows[0]["texts"]                    # a cache changes nothing
     assert rows[0]["cache_bytes"] == 0 and rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
     assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"] and rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
-    assert rows[5]["weight_bytes"] < 0.3 * rows[4]["weight_bytes"] and rows[1]["speed_up"] > 1.2
+    assert rows[5]["weight_bytes"] < 0.4 * rows[4]["weight_bytes"] and rows[1]["speed_up"] > 1.2
     assert rows[0]["speed_up"] == rows[0]["gain"] == 1
     assert all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
 
