@@ -41,7 +41,7 @@ LIKELY = tl.constexpr(2.0**-14)                         # of the largest probabi
 GOLDEN_, MIX1_, MIX2_ = tl.constexpr(GOLDEN), tl.constexpr(MIX1), tl.constexpr(MIX2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _peaks(logits, temperature, peaks, V, S, stride, PIECE: tl.constexpr):
     """Piece s of row b -> peaks[b, s] = (largest, where it first is, Σ exp((x − largest) / t)): float64[B, S, 3]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -55,7 +55,7 @@ def _peaks(logits, temperature, peaks, V, S, stride, PIECE: tl.constexpr):
     tl.store(place + 2, tl.sum(share, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _weigh(logits, temperature, peaks, out, counts, tops, V, S, stride, PIECES: tl.constexpr, PIECE: tl.constexpr,
            FILTER: tl.constexpr):
     """Piece s of row b -> probabilities: out[b, :V]; how many are likely: counts[b, s]; the row's largest: tops[b]."""
@@ -77,7 +77,7 @@ def _weigh(logits, temperature, peaks, out, counts, tops, V, S, stride, PIECES: 
         tl.store(tops + b, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["likely"])
 def _gather(probs, tops, counts, likely, V, S, PIECES: tl.constexpr, PIECE: tl.constexpr):
     """The likely ones of piece s of row b, after those of the pieces before it: likely[b]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -116,7 +116,7 @@ def _largest(numbers, count, target, MASS: tl.constexpr, TILE: tl.constexpr):
     return tl.max(known, 0).to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["aside"], do_not_specialize_on_alignment=["k", "p", "m"])
 def _edge(probs, aside, counts, tops, k, p, m, edges, V, S, PIECES: tl.constexpr, TILE: tl.constexpr):
     """Row b -> edges[b] = (the last value that is kept, how many of its equals, the least that min-p allows, the mass
     of all that are kept): float64[B, 4]. The likely candidates lie `aside` numbers further; where they are enough, only
@@ -198,7 +198,7 @@ def _mix(z):
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["streams"])
 def _race(probs, streams, best, V, S, stride, PIECE: tl.constexpr):
     """Piece s of row b -> best[b, s] = (its largest p_i / E_i, where it first is): float64[B, S, 2]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -27,8 +27,7 @@ from speculative import Decoder
 from weights import Config, Quantization
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in place of the interpreter's")
-SAMPLING = {"_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"}         # which settings they get varies
-SHAPE = dict(vocab_size=64, hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2,
+SHAPE = dict(vocab_size=70, hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2,
              head_dim=32, num_hidden_layers=1, max_position_embeddings=1024)
 
 
@@ -57,7 +56,7 @@ def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
     """Requests of all lengths and settings, many at a time: prompts, chunks, single tokens and drafts in one step."""
     random = torch.Generator().manual_seed(0)
     draw = lambda most: int(torch.randint(1, most, (), generator=random))
-    batch = Batcher(Decoder(llama, cache, 64, drafter, budget=100), 70)
+    batch = Batcher(Decoder(llama, cache, 67, drafter, budget=100), 70)
     for i in range(count):
         prompt = [draw(3)] * draw(400 if i % 16 == 0 else 30)
         batch.add(Request(prompt, Settings([1.0, 0.0][i % 2], top_p=[None, 0.9][i // 128], seed=i, max_tokens=draw(12),
@@ -78,7 +77,7 @@ def test_what_a_warm_up_launches_is_all_that_is_compiled(bits, kv):
     with counted() as later:
         serve(llama, cache, ModelDrafter(llama, PagedCache.of(llama, 400, 4, bits=kv)) if bits == 16 else None, 256)
     assert {"_attend", "_merge", "_store", "_edge"} <= later.keys() <= first.keys()
-    for name in later.keys() - SAMPLING:
+    for name in later.keys():
         assert later[name] <= first[name], name
     assert len(first["_attend"]) == 4 * 2 and len(first["_merge"]) == len(first["_store"]) == 1
 
