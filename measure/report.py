@@ -109,15 +109,15 @@ TABLES = dict(
     steps=Table("A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast", [
         ("model", "{target}"), ("CPU", "{code}"), ("weights", "{width}"),
         *((size.replace("rows", "rows ").replace("prompt", "prompt of "), f"{{{size}}}") for size in SIZES)],
-        lambda row, first: {size: format_ratio(row[size]) if row["width"] != "float32" else
+        lambda row, first: {size: format_ratio(row[size]) if row["width"].startswith("INT") else
                             format_seconds(row[f"{size}_seconds"]) for size in SIZES if size in row}),
     peers=Table("Against others: the same prompts and weights, in turns; the ratios of long prompts, until the first "
                 "token, and of sixteen texts together", [
-        ("model", "{target}"), ("ours", "{ours}"), ("theirs", "{peer}"), ("tokens/s", "{tokens_per_second:.1f}"),
-        ("theirs", "{peer_tokens_per_second:.1f}"), ("ratio", "{ratio:ratio}"),
-        ("of the read bandwidth", "{bandwidth:.0%}"), ("same texts", "{same_texts} of {texts}"), ("CPU", "{code}"),
-        ("ready after", "{seconds:seconds}"), ("theirs", "{peer_seconds:seconds}"), ("memory", "{memory:bytes}"),
-        ("theirs", "{peer_memory:bytes}"),
+        ("model", "{target}"), ("CPU", "{code}"), ("ours", "{ours}"), ("theirs", "{peer}"),
+        ("tokens/s, theirs", "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}"), ("ratio", "{ratio:ratio}"),
+        ("of the read bandwidth", "{bandwidth:.0%}"), ("same texts", "{same_texts} of {texts}"),
+        ("ready after, theirs", "{seconds:seconds}, {peer_seconds:seconds}"),
+        ("memory, theirs", "{memory:bytes}, {peer_memory:bytes}"),
         *((f"prompt of {n}", f"{{prompt{n}:ratio}}") for n in LENGTHS), ("sixteen texts", "{together:ratio}")]))
 
 

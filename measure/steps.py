@@ -51,7 +51,9 @@ def of_all_widths(target: str) -> dict[str, Llama]:
 
 
 def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
-    models, told = of_all_widths(target), {name: dict(target=label, code=machine_code(), width=name) for name in WIDTHS}
+    models = of_all_widths(target)
+    kept = dict.fromkeys(["float32"], str(models["float32"].weight_dtype)[6:])          # or bfloat16, as it is stored
+    told = {name: dict(target=label, code=machine_code(), width=kept.get(name, name)) for name in WIDTHS}
     for size, (past, new) in SIZES.items():
         if past + new <= models["float32"].config.max_position_embeddings:
             found = compare(models, past, new, effort.turns * (3 if past else 1))

@@ -2,6 +2,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from measure import report, steps
 from measure.pair import QUICK, weight_bytes
@@ -28,11 +29,11 @@ def test_a_step_is_of_the_rows_that_it_says(monkeypatch):
 def test_a_row_for_each_width_and_cpu(march, told, monkeypatch):
     monkeypatch.setenv("LLAMA_MARCH", march)
     monkeypatch.delenv("LLAMA_NATIVE", raising=False)
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200), weight_dtype=torch.bfloat16)
     monkeypatch.setattr(steps, "of_all_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
     monkeypatch.setattr(steps, "step_seconds", lambda llama, past, new: float(new))
     rows = steps.steps(QUICK, "a/folder", "folder")
-    assert [row["width"] for row in rows.values()] == ["float32", "INT8", "INT4"]
+    assert [row["width"] for row in rows.values()] == ["bfloat16", "INT8", "INT4"]
     assert all(key.startswith(f"folder, {told}, ") for key in rows)
     assert all(row["rows64"] == 1 and row["prompt128_seconds"] == 128 and "rows256" not in row for row in rows.values())
     (table,) = report.sections(dict(steps=rows))
