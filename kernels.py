@@ -105,10 +105,6 @@ class Step:
         self.spans, _ = spans, self.places              # there is a buffer now
         self._buffer.copy_(send(packed(spans, self.block_size, *self.shape), self.device), non_blocking=True)
 
-    @property
-    def positions(self) -> Tensor:
-        return self.places.positions
-
     @cached_property
     def seen(self) -> list[Tensor]:
         """The slots of all tokens of each sequence, in order: int64[m] each."""
@@ -181,6 +177,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class Ops:
     """The plain operations, differentiable, in every dtype."""
+    blink = 2**29                                       # weights that the machine reads before a reader would notice
 
     def dtype(self, stored: torch.dtype) -> torch.dtype:
         """What a checkpoint in `stored` is computed in, if nobody asks for another."""

@@ -103,7 +103,7 @@ class Llama:
         return self.ops.forward(self._forward, self, tokens, step, rows)
 
     def _forward(self, tokens: Tensor, step: Step, rows: Tensor | slice | None) -> Tensor:
-        ops, rope = self.ops, self.rope(step.positions)
+        ops, rope = self.ops, self.rope(step.places.positions)
         x, delta = ops.embed(tokens, self.embed, self.dtype), None                       # [T, C]
         for i, layer in enumerate(self.layers):
             x, delta = self.through(layer, x, delta, rope, step, i)

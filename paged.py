@@ -208,10 +208,8 @@ class PagedCache(Cache):
 
     def waste(self) -> float:
         """The share of empty places in the live blocks."""
-        used = Counter[int]()
-        for text in self._texts.values():
-            for i, block in enumerate(text.blocks):
-                used[block] = max(used[block], min(self.block_size, len(text.tokens) - i * self.block_size))
+        used = dict(sorted((block, min(self.block_size, len(text.tokens) - i * self.block_size))     # the most comes last
+                           for text in self._texts.values() for i, block in enumerate(text.blocks)))
         return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
 
 

@@ -92,9 +92,10 @@ class Toy:
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(self, tokens: Tensor, step: Any, rows: Tensor | slice | None = None) -> Tensor:
-        digits = (((tokens + self.shift) % self.V + 1).double() * (self.V + 1.0) ** step.positions)[:, None, None]
+        at, shifted = step.places.positions, (tokens + self.shift) % self.V + 1
+        digits = (shifted.double() * (self.V + 1.0) ** at)[:, None, None]
         mean = self.ops.look_back(0 * digits, 0 * digits, digits, step, 0).flatten()                     # of its text
-        codes = (mean * (step.positions + 1)).round().long()
+        codes = (mean * (at + 1)).round().long()
         return self.table[codes if rows is None else codes[rows]]
 
 

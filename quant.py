@@ -25,7 +25,6 @@ if __name__ == "__main__":                              # slow imports follow: a
     from shell import begin
     begin()
 
-import math
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -165,7 +164,7 @@ def quantize(w: Tensor, bits: int, group: int = 128) -> Quantized:
                          "it must be a matrix of floating-point numbers")
     columns, parts = w.shape[1], []
     for rows in w.split(max(1, SLAB // columns)):                       # in between, a row takes several times its room
-        if not (math.isfinite(rows.sum(dtype=torch.float32)) or rows.isfinite().all()):     # a sum is quicker
+        if not (rows.sum(dtype=torch.float32).isfinite() or rows.isfinite().all()):     # a sum is quicker
             raise ValueError(f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite")
         parts.append(int8(rows) if bits == 8 else round4(rows, group))
     values, scale, *zero = (torch.cat(part) for part in zip(*parts))

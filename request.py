@@ -57,7 +57,7 @@ class Settings:
 class RoundStats(NamedTuple):
     """A past round (speculative.py)."""
     drafted: int
-    accepted: int
+    accepted: int                                       # without drafts: made before the last token
     seconds: float
     texts: int = 1                                      # that shared the round
 

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NOT_FINITE = ("the model's logits are not finite: its weights are damaged, or too large for this dtype "
-              "(fetch it again, or use a wider --dtype)")
+NOT_FINITE = "the model's logits are not finite: its weights are damaged (fetch it again), or need a wider --dtype"
 Setting = float | int | Tensor | None                   # one value, or one a row; None: no such filter
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)         # with their neutral values
 

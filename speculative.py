@@ -27,12 +27,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from drafters import Drafter
+from drafters import Drafter, write_drafts
 from gamma import Auto, Costs, expected_tokens, mean_gains
 from kernels import send
 from kvcache import CacheFull
 from request import Request, Round, RoundStats, Speculation, pack
 from sampling import Keyed, lawful
+
+ROOM = 2**25                                            # probabilities that tokens made ahead may take
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
@@ -88,14 +90,14 @@ class Scheduled(NamedTuple):
 
 class Decoder:
     """A target and its cache, a drafter or none, and what steps cost, for all texts that are made together. vocab:
-    tokens that stand for text (logits beyond are padding). budget: the most tokens of one text in one step."""
+    tokens that stand for text (logits beyond are padding). budget: of a text in a step; ahead: of plain ones unseen."""
 
     def __init__(self, target: Any, cache: Any, vocab: int, drafter: Drafter | None = None, coupled: bool = False,
-                 coin: Callable[[Tensor, Tensor, int], Any] | None = None, budget: int = 512):
+                 coin: Callable[[Tensor, Tensor, int], Any] | None = None, budget: int = 512, ahead: int = 1):
         self.target, self.cache, self.vocab, self.drafter = target, cache, vocab, drafter or Drafter()
         self.coupled, self.coin, self.budget = coupled, coin or partial(Keyed, picks=target.ops.pick), budget
         self.gains: list[float] | None = None                           # by γ, of the last round's texts
-        self.costs, self.auto = Costs(), WeakKeyDictionary[Request, Auto]()
+        self.ahead, self.costs, self.auto = ahead, Costs(), WeakKeyDictionary[Request, Auto]()
 
     @property
     def drafts(self) -> bool:
@@ -168,14 +170,28 @@ class Decoder:
             self._learn(work, [*grown], *times)
         return grown
 
+    def _ahead(self, work: Sequence[Scheduled]) -> int:
+        """How many plain tokens each of these texts can make before anybody looks."""
+        plain = not self.drafts and all(w.size == 1 and w.num_drafts == 0 for w in work)
+        most = min(self.ahead, ROOM // (len(work) * self.vocab), *(w.request.left for w in work)) if plain else 1
+        return most if most > 1 and self.cache.fits([(w.request.seq, most) for w in work]) else 1
+
     def _pass(self, work: Sequence[Scheduled], rounds: Sequence[Scheduled]) -> tuple[list[list[int]], Any]:
         """Of each round: drafts, how many stand, the token after them. And when drafting began, the pass, its end."""
-        now = lambda: mark(self.target.device)
-        round = Round([w.request for w in rounds], [w.num_drafts for w in rounds], self.vocab, self.target.device,
-                      self.target.dtype, self.coin, self.coupled, self.target.ops)
-        start, (drafted, q) = now(), (self.drafter.propose if any(round.gammas) else Round.nothing)(round)
-        drawn, p, coin = now(), self._read(work, drafted, round), round.text_coin()         # p: [B, k+1, V]
-        accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
+        target, now, ahead = self.target, lambda: mark(self.target.device), self._ahead(work)
+        gammas = [w.num_drafts for w in rounds] if ahead == 1 else [ahead] * len(rounds)
+        round = Round([w.request for w in rounds], gammas, self.vocab, target.device, target.dtype, self.coin,
+                      self.coupled or ahead > 1, target.ops)
+        start = now()
+        if ahead > 1:                                                   # its own drafts, coupled: what it picks anyway
+            seqs, unread = zip(*((request.seq, request.tokens[-1:]) for request in round.requests))
+            drafted, _ = target.ops.draft(write_drafts, target, self.cache, seqs, unread, round)
+            drawn, drafted, token = start, drafted[:, :-1], drafted[:, -1]
+            accepted = torch.full_like(token, ahead - 1)
+        else:
+            drafted, q = (self.drafter.propose if any(round.gammas) else Round.nothing)(round)
+            drawn, p, coin = now(), self._read(work, drafted, round), round.text_coin()     # p: [B, k+1, V]
+            accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
         outcome, end = torch.cat((drafted, accepted[:, None], token[:, None]), 1), now()
         outcome = outcome.tolist()                                      # a GPU is waited for here, and only here
         lawful([token for row, gamma in zip(outcome, round.gammas) for token in (*row[:gamma], row[-1])])
@@ -226,9 +242,10 @@ class Decoder:
         """The text grows, to the first end-of-text at most; both caches forget what was rejected."""
         new = [*drafted[:stats.accepted], token]
         new = new[:next((i + 1 for i, token in enumerate(new) if token in request.ends), len(new))]
-        last = "plain" if stats.drafted == 0 else "bonus" if stats.accepted == stats.drafted else "corrected"
+        last = "bonus" if stats.accepted == stats.drafted else "corrected"
+        kinds = ["accepted"] * stats.accepted + [last] if stats.drafted else ["plain"] * len(new)
         request.tokens += new
-        request.origins += (["accepted"] * stats.accepted + [last])[:len(new)]
+        request.origins += kinds[:len(new)]
         request.rounds.append(stats)
         self._keep(request, len(request.tokens) - 1)                    # all but the last token
         return new
@@ -236,9 +253,8 @@ class Decoder:
     def _keep(self, request: Request, length: int) -> None:
         """In both caches, at most so many tokens of a text."""
         self.cache.truncate(request.seq, min(self.cache.length(request.seq), length))
-        if self.drafts:
-            self.cache.settle(request.seq, request.tokens)
-            self.drafter.keep(request, length)
+        self.cache.settle(request.seq, request.tokens)
+        self.drafter.keep(request, length)
 
     def report(self, request: Request) -> Speculation | None:
         """How speculation went in the rounds of a text, but for the first, which reads the prompt."""

@@ -67,14 +67,14 @@ def workloads(draw) -> dict:
     bits = draw(st.sampled_from([(16, 16), (16, 16), (8, 8), (8, 4), (4, 4)]))
     return dict(texts=texts, size=draw(st.integers(1, 32)), spare=draw(st.integers(0, 6)), budget=draw(st.integers(5, 64)), batch=draw(st.integers(1, 4)),
                 drafter=draw(st.sampled_from(["none", "model", "self", "self", "ngram"])), coupled=draw(st.booleans()), contiguous=draw(st.sampled_from([False, False, True])),
-                sharing=draw(st.booleans()), bits=bits)
+                sharing=draw(st.booleans()), bits=bits, ahead=draw(st.integers(1, 5)))
 
 
 def workload(drafter: str, size: int, bits: Bits, coupled: bool = False, **more) -> dict:
     """Four texts, two of them with the same beginning, in a pool that holds little more than one: some must make room."""
     texts = [dict(own=own, shared=shared, count=count, temperature=1.0, gamma=3, arrives=i // 3, top_k=None, cancelled=None)
              for i, (own, shared, count) in enumerate([(3, 0, 14), (0, 4, 14), (1, 4, 12), (2, 0, 10)])]
-    return dict(texts=texts, size=size, spare=6, budget=20, batch=4, drafter=drafter, coupled=coupled, contiguous=False, sharing=True, bits=bits) | more
+    return dict(texts=texts, size=size, spare=6, budget=20, batch=4, drafter=drafter, coupled=coupled, contiguous=False, sharing=True, bits=bits, ahead=4) | more
 
 
 @settings(max_examples=10, deadline=None)
@@ -83,6 +83,7 @@ def workload(drafter: str, size: int, bits: Bits, coupled: bool = False, **more)
 @example(workload("self", 8, (8, 4)))
 @example(workload("model", 3, (8, 8), coupled=True, sharing=False))
 @example(workload("ngram", 4, (4, 4), batch=2, contiguous=True))
+@example(workload("none", 4, (16, 16)))
 def test_every_request_gets_the_tokens_it_gets_alone(w):
     requests = []
     for i, text in enumerate(w["texts"]):
@@ -95,7 +96,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
              (lambda llama: paged(llama, blocks, w["size"], w["sharing"], w["bits"])))
     own = cache(TARGET)
     draft = {"model": lambda: ModelDrafter(DRAFT, cache(DRAFT)), "self": lambda: SelfDrafter(COPY, own), "ngram": NgramDrafter, "none": lambda: None}[w["drafter"]]()
-    batch = Batcher(Decoder(TARGET, own, V, draft, w["coupled"], budget=w["budget"]), w["batch"])
+    batch = Batcher(Decoder(TARGET, own, V, draft, w["coupled"], budget=w["budget"], ahead=w["ahead"]), w["batch"])
     cancelled, step = set(), 0
     while step <= 8 or batch.waiting or batch.running:
         for request, text in zip(requests, w["texts"]):
@@ -144,7 +145,7 @@ def test_in_float32_texts_part_only_at_near_ties():
 
 # ---- The law, through the batcher
 
-@pytest.mark.parametrize("drafter", ["model", "self"])
+@pytest.mark.parametrize("drafter", ["model", "self", "none"])
 @pytest.mark.parametrize("sharing", [False, True])
 def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing, drafter):
     """The enumeration runs through the batcher, over a pool so small that texts are put back and read again."""
@@ -157,8 +158,8 @@ def test_the_law_of_a_batch_whose_texts_make_room_for_each_other(sharing, drafte
                     for row, i in enumerate(chosen)]
         blocks = max(3, n // 2)
         caches = [PagedCache(1, 1, 1, blocks * (1 + j), 2 - j, dtype=torch.float64, prefix_sharing=sharing) for j in range(2)]
-        guesses = ModelDrafter(draft, caches[1]) if drafter == "model" else SelfDrafter(copy, caches[0])
-        batch = Batcher(Decoder(target, caches[0], 3, guesses, coin=walk), max_batch=max(2, n))
+        guesses = {"model": ModelDrafter(draft, caches[1]), "self": SelfDrafter(copy, caches[0]), "none": None}[drafter]
+        batch = Batcher(Decoder(target, caches[0], 3, guesses, coin=walk, ahead=3), max_batch=max(2, n))
         for _ in batch.run(requests):
             pass
         preempted.append(sum(r.preempted for r in requests))

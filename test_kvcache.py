@@ -86,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def attend(self, wanted):
         step = self.cache.extend([(seq, range(n)) for seq, n in wanted])
-        assert step.positions.tolist() == [len(self.texts[seq]) + i for seq, n in wanted for i in range(n)]
+        assert step.places.positions.tolist() == [len(self.texts[seq]) + i for seq, n in wanted for i in range(n)]
         T = sum(n for _, n in wanted)
         q, k, v = self.rand(L, T, H, D), self.rand(L, T, G, D), self.rand(L, T, G, D)
         outs = [OPS.look_back(q[layer], k[layer], v[layer], step, layer) for layer in range(L)]

@@ -95,7 +95,7 @@ class PagedMachine(RuleBasedStateMachine):
         starts = {seq: len(self.texts[seq]) for seq, _ in wanted}
         for seq, piece in wanted:
             self.texts[seq] = self.texts[seq] + piece
-        assert step.positions.tolist() == [i for seq, piece in wanted for i in range(starts[seq], starts[seq] + len(piece))]
+        assert step.places.positions.tolist() == [i for seq, piece in wanted for i in range(starts[seq], starts[seq] + len(piece))]
         for layer in range(L):
             new = torch.cat([numbers(*self.texts[seq])[layer, starts[seq]:] for seq, _ in wanted])
             q = torch.randn(len(new), H, D, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))

@@ -351,8 +351,8 @@ class Scripted:
     def __call__(self, tokens: Tensor, step, rows=None) -> Tensor:
         nothing = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
         self.ops.look_back(nothing, nothing, nothing, step, 0)
-        self.seen.append(list(zip(step.positions.tolist(), tokens.tolist())))
-        after = torch.tensor([self.script[i + 1] for i in step.positions.tolist()])
+        self.seen.append(list(zip(step.places.positions.tolist(), tokens.tolist())))
+        after = torch.tensor([self.script[i + 1] for i in step.places.positions.tolist()])
         logits = torch.full((len(tokens), 10), -torch.inf, dtype=torch.float64).scatter_(1, after[:, None], 0)
         return logits if rows is None else logits[rows]
 

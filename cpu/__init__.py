@@ -146,7 +146,7 @@ class CPU(Ops):
     def forward(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any) -> Tensor:
         if (layers := self.layers(llama, step.cache, step.spans)) is None:
             return plain(tokens, step, rows)
-        y = layers(self.embed(tokens, llama.embed, llama.dtype), *llama.rope(step.positions), step)
+        y = layers(self.embed(tokens, llama.embed, llama.dtype), *llama.rope(step.places.positions), step)
         return self.linear(y if rows is None else y[rows], llama.head)
 
     def draft(self, plain: Callable[..., Any], llama: Any, cache: Any, seqs: Sequence[int],
@@ -165,7 +165,7 @@ class CPU(Ops):
         step = cache.extend([(seqs[0], [*new, *[-1] * (k - 1)])], publish)
         x, coins = self.embed(torch.tensor(new), llama.embed, llama.dtype), round.coins[round.own:round.own + k]
         temperature, = (1.0 if t is None else t for t in round.settings("temperature"))
-        drafted, q = layers.drafts(x, *llama.rope(step.positions), step, temperature, coins.streams, round.vocab)
+        drafted, q = layers.drafts(x, *llama.rope(step.places.positions), step, temperature, coins.streams, round.vocab)
         return drafted[None], finite(q)[None]
 
 

@@ -282,7 +282,7 @@ def test_a_refilled_bucket_is_the_step_itself():
         alone, T = Step(spans, 4, other, DEVICE), sum(stop - start for _, start, stop in spans)
         qkv = torch.randn(6, 2 + 2, 64, device=DEVICE)
         q, k, v = qkv.split((2, 1, 1), 1)
-        assert step.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)]
+        assert step.places.positions[:T].tolist() == [i for _, start, stop in spans for i in range(start, stop)]
         assert step.places.slots.tolist() == [*(blocks[i // 4] * 4 + i % 4 for blocks, start, stop in spans
                                                 for i in range(start, stop)), *[-1] * (6 - T)]
         torch.testing.assert_close(ops.look_back(q, k, v, step, 1)[:T], Ops().look_back(q[:T], k[:T], v[:T], alone, 1))

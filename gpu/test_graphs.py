@@ -277,7 +277,7 @@ class Padded(GPU):
     probabilities = Ops.probabilities
 
     def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Any, layer: int) -> Tensor:
-        most = (Table.texts - 1) / (step.positions + 1.0)
+        most = (Table.texts - 1) / (step.places.positions + 1.0)
         return super().look_back(q, k, v, step, layer).nan_to_num().minimum(most[:, None, None])
 
 

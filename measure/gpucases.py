@@ -46,7 +46,8 @@ def stream_rows(scale: Scale, roof: Roof) -> Rows:
         for bits in (16, 8, 4):
             llama = random_model(c, bits, scale)
             asked = [random_request(context, scale.count, 0) for _ in range(scale.turns)]
-            one = median(median(at_once(random_engine(llama, None, longest, longest, 1), [r]).gaps) for r in asked)
+            engine = random_engine(llama, None, longest, longest, 1)
+            one = median(median(at_once(engine, [r]).gaps) for r in asked) / engine.decoder.ahead
             first, share = first or one, (weight_bytes(llama, read=True) + cached) / one / roof[0]
             yield [f"{name}, {bits} bits", 1 / one, 1e3 * one, f"{share:.0%}", f"{first / one:.2f}"]
             del llama

@@ -103,7 +103,7 @@ class Served(NamedTuple):
     first: list[float]                                  # seconds from a request's arrival to its first token
     gaps: list[float]                                   # seconds between a text's next tokens, or rounds of them
     held: int                                           # bytes for keys and values, when they were most
-    steps: int
+    steps: int                                          # passes of the target
     read: int                                           # bytes of keys and values, the sum over steps
     texts: list[list[int]]
 
@@ -129,7 +129,8 @@ def serve(batch: Batcher, caches: Sequence[Any], arrivals: Sequence[tuple[float,
             time.sleep(max(0.0, due[0][0] - passed()))
             batch.add(due.pop(0)[1])
         grown = batch.step()
-        kept.append(held(caches))
+        passes = 1 if batch.decoder.drafts else max(map(len, grown.values()), default=1)
+        kept += [held(caches)] * passes
         ended = passed()
         for request, new in grown.items():
             (first if len(request.tokens) - len(new) == request.prompt else gaps).append(ended - last[request])

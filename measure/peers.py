@@ -113,10 +113,7 @@ def llama_cpp(gguf: str) -> Contestant:
 
 
 def ready(load: Callable[[], Contestant], prompt: Sequence[int]) -> Contestant:
-    def both() -> Contestant:
-        (one := load()).make([prompt], 2)
-        return one
-    one, seconds, memory = spent(both)
+    (one, _), seconds, memory = spent(lambda: (one := load(), one.make([prompt], 2)))
     return one._replace(seconds=seconds, memory=memory)
 
 

@@ -203,7 +203,7 @@ def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = ()
     for text in texts if how.method != "rtn" else ():
         step = Step.alone(1, len(text), llama.device)
         x = llama.ops.embed(text.to(llama.device), llama.embed, llama.dtype)
-        read.append((x, None, llama.rope(step.positions), step))
+        read.append((x, None, llama.rope(step.places.positions), step))
     for i in range(count := len(llama.layers)):
         progress(f"layer {i + 1} of {count}")
         layer = llama.layers.pop(0)

@@ -170,7 +170,7 @@ def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
 def begun(llama: Llama, *texts: torch.Tensor) -> list[LayerInput]:
     """What the first layer gets."""
     steps = [Step.alone(1, len(text)) for text in texts]
-    return [(llama.ops.embed(text, llama.embed, llama.dtype), None, llama.rope(step.positions), step)
+    return [(llama.ops.embed(text, llama.embed, llama.dtype), None, llama.rope(step.places.positions), step)
             for text, step in zip(texts, steps)]
 
 
