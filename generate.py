@@ -189,10 +189,9 @@ class Engine:
         drafter = (ModelDrafter(draft.llama, self.caches[1]) if isinstance(draft, Model) else
                    SelfDrafter(draft, self.caches[0]) if isinstance(draft, Llama) else
                    NgramDrafter() if draft == "ngram" else None)
-        numbers = sum(place.numel() for place in Llama(model.llama.config, "meta", seed=None).places().values())
         self.decoder = Decoder(model.llama, self.caches[0], model.tokenizer.vocab_size, drafter, coupled,
                                budget=CHUNK if use_cache else max_len,
-                               ahead=min(8, model.llama.ops.blink // numbers) if use_cache else 1)
+                               ahead=model.llama.ops.ahead if use_cache else 1)
         if isinstance(drafter, SelfDrafter):                            # where its few bits cost more than they save,
             self.decoder.costs.draft.seconds = drafter.estimate()       # no draft is needed to see that
         self.batch = Batcher(self.decoder, max_batch)

@@ -208,7 +208,7 @@ class PagedCache(Cache):
 
     def waste(self) -> float:
         """The share of empty places in the live blocks."""
-        used = dict(sorted((block, min(self.block_size, len(text.tokens) - i * self.block_size))     # the most comes last
+        used = dict(sorted((block, min(self.block_size, len(text.tokens) - i * self.block_size))
                            for text in self._texts.values() for i, block in enumerate(text.blocks)))
         return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
 

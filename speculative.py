@@ -170,28 +170,27 @@ class Decoder:
             self._learn(work, [*grown], *times)
         return grown
 
-    def _ahead(self, work: Sequence[Scheduled]) -> int:
-        """How many plain tokens each of these texts can make before anybody looks."""
-        plain = not self.drafts and all(w.size == 1 and w.num_drafts == 0 for w in work)
-        most = min(self.ahead, ROOM // (len(work) * self.vocab), *(w.request.left for w in work)) if plain else 1
-        return most if most > 1 and self.cache.fits([(w.request.seq, most) for w in work]) else 1
+    def _ahead(self, work: Sequence[Scheduled]) -> list[int]:
+        """How many plain tokens each of these texts makes before the host looks; none of them if it is to look now."""
+        counts = [min(self.ahead, w.request.left) for w in work if w.size == 1 and w.num_drafts == 0]
+        small = len(work) * self.ahead * self.vocab <= ROOM and not self.drafts
+        return counts if (small and len(counts) == len(work) and max(counts) == self.ahead > 1 and
+                          self.cache.fits([(w.request.seq, n) for w, n in zip(work, counts)])) else []
 
     def _pass(self, work: Sequence[Scheduled], rounds: Sequence[Scheduled]) -> tuple[list[list[int]], Any]:
         """Of each round: drafts, how many stand, the token after them. And when drafting began, the pass, its end."""
         target, now, ahead = self.target, lambda: mark(self.target.device), self._ahead(work)
-        gammas = [w.num_drafts for w in rounds] if ahead == 1 else [ahead] * len(rounds)
-        round = Round([w.request for w in rounds], gammas, self.vocab, target.device, target.dtype, self.coin,
-                      self.coupled or ahead > 1, target.ops)
+        round = Round([w.request for w in rounds], ahead or [w.num_drafts for w in rounds], self.vocab, target.device,
+                      target.dtype, self.coin, self.coupled or bool(ahead), target.ops)
         start = now()
-        if ahead > 1:                                                   # its own drafts, coupled: what it picks anyway
+        if ahead:                                                       # its own drafts, coupled: what it picks anyway
             seqs, unread = zip(*((request.seq, request.tokens[-1:]) for request in round.requests))
-            drafted, _ = target.ops.draft(write_drafts, target, self.cache, seqs, unread, round)
-            drawn, drafted, token = start, drafted[:, :-1], drafted[:, -1]
-            accepted = torch.full_like(token, ahead - 1)
-        else:
-            drafted, q = (self.drafter.propose if any(round.gammas) else Round.nothing)(round)
-            drawn, p, coin = now(), self._read(work, drafted, round), round.text_coin()     # p: [B, k+1, V]
-            accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
+            made, end = target.ops.draft(write_drafts, target, self.cache, seqs, unread, round)[0], now()
+            rows = [lawful(row[:n]) for row, n in zip(made.tolist(), ahead)]
+            return [[*row[:-1], len(row) - 1, row[-1]] for row in rows], (start, start, end)
+        drafted, q = (self.drafter.propose if any(round.gammas) else Round.nothing)(round)
+        drawn, p, coin = now(), self._read(work, drafted, round), round.text_coin()         # p: [B, k+1, V]
+        accepted, token = couple(p, drafted, coin) if self.coupled else verify(p, q, drafted, coin)
         outcome, end = torch.cat((drafted, accepted[:, None], token[:, None]), 1), now()
         outcome = outcome.tolist()                                      # a GPU is waited for here, and only here
         lawful([token for row, gamma in zip(outcome, round.gammas) for token in (*row[:gamma], row[-1])])
@@ -254,7 +253,8 @@ class Decoder:
         """In both caches, at most so many tokens of a text."""
         self.cache.truncate(request.seq, min(self.cache.length(request.seq), length))
         self.cache.settle(request.seq, request.tokens)
-        self.drafter.keep(request, length)
+        if self.drafts:
+            self.drafter.keep(request, length)
 
     def report(self, request: Request) -> Speculation | None:
         """How speculation went in the rounds of a text, but for the first, which reads the prompt."""

@@ -78,7 +78,7 @@ class GPU(Ops):
     """`kernels.Ops`, faster. records: whether passes become CUDA graphs."""
 
     def __init__(self, records: bool = True):
-        self.records, self.blink = records, 2**36
+        self.records, self.ahead = records, 4
 
     def dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored

@@ -6,10 +6,11 @@ their addresses, filled before each replay, and no recorded operation may ask th
 
     Recorded(run)      the first call is `run` itself, which compiles its kernels, and records it; later calls replay
     Passes(…)          a pass over a few tokens of each text is a recording
-    Drafts(…)          all γ tokens that a model drafts for all texts of a round, picks included, are one recording
+    Drafts(…)          all γ tokens that a model drafts for all texts of a round, picks included, are one recording;
+                       so are the plain tokens that the target makes ahead, drafts of its own
 
 A recording has a shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the rest stays empty. It is
-made when a shape is first met; all share their memory, for they run one after the other. The γ drafts need no host
+made when a shape is first met; all share their memory, for they run in turn. The γ drafts need no host
 between them: their room is reserved at once, and each token goes from the pick to the next step on the device, with its
 position, its slot and the length of its text (`following`). The picks are those of drafters.write_drafts.
 

@@ -30,7 +30,7 @@ def text(device: str, arguments: list[str]) -> str:
     from cli import main
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
-        status = main(["--device", device, "--max-tokens", "4", "--seed", "3", *arguments, "hello hello hello"])
+        status = main(["--device", device, "--max-tokens", "6", "--seed", "3", *arguments, "hello hello hello"])
     assert status == 0, err.seek(0) or err.read()
     out.seek(0)
     return out.read()
@@ -94,6 +94,7 @@ def in_a_process(*functions: str) -> dict[str, Any]:
 def test_the_program_as_on_a_gpu(name, meanwhile):
     same, waits, steps = meanwhile()["runs"][name]
     assert same and waits.count("_pass") == steps > 1 and set(waits) <= WAITS
+    assert steps == 3 or name not in ("greedy, in rows", "float64")                 # a prompt, four tokens ahead, one
 
 
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")
