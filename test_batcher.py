@@ -118,6 +118,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         expected = alone(request, w["drafter"], w["coupled"], w["bits"])
         assert made == (expected[:len(made)] if request in cancelled else expected)
         assert request in cancelled or request.finish_reason
+        assert len(request.origins) == len(made) and (w["drafter"] != "none" or {"plain"}.issuperset(request.origins))
     if not w["contiguous"]:
         assert batch.decoder.cache.check()[2] == 0                                         # nobody has a block
 
