@@ -9,7 +9,7 @@
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
-Not covered: one call for a model of bfloat16, for drafts of several texts, or for drafts with top-k, top-p or min-p.
+Not covered: one call for x in bfloat16, for drafts of several texts, or for drafts with top-k, top-p or min-p.
 """
 import warnings
 from collections.abc import Callable, Sequence

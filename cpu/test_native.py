@@ -70,6 +70,8 @@ def test_products_of_any_shape(kind, T, N, K, group, bias, threads, seed):
         alone, two = native.product(x[t:t + 1], own), native.product(x[max(0, t - 1):t + 1], own)
         assert torch.equal(alone, two[-1:]) and (torch.equal(alone, y[t:t + 1]) or kind == "INT4")
     assert torch.equal(native.product(x.T.contiguous().T, own), y)
+    if kind == "bfloat16":                                          # the same numbers in float32: the same to the bit
+        assert torch.equal(native.product(x, weight(wide.float(), "float32", group, bias)[0]), y)
     short = amid(x.bfloat16())
     assert torch.equal(native.product(short, own), native.product(short.float(), own).bfloat16())
     which = torch.randint(N, (5,), generator=generator)

@@ -93,16 +93,16 @@ def speculation_rows(scale: Scale, roof: Roof, bits: int) -> Rows:
 def speculate(target: Llama, draft: Llama, alpha: float, gamma: int | None, streams: int, scale: Scale) -> list[str]:
     """Plain decoding and drafting in turns, of which the first does not count. The gain is by the wall clock, once all
     prompts are read; the formula is of the device's times and the mean γ."""
-    tokens, gains = streams * (scale.context + scale.count), []
-    engines = [random_engine(target, drafter, tokens, tokens // streams, streams) for drafter in (None, draft)]
+    longest, gains, coin = scale.context + scale.count, [], partial(Biased, alpha=alpha, picks=target.ops.pick)
+    engines = [random_engine(target, drafter, streams * longest, longest, streams) for drafter in (None, draft)]
     for turn in range(scale.turns + 1):
         spent, device = [], []
         for engine, drafts in zip(engines, (0, gamma)):
-            engine.decoder.coin, engine.decoder.budget = partial(Biased, alpha=alpha, picks=target.ops.pick), tokens
+            engine.decoder.coin, engine.decoder.budget = coin, streams * longest    # one coin: recordings are of one
             asked = [random_request(scale.context, scale.count, 100 * turn + i, drafts) for i in range(streams)]
             seconds, rounds = sum(at_once(engine, asked).gaps), [done for one in asked for done in one.rounds[1:]]
             spent.append(seconds / sum(done.accepted + 1 for done in rounds))
-            device.append(median(done.seconds for done in rounds))
+            device.append(median(done.seconds / (done.accepted + 1) for done in rounds))        # a plain token's
         gains.append(spent[0] / spent[1])
     gain, drafted, costs = median(gains[1:]), mean(done.drafted for done in rounds), engine.decoder.costs
     cost = costs.verifying(round(streams * (drafted + 1))) + drafted * costs.drafting()
