@@ -335,7 +335,7 @@ class Contract:
         """Two models in turns over one cache. Logits are those of each text alone, whole, without a cache, in float64;
         and so are the drafts of a round, token by token, and their distributions."""
         models = [random_llama(seed, self.ops, torch.float32) for seed in (1, 2)]
-        exact = [random_llama(seed, Ops(), torch.float64) for seed in (1, 2)]
+        exact = [partial(whole, random_llama(seed, Ops(), torch.float64)) for seed in (1, 2)]
         cache, coin, generator = PagedCache.of(models[0], 40, 4), partial(Keyed, picks=self.ops.pick), torch.Generator()
         seqs, texts, found = [[cache.open(())[0] for _ in range(3)] for _ in models], [[[], [], []], [[], [], []]], []
         poison(cache.keys)
@@ -344,10 +344,10 @@ class Contract:
             new = [torch.randint(261, (n,), generator=generator).tolist() for n in counts]
             got = models[model](torch.tensor(sum(new, [])), cache.extend([*zip(seqs[model], new)]), rows)
             texts[model] = [text + piece for text, piece in zip(texts[model], new)]
-            wanted = torch.cat([exact[model](torch.tensor(text))[-n:] for text, n in zip(texts[model], counts)])
+            wanted = torch.cat([exact[model](text)[-n:] for text, n in zip(texts[model], counts)])
             found.append((got, wanted if rows is None else wanted[rows]))
         for llama, reference, (text, *_) in zip(models, exact, texts):       # and without the cache
-            found.append((llama(torch.tensor(text), rows=slice(-2, None)), reference(torch.tensor(text))[-2:]))
+            found.append((llama(torch.tensor(text), rows=slice(-2, None)), reference(text)[-2:]))
         for got, wanted in found:                                            # a later pass does not touch them
             torch.testing.assert_close(got.double(), wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3)
         for model, gammas, unread, coupled, publish, own in ROUNDS:
@@ -385,11 +385,16 @@ class Contract:
             assert y.dtype == dtype and ((y - x.double() @ wide.T).abs() <= ROUNDING[dtype] * (x.double().abs() @ wide.abs().T)).all()
 
 
-def one_by_one(llama: Llama, request: Request, gamma: int, coupled: bool) -> tuple[list[int], torch.Tensor]:
+def whole(llama: Llama, text: list[int]) -> torch.Tensor:
+    """Logits of a text, by the pass that `Ops.forward` is given."""
+    return llama._forward(torch.tensor(text), Step.alone(1, len(text)), None)
+
+
+def one_by_one(llama: Callable[[list[int]], torch.Tensor], request: Request, gamma: int, coupled: bool) -> tuple[list[int], torch.Tensor]:
     """A text's drafts and their distributions, of 250 tokens: each from the whole text before it."""
     drafted, p = [], torch.zeros(gamma, 250, dtype=torch.float64)
     for j in range(gamma):
-        logits = llama(torch.tensor(request.tokens + drafted))[-1:, :250]
+        logits = llama(request.tokens + drafted)[-1:, :250]
         p[j] = probabilities(logits, *(getattr(request.settings, name) for name in SETTINGS))[0]
         place, role = len(request.tokens) + j * coupled, TEXT if coupled else draft_role(j)
         coin = Keyed(torch.tensor([request.settings.seed]), torch.tensor([place]), role)
