@@ -2,14 +2,13 @@
 
 `Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a subclass that
 overrides what its machine does faster, and calls super() for the rest. `find_device` chooses the device, `ops_for` its
-operations; no other page asks what the machine is. Without the folders this page does everything; with
-LLAMA_PLAIN=1 `Ops` does, on every device.
+operations; no other page asks what the machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
 for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is aligned bottom-right:
 the last query sees everything. (Aligned top-left, as by PyTorch's is_causal, it is right only for n = m.) Grouped-query
-attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G each; the cache shrinks by R.
+attention (Ainslie et al. 2023): H query heads share G ≤ H key/value heads, R = H / G on each: the cache shrinks by R.
 
 A `Step` says where the new tokens of a pass belong, for every cache and device: a contiguous cache is a paged one
 with one block of max_len tokens a sequence. Attention reads keys and values as they are *stored*, also those of the
@@ -37,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
-from quant import Quantized
+from parallel import Alone, parallelize
+from quant import Quantized, rounded_product
 from sampling import Setting
 
 triton = None                                           # for Linux only; and where nobody needs it, a slow import
@@ -80,8 +80,8 @@ class Places(NamedTuple):
 class Step:
     """The new tokens of one forward pass, packed end to end.
 
-    `places` are built on the host when they are first used, and copied to the device at once. shape: the largest T, B
-    and M of a step that `fill` reuses (a CUDA graph's).
+    `places` are built on the host at first use, and sent to the device in one copy. shape: T, B and M of `places`, if
+    larger than these tokens need, because `fill` reuses the tensors for other tokens (CUDA graphs).
     """
 
     def __init__(self, spans: Sequence[Span], block_size: int, cache: Any = None, device: torch.device | str = "cpu",
@@ -101,8 +101,8 @@ class Step:
         return Places.of(self._buffer, *self.shape)
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """Put other sequences into the same tensors. Padding tokens are stored nowhere (slot −1)."""
-        self.spans, _ = spans, self.places              # there is a buffer now
+        """Reuse the tensors of `places` for other sequences. The k and v of padding are stored nowhere (slot −1)."""
+        self.spans, _ = spans, self.places              # self.places makes the buffer
         self._buffer.copy_(send(packed(spans, self.block_size, *self.shape), self.device), non_blocking=True)
 
     @cached_property
@@ -142,12 +142,11 @@ def send(numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dty
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if (told := Path("/proc/meminfo")).exists():
-        return 1024 * int(told.read_text().split("MemAvailable:")[1].split()[0])
-    return sys.maxsize                                  # this system does not say; allocation will
+    """Bytes that are free on the device now, for each process that shares the model."""
+    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else
+            1024 * int(told.read_text().split("MemAvailable:")[1].split()[0])
+            if (told := Path("/proc/meminfo")).exists() else sys.maxsize)       # unknown: allocation will say
+    return ops_for(device).share_memory(free, device)
 
 
 def find_device(name: torch.device | str | None = None) -> torch.device:
@@ -175,20 +174,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-class Ops:
+class Ops(Alone):
     """The plain operations, differentiable, in every dtype."""
     ahead = 1                                           # plain tokens that are made before the host looks at them
 
     def dtype(self, stored: torch.dtype) -> torch.dtype:
-        """What a checkpoint in `stored` is computed in, if nobody asks for another."""
+        """The dtype to compute in by default. stored: the dtype of the checkpoint."""
         return torch.float32 if stored.itemsize == 2 else stored
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-        """What its matrices are kept in, to be multiplied by x in `dtype`: a narrower one may hold the same numbers."""
+        """The dtype of matrices in memory, for x in `dtype`. Where it loses no bit, `stored` may be kept."""
         return dtype
 
-    def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> Any:
-        """A weight as `linear` (and `embed`, if it is looked up) reads it fastest; dtype: of x. Opaque to others."""
+    def prepare(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
+        """The weight as `linear` or `embed` reads it fastest. dtype: of x; role: embed, head, or a field of Layer."""
         return weight
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,7 +200,8 @@ class Ops:
         if isinstance(w, Tensor):
             return F.linear(x, w, bias)
         tile = max(16, TILE // w.columns)
-        y = [F.linear(x, w.rows(slice(at, at + tile), x.dtype)) for at in range(0, len(w.values), tile)]
+        y = ([rounded_product(x, w)] if w.inputs == 8 else
+             [F.linear(x, w.rows(slice(at, at + tile), x.dtype)) for at in range(0, len(w.values), tile)])
         y = y[0] if len(y) == 1 else torch.cat(y, -1)
         return y if bias is None else y + bias
 
@@ -226,7 +226,7 @@ class Ops:
         return F.silu(gate) * up
 
     def attend(self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int) -> Tensor:
-        """Rotate q and k, store k and v, and let each token look back in its own text. [T, H + 2 G, D] -> [T, H, D]."""
+        """Rotate q and k, store k and v, and attend within each text. qkv: [T, H + 2 G, D] -> [T, H, D]."""
         qk, v = qkv.split((qkv.shape[1] - G, G), dim=1)
         q, k = self.rotate(qk, cos, sin).split((qk.shape[1] - G, G), dim=1)
         return self.look_back(q, k, v, step, layer)
@@ -252,11 +252,15 @@ class Ops:
         return sampling.pick(probs, streams)
 
     def forward(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any) -> Tensor:
-        """A whole pass, plain(tokens, step, rows); a backend may do it in one go."""
+        """A whole forward pass: here plain(tokens, step, rows); a backend may do it in one call."""
         return plain(tokens, step, rows)
 
+    def agree(self, numbers: Any) -> Any:
+        """Numbers of the first process, for every process, on the host; here there is one process."""
+        return numbers
+
     def draft(self, plain: Callable[..., Any], llama: Any, *round: Any) -> tuple[Tensor, Tensor]:
-        """All drafts of a round, plain(llama, *round) (drafters.write_drafts); a backend may do them in one go."""
+        """All drafts of a round: here plain(llama, *round), drafters.write_drafts; a backend may use one call."""
         return plain(llama, *round)
 
 
@@ -319,19 +323,19 @@ class Flash(Ops):
 
 
 def ops_for(device: torch.device | str) -> Ops:
-    """The fastest operations for this device: of the folder cpu/ or gpu/, if it is there and can serve, else plain."""
+    """The fastest operations for this device: from cpu/ or gpu/, or plain; and for this process's share."""
     kind, index = torch.device(device).type, torch.device(device).index
     if kind == "cuda" and index is not None:            # kernels and graphs are launched on the current one
         torch.cuda.set_device(index)
-    if os.environ.get("LLAMA_PLAIN") == "1" or kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda"):
         return Ops()
     folder, own = ("gpu", Flash() if triton else Ops()) if kind == "cuda" else ("cpu", Ops())
-    return (import_module(folder).ops() if find_spec(folder) else None) or own
+    plain = os.environ.get("LLAMA_PLAIN") == "1"
+    return parallelize(Ops() if plain else (import_module(folder).ops() if find_spec(folder) else None) or own)
 
-
-# The demonstration: what a mask aligned top-left makes of a cache.
 
 def main() -> None:
+    """The demonstration: what a mask aligned top-left makes of a cache."""
     n, m, q, k, v = 3, 10, torch.randn(3, 1, 16), torch.randn(1, 10, 16), torch.randn(1, 10, 16)
     library = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True)[0, 0]
     print(f"the last {n} of {m} tokens: x marks the keys that a query sees, and the error beside the equation")

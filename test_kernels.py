@@ -16,7 +16,7 @@ from kernels import Flash, Linear, Ops, Step, attention, triton
 from kvcache import Store
 from model import Llama
 from paged import PagedCache
-from quant import GROUP, Bits, dequantize, quantize, spread
+from quant import GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
 from request import Request, Round, Settings
 from sampling import SETTINGS, TEXT, Keyed, draft_role, probabilities
 from weights import Config
@@ -132,6 +132,35 @@ def amid(x: torch.Tensor) -> torch.Tensor:
     return room[..., :-3]
 
 
+LAYOUTS = [16, *STORED, "INT8 in groups", "INT8 with zeros", "INT4 in order", "INT8 by INT8", "FP8 by FP8"]        # of weights
+
+
+def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Quantized:
+    """W: [N, K] as it is, as `quantize` makes it, or as other programs' folders may have it."""
+    (N, K), M = w.shape, -(-w.shape[1] // group)
+    if layout == 16:
+        return w
+    if layout in STORED:
+        return quantize(w, layout, group)
+    if layout == "INT4 in order":
+        return (q := quantize(w, 4, group))._replace(scale=q.scale.half(), order=torch.randperm(K))
+    if layout in ("INT8 by INT8", "FP8 by FP8"):
+        return quantize(w, 8 if layout[:4] == "INT8" else "fp8")._replace(inputs=8)
+    values, scale = torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N, M)
+    zero = torch.randint(-128, 128, (N, M), dtype=torch.int16) if layout == "INT8 with zeros" else None
+    return Quantized(values, scale if zero is None else scale.half(), zero, K, group)
+
+
+def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
+    """The numbers of W, of x as W multiplies it, and of the sum of their sizes: float64."""
+    wide = w.double() if isinstance(w, torch.Tensor) else dequantize(*w, dtype=torch.float64)
+    if isinstance(w, Quantized) and w.inputs == 8:
+        values, scale = int8(x) if w.bits == 8 else round_fp8(x)
+        x = values.double() * scale.double()
+    x = x.double()
+    return wide, x, x.abs() @ wide.abs().T
+
+
 def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """[L, N, S, G, D], in memory with all tokens of a head together."""
     L, N, S, G, D = shape
@@ -199,21 +228,20 @@ class Contract:
             settings(deadline=None, max_examples=self.examples)(more(body))()
         return run
 
-    @pytest.mark.parametrize("bits", [16, 8, 4])
-    def test_products_and_look_ups(self, bits):
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_products_and_look_ups(self, layout):
         @self.check(PRODUCTS, st.integers(0, 70), st.integers(1, 80),
                     st.one_of(st.integers(1, 150), st.integers(1, 6).map(lambda n: 32 * n)),
                     st.sampled_from([16, 32, 64, 128]))
         def body(T, N, K, group, dtype, seed):
             torch.manual_seed(seed)
             w, x = torch.randn(N, K).to(dtype), amid(torch.randn(T, K).to(dtype))
-            kept = w if bits == 16 else quantize(w, bits, group)
-            bias = None if seed % 5 == 4 else torch.randn(N).to(dtype)
-            wide = w.double() if bits == 16 else dequantize(*kept, dtype=torch.float64)
+            kept, bias = laid_out(w, layout, group), None if seed % 5 == 4 else torch.randn(N).to(dtype)
+            wide, seen, size = stands_for(kept, x)
             more = torch.zeros(N, dtype=torch.float64) if bias is None else bias.double()
-            ready = self.ops.prepare(Linear(kept, bias), dtype, looked_up=True)
-            size = x.double().abs() @ wide.abs().T + more.abs()
-            self.close(self.ops.linear(x, ready), x.double() @ wide.T + more, dtype, size)
+            ready = self.ops.prepare(Linear(kept, bias), dtype, "embed")
+            if seen.equal(x.double()) or dtype != torch.float64:             # a product of integers has float32's scales
+                self.close(self.ops.linear(x, ready), seen @ wide.T + more, dtype, size + more.abs())
             which = torch.randperm(N)
             self.close(self.ops.embed(which, ready, dtype), wide[which], dtype, wide[which].abs())
 
@@ -381,7 +409,7 @@ class Contract:
             assert found == stored or found == torch.float32 and stored.itemsize == 2
             assert self.ops.weight_dtype([stored, torch.float64], dtype) == dtype          # numbers of 16 and 32 bits
             kept, w, x = self.ops.weight_dtype([stored], dtype), torch.randn(5, 8, dtype=stored), torch.randn(3, 8, dtype=dtype)
-            y, wide = self.ops.linear(x, self.ops.prepare(Linear(w.to(kept), None), dtype)), w.to(dtype).double()
+            y, wide = self.ops.linear(x, self.ops.prepare(Linear(w.to(kept), None), dtype, "o")), w.to(dtype).double()
             assert y.dtype == dtype and ((y - x.double() @ wide.T).abs() <= ROUNDING[dtype] * (x.double().abs() @ wide.abs().T)).all()
 
 

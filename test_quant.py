@@ -11,7 +11,7 @@ import quant
 from weights import Config
 from conftest import SMALL, peak
 from model import Llama
-from quant import dequantize, from_int4, from_int8, int4, int8, pack4, quantize, round_up, unpack4
+from quant import dequantize, from_int4, from_int8, int4, int8, nf4, pack4, quantize, round_up, unpack4
 
 MAX = torch.finfo(torch.float32).max
 KINDS = {"plain": lambda x: x, "zeros": lambda x: 0 * x, "constant": lambda x: 0 * x + x.flatten()[0], "largest": lambda x: (x.clamp(-3, 3) / 3) * MAX,
@@ -50,6 +50,26 @@ def test_weights_are_within_half_a_step(kind, N, K, bits, group, seed):
     assert back.shape == w.shape and back.dtype == torch.float32 and q.scale.shape == (N, M)
     assert off_by(w, back, columns_of(q.scale, q)) <= 0.5 * (1 + 1e-3)
     assert sum(t.nbytes for t in q[:3] if t is not None) == N * (K + 2 if bits == 8 else -(-K // 2) + 4 * M)
+
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(sorted(KINDS)), st.integers(1, 4), st.integers(1, 150), st.sampled_from(["fp8", "nf4"]), st.sampled_from([1, 5, 32, 64]), st.integers(0, 99))
+@example("all at the largest", 2, 33, "nf4", 32, 0)
+@example("all at the largest", 2, 33, "fp8", 32, 0)
+def test_weights_become_the_nearest_of_the_numbers_that_there_are(kind, N, K, bits, group, seed):
+    """By looking at each of them; and a scale is no larger than the largest number asks for."""
+    w, codes = numbers(kind, N, K, seed), E4M3[E4M3.isfinite()].double() if bits == "fp8" else nf4().double()
+    q, largest = quantize(w, bits, group), codes.max()
+    scale = columns_of(q.scale, q).double()
+    error, back = (w.double() - dequantize(*q).double()).abs(), dequantize(*q)
+    best = ((w.double() / scale)[..., None] - codes).abs().amin(-1) * scale
+    assert back.isfinite().all() and (error <= best + 1e-6 * (w.double().abs() + scale)).all()
+    most = torch.stack([part.abs().amax(1) for part in w.split(q.group, 1)], 1).double()
+    assert (q.scale.double() <= most / largest * (1 + 2.0**-7) + 1.01e-30).all() and (q.scale.double() * largest >= most * (1 - 2.0**-7)).all()
+    assert q.bits == bits and sum(t.nbytes for t in q[:3] if t is not None) == N * (K + 2 if bits == "fp8" else -(-K // 2) + 2 * -(-K // group))
 
 
 @settings(deadline=None, max_examples=100)
@@ -113,7 +133,7 @@ def test_other_dtypes_are_numbers_too(dtype, bits):
 
 
 @pytest.mark.parametrize("w, bits, group, says", [
-    (torch.ones(2, 2), 3, 32, "bits is 3: weights are stored in 8 or 4"), (torch.ones(2, 2), 16, 32, "bits is 16"), (torch.ones(2, 2), 4, 0, "group is 0"),
+    (torch.ones(2, 2), 3, 32, "bits is 3: weights are stored in 8, 4, fp8, nf4"), (torch.ones(2, 2), 16, 32, "bits is 16"), (torch.ones(2, 2), 4, 0, "group is 0"),
     (torch.tensor([[1.0, torch.nan]]), 8, 32, r"\[1, 2\] cannot be quantized: it holds numbers that are not finite"),
     (torch.tensor([[1.0, -torch.inf]]), 4, 32, "not finite"), (torch.tensor([[1.0, torch.inf]]), 8, 32, "not finite"),
     (torch.ones(2, 2, dtype=torch.int8), 8, 32, r"a weight of torch.int8 \[2, 2\]"), (torch.ones(2), 8, 32, "must be a matrix"), (torch.ones(0, 2), 8, 32, "must be a matrix")])

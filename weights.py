@@ -1,13 +1,13 @@
 """From a name to a folder, a checked config, and tensors in their places.
 
 Rotary embeddings (Su et al. 2021) turn the dimensions (i, i + D/2) of a query or key at position p by p · θ^(−2i/D).
-For texts longer than in training all pairs turn more slowly by `factor` (`linear`), or only pairs that turn less than
-low_freq_factor times over the original context, and those below high_freq_factor in proportion (`llama3`, Llama 3.1).
+For texts longer than in training, angles are divided by `factor`: all angles (`linear`), or those of slow pairs
+(`llama3`): below low_freq_factor turns over the original context, and up to high_freq_factor turns in part.
 
-A safetensors file is a JSON header (name → dtype, shape, byte range), then the bytes. So before a weight is read, each
-tensor of the model must be there with its shape and dtype, and no other. A file is mapped anew for each tensor: the
-peak of memory is the model and one tensor. No pickle is ever opened.
-Invariants: every place is filled, or an error names tensor and file; `Config.load` reads what `to_dict` made.
+A safetensors file is a JSON header (name → dtype, shape, byte range), then the bytes. So names, shapes and dtypes are
+checked before a weight is read: the folder must hold each tensor of the model, and no other. A file is mapped anew for
+each tensor: the peak of memory is the model and one tensor. No pickle is ever opened.
+Invariants: every tensor of the model is filled, or an error names it; `Config.load` reads what `to_dict` made.
 """
 import json
 import math
@@ -23,6 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from formats import Quantization, supported
+from layouts import load_quantization
 from shell import brief
 
 ALIASES = {"1B": "meta-llama/Llama-3.2-1B-Instruct", "3B": "meta-llama/Llama-3.2-3B-Instruct",
@@ -31,17 +33,17 @@ EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}       # be
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]                           # Meta's own layout, adapters
 LARGEST_JSON = 2**22                                                        # bytes
-QUANT_METHOD = "quant.py"                                                   # our format of quantized weights
-# Above any model, low enough that no product overflows and that a model on the meta device is made at once.
+# Above any real model, but so low that no product overflows and that a model on the meta device is made at once.
 LIMITS = dict(vocab_size=2**24, hidden_size=2**31 - 1, intermediate_size=2**20, num_hidden_layers=2**9, head_dim=2**12,
               num_attention_heads=2**12, num_key_value_heads=2**12, max_position_embeddings=2**31 - 1, rms_norm_eps=1.0)
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 SUPPORTED = {"model_type": ["llama"], "hidden_act": [None, "silu"], "partial_rotary_factor": [None, 1, 1.0],
              "architectures": [None, [], ["LlamaForCausalLM"]], **dict.fromkeys(FLAGS, [None, False, True])}
-ROPE_TYPES = {"default": [], "linear": ["factor"],                              # and the numbers that each needs
+ROPE_TYPES = {"default": [], "linear": ["factor"],                              # rope_type -> the numbers it needs
               "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
-INTEGERS = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16"}        # of quantized weights: never converted
+EXACT = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+         torch.float8_e4m3fn: "F8_E4M3"}                                    # dtypes of quantized weights
 
 
 def find(name: str | Path) -> Path:
@@ -61,7 +63,7 @@ def find(name: str | Path) -> Path:
             found = snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=offline)
             if not offline or any(Path(found).glob("*.safetensors")):
                 return Path(found)
-        except Exception as error:                      # the Hub's, its HTTP library's, the file system's
+        except Exception as error:                      # of the Hub, its HTTP library or the file system
             problems.append(error)
     said = brief(f"{type(problems[0]).__name__}: {problems[0]}", 200)
     raise FileNotFoundError(f"{repo} is not in the cache, and the Hub refuses it ({said}). Check the name; accept"
@@ -108,22 +110,8 @@ def read_json(file: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """How weights are stored (quant.py): `quantization_config` of a config.json. Loading does not use `method`."""
-    bits: int                                           # of the layers
-    group: int = 128                                    # numbers that share a scale in 4 bits
-    head_bits: int = 8                                  # of embedding and head; 16: not quantized
-    method: str = "rtn"                                 # how the integers were found
-
-    def __post_init__(self) -> None:
-        for name, known in dict(bits=(8, 4), group=(32, 64, 128), head_bits=(16, 8, 4),
-                                method=("rtn", "gptq", "awq", "awq+gptq")).items():
-            _supported(f"quantization: {name}", getattr(self, name), *known)
-
-
-@dataclass(frozen=True)
 class Config:
-    """A Llama's shape, under the names of its config.json. What is not computed exactly here is refused by name."""
+    """A Llama's shape, under the names of its config.json. A setting that the code lacks is refused by name."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -145,38 +133,33 @@ class Config:
         if (H := self.num_attention_heads) % (G := self.num_key_value_heads) or self.head_dim % 2:
             raise ValueError(f"num_attention_heads {H} must be a multiple of num_key_value_heads {G}, and head_dim "
                              f"{self.head_dim} even: rotary embeddings turn pairs")
-        inverse_frequencies(self)                       # refuses absurd ones
+        inverse_frequencies(self)                       # refuses absurd rope settings
 
     @property
-    def query_size(self) -> int:                        # numbers of a token's queries in a layer
+    def query_size(self) -> int:                        # numbers of all query heads of a token
         return self.num_attention_heads * self.head_dim
 
     @property
-    def kv_size(self) -> int:                           # of its keys, or its values
+    def kv_size(self) -> int:                           # numbers of all key (or value) heads of a token
         return self.num_key_value_heads * self.head_dim
 
     @classmethod
     def load(cls, folder: Path) -> "Config":
-        """From config.json. FileNotFoundError or ValueError names the file."""
+        """The config of this folder's config.json. FileNotFoundError or ValueError names the file."""
         data = read_json(file := folder / "config.json")
         try:
             for name, known in SUPPORTED.items():
-                _supported(name, data.get(name), *known)
+                supported(name, data.get(name), *known)
             heads = _number(data, "num_attention_heads")
             absent = dict(num_key_value_heads=heads, head_dim=_number(data, "hidden_size") // heads,
                           rms_norm_eps=cls.rms_norm_eps)
-            how, names = data.get("quantization_config"), [*Quantization.__dataclass_fields__]
-            ours = isinstance(how, dict) and {*how} == {*names, "quant_method"} and how["quant_method"] == QUANT_METHOD
-            if how is not None and not ours:
-                raise ValueError(f"quantization_config is {how!r}, which is not supported; only {QUANT_METHOD}'s, with "
-                                 f"{', '.join(names)} (python quant.py makes such a folder from one in 16 or 32 bits)")
-            rope: dict[str, Any] = {"rope_theta": data.get("rope_theta")}       # by age: here, or in one of these
+            rope: dict[str, Any] = {"rope_theta": data.get("rope_theta")}       # old configs; new ones: below
             for name in ("rope_scaling", "rope_parameters"):
                 if not isinstance(found := data.get(name) or {}, dict):
                     raise ValueError(f"{name} is {found!r}; it must be an object")
                 rope |= {key: value for key, value in found.items() if value is not None}
-            _supported("rope_type", kind := rope.pop("rope_type", rope.pop("type", "default")), *ROPE_TYPES)
-            _supported("partial_rotary_factor", rope.pop("partial_rotary_factor", 1), 1, 1.0)
+            supported("rope_type", kind := rope.pop("rope_type", rope.pop("type", "default")), *ROPE_TYPES)
+            supported("partial_rotary_factor", rope.pop("partial_rotary_factor", 1), 1, 1.0)
             if kind == "default" and (more := rope.keys() - {"rope_theta"}):
                 raise ValueError(f"rope_type is 'default', which has no use for {' and '.join(sorted(more))}")
             scaling = {name: _number(rope, name) for name in ROPE_TYPES[kind]}
@@ -184,7 +167,7 @@ class Config:
                        **{name: bool(data.get(name)) for name in FLAGS}, eos_token_ids=end_tokens(data),
                        rope_theta=_number(rope, "rope_theta", cls.rope_theta),
                        rope_scaling={**scaling, "rope_type": kind} if scaling else None,
-                       quantization=how and Quantization(*(how[name] for name in names)))
+                       quantization=load_quantization(data.get("quantization_config")))
         except ValueError as error:
             raise ValueError(f"{file}: {brief(error)}") from None
 
@@ -192,24 +175,19 @@ class Config:
         """The config.json of this model, as transformers reads it too."""
         data = asdict(self)
         data["eos_token_id"] = ends[0] if len(ends := data.pop("eos_token_ids")) == 1 else list(ends) or None
-        if how := data.pop("quantization"):
-            data["quantization_config"] = dict(quant_method=QUANT_METHOD, **how)
+        if data.pop("quantization"):
+            data["quantization_config"] = self.quantization.to_dict()
         return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", **data)
 
     def quantized(self, how: Quantization) -> "Config":
         """The same model with quantized weights. ValueError if they are already."""
         if now := self.quantization:
-            raise ValueError(f"the weights have {now.bits} bits already: quantize the folder that they were made from")
+            raise ValueError(f"the weights are {now.name} already: quantize the folder that they were made from")
         return replace(self, quantization=how)
 
 
-def _supported(name: str, value: Any, *known: Any) -> None:
-    if repr(value) not in (known := [*map(repr, known)]):
-        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(', '.join(known).rsplit(', ', 1))}")
-
-
 def _number(data: dict[str, Any], name: str, absent: float | None = None) -> Any:
-    """data[name], or `absent` for null, of the kind of its limit. ValueError unless above 0 and within the limit."""
+    """data[name], or `absent` for null, as int or float like its limit. ValueError unless above 0, up to the limit."""
     low, high = 1e-30 if name == "rms_norm_eps" else 0, LIMITS.get(name.removeprefix("original_"), 1e300)
     value = absent if data.get(name) is None else data[name]
     if isinstance(value, bool) or not isinstance(value, (int, type(high))) or not low < value <= high:
@@ -219,7 +197,7 @@ def _number(data: dict[str, Any], name: str, absent: float | None = None) -> Any
 
 
 def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
-    """eos_token_id of a config.json or generation_config.json: absent, one, or several."""
+    """The eos_token_id of a config.json or generation_config.json: none, one, or several. ValueError if malformed."""
     eos = data.get("eos_token_id")
     ends = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     if all(type(end) is int and end >= 0 for end in ends):
@@ -228,7 +206,7 @@ def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
 
 
 def inverse_frequencies(config: Config) -> Tensor:
-    """How far each pair of dimensions turns per position, after scaling: float32[D/2]. ValueError if that is absurd."""
+    """The angle of each pair of dimensions per position, scaling included: float32[D/2]. ValueError for absurd ones."""
     D, scaling = config.head_dim, config.rope_scaling or {}
     found = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     slow, keep = found / scaling.get("factor", 1), 0
@@ -244,7 +222,7 @@ def inverse_frequencies(config: Config) -> Tensor:
 
 
 def _open(file: Path) -> Any:
-    """A safetensors file, mapped. ValueError names it."""
+    """A safetensors file, memory-mapped. ValueError names the file."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -252,7 +230,7 @@ def _open(file: Path) -> Any:
 
 
 class Checkpoint:
-    """The tensors of a folder: names, shapes and dtypes at once, the numbers when they are asked for."""
+    """The tensors of a folder: names, shapes and dtypes are read at once, a tensor's numbers by `read`."""
 
     def __init__(self, folder: Path):
         self.folder, self.stored = folder, dict[str, tuple[Path, list[int], str]]()         # name -> file, shape, dtype
@@ -272,22 +250,25 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of its floating-point numbers, scales of quantized weights aside; that of most numbers first."""
+        """The dtypes of floating-point weights and biases (not of scales), the dtype of most numbers first."""
         count = Counter[torch.dtype]()
         for name, (_, shape, dtype) in self.stored.items():
-            if dtype in DTYPES and not name.endswith("_scale"):
+            if dtype in DTYPES and name.endswith((".weight", ".bias")):
                 count[DTYPES[dtype]] += math.prod(shape)
         return [dtype for dtype, _ in count.most_common()]
 
-    def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = {}) -> None:
-        """ValueError unless each place has its tensor and no other is stored but `ignore` and `twice` (name: equal)."""
+    def audit(self, places: Mapping[str, Tensor], ignore: str = "(?!)", twice: Mapping[str, str] = {},
+              how: Quantization | None = None) -> None:
+        """ValueError unless the folder holds a tensor for each place (name -> tensor to be filled), and no other.
+        ignore: pattern of names to skip; twice: name -> the place it repeats; how: how quantized weights are stored."""
         self.stored = {name: header for name, header in self.stored.items() if not re.fullmatch(ignore, name)}
+        places = how.stored(places, self.stored) if how else places
         places = {**places, **{name: places[twice[name]] for name in twice if name in self.stored}}
         for name, place in places.items():
             if name not in self.stored:
                 raise ValueError(f"tensor {name} {list(place.shape)} is missing from {self.folder}: wrong config.json?")
             file, shape, dtype = self.stored[name]
-            kind = INTEGERS.get(place.dtype)
+            kind = EXACT.get(place.dtype)
             if dtype not in ([kind] if kind else DTYPES):
                 raise ValueError(f"tensor {name} in {file} is {dtype}; weights must be {kind or f'one of {[*DTYPES]}'}")
             if shape != list(place.shape):
@@ -296,7 +277,7 @@ class Checkpoint:
             raise ValueError(f"tensor {brief(name)} in {self.stored[name][0]} has no place in the model of config.json")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped: it is read as it is used, and let go with the last reference."""
+        """One tensor, memory-mapped: its bytes are read when they are used, and unmapped with its last reference."""
         file, shape, _ = self.stored[name]
         with _open(file) as opened:
             tensor = opened.get_tensor(name)
@@ -305,9 +286,10 @@ class Checkpoint:
         return tensor
 
     def tensors(self, places: Mapping[str, Tensor], **rules: Any) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name, one after the other. rules: those of `audit`, which is repeated first."""
+        """(name, tensor) for each place, one after the other. rules: those of `audit`, which runs again first."""
         self.audit(places, **rules)
         for name, other in rules.get("twice", {}).items():
             if name in self.stored and not torch.equal(self.read(name), self.read(other)):
                 raise ValueError(f"tensor {name} of {self.folder} differs from {other}, though config.json ties them")
-        yield from ((name, self.read(name)) for name in places)
+        how = rules.get("how")
+        yield from how.tensors(places, self.stored, self.read) if how else ((name, self.read(name)) for name in places)

@@ -1,11 +1,11 @@
-"""A CPU's operations: C where there is a compiler (native.py), the library's packed products where there is none.
+"""A CPU's operations: C where there is a compiler (native.py), else PyTorch, with packed products.
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded. Without a compiler float32 and
-    bfloat16 take oneDNN's order, if this build of the library and this CPU have a product by it.
+    bfloat16 take oneDNN's order, if this build of PyTorch can multiply by it on this CPU.
   - Attention of few queries, or of few scores, reads keys and values where they are stored, in C. Long prompts, caches
-    of 4 bits, and all attention without a compiler are the library's, several texts in one call (padded.py).
-  - Such a pass goes through all layers in one call, and so do all drafts of a lone text, with no Python between the
-    operations.
+    of 4 bits, and all attention without a compiler are PyTorch's, several texts in one call (padded.py).
+  - If C does both products and attention, one call runs all layers, and one call makes all drafts of a lone text, with
+    no Python between the operations.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
@@ -25,12 +25,12 @@ from kernels import Linear, Ops, Span, Step
 from quant import Quantized
 from sampling import SETTINGS, Keyed, Setting, check_settings, finite
 
-SCORES = 2**14                                          # new tokens times keys, up to which attention of many is C's
+SCORES = 2**14                                          # queries · keys of a text: beyond, PyTorch attends
 warnings.filterwarnings("ignore", "'cpu.native' found in sys.modules", RuntimeWarning)          # python -m cpu.native
 
 
 class Packed(NamedTuple):
-    """A weight in oneDNN's own order; `plain` beside it where its rows are looked up, too."""
+    """A weight in oneDNN's own order; plain: the same weight by rows, for an embedding's look-up."""
     packed: Tensor
     bias: Tensor | None
     plain: Tensor | None
@@ -41,7 +41,7 @@ def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def packs(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's order; None where this machine has no product by it, which a trial shows."""
+    """The weight in oneDNN's order; None if a trial shows that this machine cannot multiply by it."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     try:                                                # the order for 4 rows serves 1 to 512
@@ -60,18 +60,18 @@ class CPU(Ops):
         self._layers: WeakKeyDictionary[Any, native.Layers | None] = WeakKeyDictionary()
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-        """bfloat16 stays as it is beside float32: half the bytes to read, and the same products to the bit."""
+        """For float32 x, bfloat16 weights stay bfloat16: half the bytes to read, and the same products to the bit."""
         in_c = dtype == torch.float32 and native.library() is not None
         return torch.bfloat16 if in_c and stored == [torch.bfloat16] else dtype
 
     # ---- Weights
 
-    def prepare(self, weight: Linear, dtype: torch.dtype, looked_up: bool = False) -> native.Weight | Packed | Linear:
+    def prepare(self, weight: Linear, dtype: torch.dtype, role: str) -> native.Weight | Packed | Linear:
         w, bias = weight
         if native.multiplies(w, dtype):
             return native.Weight.of(weight)
         packed = None if isinstance(w, Quantized) else packs(w)
-        return weight if packed is None else Packed(packed, bias, w if looked_up else None)
+        return weight if packed is None else Packed(packed, bias, w if role == "embed" else None)
 
     def linear(self, x: Tensor, weight: native.Weight | Packed | Linear) -> Tensor:
         if isinstance(weight, native.Weight):
@@ -115,7 +115,7 @@ class CPU(Ops):
 
     @staticmethod
     def _reads(cache: Any, spans: Sequence[Span]) -> bool:
-        """Whether attention of these texts over this cache is C's."""
+        """Whether C computes attention of these texts over this cache."""
         if cache is None or any(n > padded.FEW and n * stop > SCORES
                                 for _, start, stop in spans for n in [stop - start]):
             return False
@@ -153,7 +153,7 @@ class CPU(Ops):
               unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
         """The drafts of a lone text without filters in one call -> int64[1, k], float32[1, k, V].
 
-        Room is reserved for all at once, under tokens that nobody knows yet (−1).
+        The cache reserves slots for all drafts at once, with −1 for each token that is not known yet.
         """
         layers = None
         if len(unread) == 1 and unread[0] and isinstance(round.coins, Keyed) and all(

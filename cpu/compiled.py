@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 LIMIT, ANSWER = 120.0, 20.0                             # seconds for a compilation, and for a compiler's macros
-ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; seconds that none takes
-UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # used unasked
+ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; age of leftovers
+UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # compilers use these
 
 
 class CompilerError(OSError):
@@ -137,7 +137,7 @@ def _seal(path: Path, content: bytes) -> bytes:
 
 
 def _locked(folder: Path) -> BinaryIO:
-    """The folder's lock, until the file is closed. Nobody waits for ever, or where there are no locks."""
+    """Lock the folder until the file is closed. Waits at most LIMIT seconds, and not where locks do not work."""
     import fcntl                                        # not everywhere
     file, until = open(folder / "lock", "ab"), time.monotonic() + LIMIT
     while time.monotonic() < until:

@@ -1,6 +1,6 @@
 // INT4 by a few rows of x, as integers. Compiled after blocks.c.
 //
-// Making numbers of the integers would take most of the time. So x becomes integers, for each row and group:
+// Making numbers of the integers would take most of the time. So x becomes integers, for each row and stretch:
 //
 //     x ≈ (d0 2^16 + d1 2^8 + d2) · scale,  digits from −128 to 127      rounded by at most max|x| / 2^24
 //     Σ x (q − zero) = scale · Σ_i 2^(16 − 8 i) (Σ d_i q − zero Σ d_i)   sums of whole numbers, which are exact
@@ -8,31 +8,31 @@
 // One instruction multiplies four columns of each lane by four digits: bytes q, without a sign, by bytes with one.
 
 enum { DIGITS = 3 };
-typedef struct Digits { float scale, sums[DIGITS]; } Digits;        // of a row and group; Σ d_i
+typedef struct Digits { float scale, sums[DIGITS]; } Digits;        // of a row and stretch; Σ d_i
 
-// RUN: units that `some` has room for. FEW_i4: rows beyond which it is faster to make numbers of W.
+// RUN: units that `some` has room for. FEW_digits: rows beyond which it is faster to make numbers of W.
 #if defined __AVX512VNNI__
 typedef __m512i some;                               // a sum of 32 bits for each lane
-enum { RUN = 16, FEW_i4 = 12 };
+enum { RUN = 16, FEW_digits = 12 };
 INLINE some dot(some s, ints q, int32_t d) { return _mm512_dpbusd_epi32(s, (__m512i)q, _mm512_set1_epi32(d)); }
 INLINE ints summed(some s) { return (ints)s; }
 #elif defined __AVX512BW__
 typedef __m512i some;                               // two sums of 16 bits: 32 columns of at most 15 · 128 fit
-enum { RUN = 4, FEW_i4 = 5 };
+enum { RUN = 4, FEW_digits = 3 };
 INLINE some dot(some s, ints q, int32_t d) {
     return _mm512_add_epi16(s, _mm512_maddubs_epi16((__m512i)q, _mm512_set1_epi32(d)));
 }
 INLINE ints summed(some s) { return (ints)_mm512_madd_epi16(s, _mm512_set1_epi16(1)); }
 #elif defined __AVX2__ && !defined __AVX512F__
 typedef __m256i some;
-enum { RUN = 4, FEW_i4 = 3 };
+enum { RUN = 4, FEW_digits = 2 };
 INLINE some dot(some s, ints q, int32_t d) {
     return _mm256_add_epi16(s, _mm256_maddubs_epi16((__m256i)q, _mm256_set1_epi32(d)));
 }
 INLINE ints summed(some s) { return (ints)_mm256_madd_epi16(s, _mm256_set1_epi16(1)); }
 #else
 typedef ints some;
-enum { RUN = 16, FEW_i4 = 6 };
+enum { RUN = 16, FEW_digits = 6 };
 INLINE some dot(some s, ints q, int32_t d) {
     for (int b = 0; b < 32; b += 8) s += (q >> b & 15) * (int8_t)(d >> b);
     return s;
@@ -40,12 +40,12 @@ INLINE some dot(some s, ints q, int32_t d) {
 INLINE ints summed(some s) { return s; }
 #endif
 
-// Row t of x: [T, K] -> [groups, T, DIGITS, columns of a group]. What is not finite makes a scale of NaN.
-static void to_digits(const float *x, long K, long group, int8_t *to, long T, long t, Digits *told) {
-    for (long k = 0; k < K; k += group, told++) {
-        long n = least(K - k, group), whole = parts(n, COLUMNS_i4) * COLUMNS_i4;
+// Row t of x: [T, K], whole units -> [stretches, T, DIGITS, columns]. What is not finite makes a scale of NaN.
+static void to_digits(const float *x, long K, long stretch, int8_t *to, long T, long t, Digits *told) {
+    for (long k = 0; k < K; k += stretch, told++) {
+        long n = least(K - k, stretch);
         const float *from = x + t * K + k;
-        int8_t *first = to + DIGITS * (T * k + t * whole), *second = first + whole, *third = second + whole;
+        int8_t *first = to + DIGITS * (T * k + t * n), *second = first + n, *third = second + n;
         float most = 0, bad = 0;
         int32_t a = 0, b = 0, c = 0;
         #pragma omp simd reduction(max:most) reduction(+:bad)
@@ -58,7 +58,6 @@ static void to_digits(const float *x, long K, long group, int8_t *to, long T, lo
             first[i] = top, second[i] = middle, third[i] = low;
             a += top, b += middle, c += low;
         }
-        for (long i = n; i < whole; i++) first[i] = second[i] = third[i] = 0;
         *told = (Digits){ most / (127 << 16) + bad, { a, b, c } };
     }
 }
@@ -86,7 +85,7 @@ static void name(const Stretch *a) {                                            
                 UNROLL for (int d = 0; d < DIGITS; d++) all[t][p][d] += summed(s[t][p][d]);                            \
         }                                                                                                              \
         UNROLL for (int p = 0; p < P; p++) {                                                                           \
-            vec by = load_bf16(a->scale + p * a->next + v * LANES);                                                    \
+            vec by = scales(a, p * a->next + v * LANES);                                                               \
             vec zero = -number(widen_i16(a->zero + p * a->next + v * LANES));                                          \
             UNROLL for (int t = 0; t < T; t++) {                                                                       \
                 const Digits *told = a->digits + t * a->groups;                                                        \
@@ -98,8 +97,8 @@ static void name(const Stretch *a) {                                            
         }                                                                                                              \
     }                                                                                                                  \
 }
-#define PANELS_i4(T) ((T) > 2 ? 1 : LANES == 8 ? 2 : 4 / (T))
-#define BOTH_i4(T) DIGIT_BLOCK(T, 1, one_i4##T) DIGIT_BLOCK(T, PANELS_i4(T), wide_i4##T)
-BOTH_i4(1) BOTH_i4(2) BOTH_i4(3) BOTH_i4(4) BOTH_i4(5) BOTH_i4(6)
-static void (*const blocks_i4[][2])(const Stretch *) = { { 0, 0 }, PAIR(i4, 1), PAIR(i4, 2), PAIR(i4, 3), PAIR(i4, 4),
-    PAIR(i4, 5), PAIR(i4, 6) };
+#define PANELS_digits(T) ((T) > 2 ? 1 : LANES == 8 ? 2 : 4 / (T))
+#define BOTH_digits(T) DIGIT_BLOCK(T, 1, one_digits##T) DIGIT_BLOCK(T, PANELS_digits(T), wide_digits##T)
+BOTH_digits(1) BOTH_digits(2) BOTH_digits(3) BOTH_digits(4) BOTH_digits(5) BOTH_digits(6)
+static void (*const blocks_digits[][2])(const Stretch *) = { { 0, 0 }, PAIR(digits, 1), PAIR(digits, 2),
+    PAIR(digits, 3), PAIR(digits, 4), PAIR(digits, 5), PAIR(digits, 6) };

@@ -77,13 +77,8 @@ static void keep(Kept at, long vector, const float *x, long D) {
     if (at.kind == 0) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
     else if (at.kind == 1)
         for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
-    else {                                          // quant.int8
-        float most = 0;
-        for (long d = 0; d < D; d++) most = fabsf(x[d]) > most ? fabsf(x[d]) : most;
-        union { float f; uint32_t i; } u = { most / 127 };
-        u.f = u.f < 1e-30f ? 1e-30f : u.f > 2.679e36f ? 2.679e36f : u.f;
-        at.scale[vector] = (u.i + 0xFFFF) >> 16;
-        float scale = one_bf16(at.scale[vector]);
+    else {
+        float scale = one_bf16(at.scale[vector] = row_scale(x, D, 127));
         for (long d = 0; d < D; d++) ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / scale);
     }
 }

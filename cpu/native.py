@@ -1,8 +1,8 @@
 """Products and short steps on a CPU, in C.
 
-A step of one token reads every weight once, for two operations: a core has time to spare, if the next bytes are always
-under way. A step of many tokens uses a weight many times, and has none. Both want one order in memory, which `Weight`
-makes: sixteen rows of W lie side by side, a panel, and each has a lane of a register:
+A step of one token reads every weight once, for two operations. Reading is the limit: the next bytes must always be
+under way. A step of many tokens uses a weight many times: arithmetic is the limit. Both want one order in memory, which
+`Weight` makes: sixteen rows of W lie side by side, a panel, and each has a lane of a register:
 
     for k in K:                             one unit of memory after the other, to the end of the panel
         w = panel[k]                        [16], integers become float32 in registers
@@ -10,18 +10,21 @@ makes: sixteen rows of W lie side by side, a panel, and each has a lane of a reg
             sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
 
 bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and multiplied as
-float32. INT8 has a scale for each row, INT4 a scale and a zero for each row and group. Eight columns of INT4 share a
-unit; beside few rows of x they stay integers, and x becomes integers, too (integers.c).
+float32. All formats of quant.Quantized are read: INT8, INT4, NF4 (a permutation of a register is the look-up) and
+FP8 (float16 with a smaller exponent), with a scale for each row or group in bfloat16 or float32, zeros, and columns in
+another order, in which x is gathered. Inputs of 8 bits are rounded, and multiplied as float32. Eight columns of 4 bits
+share a unit; beside the fewest rows of x INT4 stays integers, and x becomes integers, too (integers.c).
 
-Between two products memory stands still while Python finds the next operation. So norm, rotation, SwiGLU and attention,
+While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and attention,
 which reads keys and values where they are stored, are one call each; and where all products of a model are in C, all
 its layers are one call, and so are all drafts of a round (`Layers`).
 
-Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most 2e-5 of Σ|x||w|, where
-x beside INT4 counts 2^-8 of the largest x of its group at least. A row does not depend, to the bit, on the rows beside
-it; with INT4, on whether they are few.
+Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most 2e-5 of Σ|x||w|; for
+INT4 each |x| counts as at least 2^-8 of the largest of its group. A row of y does not depend, to the bit, on the other
+rows; for INT4 only on whether rows are few. NaN in FP8 makes NaN of its whole row of W.
 
-Not covered: float64, float16, groups of INT4 but 32, 64 and 128, x in bfloat16 in one call, gradients; only Linux.
+Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or of 4 bits into units of
+8; sums of integers beside inputs of 8 bits; x in bfloat16 in one call, gradients; only Linux.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size · F intermediate_size
     H, G query and key/value heads · D head_dim · V vocab_size
@@ -38,11 +41,11 @@ from torch import Tensor
 
 from cpu.compiled import compile_library
 from kernels import Linear, Step
-from quant import Quantized, unpack4
+from quant import Quantized, nf4, unpack4
 
 SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocks", "integers", "products", "native")]
-WIDE = 16                                               # rows of W in a panel
-KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)    # of stored numbers, as C counts them; uint8: INT4
+WIDE, STRETCH = 16, 128                                 # rows of W in a panel, and columns of a sum
+KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", torch.float8_e4m3fn, "zeros")    # as blocks.c counts
 P, L = ctypes.c_void_p, ctypes.c_long
 
 
@@ -107,6 +110,7 @@ class At:
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.product.argtypes = lib.rows.argtypes = [At] * 3 + [L]
     lib.rows.restype = L
+    (ctypes.c_float * 16).in_dll(lib, "nf4")[:] = nf4().tolist()
     lib.add_norm.argtypes = [At] * 5 + [L, L, ctypes.c_float]
     lib.swiglu.argtypes = [At, At, L, L]
     lib.attend.argtypes = [At] * 5 + [L] * 5
@@ -119,30 +123,52 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 # ---- Products --------------------------------------------------------------------------------------------------------
 
+def unquantized(weight: Tensor | Quantized) -> Quantized:
+    """A weight as Quantized; a plain matrix has no scales. With at most one scale a row, a group is whole stretches."""
+    w = Quantized(weight, None, None, weight.shape[1], 0) if isinstance(weight, Tensor) else weight
+    lone = w.scale is None or w.scale.shape[1] == 1
+    return w._replace(group=-(-w.columns // STRETCH) * STRETCH) if lone else w
+
+
+def kind(w: Quantized) -> torch.dtype | str | int:
+    """The kind of the stored numbers: an element of `KINDS`."""
+    if w.values.dtype == torch.uint8:
+        return w.bits
+    return w.values.dtype if w.zero is None else "zeros"
+
+
 def multiplies(weight: Tensor | Quantized, x: torch.dtype = torch.float32) -> bool:
-    """Whether there is a product of rows of dtype x by this matrix."""
-    values, group = (weight.values, weight.group) if isinstance(weight, Quantized) else (weight, 0)
-    return (values.device.type == "cpu" and values.dtype in KINDS and x in (torch.float32, torch.bfloat16)
-            and (values.dtype != torch.uint8 or group in (32, 64, 128)) and library() is not None)
+    """Whether C multiplies x, of this dtype, by this matrix."""
+    w = unquantized(weight)
+    part = min(w.group, STRETCH)                        # columns that are multiplied at a time
+    return (w.values.device.type == "cpu" and kind(w) in KINDS and x in (torch.float32, torch.bfloat16)
+            and w.group % part == part % (8 if w.values.dtype == torch.uint8 else 1) == 0
+            and library() is not None)
 
 
 class Weight(Record):
     """W [N, K] as blocks.c reads it: addresses, and the tensors that lie there."""
 
-    _fields_ = [("w", P), ("scale", P), ("zero", P), ("bias", P), ("N", L), ("K", L), ("group", L), ("kind", L)]
+    _fields_ = [*((name, P) for name in ("w", "scale", "zero", "bias", "order")),
+                *((name, L) for name in ("N", "K", "group", "kind", "exact", "inputs"))]
 
     @classmethod
     def of(cls, linear: Linear) -> "Weight":
-        """W in float32, bfloat16, 8 or 4 bits (`multiplies`)."""
-        w, bias = linear
-        values, scale, zero, K, group = w if isinstance(w, Quantized) else (w, None, None, w.shape[1], w.shape[1])
+        """From a weight that `multiplies` accepts."""
+        w, bias = unquantized(linear.weight), linear.bias
+        values, scale, zero, K, group, order, inputs = w
+        exact = scale is not None and scale.dtype != torch.bfloat16
+        scale = scale.float() if exact else scale
         if values.dtype == torch.uint8:                 # columns 0 to 3 of eight in the lower halves of four bytes
             q = unpack4(torch.nn.functional.pad(values, (0, -values.shape[1] % 4))).view(len(values), -1, 2, 4)
             values = (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
+        if values.dtype == torch.float8_e4m3fn:         # C reads float16 of 2^-8 the number, and no NaN
+            values = values.view(torch.int8)
+            scale = (256 * scale).masked_fill_((values & 127 == 127).any(1, True), torch.nan)
         parts = [panels(values, {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)),
                  *(None if part is None else panels(part) for part in (scale, zero)),
-                 None if bias is None else bias.detach().float()]
-        self = cls(*map(address, parts), len(values), K, group, KINDS.index(values.dtype))
+                 None if bias is None else bias.detach().float(), order]
+        self = cls(*map(address, parts), len(values), K, group, KINDS.index(kind(w)), exact, inputs)
         self.held, self.library = [part for part in parts if part is not None], library()
         return self
 
@@ -155,7 +181,7 @@ class Weight(Record):
 
 
 def panels(x: Tensor, unit: int = 1) -> Tensor:
-    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE], units of so many columns: rows side by side, filled up with zeros."""
+    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE], `unit` columns in a unit; 16 rows side by side, padded with 0."""
     N, K = x.shape
     if N % WIDE or K % unit:
         x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
@@ -196,13 +222,13 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def soften(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) [B, V], V > 0; of 0 the first of the largest. NaN where a row is not finite."""
+    """softmax(logits / temperature) [B, V], V > 0; temperature 0: one-hot, first maximum. NaN in rows not finite."""
     library().soften_rows(logits.contiguous(), probs := torch.empty(logits.shape), *logits.shape, temperature)
     return probs
 
 
 def race(probs: Tensor, streams: Tensor) -> Tensor:
-    """probs: float32 or float64 [B, V], V > 0."""
+    """sampling.pick in C. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
     (B, V), picked = probs.shape, torch.zeros(len(probs), dtype=torch.int64)
     run = library().pick_f64 if probs.dtype == torch.float64 else library().pick_f32
     run(probs.contiguous(), streams.expand(B, 1).contiguous(), picked, B, V)
@@ -268,7 +294,7 @@ class Layers(Record):
 
     @classmethod
     def of(cls, llama: Any) -> "Layers | None":
-        """None where a product is not C's, or numbers are not float32."""
+        """None if C cannot do all products, or the model is not float32."""
         every = [[getattr(layer, name) for name, _ in _Layer._fields_] for layer in llama.layers]
         products = [llama.embed, llama.head, *(part for _, _, *parts in every for part in parts)]
         if not every or not serves(llama.norm) or not all(isinstance(part, Weight) for part in products):
@@ -290,7 +316,7 @@ class Layers(Record):
                V: int) -> tuple[Tensor, Tensor]:
         """The next k tokens of a text, int64[k], and their distributions, softmax(logits / temperature): float32[k, V].
 
-        x: [T, C], of the tokens before; it is overwritten. cos, sin: [T + k − 1, 1, D]; step: of T + k − 1 tokens;
+        x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; step: of T + k − 1 tokens;
         streams: int64[k, 1], one for each pick.
         """
         (T, C), k = x.shape, len(streams)

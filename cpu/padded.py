@@ -1,4 +1,4 @@
-"""Attention over blocks by the library: the texts of a step that have few queries in one call, padded to the longest.
+"""Attention over blocks in PyTorch: one call for all texts of a step that have few queries, padded to the longest.
 
 A text that decodes or verifies has few new tokens, too little work for a call of its own. So one gather brings the keys
 and values of all these texts together, padded, and one call serves them. A text that reads many tokens has a call of
@@ -7,7 +7,7 @@ its own; where its blocks lie in order, its past is a slice, and nothing is gath
 Invariant: padding is never read into a result, and never written.
 Cost: the padded keys and values of a layer are copied for each step.
 
-    T tokens of a step, T' of the texts with few · B such texts · n queries of one · M keys of the longest
+    T tokens of a step, T' tokens of texts with few queries · B such texts · n queries of one · M keys of the longest
     H, G heads, R = H / G · D head size · N blocks of S tokens
 """
 from itertools import accumulate
@@ -24,17 +24,17 @@ FEW = 16                                                # the most queries of a 
 
 class Few(NamedTuple):
     """The texts of a step with few queries each."""
-    past: Tensor | slice                                # int64[B, M]: slots, then the first; or of a lone text
+    past: Tensor | slice                                # int64[B, M]: slots, padded; of a lone text a slice
     unseen: Tensor                                      # float32[B, n, M]: 0 where a query sees a key, else −∞
-    place: Tensor | None                                # int64[T']: where the queries are among B · n; None: everywhere
-    rows: Tensor | None                                 # int64[T']: where they are in the step; None: all of it
+    place: Tensor | None                                # int64[T']: rows of queries among B · n; None: all
+    rows: Tensor | None                                 # int64[T']: rows of queries in the step; None: all
 
 
 class Plan(NamedTuple):
     """What attention of a step needs in every layer."""
     slots: Tensor                                       # int64[T]
     few: Few | None
-    many: list[tuple[slice, Tensor | slice]]            # of other texts: tokens in the step, slots of the past
+    many: list[tuple[slice, Tensor | slice]]            # each other text: tokens in the step, slots of keys
 
 
 def in_order(span: Span, S: int) -> slice | None:

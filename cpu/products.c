@@ -1,35 +1,38 @@
-// y = x Wᵀ on a CPU, for any number of rows of x, with W in float32, bfloat16, INT8 or INT4. Compiled after blocks.c
-// (few rows, few panels, a stretch of columns) and integers.c.
+// y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a stretch of columns)
+// and integers.c.
 
 enum { NEAR = 192 };                                // rows that one pass over the panels multiplies: x stays near
-static const int FEW[] = { 0, LANES == 16 ? 32 : 8, 32, FEW_i4 };       // rows that do not pay for `unfold`
+
+// The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
+static Stretch stretch_at(const Weight *w, long p, long k, long n) {
+    long columns = COLUMNS[w->kind], unit = WIDE * BYTES[w->kind], units = parts(w->K, columns);
+    long groups = parts(w->K, w->group), g = (p * groups + k / w->group) * WIDE;
+    return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit, .panel = units * unit,
+                      .units = parts(n, columns), .scale = w->scale ? w->scale + g * (w->exact ? 4 : 2) : 0,
+                      .zero = w->zero ? w->zero + g : 0, .next = groups * WIDE, .exact = w->exact };
+}
 
 // Panels from first to last, times all rows of x: [T, row] -> y: [T, N], N whole panels.
 static void some_panels(const Weight *w, const char *x, long row, const Digits *digits, float *y, long T, long N,
                         long first, long last) {
-    static void (*const (*const blocks[])[2])(const Stretch *) = { blocks_f32, blocks_bf16, blocks_i8, blocks_i4 };
-    static Stretch (*const unfold[])(const Stretch *, long, float *) = { 0, unfold_bf16, unfold_i8, unfold_i4 };
-    long kind = w->kind, columns = COLUMNS[kind], unit = WIDE * BYTES[kind], units = parts(w->K, columns);
-    long stretch = least(w->group, STRETCH), groups = parts(w->K, w->group);
+    long kind = w->kind, unit = WIDE * BYTES[kind], stretch = least(w->group, STRETCH), told = parts(w->K, stretch);
     long size = digits ? 1 : sizeof(float), tiles = parts(T, TILE), most = parts(T, tiles);
-    long many = kind != F32 && T > FEW[kind], wide = digits ? PANELS_i4(most) : PANELS(most);
+    long many = !digits && T > FEW[kind], wide = digits ? PANELS_digits(most) : PANELS(most);
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
         for (long k = 0; k < w->K; k += stretch) {
-            long g = (p * groups + k / w->group) * WIDE, n = least(w->K - k, stretch);
-            Stretch a = { (const char *)w->w + (p * units + k / columns) * unit, units * unit, parts(n, columns),
-                          w->scale ? w->scale + g : 0, w->zero ? w->zero + g : 0, groups * WIDE,
-                          x + k * size, row, digits + k / w->group, groups, y + p * WIDE, N, k == 0,
-                          0, units * unit, 0 };
+            Stretch a = stretch_at(w, p, k, least(w->K - k, stretch));
+            a.x = x + k * size, a.row = row, a.digits = digits + k / stretch, a.groups = told;
+            a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             if (digits) a.x = x + DIGITS * T * k, a.row = DIGITS * a.units * COLUMNS_i4;
             long bytes = tiles > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
             const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
-            for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * groups) {
+            for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * told) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
                 a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;
-                blocks[many ? F32 : kind][rows][P > 1](&a);
+                (digits ? blocks_digits : blocks[many ? F32 : kind])[rows][P > 1](&a);
                 a.x = (const char *)a.x + rows * a.row * size;
             }
         }
@@ -37,24 +40,54 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
     free(room);
 }
 
+// bfloat16: the scale of a vector whose largest number becomes `top`, 127 in INT8, 448 in FP8 (quant.int8, round_fp8).
+INLINE uint16_t row_scale(const float *x, long n, float top) {
+    float most = 0;
+    #pragma omp simd reduction(max:most)
+    for (long i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+    float most_scale = top > 127 ? 7.58e35f : 2.679e36f;
+    union { float f; uint32_t i; } u = { most / top };
+    u.f = u.f < 1e-30f ? 1e-30f : u.f > most_scale ? most_scale : u.f;
+    return (u.i + 0xFFFF) >> 16;
+}
+
+// The nearest number of E4M3, ties to even: 3 bits behind the leading one, and no step below 2^-9.
+INLINE float to_e4m3(float x) {
+    union { float f; uint32_t i; } u = { fabsf(x) < 0x1p-6f ? 0x1p-6f : x }, step = { .i = (u.i >> 23 & 255) - 3 << 23 };
+    return rintf(x / step.f) * step.f;
+}
+
+// A row of x as the panels want it: in the order of the columns, rounded as W is if inputs have 8 bits, in whole units.
+static void arrange(const Weight *w, const float *x, float *to, long row) {
+    for (long k = 0; k < w->K; k++) to[k] = x[w->order ? w->order[k] : k];
+    for (long k = w->K; k < row; k++) to[k] = 0;
+    if (w->inputs == 8) {
+        int whole = w->kind == I8;
+        float scale = one_bf16(row_scale(to, w->K, whole ? 127 : 448));
+        for (long k = 0; k < w->K; k++) to[k] = (whole ? rintf(to[k] / scale) : to_e4m3(to[k] / scale)) * scale;
+    }
+}
+
 // y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
 void product(const float *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind];
-    long groups = parts(K, w->group);
-    Digits *digits = w->kind == I4 && T <= FEW[I4] ? malloc(T * groups * sizeof *digits) : 0;
+    long stretch = least(w->group, STRETCH), told = parts(K, stretch), moves = row != K || w->order || w->inputs == 8;
+    Digits *digits = w->kind == I4 && T <= FEW_digits ? malloc(T * told * sizeof *digits) : 0;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
-    char *arranged = digits ? malloc(DIGITS * T * row) : row != K ? calloc(T * row, sizeof *x) : 0;     // whole units
-    #pragma omp parallel for if (arranged && T * K > 1 << 13)
-    for (long t = 0; t < (arranged ? T : 0); t++) {
-        if (digits) to_digits(x, K, w->group, (int8_t *)arranged, T, t, digits + t * groups);
-        else memcpy((float *)arranged + t * row, x + t * K, K * sizeof *x);
+    float *arranged = moves ? malloc(T * row * sizeof *x) : 0;
+    int8_t *integers = digits ? malloc(DIGITS * T * row) : 0;
+    #pragma omp parallel for if ((moves || digits) && T * K > 1 << 13)
+    for (long t = 0; t < (moves || digits ? T : 0); t++) {
+        if (moves) arrange(w, x + t * K, arranged + t * row, row);
+        if (digits) to_digits(moves ? arranged : x, row, stretch, integers, T, t, digits + t * told);
     }
+    if (moves) x = arranged;
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {
             rows = T / n + (i < T % n);                                 // nearly as many each time
-            some_panels(w, arranged ? arranged + t * row * sizeof *x : (const char *)(x + t * row), row, digits,
+            some_panels(w, digits ? (const char *)integers : (const char *)(x + t * row), row, digits,
                         full + t * panels * WIDE, rows, panels * WIDE, panels * me / threads,
                         panels * (me + 1) / threads);
         }
@@ -62,28 +95,20 @@ void product(const float *x, const Weight *w, float *y, long T) {
     for (long t = 0; full != y && t < T; t++) memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
     if (full != y) free(full);
-    free(arranged), free(digits);
-}
-
-INLINE float number_at(const Weight *w, long at, long g, int c) {           // column c of a unit of a group
-    switch (w->kind) {
-        case F32: return ((const float *)w->w)[at];
-        case BF16: return one_bf16(((const uint16_t *)w->w)[2 * at + c]);
-        case I8: return ((const int8_t *)w->w)[at];
-        default: return (((const uint8_t *)w->w)[4 * at + c % 4] >> c / 4 * 4 & 15) - w->zero[g];
-    }
+    free(arranged), free(integers), free(digits);
 }
 
 // Some rows of W as numbers: [R, K] -> 0; where there is no such row, its place in `which`, and 1.
 long rows(const Weight *w, const int64_t *which, float *out, long R) {
-    long K = w->K, columns = COLUMNS[w->kind], units = parts(K, columns), groups = parts(K, w->group);
-    for (long r = 0; r < R; r++) {
+    float room[STRETCH * WIDE] __attribute__((aligned(64)));
+    long K = w->K, stretch = least(w->group, STRETCH);
+    for (long r = 0; r < R; r++, out += K) {
         if (which[r] < 0 || which[r] >= w->N) return r + 1;
-        long panel = which[r] / WIDE, lane = which[r] % WIDE;
-        for (long k = 0; k < K; k++) {
-            long g = (panel * groups + k / w->group) * WIDE + lane;
-            float x = number_at(w, (panel * units + k / columns) * WIDE + lane, g, k % columns);
-            out[r * K + k] = w->scale ? x * one_bf16(w->scale[g]) : x;
+        for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
+            Stretch a = stretch_at(w, which[r] / WIDE, k, n = least(K - k, stretch));
+            float by = scales(&a, lane / LANES * LANES)[lane % LANES];
+            unfold[w->kind](&a, 1, room);
+            for (long i = 0; i < n; i++) out[w->order ? w->order[k + i] : k + i] = room[i * WIDE + lane] * by;
         }
     }
     return 0;

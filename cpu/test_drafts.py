@@ -5,7 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from weights import Config, Quantization
+from formats import Quantization
+from weights import Config
 from conftest import SMALL
 from cpu import CPU, native
 from drafters import write_drafts

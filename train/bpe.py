@@ -2,8 +2,8 @@
 
 Cut the text into pieces (words with the space before them), spell each piece in bytes, and then, until there are enough
 tokens: find the pair of neighbours that occurs most often and make it one token. The list of these merges, in order,
-*is* the tokenizer. Of equally frequent pairs the larger bytes win. Equal pieces are kept once, with their count, and a
-merge changes only the pieces that hold its pair.
+*is* the tokenizer. Of equally frequent pairs the one with the larger bytes wins. Equal pieces are stored once, with
+their count, and a merge changes only the pieces that hold its pair.
 
     Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (neighbours a, b in it), never 0
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from vocabulary import GPT2_SPLIT, alphabet, compile_split
 
 END = "<|endoftext|>"
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")     # of any tokenizer
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")     # of a tokenizer
 Pair = tuple[bytes, bytes]
 
 
 def learn(texts: Iterable[str], size: int) -> list[Pair]:
-    """The merges, in order, that make `size` tokens of the 256 bytes; fewer where the text has no more pairs."""
+    """The merges, in order, until there are `size` tokens, 256 bytes included, or no pairs. ValueError if below 256."""
     if size < 256:
         raise ValueError(f"a byte-level vocabulary has at least 256 tokens, not {size}")
     pieces = [(spell(piece), count) for piece, count in count_pieces(texts).items()]
-    pairs, holders = Counter[Pair](), defaultdict[Pair, set[int]](set)      # how often a pair occurs; where it was seen
+    pairs, holders = Counter[Pair](), defaultdict[Pair, set[int]](set)      # count of a pair; pieces that have held it
 
     def tally(i: int, sign: int) -> None:
         tokens, count = pieces[i]
@@ -71,7 +71,7 @@ def merge(tokens: list[bytes], pair: Pair) -> list[bytes]:
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
-    """Those of the files that are there."""
+    """Copy the files of these names that exist."""
     for file in filter(Path.exists, (source / name for name in names)):
         shutil.copy(file, folder)
 

@@ -1,19 +1,19 @@
 """Distillation: train a small Llama to imitate a larger one, so that its drafts are accepted.
 
-Speculative decoding keeps a drafted token with probability α = Σ_x min(p(x), q(x)), p the target's distribution and q
-the draft's. So a draft learns all of p, on text and on the target's own texts, and in the last steps minimizes 1 − α:
+Speculative decoding accepts a drafted token with probability α = Σ_x min(p(x), q(x)), p the target's distribution and
+q the draft's. So a draft learns all of p, on text and on the target's own texts; its last steps minimize 1 − α:
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),        and α ≥ 1 − √(KL / 2)  (Pinsker)
 
     python -m train.distill                                                     a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE... --out DIR              a new draft learns from a target
-    python -m train.distill --target NAME --alone ...                           the control: it learns from text alone
+    python -m train.distill --target NAME --alone ...                           for comparison: from the text alone
     python -m train.distill --from-scratch --data FILE... --out DIR             a model, and its vocabulary (bpe.py)
     python -m train.distill --from NAME --kv-heads N --data FILE... --out DIR   fewer K/V heads (gqa.py), trained on
 
-Train at the length of use: a draft trained on 256 tokens was accepted with 0.68 up to there, with 0.35 at 512 (tiny).
-Invariant: step i depends on its state and i alone (stories.py): a killed run goes on exactly from its checkpoint.
-Not covered: several GPUs, texts that do not fit in memory.
+Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and α = 0.35 at token 512.
+Invariant: step i depends on the training state and i alone (stories.py): a killed run resumes exactly from its
+checkpoint. Not covered: several GPUs, texts that do not fit in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories (2305.07759).
 """
@@ -53,7 +53,7 @@ from weights import Config, find
 
 
 def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
-    """A model's own texts at temperature 1: `count` of `length` tokens, made together (batcher.py)."""
+    """`count` texts of `length` tokens that the model makes at temperature 1, all in one batch (batcher.py)."""
     requests = [Request([end], Settings(1.0, seed=(seed << 32) + i, max_tokens=length)) for i in range(count)]
     for _ in Batcher(Decoder(llama, KVCache.of(llama, length, count), llama.config.vocab_size), count).run(requests):
         pass
@@ -61,7 +61,7 @@ def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) ->
 
 
 def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p ‖ q), the mean over rows: [T, V] each."""
+    """The mean of KL(p ‖ q) over rows. p_logits, q_logits: [T, V] -> []."""
     p, q = p_logits.float().log_softmax(-1), q_logits.float().log_softmax(-1)
     return F.kl_div(q, p, log_target=True, reduction="sum") / len(p)
 
@@ -74,7 +74,7 @@ def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(student: Llama, text: Corpus, target: Llama | None = None, length: int = 512,
              count: int = 40) -> dict[str, float]:
-    """On held-out text, in the models' own dtype: bits per byte, and α against the target."""
+    """On held-out text, in the models' own dtype: bits per token, bits per byte, and α against the target."""
     bits, alphas = [], []
     for window in text.windows(length, count).to(student.device):                           # int64[N + 1]
         q = student(window[:-1])
@@ -90,22 +90,22 @@ def show(when: str, found: dict[str, float]) -> None:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All of them may change when a run is resumed."""
+    """What a run can choose. A resumed run may choose otherwise."""
     steps: int = 100
     batch: int = 8
     length: int = 512
     warmup: int = 40
-    decay: float = 0.5                                  # of the steps, at the end
-    own: float = 0.5                                    # of the steps, on the target's own texts
-    overlap: float = 0.25                               # of the steps, at the end, for α itself
+    decay: float = 0.5                                  # share of the steps, at the end, in which the rate falls to 0
+    own: float = 0.5                                    # share of the steps on the target's own texts
+    overlap: float = 0.25                               # share of the steps, at the end, with the loss 1 − α
 
     def factor(self, step: int) -> float:
-        """Of the learning rate: up to 1, constant, then down to 0."""
+        """The share of the full learning rate at this step: up to 1, constant, then down to 0."""
         return min(1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps))
 
 
 class Training:
-    """A student, its target, the texts that it learns from (told: the target's own), and the steps that it took."""
+    """A student, its target, the texts that it learns from, and its optimizer. told: the texts that the target made."""
 
     def __init__(self, student: Llama, text: Corpus | None, target: Llama | None, told: Corpus | None,
                  recipe: Hyperparameters):
@@ -113,12 +113,12 @@ class Training:
         self.recipe, self.optimizer, self.steps = recipe, Optimizer(student), 0
 
     def step(self) -> float:
-        """One step; its loss, in nats a token, or 1 − α where that is what is trained for."""
+        """One training step -> its loss: in nats a token, or 1 − α in the last steps."""
         r, i, device = self.recipe, self.steps, self.student.device
         own = self.told is not None and (self.text is None or int((i + 1) * r.own) > int(i * r.own))
         crops = (self.told if own else self.text).crops(r.batch, r.length, i).to(device)                    # [B, N + 1]
         tokens, step = crops[:, :-1].flatten(), Step.alone(r.batch, r.length, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):     # products, not weights
+        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):     # weights stay float32
             logits = self.student(tokens, step)
             with torch.no_grad():
                 goal = None if self.target is None else self.target(tokens, step)
@@ -132,7 +132,7 @@ class Training:
         return loss.item()
 
     def run(self, checkpoint: Path, every: float = 20) -> None:
-        """To the last step, with a checkpoint every so many seconds."""
+        """Train to the last step. every: seconds between checkpoints."""
         start, first, saved, said, recent, r = time.time(), self.steps, time.time(), 0.0, [], self.recipe
         while self.steps < r.steps:
             recent.append(self.step())
@@ -146,18 +146,18 @@ class Training:
                 saved = now
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds."""
+        """The tensors of a checkpoint: weights and the optimizer's state."""
         return {f"weight.{name}": p.detach() for name, p in self.optimizer.places.items()} | self.optimizer.state
 
     def save(self, file: Path) -> None:
-        """The file is there whole, or as it was before."""
+        """Write a checkpoint. If that fails, the old file stays as it was."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state().items()}
         with whole(file) as new:
             save_file(tensors, new, metadata={"steps": str(self.steps)})
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
-        """Go on from a checkpoint. ValueError if it is another model's."""
+        """Resume from a checkpoint. ValueError if it is damaged, or of a model of another shape."""
         state = self.state()
         try:
             with safe_open(file, framework="pt") as stored:
@@ -173,7 +173,7 @@ class Training:
 
 
 def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> Llama:
-    """Random weights, the same on every device; what is added to the residual stream starts small."""
+    """A model with random weights, the same on every device. o_proj and down_proj start small."""
     llama = Llama(config, device, seed=None)
     llama.fill(Llama(config, seed=seed).places().items())
     for linear in (linear for layer in llama.layers for linear in (layer.o, layer.down)):
@@ -182,7 +182,7 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
 
 
 def save_model(llama: Llama, folder: Path) -> None:
-    """A model folder, in bfloat16."""
+    """Write a model folder, in bfloat16."""
     tensors = {name: place.detach().to(torch.bfloat16).contiguous() for name, place in llama.places().items()}
     with whole(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
@@ -194,7 +194,7 @@ def save_model(llama: Llama, folder: Path) -> None:
 
 
 def student_tokenizer(args: argparse.Namespace, out: Path, stories: Sequence[str]) -> tuple[Tokenizer, int]:
-    """The tokenizer in `out`, a copy of a model's or a new one, and its end-of-text."""
+    """The tokenizer in `out`, which is a copy of a model's or learned from the stories; and its end-of-text token."""
     name = args.tokenizer or args.target or args.start
     if name is not None:
         if find(name).resolve() != out.resolve():
@@ -211,7 +211,7 @@ def student_tokenizer(args: argparse.Namespace, out: Path, stories: Sequence[str
 
 
 def new_student(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: Corpus) -> Llama:
-    """Before it learns: random weights, or an existing model, with its heads merged if asked."""
+    """The student before training: random weights, or an existing model, its key/value heads merged if asked."""
     if args.start is None:
         if args.width % args.heads and args.head_dim is None:
             raise ValueError(f"--width {args.width} is not a multiple of --heads {args.heads}: change one, or give "
@@ -234,7 +234,7 @@ def new_student(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: 
 
 
 def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
-    """ValueError if it cannot teach such a student."""
+    """The target, frozen. ValueError if its vocabulary or its context does not suit the student."""
     target = Llama.load(args.target, args.device, torch.float32, trainable=True).requires_grad_(False)
     c, size = target.config, tokenizer.vocab_size if args.start is None else Config.load(find(args.start)).vocab_size
     if c.vocab_size != size:
@@ -247,7 +247,7 @@ def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Text, target, student; evaluate, learn, evaluate, save."""
+    """Read the texts, load the target, make the student; evaluate, train, evaluate, save."""
     args.device = find_device(args.device)
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
     if not stories and args.target is None:

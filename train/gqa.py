@@ -1,14 +1,14 @@
 """Grouped-query attention: fewer key/value heads, and how to get there from a model that was trained with more.
 
-H query heads look at G key/value heads, H / G of them at each. The cache and the bytes that a decoding step reads of
-it shrink by the same factor; G = 1 is multi-query attention (Shazeer 2019):
+H query heads share G key/value heads, H / G query heads each. The cache, and the bytes that a decoding step reads of
+it, shrink by the factor H / G; G = 1 is multi-query attention (Shazeer 2019):
 
     bytes a token = 2 · layers · G · D · bytes per number
     W'_g = mean over h in group g of W_h,          for k_proj and v_proj alike
 
-Another `num_key_value_heads` in config.json does not convert a checkpoint: its heads are merged as in the second line,
-which leaves attention what it was only if those heads were equal (the invariant). So the model gets worse; a twentieth
-of its training, once more, brings most of it back: `python -m train.distill --from NAME --kv-heads N --data FILE`.
+To set `num_key_value_heads` in config.json does not convert a checkpoint: its heads must be merged, as in the second
+line. Invariant: attention stays the same if the heads of a group were equal. They are not, so the model gets worse; a
+twentieth of its training, once more, repairs most: `python -m train.distill --from NAME --kv-heads N --data FILE`.
 
 Ainslie et al. 2023 (arXiv:2305.13245).
 """
@@ -22,7 +22,7 @@ from model import Llama
 
 @torch.no_grad()
 def merge_heads(llama: Llama, kv_heads: int) -> Llama:
-    """The same model with fewer key/value heads, each the mean of its group. ValueError if the groups are not equal."""
+    """The model with fewer key/value heads, each the mean of a group. ValueError if groups would differ in size."""
     config = llama.config
     G, D = config.num_key_value_heads, config.head_dim
     if kv_heads < 1 or G % kv_heads:
@@ -38,7 +38,7 @@ def merge_heads(llama: Llama, kv_heads: int) -> Llama:
 
 
 def cache_bytes(llama: Llama, tokens: int) -> int:
-    """Of the keys and values of so many tokens in bfloat16."""
+    """Bytes of the keys and values of `tokens` tokens in bfloat16."""
     c = llama.config
     return kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, tokens, torch.bfloat16)
 

@@ -1,16 +1,16 @@
-"""Muon and Adam: how the weights move.
+"""Muon and Adam, the optimizers: how the weights move.
 
 A matrix's gradient is dominated by a few directions: some singular values are hundreds of times the others. Muon takes
-the momentum M = U S Vᵀ and moves by U Vᵀ: all directions at one rate.
+the momentum M = U S Vᵀ and moves the matrix by U Vᵀ, which is the same distance in every direction.
 
     M ← 0.95 M + gradient        W ← (1 − 0.01 f) W − f · rate · √max(1, rows / columns) · U Vᵀ of (gradient + 0.95 M)
     f: the share of the full rate at this step
 
-Newton and Schulz's iteration x ← a x + (b x xᵀ + c (x xᵀ)²) x turns each singular value s into a s + b s³ + c s⁵, and
-five turns bring all but the smallest near 1, between 0.7 and 1.2. Products only, so bfloat16 will do.
+Newton and Schulz's iteration x ← a x + (b x xᵀ + c (x xᵀ)²) x maps each singular value s to a s + b s³ + c s⁵, and five
+iterations bring all but the smallest near 1, between 0.7 and 1.2. These are products only, so bfloat16 is enough.
 
-Embeddings, norms and biases move by Adam. Matrices that share a parameter (q, k and v; gate and up) move on their own.
-Cost: 15 products a matrix and step, three a turn.
+Adam moves embeddings, norms and biases. Matrices that share a parameter (q, k and v; gate and up) move separately.
+Cost: 15 products for each matrix and step, three an iteration.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Kingma & Ba 2015, Adam (arXiv:1412.6980).
 """
@@ -26,7 +26,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrix whose singular values are all about 1, by five steps of Newton and Schulz."""
+    """About U Vᵀ of a matrix U S Vᵀ, all singular values near 1, by five iterations of Newton and Schulz."""
     x = (matrix.T if matrix.shape[0] > matrix.shape[1] else matrix).to(dtype)
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
@@ -36,12 +36,12 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizer:
-    """Muon for the matrices between layers, Adam for embeddings and norms. Its state goes by the checkpoint's names."""
+    """Muon for the layers' matrices, Adam for embeddings, norms and biases. Its state has the checkpoint's names."""
 
     def __init__(self, llama: Llama, matrix_rate: float = 0.02, rate: float = 0.004):
         self.llama, self.matrix_rate, self.rate = llama, matrix_rate, rate
         with torch.no_grad():
-            self.places = llama.places()                        # views of the parameters: q, k and v of one
+            self.places = llama.places()                        # views: q, k and v share a parameter
         self.state = {f"{kind}.{name}": torch.zeros_like(place) for name, place in self.places.items()
                       for kind in (("momentum",) if self._by_muon(name) else ("mean", "square"))}
 
@@ -50,7 +50,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float, steps: int) -> None:
-        """Apply the gradients, at `factor` of the full rates; `steps` have gone before."""
+        """Apply the gradients, at `factor` times the full rates, and clear them. steps: how many came before."""
         dtype = torch.bfloat16 if has_bfloat16(self.llama.device) else torch.float32
         for name, place in self.places.items():
             whole = place if place._base is None else place._base

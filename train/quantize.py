@@ -20,21 +20,23 @@ from torch import Tensor
 
 from kernels import find_device
 from model import Llama
-from shell import Parser, say, status
+from quant import GROUPS, STORED
+from shell import Parser, number_or_word, say, status
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files
 from train.calibrate import quantized, size
 from train.stories import hold_out, read_file
-from weights import Checkpoint, Config, Quantization, find, read_json
+from formats import Quantization
+from weights import EXACT, Checkpoint, Config, find, read_json
 
-METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # from the cheapest to the best
+METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # of whole numbers, from the cheapest to the best
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:
-    """A quantized model's folder: what is not quantized in the dtype of `source`, whose other files are copied."""
+    """Write a quantized model's folder. Unquantized tensors have the dtype of `source`; its other files are copied."""
     dtype = Checkpoint(source).dtypes[0]
-    kept = lambda name, place: name.endswith("_scale") or not place.is_floating_point()
+    kept = lambda name, place: name.endswith("_scale") or place.dtype in EXACT
     tensors = {name: place.to("cpu", place.dtype if kept(name, place) else dtype, copy=True)
                for name, place in llama.places().items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -44,14 +46,14 @@ def save(llama: Llama, source: Path, out: Path) -> None:
 
 
 def pieces(file: str, tokenizer: Tokenizer, length: int, count: int, calibrate: bool = False) -> list[Tensor]:
-    """Up to `count` pieces of up to `length` tokens of a text: its beginning; to calibrate with, all over it. Of a file
-    of stories (stories.py): the beginning of those that are held out; to calibrate with, the others."""
+    """Up to `count` pieces of up to `length` tokens of a text, from its beginning; with calibrate, spread over it. From
+    a file of stories (stories.py), pieces are of the held-out stories; with calibrate, of the others."""
     if END in (text := read_file(file)):
         text = END.join(hold_out([story for part in text.split(END) if (story := part.strip())])[0 if calibrate else 1])
     end = [tokenizer.specials[END]] if END in tokenizer.specials else []
     ended = lambda part: [token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)]
     encode = lambda part: ended(part) if END in part else tokenizer.prompt(part)
-    size = 8 * length                                   # characters: about twice what so many tokens take
+    size = 8 * length                                   # characters: about twice those of `length` tokens
     if calibrate:
         found = [torch.tensor(encode(text[len(text) * i // count:][:size]))[:length] for i in range(count)]
     else:
@@ -65,9 +67,11 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("quant.py", "Store a model's weights in 8 or 4 bits.")
     add = p.add_argument
     add("name", help="the model: an alias, a Hub id or a folder")
-    add("--bits", type=int, default=8, choices=[8, 4], help="of the layers' weights (8)")
-    add("--method", default="rtn", choices=METHODS, help="round to nearest (rtn, the default), or calibrated on --data")
-    add("--group", type=int, default=128, choices=[32, 64, 128], help="numbers that share a scale in 4 bits (128)")
+    add("--bits", type=number_or_word, default=8, choices=[*STORED], help="of the layers' weights (8)")
+    add("--method", default="rtn", choices=[*METHODS, "smoothquant"],
+        help="round to nearest (rtn, the default), or calibrated on --data; smoothquant: with --activations 8")
+    add("--activations", type=int, choices=[16, 8], help="8: round what comes into a layer's products, too (16)")
+    add("--group", type=int, choices=[32, 64, 128], help="numbers that share a scale in 4 bits (128; nf4: 64)")
     add("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
     add("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
     add("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens all over it (32)")
@@ -76,8 +80,10 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     args = p.parse_args(arguments)
+    if args.bits not in GROUPS and args.head_bits not in GROUPS and args.table is None:
+        p.unused(args, "group", f"with --bits {args.bits}, where a whole row shares a scale")
     if args.table is not None:
-        p.unused(args, "bits method group", "with --table, which measures them all")
+        p.unused(args, "bits method group activations", "with --table, which measures them all")
     else:
         p.unused(args, "tokens", "without --table")
         if args.method == "rtn":
@@ -86,7 +92,9 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def store_or_measure(args: argparse.Namespace) -> None:
-    how = Quantization(args.bits, args.group, args.head_bits, args.method)
+    activations = args.activations or (8 if args.method == "smoothquant" else 16)
+    group = args.group or GROUPS.get(args.bits, 128)
+    how = Quantization(args.bits, group, args.head_bits, args.method, activations)
     for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
         if not least <= value <= most:
             raise ValueError(f"--{flag} is {value}: it must be at least {least} and at most {most:,}")
@@ -109,7 +117,7 @@ def store_or_measure(args: argparse.Namespace) -> None:
     try:
         llama = quantized(source, how, calibration, device)
         save(llama, source, out)
-    except BaseException:                               # half a folder is no model
+    except BaseException:                               # no half-written folder stays
         shutil.rmtree(out, ignore_errors=True)
         raise
     say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")

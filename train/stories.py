@@ -1,8 +1,8 @@
-"""Text to learn from: stories end to end, and the crops that a training step sees.
+"""Training text: stories end to end, and the crops (windows of tokens) that a training step reads.
 
 A file holds stories, each ended by a line <|endoftext|>. Half of a step's crops begin where a story begins, so openings
 are learned at position 0, where a prompt begins; the other half begin anywhere. The crops of step i depend on i alone,
-so a killed run goes on from its checkpoint with the crops that it would have seen. Every tenth story is held out.
+so a killed run resumes from its checkpoint with the same crops. Every tenth story is held out.
 """
 import lzma
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from train.bpe import END
 
 
 def read_file(file: str) -> str:
-    """A text, .xz too. ValueError if it is not in UTF-8."""
+    """The text of a file, which may be compressed (.xz). ValueError if it is not UTF-8."""
     try:
         with (lzma.open if file.endswith(".xz") else open)(file, "rt", encoding="utf-8") as lines:
             return lines.read()
@@ -35,7 +35,7 @@ def read_stories(files: Sequence[str]) -> list[str]:
 
 
 def hold_out(stories: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(to learn from, held out)"""
+    """(stories to train on, held-out stories)."""
     return [story for i, story in enumerate(stories) if i % 10 != 9], list(stories[9::10])
 
 
@@ -52,7 +52,7 @@ class Corpus:
                    sum(len(story.encode()) for story in stories))
 
     def crops(self, count: int, length: int, seed: int) -> Tensor:
-        """int64[count, N = length + 1]"""
+        """`count` random crops, by this seed: int64[count, length + 1]. ValueError if the text is too short."""
         last = len(self.tokens) - length - 1
         if last < 1:
             raise ValueError(f"a text of {len(self.tokens)} tokens is too short for crops of {length + 1}: "
@@ -64,5 +64,5 @@ class Corpus:
         return self.tokens[at[:, None] + torch.arange(length + 1)]
 
     def windows(self, length: int, count: int) -> Tensor:
-        """The first `count` pieces, each from the last token of the one before: int64[<= count, length + 1]"""
+        """The first `count` windows, each beginning with the last token of the previous: int64[≤ count, length + 1]"""
         return (self.tokens.unfold(0, length + 1, length) if len(self.tokens) > length else self.tokens[None])[:count]

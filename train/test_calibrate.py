@@ -6,14 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights import Config, Quantization
+from formats import Quantization
+from weights import Config
 from conftest import SMALL, program
 from kernels import Ops, Step
 from kvcache import KVCache
 from model import Layer, Llama
-from quant import Quantized, dequantize, quantize, unpack4
+from quant import Quantized, dequantize, quantize, rounded_product, unpack4
 from train import calibrate
-from train.calibrate import DAMP, PRODUCTS, Moments, Observed, LayerInput, awq, errors, fold, gptq, observe, quantize_model
+from train.calibrate import DAMP, PRODUCTS, Moments, Observed, LayerInput, awq, errors, fold, gptq, observe, quantize_model, smooth
 from train.distill import sample_corpus
 from train.perplexity import perplexity
 
@@ -183,15 +184,16 @@ SHAPES = [dict(), dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4
           dict(num_key_value_heads=1, intermediate_size=33)]
 
 
+@pytest.mark.parametrize("how", [Quantization(4, 32), Quantization(8, method="smoothquant", activations=8)])
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape):
+def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
     """With any scales, grouped heads, and biases. Heads that share values share the scale of o_proj's inputs."""
     monkeypatch.setattr(calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double())
     llama, text = model(**shape), torch.arange(30)
     before, weights, layer = llama(text), {n: p.clone() for n, p in llama.places().items()}, llama.layers[1]
     seen = observe(llama, layer, through(llama, llama.layers[0], begun(llama, text)))
-    fold(layer, llama.config.quantized(Quantization(4, 32)), seen)
+    fold(layer, llama.config.quantized(how), seen)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
     changed = {name for name, place in llama.places().items() if not torch.equal(place, weights[name])}
     products = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
@@ -235,6 +237,17 @@ def test_who_is_observed_computes_the_same_to_the_bit(dtype):
     assert all(getattr(llama.ops, name) == getattr(before, name) for name in kept)
 
 
+# ---- SmoothQuant
+
+def test_smoothing_spares_inputs_of_8_bits_the_channels_that_are_large():
+    """The error of a product of integers, beside that without folding."""
+    w, x = weight(64, 96, 0, torch.float32), torch.randn(500, 96, generator=torch.Generator().manual_seed(0))
+    x[:, [3, 40]] *= 100
+    s = smooth(w, x.abs().amax(0), x, lambda s: s)
+    lost = [(rounded_product(x / s, quantize(w * s, 8)) - x @ w.T).norm() for s in (torch.ones(96), s)]
+    assert lost[1] < 0.25 * lost[0]
+
+
 # ---- Models
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -245,7 +258,9 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"),
                                  Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq"),
-                                 Quantization(4, 32, 16, "awq+gptq")])
+                                 Quantization(4, 32, 16, "awq+gptq"), Quantization("fp8"), Quantization("nf4", 32),
+                                 Quantization("nf4", 64, 8, "awq"), Quantization(8, activations=8), Quantization("fp8", activations=8),
+                                 Quantization(8, method="smoothquant", activations=8)])
 @torch.inference_mode()
 def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     texts, lines = [torch.arange(40), torch.arange(100, 160)], []
@@ -255,6 +270,7 @@ def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     assert small.config.quantization == how
     assert not any(place.is_meta for place in (*small.places().values(), small.frequencies))
     assert all(isinstance(getattr(layer, name).weight, Quantized) for layer in small.layers for name in PRODUCTS)
+    assert {layer.down.weight.inputs for layer in small.layers} == {how.activations}
     assert divergence(expected, small(torch.arange(60))) < (0.01 if how.bits == 8 and how.head_bits > 4 else 0.7)
 
 

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from weights import Quantization
+from formats import Quantization
 from conftest import write_model
 from kvcache import kv_bytes, KVCache
 from quant import WIDTHS
@@ -56,9 +56,10 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     assert quantize.main([str(flag) for flag in flags]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
+    others = ["FP8 rtn", "NF4 rtn, groups of 64", "W8A8 rtn", "W8A8 smoothquant"]
     fours = [f"INT4 {method}, groups of {group}"
              for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
-    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + fours
+    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + others + fours
                      + ["INT4 awq+gptq, groups of 128"] * (widths - 1))
     assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
     c = llama.config
@@ -93,7 +94,7 @@ def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lo
 
 def test_the_recipes_have_every_width_where_it_matters():
     found = recipes(("rtn", "gptq"), (64, 128), head_bits=16)
-    assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [["16"]] * 3 + [list(WIDTHS)]
+    assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [["16"]] * 7 + [list(WIDTHS)]
     assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")]
     assert found[-1].how == Quantization(4, 128, 16, "gptq")
-    assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 3
+    assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 2 + [["16"]] * 3 + [list(WIDTHS)]

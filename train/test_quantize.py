@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from weights import Config, Quantization
+from formats import Quantization
+from quant import GROUPS, STORED
+from weights import Config
 from conftest import write_model
 from generate import generate
 from cli import main as cli
@@ -38,29 +40,31 @@ SHAPES = [dict(), dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits, group, head", [(8, 128, 8), (4, 32, 8), (4, 64, 16), (4, 32, 4), (8, 32, 16)])
+@pytest.mark.parametrize("bits, group, head", [(8, 128, 8), (4, 32, 8), (4, 64, 16), (4, 32, 4), (8, 128, 16), (8, 32, 4),
+                                               ("fp8", 128, 8), ("nf4", 64, 16)])
 @torch.inference_mode()
 def test_a_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape, bits, group, head):
     folder, text = write_model(tmp_path / "plain", **shape), torch.arange(40)
-    assert run(folder, "--bits", bits, "--group", group, "--head-bits", head, "--out", tmp_path / "out") == 0
+    grouped = ["--group", group] if bits in GROUPS or head in GROUPS else []
+    assert run(folder, "--bits", bits, *grouped, "--head-bits", head, "--out", tmp_path / "out") == 0
     expected = rounded(folder, Quantization(bits, group, head))(text)
     small = Llama.load(tmp_path / "out", "cpu", torch.float64)
     assert small.config.quantization == Quantization(bits, group, head, "rtn") and small.dtype == torch.float64
     torch.testing.assert_close(small(text), expected, rtol=1e-9, atol=1e-9)
     fast = Llama.load(tmp_path / "out", "cpu")
-    prepared = fast.ops.prepare(Llama(fast.config, seed=None).layers[0].o, torch.float32)
+    prepared = fast.ops.prepare(Llama(fast.config, seed=None).layers[0].o, torch.float32, "o")
     assert fast.dtype == torch.float32 and type(fast.layers[0].o) is type(prepared)
     torch.testing.assert_close(fast(text).double(), expected, rtol=1e-2, atol=1e-3 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", STORED)
 @torch.inference_mode()
 def test_bits_at_load_are_the_same_as_a_folder(tmp_path, shape, bits):
     folder = write_model(tmp_path / "plain", **shape)
     run(folder, "--bits", bits, "--out", tmp_path / "out")
     a, b = Llama.load(folder, bits=bits), Llama.load(tmp_path / "out")
-    assert a.config == b.config and a.config.quantization == Quantization(bits)
+    assert a.config == b.config and a.config.quantization == Quantization(bits, GROUPS.get(bits, 128))
     assert torch.equal(a(torch.arange(9)), b(torch.arange(9)))
     step = KVCache.of(a, 16)
     seq, _ = step.open(())
@@ -73,7 +77,7 @@ def test_the_folder_has_what_the_model_had(tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    recipe = dict(quant_method="quant.py", bits=4, group=128, head_bits=8, method="rtn")
+    recipe = dict(quant_method="quant.py", bits=4, group=128, head_bits=8, method="rtn", activations=16)
     assert config.pop("quantization_config") == recipe
     assert config == json.loads((folder / "config.json").read_text())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -103,7 +107,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     write_model(folder / "plain", intermediate_size=70)
     for bits in (8, 4):
-        run(folder / "plain", "--bits", bits, "--group", 32, "--out", folder / str(bits))
+        run(folder / "plain", "--bits", bits, *(["--group", 32] if bits == 4 else []), "--out", folder / str(bits))
     return folder
 
 
@@ -146,7 +150,7 @@ DOWN, EMBED = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
     (4, lambda f: change(f, bits=3), "bits is 3"), (4, lambda f: change(f, head_bits=2), "head_bits is 2"),
     (4, lambda f: change(f, method="magic"), "method is 'magic'"),
     (4, lambda f: change(f, order="columns"), "quantization_config is .*order.*, which is not supported"),
-    (4, lambda f: change(f, quant_method="gptq"), "quantization_config is .*, which is not supported; only quant.py's"),
+    (4, lambda f: change(f, quant_method="hqq"), "quant_method is .hqq.; it must be .quant.py., .gptq., .awq., .* or"),
     (4, shorten, "model.safetensors is not a whole safetensors file")])
 def test_a_folder_that_is_not_what_it_says_is_refused_before_memory_is_asked_for(tmp_path, small, monkeypatch, bits,
                                                                                  harm, says):
@@ -163,7 +167,7 @@ def test_a_folder_that_is_not_what_it_says_is_refused_before_memory_is_asked_for
 
 
 @pytest.mark.parametrize("ask, says", [
-    (dict(bits=8), "the weights have 4 bits already: quantize the folder that they were made from"),
+    (dict(bits=8), "the weights are INT4 already: quantize the folder that they were made from"),
     (dict(trainable=True), "quantized weights cannot be trained")])
 def test_a_quantized_model_is_not_quantized_again_nor_trained(small, ask, says):
     with pytest.raises(ValueError, match=says):
@@ -172,13 +176,14 @@ def test_a_quantized_model_is_not_quantized_again_nor_trained(small, ask, says):
 
 def test_what_makes_no_sense_at_load_is_refused(small):
     for ask in (dict(bits=5), dict(bits=8, trainable=True)):
-        with pytest.raises(ValueError, match="bits is 5; it must be 8 or 4|cannot be trained"):
+        with pytest.raises(ValueError, match="bits is 5; it must be 8, 4, 'fp8' or 'nf4'|cannot be trained"):
             Llama.load(small / "plain", **ask)
     with pytest.raises(ValueError, match="no random weights"):
         Llama(Config.load(small / "8"))
 
 
-@pytest.mark.parametrize("flags", [["--bits", "4", "--table", "x"], ["--tokens", "9", "--out", "x"], ["--data", "x", "--out", "x"]])
+@pytest.mark.parametrize("flags", [["--bits", "4", "--table", "x"], ["--tokens", "9", "--out", "x"], ["--data", "x", "--out", "x"],
+                                   ["--group", "32", "--bits", "fp8", "--out", "x"]])
 def test_flags_that_would_do_nothing_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         quantize.parse_flags(["tiny", *flags])
@@ -196,12 +201,15 @@ def test_the_command_line_says_what_is_wrong_in_one_line(small, tmp_path, capsys
             ([plain, "--out", small], "exists and is not an empty folder"),
             ([plain, "--out", __file__], "exists and is not an empty folder"),
             (["nothing", "--out", out], "'nothing' is neither a folder"),
-            ([small / "4", "--out", out], "have 4 bits already"),
+            ([small / "4", "--out", out], "are INT4 already"),
             ([*calibrated, __file__, "--pieces", 0], "--pieces is 0: it must be at least 1"),
             ([*calibrated, __file__, "--pieces", 10**18], f"is {10**18}: it must be at least 1 and at most 65,536"),
             ([plain, "--table", __file__, "--tokens", 1], "--tokens is 1"),
             ([plain, "--table", __file__, f"--tokens={10**400}"], "--tokens is 1000"),
             ([plain, "--out", out, "--device", "tpu"], "device 'tpu'"),
+            ([plain, "--out", out, "--bits", 4, "--activations", 8], "activations of 8 bits need weights in 8 or fp8, not 4"),
+            ([*calibrated, __file__, "--method", "gptq", "--bits", "nf4"], "gptq needs whole numbers: bits 8 or 4, not nf4"),
+            ([*calibrated, __file__, "--method", "smoothquant", "--activations", 16], "smoothquant is for weights and activations of 8"),
             ([*calibrated, tmp_path / "none"], "No such file"),
             ([*calibrated, tmp_path / "bytes.txt"], "bytes.txt cannot be read as UTF-8 text"),
             ([*calibrated, tmp_path / "empty.txt"], "empty.txt holds no text")]:
@@ -228,9 +236,9 @@ def test_a_folder_tells_what_its_source_tells_with_such_weights_and_has_no_small
     common = dict(seed=3, max_tokens=12, dtype=torch.float64)
     told = generate("Once", tmp_path / "out", **common)
     assert told["tokens"] == generate("Once", base, bits=bits, **common)["tokens"]
-    for flags, says in ((["--bits", "8"], f"the weights have {bits} bits already"),
-                        (["--draft", "self"], "the target's weights have 4 bits" if bits == 4 else
-                         "out holds weights of 8 bits, and the INT4 copy")):
+    for flags, says in ((["--bits", "8"], f"the weights are INT{bits} already"),
+                        (["--draft", "self"], "the target's weights are INT4" if bits == 4 else
+                         "out holds weights in INT8, and the INT4 copy")):
         capsys.readouterr()
         assert cli(["--target", str(tmp_path / "out"), *flags, "Once"]) == 2
         out, err = capsys.readouterr()
