@@ -1,12 +1,12 @@
 """A GPU's operations: Triton kernels in place of plain torch, and CUDA graphs of whole passes.
 
     add_norm, rotate, swiglu      fused.py: the element-wise work between two products, a launch each
-    linear                        weightonly.py: 1 to 64 rows by weights of 8 or 4 bits
+    linear                        weightonly.py: 1 to 64 rows times weights of 8 or 4 bits
     attend, look_back             store.py: rotate, quantize, store; flash.py: attention
-    probabilities, pick           draw.py: top-k, top-p, min-p and the draw, without sorting
+    probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
 
-The rest, float64 and gradients are kernels.Ops. A cache owns the graphs that were recorded over it."""
+Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were recorded over it."""
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kernels import Linear, Ops, Step
-from quant import Quantized
 from sampling import Setting
 
 if find_spec("triton"):
@@ -30,39 +29,39 @@ if find_spec("triton"):
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether kernels compute on x: they have no float64 and no gradients."""
+    """Whether the Triton kernels can compute on x: they have no float64 and no gradients."""
     return x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def in_place(cache: Any) -> bool:
-    """Whether kernels read this cache."""
+    """Whether the Triton kernels can read and write this cache."""
     return cache is not None and cache.keys.parts[0].dtype != torch.float64
 
 
 def store_and_attend(q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int, *rope: Tensor) -> Tensor:
-    """Two kernels. rope: cos and sin, where q and k are still to be rotated."""
+    """`look_back` in two kernels. rope: cos and sin, if q and k are still to be rotated."""
     keys, values = LayerStore.of(step.cache.keys, layer), LayerStore.of(step.cache.values, layer)
     _, slots, starts, lengths, tables = step.places
     rotated = store_vectors(k, v, keys, values, slots, step.block_size, *((q, *rope) if rope else ()))
     if (launches := vars(step).get("launches")) is None:                         # the same in all layers
         longest = vars(step).get("longest") or max(stop for _, _, stop in step.spans)
         step.launches = launches = plan_launches(step.counts, longest, q.shape[1], k.shape[1], processors(q.device))
-    block = 0 if step.block_size >= step.cache.max_len else step.block_size      # 0: a contiguous cache
+    block = 0 if step.block_size >= step.cache.max_len else step.block_size      # 0: one block a text
     return flash_attention(rotated if rope else q, keys, values, tables, starts, lengths, launches, block)
 
 
 def recordings(kind: Callable[[], Any], llama: Any, cache: Any) -> Any:
-    """The graphs of this model over this cache."""
+    """The graphs of this kind (Passes or Drafts) that were recorded of this model over this cache."""
     held = vars(cache).setdefault("recorded", {})
     if (kind, id(llama)) not in held:
-        held[kind, id(llama)] = kind(), llama                                 # the model lives as long as its id counts
+        held[kind, id(llama)] = kind(), llama                            # holds the model, so that its id stays unique
     return held[kind, id(llama)][0]
 
 
 def warm_up(llama: Any, cache: Any) -> None:
-    """Launch all that serving launches, on steps without texts, so that Triton compiles nothing later: attention of 16,
-    32, 64 and 128 rows, with and without a split; products by quantized weights of up to 8, 16, 32 and 64 tokens, and
-    of more; sampling with filters and without. All other kernels have one variant."""
+    """Launch every kernel variant that serving uses, on steps without texts, so that Triton compiles nothing later:
+    attention of 16, 32, 64 and 128 rows, with and without a split; products of up to 8, 16, 32, 64 and more tokens with
+    quantized weights; sampling with filters and without. All other kernels have one variant."""
     c, tokens = llama.config, partial(torch.zeros, dtype=torch.int64, device=llama.device)
     R, step = c.num_attention_heads // c.num_key_value_heads, Step([((), 0, 0)], cache.block_size, cache, llama.device)
     each = {rows // R for rows in (16, 32, 64) if rows >= R} | {64 // R + 1}
@@ -75,7 +74,7 @@ def warm_up(llama: Any, cache: Any) -> None:
 
 
 class GPU(Ops):
-    """`kernels.Ops`, faster. records: whether passes become CUDA graphs."""
+    """`kernels.Ops` by Triton kernels. records: whether passes are recorded as CUDA graphs."""
 
     def __init__(self, records: bool = True):
         self.records, self.ahead = records, 4
@@ -85,9 +84,13 @@ class GPU(Ops):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w, bias = weight
-        if isinstance(w, Quantized) and weightonly.can_multiply(w.columns, w.bits, w.group, x.dtype):
-            return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
-        return super().linear(x, weight)
+        if isinstance(w, Tensor) or not weightonly.can_serve(w, x.dtype):
+            return super().linear(x, weight)
+        if w.inputs == 8:
+            y = weightonly.tensor_core_product(x, w)
+            return y if bias is None else y + bias
+        x = x if w.order is None else x[:, w.order]
+        return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return (fused.fused_norm if fuses(x) else super().add_norm)(x, delta, weight, eps)
@@ -106,7 +109,7 @@ class GPU(Ops):
     def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
         if not in_place(step.cache):
             return super().look_back(q, k, v, step, layer)
-        if q.dtype == torch.float64:                                             # of a cache in fewer bits
+        if q.dtype == torch.float64:                                             # over a quantized cache
             return store_and_attend(q.float(), k.float(), v.float(), step, layer).double()
         return store_and_attend(q, k, v, step, layer)
 
@@ -125,7 +128,7 @@ class GPU(Ops):
 
     def draft(self, plain: Callable[..., Any], llama: Any, cache: Any, seqs: Sequence[int],
               unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
-        """A graph, unless a text has more than two unread tokens."""
+        """All drafts of a round by one graph, unless a text has more than two unread tokens."""
         many = any(len(new) > 2 for new, gamma in zip(unread, round.gammas) if gamma)
         if many or not self.records or not in_place(cache):
             return plain(llama, cache, seqs, unread, round, publish)
@@ -133,5 +136,5 @@ class GPU(Ops):
 
 
 def ops() -> Ops | None:
-    """None without Triton."""
+    """The operations of this GPU; None without Triton."""
     return GPU() if find_spec("triton") else None

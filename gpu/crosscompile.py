@@ -1,15 +1,15 @@
-"""Compiling Triton kernels for a GPU that is not there, and reading what the compiler made of them.
+"""Compiling Triton kernels for a GPU that this machine lacks, and reading what resources they use.
 
 Compiled for sm_90 (H100, H200) or sm_80 (A100), a kernel tells much of why it is fast or slow:
 
   - registers a thread: at most 255. A multiprocessor has 65,536, which limits how many programs run side by side
   - spills: bytes that a thread keeps in memory because it ran out of registers. A hot loop must have none
-  - shared memory a program: at most 227 KB on sm_90, 163 KB on sm_80. The `num_stages` tiles in flight lie there
-  - copies ahead: how many a loop leaves in flight (`cp.async`) where it waits. With none it waits for memory
+  - shared memory a program: at most 227 KB on sm_90, 163 KB on sm_80. It holds the `num_stages` tiles in flight
+  - copies ahead: asynchronous copies (`cp.async`) in flight where a loop waits. With none, the loop waits for memory
   - instructions: `wgmma`, the matrix product of four warps (sm_90 only); `mma`, that of one warp
 
-At a launch Triton looks which pointers are multiples of 16, and reads 16 bytes at a time. Here all are promised to be,
-but for those that a kernel says it does not look at, and so are integers with a type that ends in ":16".
+At a launch Triton checks which pointers are multiples of 16 bytes, and reads 16 bytes at a time through these. Here all
+pointers count as such, but for those in the kernel's do_not_specialize_on_alignment; so do integers of type "…:16".
 
     report = compile_for(kernel, {"x y": "*bf16", "bias": None, "n": "i32:16"}, {"BLOCK": 128}, num_warps=4)
 
@@ -29,10 +29,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED = {90: 227 * 1024, 80: 163 * 1024}               # bytes of shared memory that one program may have; each takes
-RESERVED = 1024                                         # more, of a multiprocessor that has as many more
+SHARED = {90: 227 * 1024, 80: 163 * 1024}               # by arch: the most bytes of shared memory of a program
+RESERVED = 1024                                         # bytes more that each takes; a multiprocessor has as many more
 REGISTERS = 65536                                       # of a multiprocessor
-STORED = {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16")}    # numbers, scales, zeros
+STORED = {16: ("*bf16", None, None), 8: ("*i8", "*bf16", None), 4: ("*u8", "*bf16", "*i16"),    # numbers, scales, zeros
+          "fp8": ("*fp8e4nv", "*bf16", None)}
 
 
 @cache
@@ -45,7 +46,7 @@ class Report(NamedTuple):
     registers: int                                      # of a thread
     spills: int                                         # bytes of a thread, in memory
     shared: int                                         # bytes of a program
-    ahead: int                                          # the fewest groups of copies in flight at a wait in a loop
+    ahead: int                                          # copies ahead: the fewest at any wait in a loop
     ptx: str
     num_warps: int
     arch: int
@@ -57,7 +58,7 @@ class Report(NamedTuple):
                    (SHARED[self.arch] + RESERVED) // (self.shared + RESERVED))
 
     def count(self, instruction: str) -> int:
-        """Occurrences of an instruction that begins so, such as "cp.async.cg"."""
+        """How often instructions with this beginning occur, such as "cp.async.cg"."""
         return len(re.findall(r"(?m)^\s*(?:@%\w+\s+)?" + re.escape(instruction), self.ptx))
 
 
@@ -85,13 +86,13 @@ def compile_for(fn: Any, signature: dict[str, str | None], constexprs: dict[str,
 
 
 def copies_ahead(ttgir: str) -> int:
-    """`Report.ahead`; 0, too, where no loop copies in the background."""
+    """`Report.ahead` from Triton's intermediate code; 0 if no loop copies in the background."""
     loops = re.finditer(r"(?ms)^( *)[^\n]*scf\.for .*?^\1\}", ttgir)
     return min((int(n) for loop in loops for n in re.findall(r"async_wait.*num = (\d+)", loop[0])), default=0)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and its bytes in memory, as the binary says."""
+    """Registers and spilled bytes of a thread, as the binary says."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
@@ -102,12 +103,12 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def print_table(columns: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Each row when it is known, under the names of the columns."""
+    """Print the names of the columns, then each row as soon as it is computed."""
     for row in chain([columns.split()], rows):
         print("".join(f"{cell:>11,}" if isinstance(cell, int) else f"{cell:>11}" for cell in row), flush=True)
 
 
-if __name__ == "__main__":                              # a row of 4,096 numbers, held by more and more warps
+if __name__ == "__main__":                              # RMSNorm of a row of 4,096 numbers, by more and more warps
     from gpu.fused import _add_norm
     types = {"x delta weight total y": "*bf16", "C": "i32:16", "eps": "fp32"}
     made = ((warps, compile_for(_add_norm, types, {"SIZE": 4096}, 90, warps)) for warps in (1, 2, 4, 8, 16))

@@ -1,27 +1,27 @@
 """From logits to a token on a GPU: a row of 128,000 candidates in seven launches, unsorted.
 
-sampling.py says what is computed. Here a row is cut into pieces of PIECE candidates, a program each:
+sampling.py defines the result. Here a row is cut into pieces of PIECE candidates, with a program for each piece:
 
-    _peaks   of each piece: the largest logit, where it first is, and Σ exp((x − largest) / t)
-    _weigh   from all pieces' peaks: p_i = exp((x_i − max) / t) / Σ
-    _gather  the likely candidates, those above 2⁻¹⁴ of the largest, side by side
-    _edge    a program for each row: the last value that is kept, and the sum of all that are kept
-    _cut     what is kept, over that sum
-    _race    of each piece: the largest p_i / E_i, with the coin's exponentials made on the way
-    _winner  of the pieces' best the best
+    _peaks   for each piece: the largest logit, its first index, and Σ exp((x − largest) / t)
+    _weigh   from the peaks of all pieces: p_i = exp((x_i − max) / t) / Σ
+    _gather  copies the likely candidates, those with at least 2⁻¹⁴ of the largest probability, side by side
+    _edge    a program for each row: the smallest probability that the filters keep, and the sum of all that they keep
+    _cut     the kept probabilities, divided by that sum; 0 for the others
+    _race    for each piece: the largest p_i / E_i, with the coin's exponentials computed on the way
+    _winner  for each row: the best of its pieces' largest
 
-Without top-k, top-p and min-p it is four launches. No shape depends on a number, so a graph can hold them all.
+Without top-k, top-p and min-p there are four launches. No shape depends on a number, so a graph can record them all.
 
     top-k:   the largest v with   #{i: p_i ≥ v} ≥ k          top-p:   the largest v with   Σ_{p_i ≥ v} p_i ≥ p · total
 
-A probability is a float64 between 0 and 1, and its 62 bits, read as a whole number, are in the order of the numbers. So
-v is found from its highest bits down, three at a time: the largest of eight numbers that is still enough. These 21
-passes are over the likely candidates if they alone are enough, else over the row. Of equals the first are kept.
+The bits of float64 numbers from 0 to 1, read as 62-bit integers, are in the order of the numbers. So v is found from
+its highest bits down, three bits in each pass: of eight numbers, the largest that satisfies the condition. These 21
+passes read the likely candidates if they suffice, else the whole row. Of equal candidates the first are kept.
 
 Invariant: the kept candidates, and the token picked with given noise, are those of sampling.py. (A sum within a
 rounding of p · total may go either way.) Where logits are not finite, probabilities are NaN and the token is −1.
-Cost: logits are read twice and probabilities written once; with filters these are read twice and written again. Worst
-is a flat row: one program passes over it 21 times for top-k and for top-p each.
+Cost: logits are read twice and probabilities written once; filters read probabilities twice and write them again. The
+worst case is a flat row: one program reads it 21 times for top-k, and 21 times for top-p.
 
     B rows · V vocabulary · S pieces of a row
 """
@@ -35,15 +35,15 @@ from torch import Tensor
 from gpu.crosscompile import SHARED, compile_for, print_table
 from sampling import GOLDEN, MIX1, MIX2, Setting, column
 
-PIECE = 2048                                            # candidates of a row that a program has in its registers
-TILE = 1024                                             # candidates that `_edge` looks at in one go
-LIKELY = tl.constexpr(2.0**-14)                         # of the largest probability
+PIECE = 2048                                            # candidates of a row that a program holds in registers
+TILE = 1024                                             # candidates that `_edge` reads at a time
+LIKELY = tl.constexpr(2.0**-14)                         # share of the largest probability from which one is likely
 GOLDEN_, MIX1_, MIX2_ = tl.constexpr(GOLDEN), tl.constexpr(MIX1), tl.constexpr(MIX2)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _peaks(logits, temperature, peaks, V, S, stride, PIECE: tl.constexpr):
-    """Piece s of row b -> peaks[b, s] = (largest, where it first is, Σ exp((x − largest) / t)): float64[B, S, 3]."""
+    """Piece s of row b -> peaks[b, s] = (largest, its first index, Σ exp((x − largest) / t)): float64[B, S, 3]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = s * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + b * stride + at, mask=at < V, other=float("-inf")).to(tl.float64)
@@ -58,7 +58,7 @@ def _peaks(logits, temperature, peaks, V, S, stride, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _weigh(logits, temperature, peaks, out, counts, tops, V, S, stride, PIECES: tl.constexpr, PIECE: tl.constexpr,
            FILTER: tl.constexpr):
-    """Piece s of row b -> probabilities: out[b, :V]; how many are likely: counts[b, s]; the row's largest: tops[b]."""
+    """Piece s of row b -> its probabilities: out[b]; how many are likely: counts[b, s]; the row's largest: tops[b]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, piece = s * PIECE + tl.arange(0, PIECE), tl.arange(0, PIECES)
     x = tl.load(logits + b * stride + at, mask=at < V, other=float("-inf")).to(tl.float64)
@@ -79,7 +79,7 @@ def _weigh(logits, temperature, peaks, out, counts, tops, V, S, stride, PIECES: 
 
 @triton.jit(do_not_specialize_on_alignment=["likely"])
 def _gather(probs, tops, counts, likely, V, S, PIECES: tl.constexpr, PIECE: tl.constexpr):
-    """The likely ones of piece s of row b, after those of the pieces before it: likely[b]."""
+    """Copy the likely candidates of piece s of row b to likely[b], behind those of the pieces before it."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, piece = s * PIECE + tl.arange(0, PIECE), tl.arange(0, PIECES)
     p = tl.load(probs + b * V + at, mask=at < V, other=-1.0)
@@ -90,7 +90,7 @@ def _gather(probs, tops, counts, likely, V, S, PIECES: tl.constexpr, PIECE: tl.c
 
 @triton.jit
 def _beyond(numbers, count, least, lowest, TILE: tl.constexpr):
-    """Of `count` numbers: how many exceed `least`, the mass of these from `lowest` on, and how many equal `least`."""
+    """Of `count` numbers: how many exceed `least`; the sum of these, if at least `lowest`; how many equal `least`."""
     above, mass, equal = tl.zeros((TILE,), tl.float64), tl.zeros((TILE,), tl.float64), tl.zeros((TILE,), tl.float64)
     for start in tl.range(0, count, TILE):
         at = start + tl.arange(0, TILE)
@@ -103,7 +103,7 @@ def _beyond(numbers, count, least, lowest, TILE: tl.constexpr):
 
 @triton.jit
 def _largest(numbers, count, target, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest v such that `target` of `count` numbers are at least v, or their mass is `target`; 0 if none is."""
+    """Of `count` numbers p: the largest v with #{p ≥ v} ≥ target (MASS: with Σ_{p ≥ v} p ≥ target), or 0."""
     known, digit = tl.zeros((8,), tl.int64), tl.arange(0, 8)
     for level in tl.range(21):
         tried = known + (digit.to(tl.int64) << (60 - 3 * level))
@@ -118,9 +118,9 @@ def _largest(numbers, count, target, MASS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["aside"], do_not_specialize_on_alignment=["k", "p", "m"])
 def _edge(probs, aside, counts, tops, k, p, m, edges, V, S, PIECES: tl.constexpr, TILE: tl.constexpr):
-    """Row b -> edges[b] = (the last value that is kept, how many of its equals, the least that min-p allows, the mass
-    of all that are kept): float64[B, 4]. The likely candidates lie `aside` numbers further; where they are enough, only
-    they are read."""
+    """Row b -> edges[b] = (the smallest probability that is kept, how many equal ones are kept, min-p's threshold, the
+    sum of all that are kept): float64[B, 4]. The likely candidates lie `aside` numbers behind the row; where they
+    suffice, the row is not read."""
     b, piece = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     few = tl.sum(tl.load(counts + b * S + piece, mask=piece < S, other=0), 0)
     row, top, n = probs + b * V, tl.load(tops + b), tl.floor(tl.load(k + b))
@@ -131,7 +131,7 @@ def _edge(probs, aside, counts, tops, k, p, m, edges, V, S, PIECES: tl.constexpr
         numbers, count = row + tl.where(enough, aside, 0), tl.where(enough, few, V)
         least = _largest(numbers, count, n, False, TILE)
         above, mass, _ = _beyond(numbers, count, least, 0.0, TILE)
-        total = mass + (n - above) * least                                        # what top-k left
+        total = mass + (n - above) * least                                        # mass left by top-k
     share = tl.load(p + b) * total
     if share < total:
         _, held, _ = _beyond(row + aside, few, 0.0, 0.0, TILE)
@@ -139,7 +139,7 @@ def _edge(probs, aside, counts, tops, k, p, m, edges, V, S, PIECES: tl.constexpr
         numbers, count = row + tl.where(enough, aside, 0), tl.where(enough, few, V)
         edge = _largest(numbers, count, share, True, TILE)
         above, mass, _ = _beyond(numbers, count, edge, 0.0, TILE)
-        equals = tl.maximum(tl.ceil((share - mass) / edge), 1.0)                  # of those at the edge; the quotient
+        equals = tl.maximum(tl.ceil((share - mass) / edge), 1.0)                  # how many equal `edge`; the quotient
         equals -= tl.where((equals > 1) & (mass + (equals - 1) * edge >= share), 1.0, 0.0)           # may be rounded up
         n = tl.where(edge > 0, tl.minimum(n, above + equals), n)
         least = tl.maximum(least, edge)
@@ -155,13 +155,13 @@ def _edge(probs, aside, counts, tops, k, p, m, edges, V, S, PIECES: tl.constexpr
 
 @triton.jit
 def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr):
-    """Piece s of row b: what is kept, over its sum; 0 for the rest."""
+    """Piece s of row b: out = p / (the kept sum) where p is kept, else 0."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, row, place = s * PIECE + tl.arange(0, PIECE), probs + b * V, edges + b * 4
     p = tl.load(row + at, mask=at < V, other=-1.0)
     least, ties, lowest, mass = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
     tie, before = p == least, tl.zeros((), tl.float64)
-    if ties < V:                                                                  # not all of them: the first
+    if ties < V:                                                                  # of equal ones keep the first
         _, _, before = _beyond(row, s * PIECE, least, 0.0, TILE)
     keep = ((p > least) | (tie & (before + tl.cumsum(tie.to(tl.int32), 0) <= ties))) & (p >= lowest)
     tl.store(out + b * V + at, tl.where(keep | (p != p), p * (1 / mass), 0.0), mask=at < V)
@@ -169,7 +169,7 @@ def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr):
 
 def draw_probabilities(rows: Tensor, temperature: Setting, top_k: Setting, top_p: Setting, min_p: Setting,
                        dtype: torch.dtype) -> Tensor:
-    """`sampling.probabilities` of rows: float[B, V] -> [B, V] of `dtype`."""
+    """`sampling.probabilities` on a GPU. rows: float[B, V] logits -> [B, V] in `dtype`."""
     (B, V), filters = rows.shape, not top_k is top_p is min_p is None
     empty = partial(torch.empty, device=rows.device, dtype=torch.float64)
     rows, S, out = rows if rows.stride(1) == 1 else rows.contiguous(), triton.cdiv(V, PIECE), empty(B, V, dtype=dtype)
@@ -200,7 +200,7 @@ def _mix(z):
 
 @triton.jit(do_not_specialize_on_alignment=["streams"])
 def _race(probs, streams, best, V, S, stride, PIECE: tl.constexpr):
-    """Piece s of row b -> best[b, s] = (its largest p_i / E_i, where it first is): float64[B, S, 2]."""
+    """Piece s of row b -> best[b, s] = (its largest p_i / E_i, the first index of it): float64[B, S, 2]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = s * PIECE + tl.arange(0, PIECE)
     p = tl.load(probs + b * stride + at, mask=at < V, other=-1.0).to(tl.float64)
@@ -223,7 +223,7 @@ def _winner(best, out, V, S, PIECES: tl.constexpr):
 
 
 def draw_token(probs: Tensor, streams: Tensor) -> Tensor:
-    """`sampling.pick`. probs: float[B, V]; streams: int64[B, 1], where each row's noise begins -> int64[B]."""
+    """`sampling.pick` on a GPU. probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B]."""
     (B, V), d, S = probs.shape, probs.device, triton.cdiv(probs.shape[1], PIECE)
     probs = probs if probs.stride(1) == 1 else probs.contiguous()
     out, best = torch.zeros(B, dtype=torch.int64, device=d), torch.empty(B, S, 2, dtype=torch.float64, device=d)
@@ -233,10 +233,10 @@ def draw_token(probs: Tensor, streams: Tensor) -> Tensor:
     return out
 
 
-# ---- The demonstration: the resources of the kernels on a GPU that is not there --------------------------------------
+# ---- The demonstration: the kernels' resources, compiled without a GPU -----------------------------------------------
 
 def compile_sampling(V: int, logits: str = "bf16", arch: int = 90) -> dict[str, list[int]]:
-    """Registers, spills and shared memory of each kernel, for a vocabulary of V."""
+    """Kernel -> its registers, spills and shared memory, for a vocabulary of V."""
     types = {"V S stride aside": "i32", "temperature peaks likely tops k p m edges best probs out": "*fp64",
              "logits": f"*{logits}", "counts": "*i32", "streams": "*i64"}
     own = {_cut: {"out": "*fp32"}, _race: {"probs": "*fp32"}, _winner: {"out": "*i64"}}

@@ -6,20 +6,20 @@ weighted sum of the values:
 
     m' = max(m, max_j s_j)      p_j = 2^(s_j − m')      l = 2^(m − m') l + Σ_j p_j      o = 2^(m − m') o + Σ_j p_j v_j
 
-so o / l is the softmax's, exactly, though no score leaves the chip. Every K/V tile is read once for all R heads.
+so o / l is exactly the softmax's weighted mean, though no score leaves the chip. All R heads share one read of a tile.
 
   - A table of blocks says where the keys are. A contiguous cache has one block of max_len tokens for each text.
-  - INT8 and INT4 become numbers in registers (unpack.py). Where a vector has one scale, only its integers do: a key's
-    scale multiplies its column of scores, a value's scale its weights, and the zeros of 4 bits are subtracted once:
-    Σ_j p_j (v_j − z_j) = Σ_j p_j v_j − Σ_j p_j z_j. 16 bits hold these integers exactly: keys as float16, against rows
-    of q that are divided by their largest number; values as bfloat16. 4-bit keys become numbers of q's type.
-  - Few queries and a long past would be work for few programs. So the keys are split, each part ends as (o / l,
-    m + log2 l), and a second kernel weighs the parts (Flash-Decoding). The number of parts follows from shapes that the
-    host knows: a part without keys writes −∞ and weighs nothing, so a captured graph stays valid while texts grow.
-  - A step with both short and long new texts has a launch for each: 16 to 64 rows, or 128, which on sm_90 is a `wgmma`.
-  - float32 products are three of the tensor cores' shorter numbers (`tf32x3`), which leave out less than 2⁻²⁰.
+  - INT8 and INT4 are unpacked in registers (unpack.py). A vector with a single scale enters the product as integers: a
+    key's scale multiplies its column of scores, a value's scale its weights, and the zeros of 4-bit values are
+    subtracted once, Σ_j p_j (v_j − z_j) = Σ_j p_j v_j − Σ_j p_j z_j. 16 bits hold these integers exactly: keys as
+    float16, with rows of q divided by their largest number; values as bfloat16. 4-bit keys are dequantized to q's type.
+  - Few queries with a long past would occupy few programs. So the keys are split, each split writes (o / l, m +
+    log2 l), and a second kernel weighs the splits (Flash-Decoding). Their number follows from shapes that the host
+    knows. A split without keys writes −∞ and weighs nothing, so a captured graph stays valid while texts grow.
+  - A step has one launch for sequences of few rows (tiles of 16 to 64) and one for sequences of many (tiles of 128).
+  - float32 products are computed as three tf32 products (`tf32x3`), which leave out less than 2⁻²⁰.
 
-Invariant: places of no sequence of the step, in the cache or in `out`, are neither read into a result nor written.
+Invariant: places that belong to no sequence of the step, in the cache or in `out`, affect no result and stay unwritten.
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D operations, half of 4 n² H D.
 Not covered: tensor maps and specialized warps (FlashAttention-3), better for prompts on sm_90; sliding windows.
 
@@ -44,13 +44,13 @@ from quant import WIDTHS
 
 LOWEST = tl.constexpr(-1e30)                            # below every score; unlike −∞ it may be subtracted from itself
 LOG2E = 1.4426950408889634
-MOST_SPLITS, LEAST_KEYS = 128, 128                      # of a sequence, of a split
+MOST_SPLITS, LEAST_KEYS = 128, 128                      # the most splits of a sequence, the fewest keys of a split
 
 
 @triton.jit
 def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D: tl.constexpr, WIDE: tl.constexpr,
            V_BITS: tl.constexpr, dtype: tl.constexpr):
-    """The equation above: the values of N more keys by their scores, [M, N], −∞ for keys that a row does not see."""
+    """The equation above for the next N keys. scores: [M, N], −∞ for keys that a row does not see -> o, drift, m, l."""
     top = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - top[:, None])                                    # [M, N]
     fade = tl.exp2(m - top)
@@ -69,7 +69,7 @@ def _weigh(scores, scale, seen, vectors, o, drift, m, l, v, steps, zeros, D: tl.
 @triton.jit
 def _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total, H: tl.constexpr, D: tl.constexpr,
             WIDE: tl.constexpr, V_BITS: tl.constexpr, SPLIT: tl.constexpr):
-    """Write the rows' results, or their parts of a split. token, head, inside: [M]; inner: [M, WIDE]."""
+    """Write the results of M rows, or of their split. token, head, inside: [M]; inner: [M, WIDE]."""
     if V_BITS == 4:
         o -= drift[:, None]
     o /= tl.where(l > 0, l, 1.0)[:, None]                                  # padding has no keys: 0, never NaN
@@ -87,15 +87,15 @@ def _finish(o, drift, m, l, token, head, inside, inner, out, parts, peaks, total
 def _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale, v_zero, table, block_stride,
           token_stride, scale, S: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr,
           V_BITS: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
-    """Keys start to start + N, for rows x: [M, WIDE]."""
+    """`_weigh` the keys from `start` to start + N for the queries x: [M, WIDE]."""
     keys = start + tl.arange(0, N)
     seen = keys < end if MASKED else tl.full((N,), True, tl.int1)
     if S:
         vectors = base + tl.load(table + keys // S, seen, 0).to(tl.int64) * block_stride + keys % S * token_stride
     else:
         vectors = base + keys * token_stride                                      # [N], int64
-    steps = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0             # [N], too small for an asynchronous
-    zeros = tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0              # copy: loaded first, needed last
+    steps = tl.load(v_scale + vectors, seen, 0) if V_BITS < 16 else 0             # [N], too small for asynchronous
+    zeros = tl.load(v_zero + vectors, seen, 0) if V_BITS == 4 else 0              # copies: loaded early, used last
     if K_BITS == 4:
         y = _numbers(k, k_scale, k_zero, vectors, seen, D, WIDE, x.dtype)
     else:
@@ -121,7 +121,7 @@ def _queries(q, first, n, past, tile, g, q_token, q_head, R: tl.constexpr, D: tl
     return x, token, head, past + row // R, inside, inner
 
 
-# Triton compiles a kernel anew where an integer is 1 or a multiple of 16, or a pointer is one: not for these.
+# Triton compiles a kernel again for arguments that are 1, or multiples of 16, but not for these parameters:
 @triton.jit(do_not_specialize=["table_stride", "total", "fewest", "most", "least"],
             do_not_specialize_on_alignment=["table", "query_start", "lengths"])
 def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table, query_start, lengths, q_token, q_head,
@@ -132,12 +132,12 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     first = tl.load(query_start + b)
     n = tl.load(query_start + b + 1) - first
-    tile = tl.cdiv(n * R, M) - 1 - tl.program_id(1)                            # the last tile has most to do: it begins
+    tile = tl.cdiv(n * R, M) - 1 - tl.program_id(1)                            # the last tile has most keys: it begins
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(lengths + b) - n
     x, token, head, position, inside, inner = _queries(q, first, n, past, tile, g, q_token, q_head, R, D, WIDE, M)
-    if K_BITS == 8:                                                               # as large as float16 has them
+    if K_BITS == 8:                                                               # x into float16's range
         if x.dtype != tl.float32:
             largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
             x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
@@ -156,7 +156,7 @@ def _attend(q, out, parts, peaks, k, k_scale, k_zero, v, v_scale, v_zero, table,
         end = tl.minimum(end, begin + share)
     o, drift = tl.zeros((M, WIDE), tl.float32), tl.zeros((M,), tl.float32)
     m, l = tl.full((M,), LOWEST, tl.float32), tl.zeros((M,), tl.float32)
-    if M > 64:                                                                    # tiles that all rows see whole
+    if M > 64:                                                                    # tiles that all rows see: no mask
         whole = tl.maximum(begin, tl.minimum(end, past + tile * M // R + 1) // N * N)
         for start in tl.range(begin, whole, N):
             o, drift, m, l = _tile(start, end, base, x, position, o, drift, m, l, k, k_scale, k_zero, v, v_scale,
@@ -183,7 +183,7 @@ def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.co
     o, l = tl.zeros((WIDE,), tl.float32), tl.zeros((8,), tl.float32)
     for start in tl.range(0, splits, 8):
         part = place + (start + few) * total
-        weight = tl.exp2(tl.load(peaks + part, start + few < splits, float("-inf")) - top)  # 0: it saw no key
+        weight = tl.exp2(tl.load(peaks + part, start + few < splits, float("-inf")) - top)  # 0: without keys
         o += tl.sum(weight[:, None] * tl.load(parts + part[:, None] * D + d[None, :],
                                               (weight > 0)[:, None] & (d < D)[None, :], 0), 0)
         l += weight
@@ -191,11 +191,11 @@ def _merge(out, parts, peaks, query_start, splits, total, fewest, most, H: tl.co
 
 
 class LayerStore(NamedTuple):
-    """Keys or values of one layer, [N, S, G, D], as a kernel reads them: numbers, or steps with scales and zeros."""
+    """Keys or values of one layer, [N, S, G, D], as a kernel reads them: numbers, or integers with scales and zeros."""
     steps: Tensor
     scale: Tensor | None
     zero: Tensor | None
-    bits: int                                           # 16 for all that is not quantized
+    bits: int                                           # 16: not quantized
     strides: tuple[int, int, int]                       # of a block, a token, a head, in vectors
 
     @classmethod
@@ -205,15 +205,15 @@ class LayerStore(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The sequences of one launch, by their number of queries, and its tiles."""
-    fewest: int                                         # queries of such a sequence
+    """One launch of `_attend`: the sequences with `fewest` to `most` queries, and how they are cut."""
+    fewest: int
     most: int
     rows: int                                           # M
     splits: int
 
 
 def plan_launches(counts: Sequence[int], longest: int, H: int, G: int, processors: int) -> list[Launch]:
-    """A launch for sequences of few rows, one for those of many. counts: queries of each; longest: the most keys."""
+    """A launch for sequences of up to 64 rows, one for longer ones. counts: queries of each; longest: the most keys."""
     R = H // G
     few, many = [n for n in counts if 0 < n * R <= 64], [n for n in counts if n * R > 64]
     launches = []
@@ -227,7 +227,7 @@ def plan_launches(counts: Sequence[int], longest: int, H: int, G: int, processor
 
 
 def count_splits(programs: int, longest: int, slots: int) -> int:
-    """Parts of the keys, so that the last round of `slots` programs at a time is nearly full."""
+    """How often to split the keys, so that the last round of `slots` programs at a time is nearly full."""
     if programs >= 4 * slots:
         return 1
     most = max(1, min(MOST_SPLITS, longest // LEAST_KEYS))
@@ -237,19 +237,19 @@ def count_splits(programs: int, longest: int, slots: int) -> int:
 
 def tile_shape(rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int,
                size: int = 2) -> tuple[int, int, int, int]:
-    """M, N, num_warps and num_stages for up to `rows` rows of numbers of `size` bytes: as much in flight as registers
-    and shared memory hold without spilling."""
+    """M, N, num_warps and num_stages for `rows` rows and numbers of `size` bytes: as much in flight as registers and
+    shared memory hold without spilling."""
     stages, exact, wide = 5 if block else 3, bits == (16, 16), max(16, triton.next_power_of_2(D)) # 2 for the table
-    if size == 4:                                           # for exactness: a product is three of shorter numbers
+    if size == 4:                                           # a product is three in tf32
         if wide > 128:
             return 16, 16, 8, stages
         return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
     if rows <= 64:
         keys = 128 if rows == 16 and wide <= 64 else 64
         warps = 4 if exact or rows != 32 or wide <= 64 else 8
-    else:                                                   # `wgmma` takes fewer registers than what sm_80 has
+    else:                                                   # `wgmma` takes fewer registers than sm_80's `mma`
         roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)
-        whole = exact and arch == 90 and D == 128 and R in (1, 2, 4, 8)      # others: more registers
+        whole = exact and arch == 90 and D == 128 and R in (1, 2, 4, 8)      # other R: too many registers
         keys, warps = 128 if whole else 64 if roomy else 32, 8
     return rows, keys // max(1, wide // 128), warps, stages
 
@@ -265,8 +265,8 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
                     launches: Sequence[Launch], block: int = 0, out: Tensor | None = None) -> Tensor:
     """Causal attention of the newest tokens of B sequences over their stored keys and values.
 
-    q: [T, H, D], rows starts[b] to starts[b + 1] of sequence b; lengths: int32[B], new keys included; tables:
-    int32[B, M], blocks of `block` tokens; 0: one block a sequence. -> [T, H, D]; rows of no sequence stay as they are.
+    q: [T, H, D], sequence b has rows starts[b] to starts[b + 1]; lengths: int32[B], new keys included; tables: int32[B,
+    M], blocks of `block` tokens (0: one block a sequence). -> [T, H, D]; rows of no sequence are not written.
     """
     (T, H, D), G, B = q.shape, k.steps.shape[-2], len(starts) - 1
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device) if out is None else out
@@ -285,7 +285,7 @@ def flash_attention(q: Tensor, k: LayerStore, v: LayerStore, tables: Tensor, sta
     return out
 
 
-# ---- The demonstration: the kernels on a GPU that is not there. `… all`: two models, all tiles, sm_80 too -----------
+# ---- The demonstration: the kernels' resources, without a GPU. `… all`: two models, all tiles, sm_80 too -------------
 
 MODELS = {"8B": (32, 8, 128), "3B": (24, 8, 128), "1B": (32, 8, 64), "wide": (16, 8, 256)}            # H, G, D
 MERGING = {"out": "*bf16", "parts peaks": "*fp32", "query_start": "*i32", "splits total fewest most": "i32"}
@@ -293,7 +293,7 @@ MERGING = {"out": "*bf16", "parts peaks": "*fp32", "query_start": "*i32", "split
 
 def compile_attention(arch: int, model: str, bits: Sequence[int], rows: int, block: int = 16,
                       kind: str = "bf16") -> Report:
-    """The attention kernel for M rows of this type, and blocks of `block` tokens (0: one block a sequence)."""
+    """The attention kernel for `rows` rows of type `kind`, and blocks of `block` tokens (0: one block a sequence)."""
     (H, G, D), (K, V), split, stored = MODELS[model], bits, rows < 128, STORED | {16: (f"*{kind}", None, None)}
     types = {"q out": f"*{kind}", "parts peaks": "*fp32" if split else f"*{kind}", "scale": "fp32",
              "table query_start lengths": "*i32", "q_token q_head block_stride": "i32:16",

@@ -1,14 +1,14 @@
 """The element-wise work between a layer's matrix products, in one launch each.
 
-    fused_norm      x = x + delta,  y = x / √(mean x² + ε) · w      [T, C], [T, C] -> both
-    fused_rotate    the pairs (i, i + D/2) of q and k turn          [T, heads, D], out of the product that holds v too
+    fused_norm      x = x + delta,  y = x / √(mean x² + ε) · w      x, delta: [T, C] -> x, y
+    fused_rotate    the pairs (i, i + D/2) of q and k turn          [T, heads, D], a view of the qkv product
     fused_swiglu    silu(gate) · up                                 [T, 2 F] -> [T, F]
 
 With a cache, rotation is part of storing (store.py), and a decoding layer of 16 bits is ten launches at most: norm, qkv
 product, storing, attention, its merge, o product, norm, gate and up product, swiglu, down product.
 
-Invariant: computed in float32 and rounded where kernels.Ops rounds, 16-bit results differ by the order of the sum
-alone. Not covered: gradients and float64."""
+Invariant: kernels compute in float32 and round where kernels.Ops rounds, so 16-bit results differ from its results only
+by the order of a sum. Not covered: gradients and float64."""
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ from gpu.crosscompile import SHARED, compile_for, print_table
 
 @triton.jit
 def _add_norm(x, delta, weight, total, y, C, eps, SIZE: tl.constexpr):
-    """A row a program."""
+    """A program has a row."""
     at = tl.arange(0, SIZE)
     kept, row = at < C, tl.program_id(0).to(tl.int64) * C
     here = tl.load(x + row + at, mask=kept, other=0)
@@ -39,7 +39,7 @@ def _turned(here, other, cos, sin, kept):
 
 @triton.jit
 def _rotate(x, cos, sin, y, heads, row, head, D, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """HEADS heads of a token a program, both halves of each. row, head: strides of x; y is contiguous."""
+    """A program has HEADS heads of a token, both halves of each. row, head: strides of x; y is contiguous."""
     t, h, i = (tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None],
                tl.arange(0, HALF)[None, :])
     half = D // 2
@@ -53,7 +53,7 @@ def _rotate(x, cos, sin, y, heads, row, head, D, HEADS: tl.constexpr, HALF: tl.c
 
 @triton.jit
 def _swiglu(x, y, F, SIZE: tl.constexpr):
-    """SIZE numbers of a token a program."""
+    """A program has SIZE numbers of a token."""
     t, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     kept = at < F
     gate, up = tl.load(x + t * 2 * F + at, mask=kept, other=0), tl.load(x + t * 2 * F + F + at, mask=kept, other=0)
@@ -68,7 +68,7 @@ def norm_shape(C: int) -> tuple[int, int]:
 
 
 def fused_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMSNorm. x, delta: [T, C]; None adds nothing, and returns x."""
+    """x + delta, and its RMSNorm: [T, C] each. x, delta: [T, C]; with delta None, x and its RMSNorm."""
     (T, C), x = x.shape, x.contiguous()
     y, total, (size, num_warps) = torch.empty_like(x), x if delta is None else torch.empty_like(x), norm_shape(C)
     if T:
@@ -96,7 +96,7 @@ def fused_swiglu(x: Tensor) -> Tensor:
     return y
 
 
-# ---- The demonstration: what the compiler makes of them --------------------------------------------------------------
+# ---- The demonstration: the kernels' resources, compiled without a GPU -----------------------------------------------
 
 def compile_fused(C: int, F: int, D: int, arch: int = 90) -> list[tuple[str, int, int, int]]:
     """Registers, spills and shared memory of each kernel, for a model of this size in bfloat16."""

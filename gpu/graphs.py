@@ -1,20 +1,20 @@
 """CUDA graphs: all launches of a step as one launch.
 
-Python needs longer to launch a small model's kernel than the GPU to run it. A CUDA graph is a recording of launches and
-their arguments, which the GPU repeats by itself. So all that changes from step to step must be in tensors that keep
-their addresses, filled before each replay, and no recorded operation may ask the device for a number.
+Python takes longer to launch a small model's kernel than the GPU to run it. A CUDA graph is a recording of launches and
+their arguments, which the GPU repeats by itself. So everything that changes from step to step must be in tensors that
+keep their addresses and are filled before each replay, and no recorded operation may send a number to the host.
 
-    Recorded(run)      the first call is `run` itself, which compiles its kernels, and records it; later calls replay
-    Passes(…)          a pass over a few tokens of each text is a recording
-    Drafts(…)          all γ tokens that a model drafts for all texts of a round, picks included, are one recording;
-                       so are the plain tokens that the target makes ahead, drafts of its own
+    Recorded(run)      the first call runs `run`, which compiles its kernels, then records it; later calls replay it
+    Passes(…)          records passes over a few tokens of each text
+    Drafts(…)          records the γ passes and picks by which a model drafts for all texts of a round; and the plain
+                       tokens that the target makes ahead, as drafts of its own (speculative.py)
 
-A recording has a shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the rest stays empty. It is
-made when a shape is first met; all share their memory, for they run in turn. The γ drafts need no host
-between them: their room is reserved at once, and each token goes from the pick to the next step on the device, with its
-position, its slot and the length of its text (`following`). The picks are those of drafters.write_drafts.
+A recording has a fixed shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the surplus is padding.
+It is made when a shape first occurs. All recordings share one memory pool, because they run one at a time. The γ drafts
+need no host in between: their room in the cache is reserved at once, and `following` computes on the device the next
+step's positions, slots and text lengths. The picks are those of drafters.write_drafts.
 
-Invariant: results are those of the model called directly. The next round of a shape overwrites its drafts.
+Invariant: results are those of the model called directly. The next round of a shape overwrites this round's drafts.
 Not covered: graphs for prompts, and for texts with very different numbers of new tokens.
 
     B sequences of a bucket · k the largest γ of a round · V vocabulary · T tokens of a step
@@ -31,18 +31,18 @@ from torch import Tensor
 from kernels import Places, Span, Step
 from sampling import SETTINGS
 
-MOST = 17                                               # tokens of a text in a recorded step: 16 drafts and one
+MOST = 17                                               # the most tokens of a text in a recorded step: 16 drafts and 1
 Run = Callable[[], object]
 
 
 @cache
 def memory(device: int) -> Any:
-    """The memory pool of all recordings. It is held: an id alone dies with the last of them."""
+    """The memory pool of all recordings, held for good: its id would die with the last recording that uses it."""
     return torch.cuda.MemPool()
 
 
 def record(run: Run) -> Run:
-    """Launch again what `run` launches."""
+    """Record the launches of `run` -> a function that replays them."""
     graph, pool = torch.cuda.CUDAGraph(), memory(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
@@ -50,7 +50,7 @@ def record(run: Run) -> Run:
 
 
 class Recorded:
-    """`run`, which reads and fills tensors that keep their addresses."""
+    """Runs and records `run`, later replays it. `run` reads and fills only tensors that keep their addresses."""
 
     def __init__(self, run: Run):
         self.run, self.replay = run, None
@@ -74,18 +74,18 @@ class Bucket(NamedTuple):
 
 
 def rounded(n: int) -> int:
-    """Up to 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most a third of the rows are padding."""
+    """n rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, …: at most a third of the rows are padding."""
     power = 1 << max(0, n - 1).bit_length()
     return power * 3 // 4 if power > 2 and n <= power * 3 // 4 else power
 
 
 def bucket_of(step: Step, sequences: int, each: int) -> Bucket:
-    """A shape that this step fits in, and many others."""
+    """The shape of the recording for this step, rounded up so that many steps share it."""
     return Bucket(rounded(sequences), each, rounded(max(len(blocks) for blocks, _, _ in step.spans)))
 
 
 def place_for(step: Step, bucket: Bucket) -> Step:
-    """An empty step over the same cache, for `refill`. The cache, which has the recordings, is not held by them."""
+    """An empty step over the same cache, for `refill`. It refers to the cache weakly: the cache owns the recordings."""
     made = Step((), step.block_size, proxy(step.cache), step.device, bucket.shape)
     made.counts = [bucket.each] * bucket.sequences
     made.longest = bucket.blocks * step.block_size
@@ -93,7 +93,7 @@ def place_for(step: Step, bucket: Bucket) -> Step:
 
 
 def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
-    """Other texts in the same tensors. ValueError if they do not fit, and nothing has changed."""
+    """Put other texts into the step's tensors. ValueError, before any change, if they do not fit the bucket."""
     shape = len(spans), max(stop - start for _, start, stop in spans), max(len(blocks) for blocks, _, _ in spans)
     if any(size > most for size, most in zip(shape, bucket)):
         raise ValueError(f"texts of {Bucket(*shape)} do not fit {bucket}: take a larger bucket")
@@ -101,7 +101,7 @@ def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
 
 
 def following(step: Step, stop: Tensor) -> Step:
-    """The step of one more token of each sequence, computed on the device. stop: int32[B], the lengths to come to."""
+    """The step of each sequence's next token, computed on the device. stop: int32[B], the lengths at which to stop."""
     made, B, S = copy(step), len(stop), step.block_size
     _, _, _, lengths, tables = step.places
     place = torch.minimum(lengths, stop - 1).clamp(min=0)
@@ -142,16 +142,16 @@ class Passes:
 
 
 class Inputs(NamedTuple):
-    """The inputs of a round's drafts, but for the places in the cache: views of one buffer."""
+    """The inputs of a round's drafts, except the step's places: views of one buffer."""
     tokens: Tensor                                      # int64[2 B]: unread tokens, end to end
     gammas: Tensor                                      # int64[B]
-    stops: Tensor                                       # int64[B]: lengths up to which there is room
+    stops: Tensor                                       # int64[B]: text lengths up to which room is reserved
     coins: Tensor                                       # int64[B · (k + 1), 3]: seeds, positions, roles
     settings: Tensor                                    # float64[4, B]
 
     @classmethod
     def empty(cls, B: int, k: int, device: torch.device | str, pinned: bool = False) -> tuple[Tensor, "Inputs"]:
-        """The buffer, and its views."""
+        """The buffer, int64, and its views. B texts, up to k drafts each."""
         sizes = 2 * B, B, B, 3 * B * (k + 1), len(SETTINGS) * B
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
         tokens, gammas, stops, coins, settings = buffer.split(sizes)
@@ -167,7 +167,7 @@ class Drafts:
 
     def __call__(self, model: Callable[..., Tensor], cache: Any, seqs: Sequence[int],
                  unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
-        """model: an unrecorded pass. unread: at most two tokens of each text -> int64[B, k], float[B, k, V]."""
+        """As drafters.write_drafts, with at most two unread tokens of each text. model: an unrecorded pass."""
         live, n, k = [b for b, gamma in enumerate(round.gammas) if gamma], len(round.gammas), max(round.gammas)
         step = cache.extend([(seqs[b], [*unread[b], *[-1] * (round.gammas[b] - 1)]) for b in live], publish)
         uses = tuple(any(value is not None for value in round.settings(name)) for name in SETTINGS)
@@ -203,13 +203,13 @@ class Drafts:
                 rows, wanted = None, inputs.gammas > j
                 drafted[:, j] = torch.where(wanted, coins[own + j::k + 1].pick(probs), -1)
                 q[:, j] = torch.where(wanted[:, None], probs, 0)
-                step, tokens = following(step, inputs.stops.int()), drafted[:, j].clamp(min=0)      # −1: there is none
+                step, tokens = following(step, inputs.stops.int()), drafted[:, j].clamp(min=0)      # −1: no draft
 
         return held, first, (drafted, q), Recorded(run)
 
 
 def filled(round: Any, unread: Sequence[Sequence[int]], lengths: Sequence[int], B: int) -> Tensor:
-    """`Inputs` of a round as one buffer on the host. lengths: of each text, unread tokens included."""
+    """The `Inputs` of a round as one buffer on the host. lengths: of the texts, unread tokens included."""
     k, n = max(round.gammas), len(lengths)
     host, inputs = Inputs.empty(B, k, "cpu", round.device.type == "cuda")
     tokens = [token for gamma, new in zip(round.gammas, unread) if gamma for token in new]

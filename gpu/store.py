@@ -1,13 +1,13 @@
-"""Storing new keys and values on a GPU: rotation and quantization in the pass that writes them.
+"""Storing new keys and values on a GPU: rotation and quantization in the kernel that writes them.
 
-The projection's result is read once: queries and keys are rotated by their positions, keys and values quantized to the
-cache's bits (quant.py) and written to their slots.
+The result of the qkv product is read once: queries and keys are rotated by their positions; keys and values are
+quantized to the cache's bits (quant.py) and written to their slots.
 
     slot = block · S + place      vector = block · block_stride + place · token_stride + head · head_stride
 
 A row of the contiguous cache is a block of max_len tokens. A negative slot (a captured graph's padding) stores nothing.
-Invariant: integers, scales and zeros are those of quant.py, to the bit. Hence true divisions, and halves that round to
-even: adding and subtracting 2²³ · 1.5 rounds as the machine does. Costs: a launch a layer.
+Invariant: integers, scales and zeros are those of quant.py, to the bit. So divisions are exact ones, and halves round
+to even: to add and subtract 2²³ · 1.5 rounds as the machine does. Costs: a launch a layer.
 
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
@@ -43,7 +43,7 @@ def _round_up(x):
 @triton.jit
 def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
          SIZE: tl.constexpr, TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
-    """Round a vector, the `inside` of [WIDE / 2, 2], and write it. SIZE: of a group of 4-bit numbers."""
+    """Quantize a vector x: [WIDE / 2, 2], valid where `inside`, and write it. SIZE: numbers of a group in 4 bits."""
     if BITS == 16:
         tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
     if BITS == 8:
@@ -52,11 +52,11 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
         M: tl.constexpr = (D + SIZE - 1) // SIZE
-        parts: tl.constexpr = 1 if M == 1 else PARTS                              # of a step, which zeros count
+        parts: tl.constexpr = 1 if M == 1 else PARTS                              # zeros count 1 / parts of a grid step
         group = tl.arange(0, WIDE // SIZE)[:, None, None]
         pair = tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
         x, inside = x.reshape(WIDE // SIZE, SIZE // 2, 2), inside.reshape(WIDE // SIZE, SIZE // 2, 2)
-        inside |= group >= M                                                      # what lies beyond all groups is 0
+        inside |= group >= M                                                      # beyond all groups: 0
         low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)[:, None, None]
         high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)[:, None, None]
         far = tl.maximum(high, -low)
@@ -73,7 +73,7 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
 
 @triton.jit
 def _turned(x, cos, sin, at, inside, D: tl.constexpr):
-    """Dimension pairs (i, i + D / 2) turned, as Ops.rotate does, roundings included. at: places in the vectors at x."""
+    """The vectors at x with dimension pairs (i, i + D / 2) turned, rounded as Ops.rotate rounds. at: indices from x."""
     own, other = tl.load(x + at, inside, 0), tl.load(x + (at - at % D) + (at % D + D // 2) % D, inside, 0)
     half = (own.to(tl.float32) * tl.load(cos + at % D, inside, 0).to(tl.float32)).to(own.dtype).to(tl.float32)
     return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(own.dtype)
@@ -84,7 +84,7 @@ def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_sc
            k_head, v_token, v_head, S, block_stride, token_stride, head_stride, G: tl.constexpr, R: tl.constexpr,
            ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
            TURN: tl.constexpr, TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
-    """A program for (token, key/value head): its key, its value, and with TURN the R queries of that head."""
+    """A program for (token, key/value head): it stores key and value, and with TURN rotates the head's R queries."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = 2 * tl.arange(0, WIDE // 2)[:, None] + tl.arange(0, 2)[None, :]          # pairs, as 4 bits are packed
     inside = at < D
@@ -125,7 +125,7 @@ def store_vectors(k: Tensor, v: Tensor, keys: LayerStore, values: LayerStore, sl
     return turned
 
 
-# ---- The demonstration: the resources of the kernel for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation -----------
+# ---- The demonstration: the kernel's resources for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation ----------------
 
 def store_table(archs: Sequence[int] = tuple(SHARED)) -> list[list[Any]]:
     """A row for each kernel: architecture, head size, bits of keys and values, registers, spills, shared memory."""

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from weights import Config, Quantization
+from formats import Quantization
+from weights import Config
 from conftest import SMALL
 from gpu import GPU, fused, weightonly
 from kernels import Linear, Ops

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from model import Llama
 from paged import PagedCache
 from request import Request, Settings
 from speculative import Decoder
-from weights import Config, Quantization
+from formats import Quantization
+from weights import Config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in place of the interpreter's")
 SHAPE = dict(vocab_size=70, hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2,
@@ -80,6 +82,28 @@ def test_what_a_warm_up_launches_is_all_that_is_compiled(bits, kv):
     for name in later.keys():
         assert later[name] <= first[name], name
     assert len(first["_attend"]) == 4 * 2 and len(first["_merge"]) == len(first["_store"]) == 1
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("tokens, length, launched", [(1, 40, 9), (1, 4096, 10), (40, 40, 9)])
+@torch.inference_mode()
+def test_a_layer_is_nine_launches(bits, tokens, length, launched):
+    """Two norms, SwiGLU, a store that rotates, attention, and four products. A long text adds a merge, many rows by
+    integers a sum of the shares for each product. Counted as what a third layer adds to two."""
+    found = []
+    for count in (2, 3):
+        config = Config(**SMALL | SHAPE | dict(num_hidden_layers=count, max_position_embeddings=8192))
+        llama = Llama(config.quantized(Quantization(bits, group=32)) if bits < 16 else config, seed=None, ops=GPU(records=False))
+        cache = PagedCache.of(llama.prepare(), 600, 16)
+        seq, _ = cache.open(())
+        cache.extend([(seq, [1] * (length - tokens))]) if length > tokens else None
+        step, launch = cache.extend([(seq, [1] * tokens)]), Mock()
+        with (mock.patch.object(InterpretedFunction, "run", launch), mock.patch("torch.empty", torch.zeros),
+              mock.patch("torch.empty_like", torch.zeros_like), mock.patch("torch.nn.functional.linear", lambda x, w, b=None:
+                                                                           (launch(), x.new_zeros(len(x), len(w)))[1])):
+            llama(torch.ones(tokens, dtype=torch.int64), step)
+        found.append(launch.call_count)
+    assert found[1] - found[0] == launched + 4 * (bits < 16 and tokens > 8)
 
 
 @torch.inference_mode()

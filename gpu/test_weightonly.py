@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, weightonly
 from gpu.crosscompile import SHARED
-from quant import Quantized, dequantize, quantize
+from quant import Quantized, dequantize, quantize, rounded_product
 from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
 from gpu.test_crosscompile import apart
 from kernels import Linear, Ops
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a
 # of what the terms add up to without their signs
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 CASE = dict(T=st.one_of(st.integers(1, 9), st.integers(1, 20)), N=st.integers(1, 140),
-            K=st.integers(1, 9).map(lambda n: 32 * n), bits=st.sampled_from([4, 8]),
+            K=st.integers(1, 9).map(lambda n: 32 * n), bits=st.sampled_from([4, 8, "fp8"]),
             group=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(list(PIECES)),
             wide=st.booleans(), seed=st.integers(0, 99))
 
@@ -51,7 +51,7 @@ def guarded(T: int, N: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 def test_equals_the_product_with_the_numbers(T, N, K, bits, group, dtype, wide, seed):
     torch.manual_seed(seed)
     q = quantize(torch.randn(N, K) + 0.3 * torch.randn(N, 1), bits, group)
-    q = q._replace(scale=q.scale.float() if wide and bits == 8 else q.scale)
+    q = q._replace(scale=q.scale.float() if wide else q.scale)
     x = torch.randn(T, 2 * K, device=DEVICE).to(dtype)[:, :: 2 if wide else 1][:, :K]
     bias, (whole, y) = torch.randn(N, device=DEVICE).to(dtype), guarded(T, N, dtype)
     multiply(x, q, group, bias if wide else None, out=y)
@@ -100,7 +100,7 @@ def test_for_many_rows_w_becomes_numbers_once(T, N, K, bits, group, dtype, wide,
     """To the bit those of quant.dequantize, in several slabs; and for no row nothing is done."""
     torch.manual_seed(seed)
     q, bias = quantize(torch.randn(N, K) + 0.3 * torch.randn(N, 1), bits, group), torch.randn(N).to(dtype)
-    q = q._replace(scale=q.scale.float() if wide and bits == 8 else q.scale)
+    q = q._replace(scale=q.scale.half() if wide else q.scale)
     parts = [part if part is None else part.to(DEVICE) for part in q[:3]]
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
     torch.testing.assert_close(weightonly.as_numbers(*parts, K, group, dtype).cpu(), q.rows(slice(None), dtype),
@@ -111,9 +111,23 @@ def test_for_many_rows_w_becomes_numbers_once(T, N, K, bits, group, dtype, wide,
             assert y.shape == (len(x), N) and y.dtype == dtype and near(y, x, q, bias)
 
 
+@pytest.mark.parametrize("bits, dtype", [(8, torch.float32), (8, torch.bfloat16), ("fp8", torch.bfloat16)])
+@pytest.mark.parametrize("T", [1, 16, 17, 40])
+def test_inputs_of_8_bits_are_multiplied_as_they_are(bits, dtype, T):
+    """The product of quant.rounded_product, by as many rows as the library asks for; another order of columns, too."""
+    q, x, bias = quantize(torch.randn(48, 96), bits)._replace(inputs=8), torch.randn(T, 96).to(dtype), torch.randn(48).to(dtype)
+    on = Quantized(*(part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in q))
+    y = GPU().linear(x.to(DEVICE), Linear(on, bias.to(DEVICE))).cpu()
+    torch.testing.assert_close(y, rounded_product(x, q) + bias, rtol=2**-6 if dtype == torch.bfloat16 else 1e-6, atol=1e-2)
+    order = torch.randperm(96)
+    plain, mixed = q._replace(inputs=16), q._replace(inputs=16, order=order.to(DEVICE), values=q.values.to(DEVICE), scale=q.scale.to(DEVICE))
+    y = GPU().linear(x.to(DEVICE), Linear(mixed, None)).cpu().float()
+    torch.testing.assert_close(y, x[:, order].float() @ dequantize(*plain).T, rtol=2**-6, atol=0.1)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("T", [1, 8, 9, 64, 65])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, "fp8"])
 @pytest.mark.parametrize("shape", ["1B qkv", "1B down"])
 def test_on_a_gpu_at_true_shapes(shape, bits, T):
     N, K = SHAPES[shape]
@@ -164,7 +178,8 @@ def test_the_assembly_makes_numbers_of_all_bytes():
 def table() -> list[list[int]]:
     cases = [(1, "8B o", 4, "bf16", 90), (1, "1B o", 4, "bf16", 80), (64, "8B qkv", 4, "bf16", 90),
              (1, "8B gate, up", 4, "bf16", 90), (512, "8B o", 4, "bf16", 90), (512, "8B o", 8, "bf16", 90),
-             (16, "8B qkv", 8, "bf16", 80), (5, "8B down", 8, "fp32", 90)]
+             (16, "8B qkv", 8, "bf16", 80), (1, "8B o", "fp8", "bf16", 90), (64, "8B o", "fp8", "bf16", 90),
+             (5, "8B down", 8, "fp32", 90)]
     return [[T, arch, *weightonly.compile_product(T, *SHAPES[shape], bits, 128, dtype, arch)]
             for T, shape, bits, dtype, arch in cases]
 
@@ -176,7 +191,7 @@ def test_nothing_spills_and_all_fits(meanwhile):
         assert spills == 0 and shared <= SHARED[arch]
         assert programs >= (2 if T == 1 else 1) and (ahead > 0 or T > ROWS)
         assert (wgmma > 0) == (arch == 90 and FEW < T <= ROWS) and (mma > 0) == (not wgmma and T <= ROWS)
-    assert [row[6] for row in rows if row[0] == 1] == [3, 2, 2]                                         # 8B o: 16 rows
+    assert [row[6] for row in rows if row[0] == 1] == [3, 2, 2, 4]                                         # 8B o: 16 rows
     assert rows[-1][-2] == 3 * 4                                        # three for each of x, of 64 columns and 16 rows
 
 

@@ -1,17 +1,17 @@
-"""Small integers become numbers in a kernel's registers: keys and values of 8 and 4 bits, from the cache to a product.
+"""Unpacking 8- and 4-bit keys and values in a kernel's registers: from the cache's integers to a product's floats.
 
-A conversion takes several instructions a number. But the last bits of a float with a fixed exponent are a whole number
-already. So an integer n is put into the last bits of a constant, and that is subtracted where it costs least:
+A conversion takes several instructions a number. But the last bits of a float with a fixed exponent are an integer
+already. So an integer n is put into the last bits of a constant, and the constant is subtracted where it costs least:
 
     1024 + n    float16     a byte in bits 0 to 7             subtracted at once
     2²³ + n     float32     the same, for a byte of values    subtracted at once
-      16 + n    bfloat16    a nibble in bits 3 to 6           values: with their zeros, Σ p (n + 16) − Σ p (zero + 16);
-                                                              keys: with theirs, (n + 16) − (zero + 16)
+      16 + n    bfloat16    a nibble in bits 3 to 6           with the zeros. Keys: (n + 16) − (zero + 16);
+                                                              values: Σ p (n + 16) − Σ p (zero + 16)
 
-    _steps      vectors with a scale each: whole steps, exact; 4-bit steps as bfloat16 are 16 too large, the `bias`
-    _numbers    4-bit keys, with a scale and a zero for each group of 16 (quant.py)
+    _steps      the integers (grid steps) of vectors with one scale; 4 bits in bfloat16 are 16 too large, the `bias`
+    _numbers    4-bit keys, dequantized with a scale and a zero for each group of 16 (quant.py)
 
-A byte holds two neighbours, in the product's order. Invariant: `_steps` is exact, `_numbers` is quant.from_int4.
+A byte holds two neighbours, in the product's order. Invariant: `_steps` is exact, `_numbers` equals quant.from_int4.
 
     N vectors of a tile · M groups of a key · D head size, WIDE the power of 2 from it on
 """
@@ -23,8 +23,8 @@ from gpu.crosscompile import print_table
 
 GROUP, PARTS = tl.constexpr(quant.GROUP), tl.constexpr(quant.PARTS)
 
-# Four bytes at a time, keys as float16, values as bfloat16. prmt: bytes of two words, numbered by the nibbles of the
-# last operand; lop3 with 0xea: (a & b) | c.
+# Four bytes at a time: K8 makes float16, V8 and V4 make bfloat16. prmt picks bytes of two words, by the nibbles of the
+# last operand; lop3 with 0xea is (a & b) | c.
 K8 = tl.constexpr("""{ .reg .b32 u, c; mov.b32 c, 0x64806480; xor.b32 u, $2, 0x80808080;
     prmt.b32 $0, u, 0x64646464, 0x5150; prmt.b32 $1, u, 0x64646464, 0x5352;
     sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }""")
@@ -48,9 +48,9 @@ def _halves(x, dtype: tl.constexpr):
 
 @triton.jit
 def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Some stored vectors, in whole steps of their scales if they have one: [N, WIDE]. Columns from D on, and rows that
-    are not `seen`, mean nothing."""
-    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers in what is loaded at a time
+    """Some stored vectors, [N, WIDE]: their integers, or in 16 bits their numbers. Columns from D on, and rows that are
+    not `seen`, are undefined."""
+    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers of a loaded element
     at = tl.arange(0, WIDE // PART)
     mask = seen[:, None]
     if D < WIDE:
@@ -58,7 +58,7 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
     if BITS == 8 and dtype == tl.float16:
         x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
-    elif BITS == 8 and dtype == tl.bfloat16:              # said to be impure, or it would reach the product a slow way
+    elif BITS == 8 and dtype == tl.bfloat16:              # impure: else the compiler takes a slow way
         x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
     elif BITS == 4 and dtype == tl.bfloat16:
         x = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
@@ -71,11 +71,11 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
 
 @triton.jit
 def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
-    """Keys of 4 bits as the numbers that they stand for: [N, WIDE], 0 from D on and where not `seen`."""
+    """Keys of 4 bits, dequantized: [N, WIDE], 0 from column D on and in rows that are not `seen`."""
     bits: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
     bias: tl.constexpr = 0 if dtype == tl.float32 else 16                         # of `_steps`
     M: tl.constexpr = (D + GROUP - 1) // GROUP
-    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # of a step, which zeros count
+    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # zeros count these parts of a step
     group = tl.arange(0, WIDE // GROUP)
     at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]    # [N, WIDE / GROUP]
     zeros = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias
@@ -84,7 +84,7 @@ def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.cons
     return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 
 
-if __name__ == "__main__":                              # attention by bits: its instructions of some kinds
+if __name__ == "__main__":                              # attention by bits: how many instructions of some kinds
     from gpu.flash import compile_attention
     kinds = "cvt. prmt. lop3. sub. mma."
     made = ((name, compile_attention(90, "8B", bits, 16)) for name, bits in quant.WIDTHS.items())
