@@ -2,18 +2,18 @@
 
 A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are made together.
 Static batching runs a batch until its longest text ends, and wastes 1 − Σ lengths / (texts · longest) of its places.
-Continuous batching (Orca) decides anew in every step: a text that ends leaves at once, and the next in the queue takes
-its place. Prompts are read in chunks (Sarathi-Serve), with what the step's budget of tokens leaves after a round of
-every text that is being written: a long prompt does not hold up the others.
+Continuous batching (Orca) plans every step anew: a text that ends leaves at once, and the next in the queue takes its
+place. A step has a budget of tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what
+is left (Sarathi-Serve), so a long prompt does not delay the other texts.
 
-  - First come, first served: the oldest take of the budget first. A text is let in when all before it write.
-  - Where the cache has no room for a step, the youngest text goes back to the front of the queue, without places in the
-    caches. Later it is read again and goes on exactly as it would have: its numbers are drawn by its seed and the
-    position in its text (sampling.py), and no other text has a part in them.
-  - A text that could never fit, even alone, is refused at once, with the reason; the others go on.
+  - First come, first served: the oldest texts take from the budget first. A text is admitted once all older ones write.
+  - If the cache has no room for a step, the youngest text is preempted: it gives up its places in the caches and goes
+    back to the front of the queue. Later it is read again and goes on exactly as it would have, because its random
+    numbers depend on its seed and its positions alone (sampling.py).
+  - A text that could never fit, even alone, is refused at once, with the reason; the other texts go on.
 
-Invariant: a request is in `waiting`, in `running`, or in neither; only those in `running` have places in the caches.
-Cost: scheduling is Python, as much for each text however many there are. Not covered: priorities; several models.
+Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have places in the caches.
+Cost: scheduling is Python, in proportion to the number of texts. Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
 """
@@ -25,7 +25,7 @@ from kvcache import CacheFull
 from request import Request
 from speculative import Decoder, Scheduled
 
-AGAIN = 16                                              # steps until a text without room is tried again: that costs
+AGAIN = 16                                              # steps before a text without room is tried again
 
 
 class Batcher:
@@ -35,8 +35,8 @@ class Batcher:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
         self.decoder, self.max_batch = decoder, max_batch
-        self.waiting, self.running = deque[Request](), list[Request]()  # both with the oldest first
-        self.steps, self.again = 0, 0                   # so far; and when the first in the queue is tried again
+        self.waiting, self.running = deque[Request](), list[Request]()  # both: oldest first
+        self.steps, self.again = 0, 0                   # steps so far; the step that next tries the queue's first
 
     def check(self, request: Request) -> None:
         """ValueError if this request could never be served."""
@@ -50,13 +50,13 @@ class Batcher:
                              "draft fewer, or raise the budget")
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. ValueError, at once, if it could never be served."""
+        """Put a request into the queue. ValueError, at once, if it could never be served."""
         self.check(request)
         request.arrived = time.perf_counter()
         self.waiting.append(request)
 
     def step(self) -> dict[Request, list[int]]:
-        """One pass for all that run -> what each has grown by. Those that are finished have left."""
+        """One pass over all running texts -> the new tokens of each. Finished texts leave."""
         grown = self.decoder.step(self.schedule())
         for request in grown:
             if request.finish_reason:
@@ -71,15 +71,15 @@ class Batcher:
             yield from self.step().items()
 
     def cancel(self, request: Request) -> None:
-        """End a request now; its places are free at once. One that has ended stays as it is."""
+        """End a request now, and free its places in the caches. A request that has ended stays as it is."""
         if request in self.running:
             self._leave(request)
-        elif not request.finish_reason and request in self.waiting:     # (no queue is searched for one that has ended)
+        elif not request.finish_reason and request in self.waiting:     # (the queue is not searched for an ended one)
             self.waiting.remove(request)
             self.again = 0
 
     def schedule(self) -> list[Scheduled]:
-        """What to do in this step: the texts that run, the oldest first; then those that are let in."""
+        """Plan a step: the running texts, oldest first; preempt until they fit; then admit waiting texts."""
         work, left = list[Scheduled](), self.decoder.budget
         self.steps += 1
         for request in self.running:
@@ -101,7 +101,7 @@ class Batcher:
         return work
 
     def _enter(self, request: Request, work: Sequence[Scheduled], left: int) -> Scheduled | None:
-        """Let a text in, if the caches have room for all of it; after a twin has read their prompt."""
+        """Admit a text -> its work; None if the caches lack room for all of it, or its twin still reads the prompt."""
         twin = request.twin if request.twin in self.running else None
         if twin is not None and self.decoder.lag(twin) > 1:
             return None

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,14 @@ from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from kvcache import CacheFull
 from model import Llama
-from quant import WIDTHS
+from processes import hush, joined, read_once
+from quant import STORED, WIDTHS
 from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
-from shell import LONGEST, Parser, Terminated, brief, say, status, write
+from shell import LONGEST, Parser, Terminated, brief, number_or_word, say, status, write
 from weights import EMBEDDED
 
 MOST = 2**16                                            # texts asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
-
-
-def gamma(text: str) -> int | str:                      # Settings refuses what is neither a number nor auto
-    return int(text) if text.isdecimal() else text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     for name, kind, text in (                           # kind: a type, the choices, or None for a switch
             ("target", str, "1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, or tiny (default)"),
             ("draft", str, "a smaller model, named like --target, or tiny-draft; ngram: looks back; self: INT4 copy"),
-            ("gamma", gamma, "tokens drafted a round, or auto (default): what pays best by the clock, 0 too"),
+            ("gamma", number_or_word, "tokens drafted a round, or auto (default): what pays best by the clock, 0 too"),
             ("verify", ("exact", "coupled"), "exact (default), or coupled: target and seed alone decide the text"),
             ("temperature", float, "0: always the most probable token"), ("top-k", int, "keep the k most probable"),
             ("top-p", float, "keep the fewest holding this share"), ("min-p", float, "keep this share of the largest"),
@@ -52,13 +50,15 @@ def parser() -> argparse.ArgumentParser:
             ("kv-memory", float, "for keys and values: bytes, or, up to 1, a share of what is free (default: by need)"),
             ("no-prefix-cache", None, "read every prompt from its beginning, also where another began alike"),
             ("no-cache", None, "recompute everything for each token, to feel the difference"),
-            ("bits", (16, 8, 4), "round the target's weights as they are loaded (quant.py does it with care)"),
+            ("bits", (16, *STORED), "round the target's weights as they are loaded (quant.py does it with care)"),
             ("dtype", ("float64", "float32", "bfloat16", "float16"), "what to compute in (default: on a CPU float32)"),
             ("device", str, "cpu, cuda, cuda:1, … (default: a GPU if there is one)"),
+            ("tensor-parallel", int, "split the models over so many processes (as torchrun does without this flag)"),
             ("profile", str, "a file for a trace (ui.perfetto.dev); tells where the time went, loading aside"),
             ("color", None, "show the origin of each token: accepted, corrected, or the bonus after a full round"),
             ("json", None, "print each result as one JSON object, with the tokens and the times")):
-        how = dict(choices=kind, type=type(kind[0])) if isinstance(kind, tuple) else dict(type=kind)
+        choice = str if isinstance(kind, tuple) and isinstance(kind[0], str) else number_or_word
+        how = dict(choices=kind, type=choice) if isinstance(kind, tuple) else dict(type=kind)
         p.add_argument(f"--{name}", help=text, **(how if kind else dict(action="store_true")))
     p.add_argument("--stop", action="append", default=[], help="end before this text; may be repeated")
     either = p.add_mutually_exclusive_group()
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """What does not go together, and what a seed implies."""
+    """ValueError for flags that exclude each other. A seed with --gamma auto turns coupled mode on."""
     paged = args.kv_memory is not None or args.no_prefix_cache
     kept = args.draft or args.prompts or paged or args.kv != "paged" or args.kv_bits != "16"
     drafts = next((name for name in ("gamma", "verify", "color") if getattr(args, name) not in (None, False)), "")
@@ -100,7 +100,7 @@ def load(args: argparse.Namespace) -> tuple[Model, Draft]:
 
 def start(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max_len: int,
           max_batch: int = 1, first: Request | None = None) -> Engine:
-    """The engine, profiled if asked for. ValueError if it could never serve `first`; notes on what is not done."""
+    """The engine, profiled if asked for. ValueError if it could never serve `first`; notes ignored settings."""
     if args.profile is not None:
         llamas = [part for part in (model.llama, getattr(draft, "llama", draft)) if isinstance(part, Llama)]
         args.profiling.enter_context(args.profiled(args.profile, llamas))
@@ -116,7 +116,7 @@ def start(args: argparse.Namespace, model: Model, draft: Draft, tokens: int, max
 
 
 def shower(args: argparse.Namespace) -> Show:
-    """Writes text as it comes: in colours with --color, not at all with --json."""
+    """A function that writes each piece of text: in colours with --color, not at all with --json."""
     paint = lambda piece, origin: f"\x1b[{COLORS[origin]}m{piece}\x1b[0m" if origin in COLORS else piece
     if args.color:
         say(f"colours: {', '.join(paint(name, name) for name in COLORS)}, plain: without drafts")
@@ -124,25 +124,25 @@ def shower(args: argparse.Namespace) -> Show:
 
 
 def print_json(result: Result, **more: Any) -> None:
-    """In one line that standard output can hold, whatever its encoding: half a surrogate pair, say, is spelled out."""
+    """Print a result as one line of JSON, in ASCII if standard output cannot encode it (half a surrogate pair, say)."""
     encoding, text = sys.stdout.encoding or "utf-8", json.dumps(data := result.to_dict() | more, ensure_ascii=False)
     write((text if text.encode(encoding, "replace").decode(encoding) == text else json.dumps(data)) + "\n")
 
 
 def each(results: Generator[Result, None, None], told: Callable[[Result], None]) -> None:
-    """Tell of every result. Ctrl-C meanwhile is the engine's: it ends the others with what there is."""
+    """Call `told` with each result. A Ctrl-C in `told` goes to the engine, which ends all other texts as they are."""
     try:
         for result in results:
             told(result)
     except KeyboardInterrupt as stop:
-        told(results.throw(stop))                       # raised at once, if that is where it comes from
+        told(results.throw(stop))                       # raised again here, if the engine raised it
         for result in results:
             told(result)
 
 
 def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
-    """Answer args.prompt --n times: one after the other to be read, side by side with --json. Its cache is shared."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    """Answer args.prompt --n times: one after the other, or with --json in a batch. The prompt's cache is shared."""
+    prompt = read_once(lambda: sys.stdin.read()) if args.prompt == "-" else args.prompt
     model, draft = load(args)
     first = model.request(prompt, settings, args.system, args.chat, args.max_len, args.kv_bits)
     length, seed = first.prompt + first.left, first.settings.seed
@@ -162,9 +162,11 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
 
 def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     """The requests of a file, as many at a time as --max-batch and memory allow -> 1 if a line was bad, else 0."""
-    try:
+    def read() -> str:
         with nullcontext(sys.stdin) if args.prompts == "-" else open(args.prompts, encoding="utf-8") as file:
-            lines = file.read().removeprefix("\ufeff").split("\n")               # a text may have other ends inside
+            return file.read()
+    try:
+        lines = read_once(read).removeprefix("\ufeff").split("\n")                   # a text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
     model, draft = load(args)
@@ -201,7 +203,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def chat(args: argparse.Namespace, settings: Settings) -> int:
-    """Turns at a terminal. What the last turns said is in the paged cache, and is not read again."""
+    """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     model, draft = load(args)
     first = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
     limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
@@ -211,7 +213,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
     args.profiling.callback(say, "")                    # ends the line of the last prompt
     while True:
         try:
-            if not (typed := input("> ")):
+            if not (typed := read_once(lambda: input("> "))):
                 continue
             messages = messages + [{"role": "user", "content": typed}] if talk else []
             longest = min(limit, engine.decoder.cache.max_len)
@@ -235,19 +237,22 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
-    with ExitStack() as args.profiling:
+    device = find_device(args.device)
+    with joined(args.tensor_parallel, args.command, device) as args.device, ExitStack() as args.profiling:
         if args.prompts is not None:
             return many_prompts(args, settings)
         if args.prompt is not None:
             return one_prompt(args, settings)
-        if not sys.stdin.isatty() or args.json or args.n > 1:
+        if not read_once(lambda: sys.stdin.isatty()) or args.json or args.n > 1:
             raise ValueError("there is no prompt: give one in quotes, or '-' (chat needs a terminal, no --json or --n)")
         return chat(args, settings)
 
 
 def main(arguments: Sequence[str] | None = None, profiled: Callable[..., Any] | None = None) -> int:
     """profiled: the context manager behind --profile (measure/profiler.py)."""
-    args = parser().parse_args(arguments)
-    args.profiled = profiled
+    hush()
+    args = parser().parse_args(given := sys.argv[1:] if arguments is None else arguments)
+    here = Path(__file__).with_name("generate.py")
+    args.profiled, args.command = profiled, [sys.executable, str(here), *given]
     warnings.showwarning = lambda message, *rest: say(f"note: {message}")
     return status(lambda: run(args), CacheFull)

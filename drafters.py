@@ -1,16 +1,16 @@
-"""Drafters: who proposes the tokens that the target then verifies.
+"""Drafters propose the tokens that the target then verifies.
 
 A drafter proposes up to γ tokens for each text of a round, each with the distribution that it was drawn from.
-Verification is exact for *any* proposal of known distribution, so a drafter may be anything:
+Verification is exact for *any* proposal with a known distribution, so a drafter may be anything:
 
     ModelDrafter    a smaller Llama with the target's vocabulary, under the text's own settings
     SelfDrafter     the target's own INT4 copy (`--draft self`), in the target's cache
-    NgramDrafter    the tokens after the last occurrence of the text's last few: no weights, a one-hot distribution
+    NgramDrafter    the tokens that once followed the text's last few tokens: no weights, one-hot distributions
 
-Invariant of a model's own cache, between rounds: it holds a prefix of the text, without the last token. After γ drafts,
-all accepted, it lacks two: the last draft (drawn, never read) and the bonus; the next round reads both. A copy of the
-target needs no cache and no second reading of the prompt: it writes the last token and its drafts after the target's
-keys and values, and truncates them; so it drafts only where all but the text's last token is cached.
+Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token. If all γ drafts were
+accepted, the cache lacks two tokens, the last draft (drawn, never read) and the bonus: the next round reads both.
+The target's INT4 copy needs no cache and does not read the prompt. It stores the last token and its drafts behind the
+target's keys and values, and truncates them again; so it drafts only if all but the text's last token is cached.
 
 Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (2304.04487).
@@ -30,33 +30,33 @@ from sampling import lawful
 
 
 class Drafter:
-    """What a round needs of a drafter; as it stands here, of one that keeps nothing."""
-    shares = False                                      # whether it drafts in the target's cache
+    """The methods that a round calls; in this base class, those of a drafter without a cache."""
+    shares = False                                      # whether it stores its drafts in the target's cache
 
     def open(self, request: Request) -> None: ...
     def close(self, request: Request) -> None: ...
-    def follow(self, request: Request, length: int) -> None: ...        # read the text up to `length`
-    def keep(self, request: Request, length: int) -> None: ...          # forget the tokens beyond `length`
+    def follow(self, request: Request, length: int) -> None: ...        # read the text's tokens up to `length`
+    def keep(self, request: Request, length: int) -> None: ...          # truncate the draft's cache to `length`
 
     def lag(self, request: Request) -> int:
-        """How many tokens of the text it has not read."""
+        """How many tokens of the text the drafter has not read."""
         return 0
 
-    def fits(self, work: Sequence[Any]) -> bool:        # room for a step's drafts, and for the chunks to follow
+    def fits(self, work: Sequence[Any]) -> bool:        # is there room for a step's drafts, and its chunks of prompts?
         return True
 
     def room(self, request: Request, most: int) -> int:
-        """How many tokens it can draft for this text, at most `most`."""
+        """How many tokens the drafter can draft for this text, at most `most`."""
         raise NotImplementedError
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """Drafts int64[B, k] and their distributions float[B, k, V]: −1 and zero where a text has fewer than k."""
+        """Drafts int64[B, k] and their distributions float[B, k, V]: −1 and zeros where a text has fewer than k."""
         raise NotImplementedError
 
 
 def write_drafts(llama: Any, cache: Any, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round,
                  publish: bool = True) -> tuple[Tensor, Tensor]:
-    """A model's drafts, one token of every text at a time. unread: the tokens of each that the cache lacks."""
+    """`propose` by a model: each pass drafts one token of every text. unread: each text's tokens not in the cache."""
     (drafted, q), new = round.nothing(), list(unread)                                   # int64[B, k], float[B, k, V]
     for j in range(drafted.shape[1]):
         live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
-        self.seqs: dict[Request, int] = {}              # but for texts that outgrew the draft's context
+        self.seqs: dict[Request, int] = {}              # of texts that fit into the draft's context
 
     def open(self, request: Request) -> None:
         self.seqs[request], _ = self.cache.open(request.tokens)
@@ -104,13 +104,13 @@ class ModelDrafter(Drafter):
             raise
 
     def fits(self, work: Sequence[Any]) -> bool:
-        """A round reads its unread tokens and all drafts but the last; a chunk is as long as the target's."""
+        """A round stores the text's unread tokens and all drafts but the last; a chunk is as long as the target's."""
         mine = [w for w in work if w.request in self.seqs and w.num_drafts != 0]
         sizes = [w.num_tokens if w.num_drafts is None else self.lag(w.request) + w.num_drafts - 1 for w in mine]
         return self.cache.fits([(self.seqs[w.request], size) for w, size in zip(mine, sizes)])
 
     def room(self, request: Request, most: int) -> int:
-        """The text and γ − 1 drafts must fit into the context. Once γ = 1 does not, the text drafts no more."""
+        """The text and γ − 1 drafts must fit into the context. A text too long for γ = 1 gets no drafts any more."""
         if (fits := self.cache.max_len - len(request.tokens) + 1) < 1:
             self.close(request)
         return min(most, fits) if request in self.seqs else 0
@@ -127,18 +127,18 @@ class ModelDrafter(Drafter):
 
 
 class SelfDrafter(Drafter):
-    """The target's INT4 copy, in the target's cache. There is always room: the target will write more."""
+    """The target's INT4 copy, in the target's cache. It needs no room of its own: the target will store more tokens."""
     shares = True
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
 
     def room(self, request: Request, most: int) -> int:
-        """None for the first token. (γ depends on the text alone, not on what is pending: a twin's prompt is not.)"""
+        """No drafts before the first new token, even if a fork has the prompt cached: γ depends on the text alone."""
         return most if len(request.tokens) > request.prompt else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """Nothing is published: these keys and values are not the target's, and the tokens may be rejected."""
+        """No block is published: the copy's keys and values are not the target's, and its tokens may be rejected."""
         seqs, unread = [request.seq for request in round.requests], [request.tokens[-1:] for request in round.requests]
         before = [self.cache.length(seq) for seq in seqs]
         try:
@@ -149,17 +149,18 @@ class SelfDrafter(Drafter):
 
     @torch.inference_mode()
     def estimate(self) -> float:
-        """Seconds of a drafted token, from those of a pass through one layer and of a pass through none."""
+        """Seconds of a drafted token, extrapolated from a pass through no layer and a pass through one."""
         part, seconds = copy(self.llama), []
-        for count in (0, 0, 1, 1):                      # the first of each warms up
+        for count in (0, 0, 1, 1):                      # the first pass of each kind warms up
             part.layers, start = self.llama.layers[:count], time.perf_counter()
             part(torch.zeros(1, dtype=torch.int64, device=part.device))
             seconds.append(time.perf_counter() - start)
-        return seconds[1] + max(0.0, seconds[3] - seconds[1]) * len(self.llama.layers)
+        one = seconds[1] + max(0.0, seconds[3] - seconds[1]) * len(self.llama.layers)
+        return self.llama.ops.agree(one)
 
 
 class NgramDrafter(Drafter):
-    """Looks the last n tokens up in the text before them, longest n first, and proposes the tokens that followed."""
+    """Finds the text's last n tokens earlier in the text, largest n first, and proposes the tokens that followed."""
 
     def __init__(self, longest: int = 3):
         self.longest, self.texts = longest, WeakKeyDictionary[Request, str]()               # a character is a token
@@ -175,7 +176,7 @@ class NgramDrafter(Drafter):
         return drafted, q
 
     def look_up(self, request: Request, count: int) -> list[int]:
-        """Up to `count` tokens. The copy may run into its own start: a text that repeats itself goes on doing so."""
+        """`count` tokens, or none. If the occurrence is near the text's end, the tokens after it are repeated."""
         text = self.texts.get(request, "")
         self.texts[request] = text = text + "".join(map(chr, request.tokens[len(text):]))
         for n in range(min(self.longest, len(text) - 1), 0, -1):

@@ -5,8 +5,8 @@
     python generate.py --prompts FILE.jsonl                      a request a line, many at a time
 
 `generate` is for Python callers, cli.py is the command line. The loop of an `Engine`: step the batch, hand each
-request's new tokens to its writer, and when a writer is done, so is the request. There is one kind of work: read what
-the cache lacks, in chunks; then draft and verify, or draw (speculative.py). A single prompt is a batch of one.
+request's new tokens to its writer, and when a writer is done, so is the request. There is one kind of work: read tokens
+that the cache lacks, in chunks; then draft and verify, or draw (speculative.py). A single prompt is a batch of one.
 
 The same model, prompt, settings and seed give the same text with and without a cache, in one dtype on one machine, and
 with verify="coupled" with and without a draft. Otherwise a draft changes the text, but not its law. (bfloat16 rounds
@@ -30,7 +30,7 @@ from kernels import free_memory
 from kvcache import KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
 from paged import PagedCache, blocks_that_fit
-from quant import widths
+from quant import Kind, widths
 from request import Message, Request, Result, Settings, Writer
 from sampling import SETTINGS, check_settings
 from shell import brief
@@ -59,11 +59,11 @@ class Model:
 
     @classmethod
     def load(cls, name: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-             bits: int = 16) -> "Model":
-        """An alias, a Hub id or a folder; bits: 8 or 4 rounds its weights. Raises FileNotFoundError or ValueError."""
+             bits: Kind = 16) -> "Model":
+        """An alias, a Hub id or a folder; bits: see quant.STORED. Raises FileNotFoundError or ValueError."""
         folder = find(name)
         tokenizer, file = Tokenizer.load(folder), folder / "generation_config.json"
-        recommended = read_json(file) if os.path.lexists(file) else {}              # checked as they are used, but for:
+        recommended = read_json(file) if os.path.lexists(file) else {}              # checked at use, but for:
         try:
             end_tokens(recommended)
             if not isinstance(sample := recommended.get("do_sample", False), bool | None):
@@ -73,12 +73,12 @@ class Model:
         return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, recommended, folder)
 
     def int4_copy(self) -> Llama:
-        """What drafts for `--draft self`: the layers in 4 bits. ValueError if that is impossible, or no use."""
+        """The draft of `--draft self`: this model with layers in INT4. ValueError if it has no use, or no folder."""
         how = self.llama.config.quantization
         stored = None if self.folder is None else Config.load(self.folder).quantization
         why = ("this model does not come from a folder" if self.folder is None else
-               "the target's weights have 4 bits already" if how is not None and how.bits == 4 else
-               f"{self.folder} holds weights of {stored.bits} bits" if stored is not None else "")
+               f"the target's weights are {how.name} already" if how is not None and how.bits in (4, "nf4") else
+               f"{self.folder} holds weights in {stored.name}" if stored is not None else "")
         if why:
             raise ValueError(f"{why}, and the INT4 copy (--draft self) is made from a folder of 16 bits: name another")
         copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
@@ -86,7 +86,7 @@ class Model:
         return copy
 
     def complete(self, settings: Settings) -> Settings:
-        """Fill what is None from generation_config.json, as transformers reads it: without do_sample, temperature 0."""
+        """Fill settings of None from generation_config.json, as transformers does: no do_sample, temperature 0."""
         asked = {name: value for name in SETTINGS if (value := getattr(settings, name)) is not None}
         own = {} if asked else {"temperature": 0.0}
         if self.recommended.get("do_sample"):
@@ -96,7 +96,8 @@ class Model:
             check_settings(**own)
         except ValueError as error:
             raise ValueError(f"generation_config.json: {brief(error)}; or ask for another yourself") from None
-        seed = int.from_bytes(os.urandom(4), "little") if settings.seed is None else settings.seed
+        new = int.from_bytes(os.urandom(4), "little")
+        seed = self.llama.ops.agree(new) if settings.seed is None else settings.seed
         return replace(settings, seed=seed, **{"temperature": 1.0, **own, **asked})
 
     def unhonoured(self) -> list[str]:
@@ -105,7 +106,7 @@ class Model:
                 if (value := self.recommended.get(name)) is not None and value != neutral]
 
     def room(self, prompt: int, max_tokens: int, max_len: int | None, kv_bits: str | int = 16) -> int:
-        """The most tokens of a text that begins with `prompt` of them. ValueError if no room is left for an answer."""
+        """The most tokens of prompt and answer. prompt: its tokens. ValueError if there is no room for an answer."""
         c, most = self.llama.config, self.llama.config.max_position_embeddings
         limit = max_len if max_len is not None else min(most, tokens_that_fit(
             c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.llama.dtype, self.llama.device,
@@ -130,7 +131,7 @@ class Model:
 
     def request(self, prompt: str | list[Message], settings: Settings, system: str | None = None,
                 chat: bool | None = None, max_len: int | None = None, kv_bits: str | int = 16) -> Request:
-        """With complete settings, and max_tokens for which there is room. ValueError: see above."""
+        """A request with complete settings, max_tokens cut to the room. ValueError: as `encode` and `room`."""
         settings, tokens = self.complete(settings), self.encode(prompt, system, chat)
         left = self.room(len(tokens), settings.max_tokens, max_len, kv_bits) - len(tokens)
         return Request(tokens, replace(settings, max_tokens=left), self.ends)
@@ -153,10 +154,10 @@ def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> 
 
 class Engine:
     """A target, a draft, their caches and the batch.
-    draft: what `load_draft` returns. tokens: of all requests in flight together; more requests wait. max_len: of the
-    longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len). kv_memory: bytes for keys
-    and values, or, up to 1, a share of free memory; None: as much as `tokens` need. kv_bits: 16, 8, 4 or "8/4" (keys in
-    8, values in 4). Raises ValueError or CacheFull."""
+    draft: a result of `load_draft`. tokens: the most in all running requests together; more requests wait. max_len:
+    tokens of the longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len). kv_memory:
+    bytes for keys and values, or, up to 1, a share of free memory; None: room for `tokens`. kv_bits: 16, 8, 4 or "8/4"
+    (keys in 8, values in 4). Raises ValueError or CacheFull."""
 
     def __init__(self, model: Model, draft: Draft, tokens: int, max_len: int, max_batch: int = 1, coupled: bool = False,
                  use_cache: bool = True, kv: str = "paged", kv_memory: float | None = None, prefix_cache: bool = True,
@@ -204,8 +205,8 @@ class Engine:
         return f"keys and values: {blocks}, {size:,.1f} MB"
 
     def serve(self, writers: Iterable[Writer]) -> Generator[Result, None, None]:
-        """Each text's result as it is finished; nothing of it is kept here. Ctrl-C ends all texts as they are: their
-        results come, and then KeyboardInterrupt goes on its way."""
+        """Yield each text's result when the text is finished, and forget both. Ctrl-C ends all texts as they are: their
+        results are yielded, then KeyboardInterrupt is raised."""
         waiting = {writer.request: writer for writer in writers}
         del writers
         for request in waiting:
@@ -235,13 +236,14 @@ class Engine:
 def generate(prompt: str | list[Message], target: str | Path | Model = "tiny", *, system: str | None = None,
              chat: bool | None = None, max_len: int | None = None, use_cache: bool = True, kv: str = "paged",
              kv_memory: float | None = None, kv_bits: str | int = 16, draft: Draft = None, verify: str = "exact",
-             bits: int = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+             bits: Kind = 16, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
              show: Callable[[str], None] = lambda piece: None, **settings: Any) -> dict[str, Any]:
     """Continue or answer `prompt` (a text, or chat messages) -> the result as `--json` prints it.
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, "ngram" or
     "self". settings: those of `Settings`, by name. chat: use the model's template; None: if it has one. verify: exact,
-    or coupled: the text then depends on target and seed alone. bits: 8 or 4 rounds the target's weights. kv, kv_memory,
-    kv_bits: see `Engine`. show: called with each new piece. Raises ValueError, FileNotFoundError or CacheFull."""
+    or coupled: the text then depends on target and seed alone. bits: as for `Model.load`. kv, kv_memory, kv_bits: see
+    `Engine`. show: called with each new piece. Several processes that torch.distributed has joined (torchrun,
+    dist.init_process_group) all make the same call. Raises ValueError, FileNotFoundError or CacheFull."""
     if verify not in ("exact", "coupled"):
         raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
     asked = Settings(**settings)

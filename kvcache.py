@@ -1,15 +1,15 @@
 """The contiguous KV cache: keys and values of past tokens are kept, so that no token is read twice.
 
-Without it, token t costs a pass over all t tokens before it; with it, over one. The price is memory, reserved for the
-longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens, which for Llama 3.1 8B in bf16 is
-131,072 bytes a token. Numbers of 8 and 4 bits (quant.py) take less: an error in a key moves a token's weight, one in a
-value is averaged over all tokens, so "8/4" gives keys 8 bits and values 4.
+Without a cache, token t costs a pass over t tokens; with a cache, a pass over one. The price is memory, reserved for
+the longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens, for Llama 3.1 8B in bf16
+131,072 bytes a token. Numbers of 8 and 4 bits (quant.py) take less. An error in a key changes an attention weight, but
+errors in values average out over all tokens: so "8/4" gives keys 8 bits and values 4.
 
-    seq, have = cache.open(tokens)       a new sequence; `have` of its tokens are stored already (none, in this layout)
+    seq, have = cache.open(tokens)       a new sequence; its first `have` tokens are stored already (here always 0)
     cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
     step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed
-    cache.truncate(seq, length)          keeps the first `length` tokens: a rejected draft, the next turn of a chat
-    cache.settle(seq, tokens)            names the tokens that `extend` got as −1
+    cache.truncate(seq, length)          keeps the first `length` tokens, for example after a rejected draft
+    cache.settle(seq, tokens)            replaces tokens that `extend` got as −1 (drafts still on the device)
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
 Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); later places are never read.
@@ -29,8 +29,8 @@ from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
 
 def layout(D: int, bits: int, dtype: torch.dtype, group: int | None = None) -> list[tuple[int, torch.dtype]]:
-    """The parts of one stored vector, as (width, dtype): numbers, scales, zeros. 16 bits stand for `dtype`.
-    group: GROUP for a key, None for a value. ValueError for an odd number of 4-bit numbers."""
+    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros. bits 16: in `dtype`.
+    group: GROUP for a key, None for a value. ValueError for an odd D in 4 bits."""
     if bits == 4 and D % 2:
         raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
     M = -(-D // (group or D))
@@ -48,7 +48,7 @@ class Store:
     @classmethod
     def empty(cls, shape: Sequence[int], bits: int, dtype: torch.dtype, device: torch.device,
               room: Callable[..., Tensor], group: int | None = None) -> "Store":
-        """Uninitialized, of shape [L, N, S, G, D]. room: `Ops.room`, which allocates a part."""
+        """An uninitialized store of shape [L, N, S, G, D]. room: `Ops.room`, which allocates a part."""
         kinds = layout(shape[-1], bits, dtype, group)
         return cls([room((*shape[:-1], width), kind, device) for width, kind in kinds], bits, group)
 
@@ -67,7 +67,7 @@ class Store:
             part[layer].flatten(0, 1).index_copy_(0, slots, numbers.to(part.dtype))
 
     def read(self, layer: int, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """The vectors at slots, int64[m] or a range of them -> [m, G, D]."""
+        """The vectors at `slots`, int64[m] or a slice of m slots -> [m, G, D]."""
         every = (part[layer].flatten(0, 1) for part in self.parts)
         ranged = isinstance(slots, slice)
         return self.decode([part[slots] if ranged else part.index_select(0, slots) for part in every], dtype)
@@ -106,8 +106,8 @@ class Text:
 
 
 class Cache:
-    """What both layouts share: the storage, the sequences, and methods that refuse before anything has changed.
-    sizes: L, N, S, G, D, each under its name in errors."""
+    """The base of both caches: the storage, the sequences, and methods that refuse before anything has changed.
+    sizes: L, N, S, G, D in this order, under the names that errors use."""
 
     def __init__(self, sizes: dict[str, int], max_len: int, dtype: torch.dtype, device: torch.device | str, bits: Bits,
                  ops: Ops | None):
@@ -143,8 +143,8 @@ class Cache:
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
     def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
-        """Make room for these tokens of each (seq, tokens): `Ops.attend` fills it. −1: a draft still on the device.
-        publish: share the full blocks so far (paged.py). CacheFull, ValueError, KeyError before anything changed."""
+        """Make room for the tokens of each (seq, tokens): `Ops.attend` fills it. −1: a draft still on the device.
+        publish: share full blocks first (paged.py). CacheFull, ValueError, KeyError before anything has changed."""
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
         if len({seq for seq, _ in requests}) < len(requests):
@@ -167,21 +167,21 @@ class Cache:
         del self._texts[seq].tokens[length:]
 
     def settle(self, seq: int, tokens: Sequence[int]) -> None:
-        """Replace the newest tokens, −1 (drafts still on the device), by those of the whole text, `tokens`."""
+        """Replace the −1 at a sequence's end (drafts that were on the device only). tokens: its whole text."""
         kept = self._text(seq).tokens
         at = next((i for i in range(len(kept), 0, -1) if kept[i - 1] >= 0), 0)
         kept[at:] = tokens[at:len(kept)]
 
 
 class KVCache(Cache):
-    """`sequences` texts of up to `max_len` tokens, all reserved at once: block `seq` is that of sequence `seq`."""
+    """Room for `sequences` texts of up to `max_len` tokens, reserved at once: sequence `seq` lies in block `seq`."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
                  device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, bits: Bits = (16, 16),
                  ops: Ops | None = None):
         sizes = dict(layers=layers, sequences=sequences, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
         super().__init__(sizes, max_len, dtype, device, bits, ops)
-        self._rows = list(reversed(range(sequences)))                           # free ones
+        self._rows = list(reversed(range(sequences)))                           # the free ones
 
     @classmethod
     def of(cls, llama: Any, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None,
@@ -215,7 +215,7 @@ class KVCache(Cache):
 
 
 class NoCache(Cache):
-    """Keeps nothing: every step reads its whole text again, alone. For comparison."""
+    """A cache that keeps nothing: every step reads one whole text again. For comparison."""
 
     def __init__(self, device: torch.device):
         self.device, self.max_len, self._texts = device, sys.maxsize, {0: Text()}

@@ -11,7 +11,7 @@ nothing of sequences, caches or devices: `step` says where each token belongs, a
         x = x + down(silu(gate) · up)
     logits = head(norm(x))[rows]                                [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm adds x + … in its own pass over x.
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm computes the sum x + …, in one pass over x.
   - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that
     q · k depends on the distance alone (weights.py has the scalings for long texts).
   - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU (Shazeer 2020).
@@ -23,18 +23,18 @@ Cost: 2 · parameters operations a token, and reading every weight once a step, 
 """
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from formats import Quantization
 from kernels import Linear, Ops, Step, find_device, free_memory, ops_for
-from quant import Quantized, quantize
-from weights import Checkpoint, Config, Quantization, find, inverse_frequencies
+from quant import GROUPS, Kind, Quantized, quantize, stored_bits
+from weights import Checkpoint, Config, find, inverse_frequencies
 
-OLD = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"        # tensors that old checkpoints hold and nobody needs
+OLD = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"        # tensors of old checkpoints, not needed
 
 
 @dataclass
@@ -49,14 +49,15 @@ class Layer:
 
 
 class Llama:
-    """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a step. Without a step: of one text, no cache."""
+    """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a step. Without a step: one text, no cache."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
                  seed: int | None = 0, ops: Ops | None = None, weight_dtype: torch.dtype | None = None):
-        """Random weights, drawn with `seed`; None leaves them to be filled. weight_dtype: of matrices, if another."""
-        self.config, self.dtype, self.weight_dtype = config, dtype, weight_dtype or dtype
+        """Random weights from `seed`; None: uninitialized, to be filled. weight_dtype: of matrices, if not `dtype`."""
         self.device, self.ops = torch.empty(0, device=device).device, ops or ops_for(device)
-        C, V = config.hidden_size, config.vocab_size
+        self.dtype, self.weight_dtype, own = dtype, weight_dtype or dtype, self.ops.share_config(config)
+        self.config, self.rows = replace(own, vocab_size=config.vocab_size), own.vocab_size      # of embedding and head
+        C, V = config.hidden_size, self.rows
         self.embed = self._linear(V, C, head=True)
         self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
@@ -72,8 +73,10 @@ class Llama:
     def _linear(self, N: int, K: int, bias: bool = False, head: bool = False) -> Linear:
         how = self.config.quantization
         bits = 16 if how is None else how.head_bits if head else how.bits
-        weight = (self._empty(N, K, dtype=self.weight_dtype) if bits == 16 else
-                  Quantized.empty(N, K, bits, how.group, self.device))
+        if bits == 16:
+            weight = self._empty(N, K, dtype=self.weight_dtype)
+        else:
+            weight = how.empty(N, K, self.device, head)
         return Linear(weight, self._empty(N) if bias else None)
 
     def _layer(self) -> Layer:
@@ -113,7 +116,7 @@ class Llama:
 
     def through(self, w: Layer, x: Tensor, delta: Tensor | None, rope: tuple[Tensor, Tensor], step: Step,
                 i: int) -> tuple[Tensor, Tensor]:
-        """Layer i on the residual stream x + delta -> the stream, and what the layer adds to it: [T, C] each."""
+        """Layer i on the residual stream x + delta -> x after attention, and the MLP's output as delta: [T, C] each."""
         ops, G, D, eps = self.ops, self.config.num_key_value_heads, self.config.head_dim, self.config.rms_norm_eps
         x, y = ops.add_norm(x, delta, w.input_norm, eps)
         mixed = ops.attend(ops.linear(y, w.qkv).unflatten(1, (-1, D)), G, *rope, step, i)
@@ -124,25 +127,27 @@ class Llama:
 
     @classmethod
     def load(cls, name: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-             trainable: bool = False, bits: int = 16) -> "Llama":
+             trainable: bool = False, bits: Kind = 16) -> "Llama":
         """A model from an alias, a Hub id or a folder. FileNotFoundError or ValueError names the way out.
 
         device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable: plain weights with
-        gradients; otherwise in the machine's own order. bits: 8 or 4 rounds the weights of an ordinary model.
+        gradients; otherwise weights are prepared. bits: other than 16 rounds the weights of a model in 16 or 32 bits.
         """
         config, checkpoint = Config.load(folder := find(name)), Checkpoint(folder)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        rules, sources = dict(ignore=OLD, twice=tied), cls(config, "meta", seed=None).places()
+        rules = dict(ignore=OLD, twice=tied, how=config.quantization)
+        sources = cls(config, "meta", seed=None).places()
         checkpoint.audit(sources, **rules)                                          # before any memory is asked for
         if trainable and (config.quantization or bits != 16):
             raise ValueError(f"{name}: quantized weights cannot be trained or changed: "
                              "use the model in 16 or 32 bits that they were made from")
         if bits != 16:
-            config = config.quantized(Quantization(bits))
+            config = config.quantized(Quantization(bits, GROUPS.get(bits, 128)))
         ops = ops_for(device := torch.device(device) if device else find_device())
         dtype = dtype or ops.dtype(checkpoint.dtypes[0])
         matrices = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
-        needs = sum(place.nbytes for place in cls(config, "meta", dtype, None, None, matrices).places().values())
+        places = {id(place): place for place in cls(config, "meta", dtype, None, ops, matrices).places().values()}
+        needs = sum(place.nbytes for place in places.values())
         if needs > (free := free_memory(device)):
             raise ValueError(f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
                              "free: use fewer --bits, another --device, or a smaller model")
@@ -152,22 +157,23 @@ class Llama:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put each tensor of a checkpoint in its place; where that has fewer bits, rounded to the nearest."""
-        places = self.places()
+        """Copy each tensor of a checkpoint to its place. A plain tensor is rounded to nearest for a quantized place."""
+        places, share = self.places(), self.ops.share_tensor
         for name, tensor in tensors:
-            if tensor.is_floating_point() and f"{name}_scale" in places:
-                bits = 8 if places[name].dtype == torch.int8 else 4
-                q = quantize(tensor, bits, self.config.quantization.group)
+            if tensor.dtype != places[name].dtype and f"{name}_scale" in places:
+                bits = stored_bits(places[name].dtype, f"{name}_zero" in places)
+                rows = share(tensor, (len(places[name]), tensor.shape[1]))          # whole rows: a scale is of one
+                q = quantize(rows, bits, self.config.quantization.group)
                 for part, numbers in zip(("", "_scale", "_zero"), q):
                     if numbers is not None:
-                        places[name + part].copy_(numbers)
+                        places[name + part].copy_(share(numbers, places[name + part].shape))
             else:
-                places[name].copy_(tensor)
+                places[name].copy_(share(tensor, places[name].shape))
 
     def places(self) -> dict[str, Tensor]:
         """The model's tensors before `prepare`, by their names in a checkpoint, to be filled."""
         c = self.config
-        C, F, V, q, kv = c.hidden_size, c.intermediate_size, c.vocab_size, c.query_size, c.kv_size
+        C, F, V, q, kv = c.hidden_size, c.intermediate_size, self.rows, c.query_size, c.kv_size
         places = dict(split(self.embed, {"model.embed_tokens": V})) | {"model.norm.weight": self.norm}
         for i, layer in enumerate(self.layers):
             parts = [("input_layernorm.weight", layer.input_norm), ("post_attention_layernorm.weight", layer.post_norm),
@@ -182,10 +188,10 @@ class Llama:
         """Put the weights in the order that this machine multiplies fastest. No `places` or `fill` after that."""
         for layer in self.layers:
             for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype))
+                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype, name))
         tied = self.head is self.embed
-        self.embed = self.ops.prepare(self.embed, self.dtype, looked_up=True)
-        self.head = self.embed if tied else self.ops.prepare(self.head, self.dtype)
+        self.embed = self.ops.prepare(self.embed, self.dtype, "embed")
+        self.head = self.embed if tied else self.ops.prepare(self.head, self.dtype, "head")
         return self
 
     def parameters(self) -> list[Tensor]:
@@ -202,11 +208,14 @@ class Llama:
 
 
 def split(linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint that one product holds, as rows of it: q, k and v; gate and up."""
+    """Name each tensor of a checkpoint that is some rows of this matrix: q, k and v in qkv, gate and up in gate_up.
+    rows: name -> number of rows. If columns are reordered, all share one order."""
     weight = linear.weight[:3] if isinstance(linear.weight, Quantized) else (linear.weight, None, None)
     for kind, whole in zip(("weight", "weight_scale", "weight_zero", "bias"), (*weight, linear.bias)):
         if whole is not None:
             yield from ((f"{name}.{kind}", part) for name, part in zip(rows, whole.split(list(rows.values()))))
+    if isinstance(linear.weight, Quantized) and linear.weight.order is not None:
+        yield from ((f"{name}.weight_order", linear.weight.order) for name in rows)
 
 
 # The demonstration: it does not matter how a text is split into chunks.

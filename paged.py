@@ -1,17 +1,17 @@
 """The paged KV cache: blocks of tokens, on demand, shared between texts that begin alike.
 
-A contiguous cache reserves the longest text that may come, for every text. Here memory is cut into blocks of
-`block_size` tokens: a text has a *table* of its blocks, gets the next when it needs one, and wastes less than a block.
-A full block is published under (identity of the block before it, its tokens), and `open` walks that chain: a system
-prompt is read once. Blocks of texts that have gone stay until their space is needed.
+A contiguous cache reserves room for the longest possible text, for every text. Here memory is cut into blocks of
+`block_size` tokens. A text has a *table* of its blocks, gets a block when it needs one, and wastes less than a block.
+A full block is published under (identity of the block before it, its tokens), and `open` follows this chain from a
+text's first block: a system prompt is read once. Blocks of freed texts stay until their space is needed.
 
   - `open` never finds the whole text: at least one token must be computed, for its logits.
   - A block is published at its text's next `extend`, or at `free`: rejected tokens have been truncated by then.
-  - `extend` writes into a block only if one text has it, after withdrawing it from sharing; else into a copy.
+  - `extend` writes into a block that no other text has, and withdraws it from sharing first; a shared one is copied.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so beginnings stay longest.
-  - `fork` shares everything: several samples of one prompt cost one prompt.
+  - `fork` shares all blocks: several samples of one prompt compute the prompt once.
 
-Invariant (`check`): free + cached + live == total, and a block's references are its occurrences in the tables.
+Invariant (`check`): free + cached + live == total, and a block has as many references as tables that hold it.
 Not covered: moving blocks to the CPU's memory; sharing blocks that are not full.
 Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
 """
@@ -26,7 +26,7 @@ from kernels import Ops, free_memory
 from kvcache import Cache, CacheFull, Text
 from quant import Bits
 
-Key = tuple[int, tuple[int, ...]]                       # identity of the block before (0: none), tokens of this one
+Key = tuple[int, tuple[int, ...]]                       # identity of the block before (0: none), tokens of this block
 
 
 class Pool:
@@ -45,7 +45,7 @@ class Pool:
         return len(self.free) + len(self.cached)
 
     def take(self, wanted: int) -> list[int]:
-        """Blocks for one owner each: free ones, then the least recently used. CacheFull before anything changed."""
+        """Blocks with one reference each: free ones, then the least recently used. CacheFull before any change."""
         if wanted > self.available:
             raise CacheFull(f"{wanted} more blocks are needed and {self.available} are free or cached: "
                             "free a sequence, or make a cache of more blocks")
@@ -70,8 +70,8 @@ class Pool:
             self.free.append(block)
 
     def publish(self, block: int, key: Key) -> int:
-        """The block's identity: the one it has, that of an equal block published before, or a new one."""
-        if block in self.known:                         # under a parent that has gone, and has come back as another
+        """Publish a block -> its identity: the one it has, that of the block published under this key, or a new one."""
+        if block in self.known:                         # its key may name an older identity of its parent
             return self.known[block][1]
         if key not in self.published:
             self.published[key], self.known[block] = block, (key, next(self.identities))
@@ -117,7 +117,7 @@ class PagedCache(Cache):
                    dtype or llama.dtype, prefix_sharing, bits, llama.ops)
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new sequence for the text `tokens` -> (seq, have): tokens stored already, at most all but one."""
+        """A new sequence for the text `tokens` -> (seq, have): `have` tokens are stored already, but never all."""
         text, parent, S = Text(), 0, self.block_size
         for start in range(0, (len(tokens) - 1) // S * S if self.prefix_sharing else 0, S):
             piece = tuple(tokens[start:start + S])
@@ -136,8 +136,8 @@ class PagedCache(Cache):
         return parent, tokens
 
     def _blocks_needed(self, requests: Sequence[tuple[int, int]]) -> int:
-        """New blocks for n more tokens of each (seq, n), copies of shared ones among them."""
-        new, writers = 0, Counter[int]()                # of a shared last block; the last of its owners copies nothing
+        """The number of new blocks for n more tokens of each (seq, n), copies of shared blocks included."""
+        new, writers = 0, Counter[int]()                # of each last block; the last owner of a block need not copy it
         for seq, n in requests:
             text = self._text(seq)
             new += -(-(len(text.tokens) + n) // self.block_size) - len(text.blocks)
@@ -165,7 +165,7 @@ class PagedCache(Cache):
             text.chain.append(self.pool.publish(text.blocks[i], key))
 
     def _own_last_block(self, text: Text, fresh: Iterator[int]) -> None:
-        """Before a write into a block that is not full: no other text has it, and none can find it."""
+        """Before a write into a text's last block, not full: make it one that no other text has or can find."""
         if self.pool.references[block := text.blocks[-1]] == 1:
             self.pool.withdraw(block)
             return
@@ -190,13 +190,13 @@ class PagedCache(Cache):
         return new
 
     def free(self, seq: int) -> None:
-        """Let go of all blocks; full ones stay findable until their space is needed."""
+        """Release all blocks. Full ones can still be found until their space is needed."""
         self._publish(self._text(seq))
         self.truncate(seq, 0)
         del self._texts[seq]
 
     def check(self) -> tuple[int, int, int]:
-        """(free, cached, live) blocks. RuntimeError if the books do not balance."""
+        """The numbers of (free, cached, live) blocks. RuntimeError if the invariant is broken."""
         pool, held = self.pool, Counter(block for text in self._texts.values() for block in text.blocks)
         if (sorted([*pool.free, *pool.cached, *held]) != list(range(pool.total))
                 or any(pool.references[block] != held[block] for block in range(pool.total))):
@@ -213,7 +213,7 @@ class PagedCache(Cache):
         return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
 
 
-if __name__ == "__main__":                              # in how many tables each block stands; · free
+if __name__ == "__main__":                              # prints how many tables hold each block; ·: none
     cache = PagedCache(1, 1, 2, blocks=40, block_size=4)
     for text in (b"Once upon a time, a dog", b"Once upon a time, a big girl", b"Once upon a time, a big, big girl"):
         seq, have = cache.open(text)                    # a byte is a token

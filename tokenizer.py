@@ -1,16 +1,16 @@
 """Text to tokens and back: byte-level BPE, merged by tiktoken, token for token as Hugging Face's `tokenizers` does it.
 
 Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A piece is spelled out
-in UTF-8 bytes; then, again and again, the pair of neighbours that stands first in a list of merges (vocabulary.py)
+in UTF-8 bytes; then, again and again, the pair of neighbours that comes first in a list of merges (vocabulary.py)
 becomes one token (Sennrich et al. 2016; bytes as the alphabet: Radford et al. 2019). Cost: linear in the text.
 
-Invariants: `encode` never yields a control token, and in `chat` no control token of a rendered template begins inside a
+Invariants: `encode` never yields a control token; in `chat`, no control token of a rendered template begins inside a
 message. decode(encode(text)) == text if the vocabulary has all 256 bytes; a byte that it lacks is dropped before
-merging, as in `tokenizers`, and a lone surrogate is read as U+FFFD. Streamed text, joined, is what `decode` says.
+merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. Streamed text, joined, equals decoded text.
 
-Not covered: `clean_up_tokenization_spaces`, which makes decoding lossy. A chat template is untrusted and sandboxed,
-with limits of time, memory (on Linux) and output. Comparing nested lists escapes the clock. A template that rewrites
-messages (cuts out their middle, changes their case) could assemble a control token; trimming and repeating cannot.
+A chat template is untrusted code: it runs in a sandbox, with limits on time, memory (on Linux) and output. Not covered:
+the time limit does not stop a comparison of nested lists; a template that rewrites messages (cuts out their middle,
+changes their case) could assemble a control token, while trimming and repeating cannot; `clean_up_tokenization_spaces`.
 """
 import codecs
 import json
@@ -32,19 +32,19 @@ from shell import brief
 from vocabulary import Vocabulary, read_ranks, read_tokenizer_json, reject
 from weights import read_json, read_text
 
-TEMPLATE = 2**17            # characters that a chat template may have; usual are some thousands
-TIME = 10.0                 # seconds that it may take for a conversation,
+TEMPLATE = 2**17            # the most characters of a chat template; a few thousand are usual
+TIME = 10.0                 # limits of rendering a conversation: seconds,
 MEMORY = 2**28              # bytes on top of those in use,
-OUTPUT = 2**20              # and characters that it may make beyond four times the conversation's
+OUTPUT = 2**20              # and characters beyond four times the conversation's
 
 
 def clean(text: str) -> str:
-    """`text` with U+FFFD for each surrogate: from here on, surrogates are free to stand for something else."""
+    """`text` with U+FFFD for each surrogate: after this, a surrogate can serve as a stand-in (`Tokenizer._inert`)."""
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def cut(text: str, added: dict[str, int], encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of the added tokens in a text, the longest first, and the tokens of what lies between them."""
+    """The tokens of a text: the ids of `added` tokens in it, longest first, and `encode` of the text between them."""
     pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     parts = enumerate(re.split(f"({pattern})", text))
     return [id for n, part in parts for id in ([added[part]] if n % 2 else encode(part))]
@@ -61,19 +61,19 @@ def bounded(run: Callable[[], str]) -> str:
     if limited := used.exists():
         import resource
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY       # pages of addresses come first
+        most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY       # first: pages of addresses
         resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(most, soft), hard))
     sys.settrace(look)
     try:
         return run()
     finally:
-        sys.settrace(outer)                             # first: no other line of Python may be late
+        sys.settrace(outer)                             # first: the lines below must not be interrupted
         if limited:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's, with what transformers offers templates, without what takes one line but any time or is run early."""
+    """jinja2's sandbox with the additions of transformers, without features that can hang in one line or run early."""
     intercepted_binops = frozenset(("*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Stream(NamedTuple):
-    """Tokens in, whole characters out: at most three bytes wait for the next token, or for `finish`."""
+    """Tokens in, whole characters out: up to three bytes of a character wait for the next token, or for `finish`."""
     feed: Callable[[int], str]
     finish: Callable[[], str]
 
 
 class Tokenizer:
-    """`bos` is the token for the beginning of a text; whether a raw prompt starts with it is for `prompt` to say."""
+    """`bos` is the token that begins a text; whether a raw prompt begins with it, `prompt` decides by the files."""
 
     def __init__(self, file: Path, vocabulary: Vocabulary, config: dict[str, Any], template: str | None) -> None:
         if not vocabulary.tokens.keys() >= {*vocabulary.prefix}:
@@ -126,7 +126,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From tokenizer.json, or else tokenizer.model; tokenizer_config.json and chat_template.jinja beside it."""
+        """From a folder's tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja."""
         merges, *others = (Path(folder) / name for name in (
             "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"))
         ranks, settings, jinja = (file if os.path.lexists(file) else None for file in others)
@@ -143,13 +143,13 @@ class Tokenizer:
             reject(file, f"it, or a file beside it, is not laid out as it should be ({error!r})", "download them again")
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that does not mean the same in both vocabularies, in words; None if all do."""
+        """The first token that differs between both vocabularies, in words; None if they are equal."""
         mine, its = self._vocabulary.tokens, other._vocabulary.tokens
         other_ids = (id for id in sorted(mine.keys() | its.keys()) if mine.get(id) != its.get(id))
         return next((f"token {id} is {mine.get(id)} in one and {its.get(id)} in the other" for id in other_ids), None)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that is nothing but text: what looks like a control token is spelled out."""
+        """The tokens of a plain text. Text that looks like a control token is spelled out like any other text."""
         return cut(clean(text), self._vocabulary.plain, self._merge)
 
     def _merge(self, text: str) -> list[int]:
@@ -159,12 +159,12 @@ class Tokenizer:
         for word in map(str.encode, pieces):
             if word in whole:
                 ids.append(whole[word])
-            elif word := word.translate(None, missing):     # tiktoken panics on a byte it does not know, and on none
+            elif word := word.translate(None, missing):     # tiktoken panics on an unknown byte and on b""
                 ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
         return ids
 
     def prompt(self, text: str) -> list[int]:
-        """A text for the model to continue, begun as its tokenizer begins a text."""
+        """The tokens of a text for the model to continue: the tokenizer's own first tokens, then the text's."""
         return self._vocabulary.prefix + self.encode(text)
 
     def token_bytes(self, id: int, special: bool = True) -> bytes:
@@ -173,7 +173,7 @@ class Tokenizer:
         return word if special or index(id) not in self._hidden else b""
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of some tokens, control tokens left out unless `special`, with U+FFFD for what is no UTF-8."""
+        """The text of some tokens, with control tokens only if `special`, and U+FFFD for bytes that are not UTF-8."""
         return b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
 
     def stream(self) -> Stream:
@@ -194,14 +194,14 @@ class Tokenizer:
             self._template = self._template or Sandbox().from_string(self.chat_template)
             if len(text := bounded(lambda: self._template.render(given | self._named))) > most:
                 raise ValueError(f"it makes {len(text)} characters")
-        except Exception as error:                  # a template is foreign code: whatever it raises is what it says
+        except Exception as error:                  # a template is foreign code: it may raise anything
             told = brief(f"{type(error).__name__}: {str(error)[:10_000]}".translate(self._restore))
             raise ValueError(f"{self._file.parent}: the chat template fails on this conversation: {told}; it may take "
                              f"{TIME:g} s, {MEMORY >> 20} MiB and {most} characters") from error
         return cut(text, self.specials, lambda part: self.encode(part.translate(self._restore)))
 
     def _inert(self, text: str) -> str:
-        """A message where, until stand-ins are restored, no control token begins, nor would if more text followed."""
+        """A message with stand-ins: no control token begins in it, not even one that following text would complete."""
         text, controls = clean(text), tuple(self.specials)
         end, longest = len(text.rstrip()), max(map(len, controls), default=0)
         begins = lambda i: text.startswith(controls, i) or (

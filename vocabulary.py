@@ -1,11 +1,11 @@
 """The vocabulary of a byte-level BPE tokenizer, read from its files and checked.
 
 Two formats say the same: Hugging Face's tokenizer.json (merges in order, ids, regular expressions that cut a text into
-pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each token's bytes and rank). tiktoken merges,
-but knows no pairs: it joins neighbours that spell the token of lowest rank. That agrees with a list of merges just if
+pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each token's bytes and rank). tiktoken has no
+list of merges: it joins the neighbours that together spell the token of lowest rank. Both give the same tokens if
     rank(token) = number of the merge that completes the token when it is spelled out and merged alone
-and tokens that no merge completes have no rank. For as long as nothing merges across its ends, a stretch of bytes
-evolves in a text as it does alone; so wherever a pair spells a token, merging has come by that token's own way.
+and a token that no merge completes has no rank. Why: while nothing merges across the ends of a stretch of bytes, it is
+merged in a text as it is alone; so two neighbours that spell a token came about by that token's own merges.
 
 Cost: every token is merged alone, once. Not covered, and refused by name: SentencePiece, Unigram, WordPiece, byte
 fallback, normalizers, added tokens that swallow spaces. Files are untrusted: sizes, lengths and times are limited.
@@ -29,14 +29,14 @@ CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (f"(?i:{CONTRACTIONS})" r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-KNOWN_SPLITS = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}      # they take time in proportion to the text
-MOST_SPLITS, LONGEST_SPLIT = 20, 2000   # steps that cut a text, and characters of a pattern; usual: ten, some hundreds
+KNOWN_SPLITS = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}      # their time is linear in the text
+MOST_SPLITS, LONGEST_SPLIT = 20, 2000   # the most patterns of a tokenizer, and characters of one; usual: 10, hundreds
 SPLITTING = 10                          # seconds that an unknown pattern may take to cut a text
-LARGEST_VOCABULARY = 2**26              # bytes of a vocabulary file; usual are up to 30 MB
-SPELLING = 2**27                        # Σ length² of all tokens: merging each alone takes time in proportion, seconds
+LARGEST_VOCABULARY = 2**26              # the most bytes of a vocabulary file; up to 30 MB are usual
+SPELLING = 2**27                        # the largest Σ length² of all tokens: `last_merge` takes time in proportion
 LLAMA3_CONTROLS = {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>",
                    9: "<|eot_id|>"}
-SUPPORTED = {"type": "BPE", "decoder": "ByteLevel", **dict.fromkeys((       # and none of these:
+SUPPORTED = {"type": "BPE", "decoder": "ByteLevel", **dict.fromkeys((       # and these must be absent or empty:
     "normalizer", "byte_fallback", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))}
 Split = Callable[[str], list[str]]
 
@@ -44,12 +44,12 @@ Split = Callable[[str], list[str]]
 class Vocabulary(NamedTuple):
     """What a tokenizer file says, checked."""
     tokens: dict[int, bytes]    # every id -> the bytes that it decodes to
-    merged: dict[bytes, int]    # what merging can make -> its id, in the order of merging: tiktoken's rank is the place
-    whole: dict[bytes, int]     # pieces that are one token before any merging (`ignore_merges`)
-    special: dict[str, int]     # added tokens: control tokens,
-    plain: dict[str, int]       # and those that are matched in any text, before it is split
+    merged: dict[bytes, int]    # tokens that merging can make -> id, in the order of merges; tiktoken's rank: the index
+    whole: dict[bytes, int]     # pieces that become one token without merging (`ignore_merges`) -> id
+    special: dict[str, int]     # added tokens -> id: control tokens,
+    plain: dict[str, int]       # and tokens that are searched in any text, before it is split
     splits: list[Split]
-    prefix: list[int]           # what a raw prompt starts with
+    prefix: list[int]           # ids that begin a raw prompt
 
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
@@ -61,7 +61,7 @@ everything = cache(lambda: "".join(map(chr, (*range(0xD800), *range(0xE000, 0x11
 
 @cache
 def members(character_class: str) -> str:
-    r"""The ranges of a class such as \p{L}, for `re`'s [...], in the Unicode edition of tiktoken and `tokenizers`."""
+    r"""The ranges of a class such as \p{L}, for [...] in `re`, by the Unicode edition of tiktoken and `tokenizers`."""
     spell = {bytes([byte]): byte for byte in range(256)}
     asked = tiktoken.Encoding("bytes", pat_str=character_class, mergeable_ranks=spell, special_tokens={})
     inside = set(map(ord, bytes(asked.encode_ordinary(everything())).decode()))
@@ -70,9 +70,9 @@ def members(character_class: str) -> str:
 
 
 def compile_split(file: Path, pattern: str) -> Split:
-    """What cuts a text by `pattern`, in the dialect of `tokenizers`: classes spelled out, what differs in `re` refused.
-    A group that repeats, too: its time could be exponential. An unknown pattern that still takes long is stopped by
-    `regex`, which has a clock but is several times slower than `re`."""
+    """A function that cuts a text by `pattern`, written for `tokenizers`, with its character classes spelled out.
+    ValueError for syntax that differs in `re`, and for a group that repeats: its time could be exponential. An unknown
+    pattern runs in `regex`, which has a time limit but is several times slower than `re`."""
     if len(pattern) > LONGEST_SPLIT:
         reject(file, f"a split pattern has {len(pattern)} characters", f"at most {LONGEST_SPLIT} are supported")
     out, within = [], False
@@ -101,7 +101,7 @@ def compile_split(file: Path, pattern: str) -> Split:
 
 
 def read_splits(file: Path, node: dict[str, Any]) -> list[Split]:
-    """The regular expressions of a `pre_tokenizer`, in order."""
+    """The regular expressions of a `pre_tokenizer`, in order, compiled. ValueError for steps that are not covered."""
     steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
     patterns = []
     for step in steps[:MOST_SPLITS]:
@@ -120,7 +120,7 @@ def read_splits(file: Path, node: dict[str, Any]) -> list[Split]:
 
 
 def read_added(file: Path, entries: list[dict[str, Any]], vocab: dict[str, int]) -> list[dict[str, int]]:
-    """The added tokens, special and plain. Each of them and of the vocabulary has a text and an id of its own."""
+    """The added tokens, special and plain: text -> id. ValueError unless all tokens have different texts and ids."""
     pairs = [*vocab.items(), *((entry["content"], entry["id"]) for entry in entries)]
     if (work := sum(len(text)**2 for text, _ in pairs)) > SPELLING:
         reject(file, f"its tokens are too long to be spelled out: Σ length² is {work}", f"at most {SPELLING}")
@@ -137,14 +137,14 @@ def read_added(file: Path, entries: list[dict[str, Any]], vocab: dict[str, int])
 
 
 def alphabet() -> dict[str, int]:
-    """The character for each byte in JSON (GPT-2's): printable Latin-1 for itself, U+0100 and up for the 68 others."""
+    """GPT-2's character for each byte, as JSON has it: itself if printable in Latin-1, U+0100 and up for 68 others."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
-    """The merge that completes `token`, spelled out and merged alone; -1 for a single byte, None if no merge does."""
+    """The number of the merge that completes `token` if spelled out and merged alone; -1: one byte; None: no merge."""
     parts, last = list(token), -1
     while len(parts) > 1:
         last, i = min((numbers.get(pair, math.inf), i) for i, pair in enumerate(zip(parts, parts[1:])))
@@ -155,7 +155,7 @@ def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
 
 
 def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
-    """The ids that a `post_processor` puts before a text. As in `tokenizers`, it alone decides, not `add_bos_token`."""
+    """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` plays no part."""
     prefix: list[int] = []
     for step in [] if node is None else node["processors"] if node["type"] == "Sequence" else [node]:
         match step:
@@ -167,7 +167,7 @@ def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
 
 
 def read_tokenizer_json(file: Path) -> Vocabulary:
-    """Hugging Face's format. Refuses what would change the tokens and is not done here; truncation is the caller's."""
+    """Hugging Face's format. ValueError for unsupported settings that change tokens. Truncation is the caller's."""
     data = read_json(file, LARGEST_VOCABULARY)
     model, decoder, vocab, byte_of = data["model"], data["decoder"], data["model"]["vocab"], alphabet()
     says = data | {"type": "BPE"} | model | {"decoder": decoder and decoder["type"]}
@@ -195,7 +195,7 @@ def read_tokenizer_json(file: Path) -> Vocabulary:
 
 
 def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
-    """Llama 3's tokenizer.model: a token a line, its bytes in base64 and its rank, which is its id."""
+    """Llama 3's tokenizer.model: on each line a token's bytes in base64 and its rank, which is its id."""
     merged = dict[bytes, int]()
     for n, line in enumerate(read_text(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
         try:
