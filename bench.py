@@ -4,7 +4,7 @@
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4 (measure/steps.py)
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp (measure/peers.py)
     python bench.py --gpu smoke                then kernels, decode, serving, … on a GPU (measure/gpucases.py)
-    python bench.py --readme                   README.md's tables and pictures, from the results that it names
+    python bench.py --readme                   the documents' tables, numbers and pictures, from the results they name
 
 A claim of speed is a ratio between things that were measured in one run, in turns (measure/pair.py, traffic.py). The
 numbers are kept as JSON, without the name of a host or of a folder; tables and pictures come from that file alone.
@@ -28,12 +28,14 @@ from kvcache import CacheFull
 from measure import gpucases, pair, peers, pictures, report, traffic
 from measure.pair import QUICK, Effort
 from measure.report import Results
+from measure.session import session
+from measure.shares import parallel
 from measure.steps import steps
 from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
-README = HERE / "README.md"
-KEPT = {"peers", "steps", "gpu"}                        # of several runs, side by side
+DOCUMENTS = [HERE / name for name in ("README.md", "TOUR.md", "results/README.md")]
+KEPT = {"peers", "steps", "gpu"}                        # sections that hold several runs side by side
 
 
 def bench_parser() -> argparse.ArgumentParser:
@@ -41,7 +43,7 @@ def bench_parser() -> argparse.ArgumentParser:
     add, instead = p.add_argument, p.add_mutually_exclusive_group().add_argument
     instead("--against", metavar="PEER", help=f"{' or '.join(peers.PACKAGES)}: the same prompts and weights, in turns")
     instead("--gpu", choices=list(gpucases.CASES), help="on a GPU: models of true shapes with random weights")
-    instead("--readme", action="store_true", help="make README.md's tables and pictures from the results that it names")
+    instead("--readme", action="store_true", help="make the documents' tables and pictures from the results they name")
     add("--quick", action="store_true", help="very little of everything, to see that it works; kept only with --out")
     add("--data", metavar="FILE", help="measure perplexity on this text (default: on the model's own texts)")
     add("--target", metavar="NAME", help="measure this model's steps; with --against: compare it (tiny)")
@@ -51,9 +53,10 @@ def bench_parser() -> argparse.ArgumentParser:
 
 
 def everything(effort: Effort, data: str | None) -> Results:
-    """The embedded pair: all that results/*.json has of it."""
+    """Measure the embedded pair: every section of its results/*.json."""
     parts = dict(stack=pair.stack, gammas=pair.gammas, bits=partial(pair.bits, data=data), waste=traffic.waste,
-                 steps=partial(steps, target="tiny", label="tiny"), latency=traffic.latency, blocks=traffic.pool_blocks)
+                 steps=partial(steps, target="tiny", label="tiny"), latency=traffic.latency, parallel=parallel,
+                 blocks=traffic.pool_blocks, session=session)
     results = pair.machine()
     for name, part in parts.items():
         start = time.perf_counter()
@@ -63,7 +66,7 @@ def everything(effort: Effort, data: str | None) -> Results:
 
 
 def load_results(path: Path) -> Results:
-    """The results in a file, none if there is no file. ValueError if no results can be there."""
+    """The results in a file; empty if there is no file. ValueError if it is not writable or holds something else."""
     check_file(HERE / path)
     if not (HERE / path).exists():
         return {}
@@ -82,14 +85,14 @@ def put(path: Path, text: str) -> None:
 
 
 def keep(path: Path, results: Results) -> None:
-    """Put these beside what the file has already."""
+    """Write these results to the file. Sections that this run did not measure stay."""
     old = load_results(path)
     results = results | {name: old.get(name, {}) | results[name] for name in results.keys() & KEPT}
     put(path, json.dumps(old | results, indent=1, ensure_ascii=False) + "\n")
 
 
 def named(readme: str) -> Path:
-    """The results of README.md."""
+    """The path of the results that README.md shows."""
     if (found := report.MARKED.search(readme)) is None:
         raise ValueError("README.md names no results: it needs the line <!-- figures of results/NAME.json -->, "
                          "and <!-- end of figures -->")
@@ -111,11 +114,12 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def answer(args: argparse.Namespace) -> None:
     if args.readme:
-        page = README.read_text(encoding="utf-8")
-        for name, drawn in pictures.draw_all(load_results(named(page))).items():
+        written = {path: report.renewed(path.read_text(encoding="utf-8"), load_results) for path in DOCUMENTS}
+        for name, drawn in pictures.draw_all(load_results(named(written[DOCUMENTS[0]]))).items():
             put(Path("results", f"{name}.svg"), drawn)
-        put(README.relative_to(HERE), report.front_page(page, load_results))
-        return say("README.md and its pictures are written")
+        for path, text in written.items():
+            put(path.relative_to(HERE), text)
+        return say("README.md, TOUR.md, results/README.md and their pictures are written")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out

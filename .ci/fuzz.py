@@ -46,7 +46,7 @@ FLAGS = {"temperature": NUMBERS, "top-k": NUMBERS, "top-p": NUMBERS, "min-p": NU
          "gamma": NUMBERS, "max-batch": NUMBERS, "kv-memory": [*NUMBERS, "1e5", "1e6"], "stop": TEXTS,
          "system": TEXTS, "verify": ["exact", "coupled", "x"],
          "kv": ["paged", "contiguous", "\udcff"], "kv-bits": ["16", "8", "8/4", "4", "5"], "bits": ["16", "8", "4",
-         "3"], "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
+         "fp8", "nf4", "3"], "tensor-parallel": ["0", "1", "-1", "65", "x", ""], "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
          "dtype": ["float64", "float32", "bfloat16", "float16", "int8"], "draft": ["ngram", "self", "BASE", "OTHER",
          "no-such", "", "\x00", "/dev/null"]}
 SWITCHES = ["raw", "chat", "no-cache", "no-prefix-cache", "color", "json", "unknown", "help"]

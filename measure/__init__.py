@@ -1,1 +1,1 @@
-"""What bench.py runs: measurements, their tables and pictures; and a GPU that is not there."""
+"""What bench.py runs: measurements, their tables and pictures; and a pretended GPU (conftest.py)."""

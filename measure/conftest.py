@@ -1,13 +1,13 @@
-"""A GPU that is not there: tensors that say they are on cuda:0, with their numbers on the CPU.
+"""A pretended GPU: tensors that say they are on cuda:0, with their numbers on the CPU.
 
-A program's first minute on a GPU mostly ends for reasons that no kernel's test sees: a tensor of the host among tensors
-of the device, a number asked for during a recording, an argument that changes while a graph still uses it. Here the
-whole program runs as it would there:
+Most first runs on a GPU fail for reasons that no kernel's test sees: a host tensor among device tensors, a number sent
+to the host during a recording, an argument that changes while a graph still uses it. Here the whole program runs as it
+would on a GPU:
 
-    an operation on tensors there    runs on the CPU, and fails if a tensor of the host is among them (scalars may be)
+    an operation on device tensors   runs on the CPU, and fails if a host tensor is among them (scalars may be)
     a Triton kernel                  runs in Triton's interpreter, and fails likewise
     a recording (gpu/graphs.py)      is the list of its launches with their arguments; a wait in it fails
-    a wait                           is written down: the function in which the host asked for numbers
+    a wait                           is noted: the function in which the host asked for numbers
 
 Invariant: numbers are those of the CPU's operations and the interpreter's kernels.
 Not covered: streams, free memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
@@ -36,9 +36,9 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 
 
 def build_device() -> None:
-    """Teach PyTorch's CPU build that there are GPUs: once in a process, before the pages that compute are imported.
+    """Make PyTorch's CPU build accept cuda devices: once in a process, before the pages that compute are imported.
 
-    inference_mode becomes no_grad. RuntimeError if it cannot be.
+    inference_mode becomes no_grad. RuntimeError if this machine or build does not allow it.
     """
     import torch._dynamo                                # before inference_mode changes
     if torch.backends.cuda.is_built() or shutil.which("g++") is None:
@@ -56,7 +56,7 @@ def build_device() -> None:
 
 
 class There(Tensor):
-    """A tensor on cuda:0; its numbers are `here`."""
+    """A tensor that says it is on cuda:0. `here` is the CPU tensor that holds its numbers."""
     here: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -84,7 +84,7 @@ def is_cuda(device: Any) -> bool:
 
 
 class Device(TorchDispatchMode):
-    """The launches there, one after the other."""
+    """The pretended device: it runs every operation at once, and notes waits and recordings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation, where its tensors are or its `device` says."""
+        """Run an operation on the CPU; its results are on the device of its tensors, or of its argument `device`."""
         if func._can_decompose() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -117,14 +117,14 @@ class Device(TorchDispatchMode):
 
     @staticmethod
     def asks(func: Any, args: Any, wanted: Any) -> bool:
-        """Whether the host waits for this: its result is on the host, or as large as numbers of the device say."""
+        """Whether the host waits for this operation: its result, or the size of its result, is needed on the host."""
         if func.overloadpacket in COPIES:
             return wanted == HERE if func.overloadpacket is OPS._to_copy else not isinstance(args[0], There)
         masks = [x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool]
         return func.overloadpacket in ASKS or "index" in func.name() and bool(masks)
 
     def kernel(self, launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """A Triton kernel, in the interpreter."""
+        """Run a Triton kernel in the interpreter."""
         if any(isinstance(x, Tensor) and not isinstance(x, There) for x in args):
             raise RuntimeError("a kernel gets a tensor of the host")
 
@@ -135,7 +135,7 @@ class Device(TorchDispatchMode):
         self.launched(again, None)
 
     def launched(self, again: Callable[[], Any], done: Any) -> None:
-        """A recording repeats it on the same tensors; results go to the same places."""
+        """If a recording is under way, add a launch: a replay computes again and fills the same result tensors."""
         def repeat() -> None:
             for old, new in zip(tree_leaves(done), tree_leaves(again())):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
@@ -157,7 +157,7 @@ class Device(TorchDispatchMode):
         return replay
 
     def wait(self) -> None:
-        """The host asks for numbers, in the innermost function outside this page and the libraries."""
+        """Note a wait, by the innermost function outside this page and the libraries. RuntimeError in a recording."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename == __file__ or "-packages" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -167,7 +167,7 @@ class Device(TorchDispatchMode):
 
 
 def event(**options: Any) -> SimpleNamespace:
-    """torch.cuda.Event; a millisecond lies between any two."""
+    """A torch.cuda.Event; any two are a millisecond apart."""
     return SimpleNamespace(record=lambda: None, elapsed_time=lambda later: 1.0)
 
 
@@ -180,7 +180,7 @@ CUDA = dict(_lazy_init=lambda: None, is_available=lambda: True, synchronize=lamb
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """torch.device("cuda") is there -> the functions in which the host waited for it, one for each time."""
+    """Within this context torch.device("cuda") exists -> a list of the functions in which the host waited, in order."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from gpu import graphs

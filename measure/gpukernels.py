@@ -1,16 +1,15 @@
 """A GPU's kernels: are they right, and how fast are they?
 
-Right: kernels are compared with plain float32 on the same device, by ‖difference‖ / ‖float32's‖; attention
-for three texts in a step, with a token, a round of drafts and a chunk after their prompts. Greedy texts of the embedded
-model in float32 are the CPU's: with and without recordings, with drafts, and with caches of few bits.
+Right: kernels are compared with plain float32 operations on the same device, by ‖difference‖ / ‖float32 result‖;
+attention for three texts in a step, with a token, a round of drafts and a chunk after their prompts. The embedded
+model's greedy texts in float32 must equal the CPU's: with and without recordings, with drafts, with quantized caches.
 
-Fast: shares of the machine's roof, beside the library's and plain operations. A prompt is read in rows or in blocks of
-16 tokens, at once, or its last chunk behind the others.
+Fast: figures are shares of the machine's roof, compared with PyTorch's kernels and plain operations. Attention over a
+prompt is timed in rows or in blocks of 16 tokens, for the whole prompt at once or for its last chunk.
 
-Invariant: what fails or cannot run is told in its place, and the others go on.
+Invariant: a measurement that fails or cannot run has a note in its place, and the others go on.
 """
 import time
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -38,14 +37,14 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTEN
 
 
 def random_qkv(config: Config, tokens: int, scale: Scale, seed: int = 0) -> list[Tensor]:
-    """q: [T, H, D]; k, v: [T, G, D]."""
+    """Random q: [T, H, D]; k, v: [T, G, D]."""
     H, G = config.num_attention_heads, config.num_key_value_heads
     qkv = random_numbers(scale, tokens, H + 2 * G, config.head_dim, seed=seed)
     return [x.contiguous() for x in qkv.split((H, G, G), 1)]
 
 
 def layer_cache(config: Config, layout: str, texts: int, longest: int, scale: Scale, kv: str, ops: Ops) -> Any:
-    """Of one layer."""
+    """A cache of one layer; layout: rows or blocks, kv: bits of keys and values."""
     G, D, *where = config.num_key_value_heads, config.head_dim, scale.device, scale.dtype
     return (KVCache(1, G, D, longest, texts, *where, WIDTHS[kv], ops) if layout == "rows" else
             PagedCache(1, G, D, texts * -(-longest // 16), 16, longest, *where, False, WIDTHS[kv], ops))
@@ -70,7 +69,7 @@ def smoke_rows(scale: Scale, roof: Roof) -> Rows:
 
 
 def checks(scale: Scale) -> Rows:
-    """(what is compared, the most that is right, how far it is off: a function, to be called before the next)."""
+    """(what is compared, the largest error allowed, a function that measures the error; call it before the next)."""
     ops, plain, exact = ops_for(scale.device), Ops(), 1e-4 if scale.dtype == torch.float32 else 1e-2
     for (name, config), kinds in zip(scale.models, (KINDS, KINDS[1::2])):
         C, q, cos, sin = config.hidden_size, *random_qkv(config, 100, scale)[:1], *random_numbers(
@@ -80,10 +79,11 @@ def checks(scale: Scale) -> Rows:
                                  ("rotation", lambda ops, *x: ops.rotate(*x), (q, cos, sin)),
                                  ("SwiGLU", lambda ops, x: ops.swiglu(x), (x,))):
             yield f"{name}, {what}", exact, lambda: relative(run(ops, *given), run(plain, *(x.float() for x in given)))
-        for bits, T in product((8, 4), (1, 16, 100)):   # rows: one, a few, and more than the kernel takes
-            kept = Linear(quantize(weight, bits))
-            yield f"{name}, {T} rows by {bits} bits", exact, lambda: relative(
-                ops.linear(x[:T], ops.prepare(kept, scale.dtype)), plain.linear(x[:T].float(), kept))
+        layouts = (8, 16), (4, 16), ("fp8", 16), ("nf4", 16), (8, 8), ("fp8", 8)          # bits of W, of x
+        for (bits, inputs), T in product(layouts, (1, 16, 100)):    # rows: one, some, and more than the kernel takes
+            kept = Linear(quantize(weight, bits)._replace(inputs=inputs))
+            yield f"{name}, {T} rows{' of 8 bits' * (inputs == 8)} by {bits} bits", exact, lambda: relative(
+                ops.linear(x[:T], ops.prepare(kept, scale.dtype, "o")), plain.linear(x[:T].float(), kept))
         for kv, layout in kinds:
             both = cache(partial(three_texts, config, kv, layout, scale))
             yield f"{name}, stored, KV {kv} in {layout}", 1e-3, lambda: relative(*(stored for stored, _ in both()))
@@ -97,9 +97,31 @@ def checks(scale: Scale) -> Rows:
         yield f"texts of tiny, KV {kv}, {how}", 0, lambda: sum(
             a != b for a, b in zip(texts(scale, scale.device, kv, draft, "not" not in how), texts(scale, "cpu", kv)))
 
+    if scale.device == "cuda":
+        yield "kernels compiled after a warm-up", 0, lambda: compiled_after_warm_up(
+            Model.load("tiny", scale.device, torch.float32))
+
+
+def compiled_after_warm_up(model: Model) -> int:
+    """How many kernels Triton compiles for texts of several lengths and settings, once `gpu.warm_up` has run."""
+    from triton import knobs
+
+    from gpu import warm_up
+    compiled, engine = list[Any](), Engine(model, None, 400, 100, 4)
+    requests = [Request([1] * n, Settings(0.7 * (n % 2), top_k=n % 3 or None, seed=n, max_tokens=6), model.ends)
+                for n in (1, 7, 20, 70)]
+    warm_up(model.llama, engine.caches[0])
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda *_, **how: compiled.append(how)
+    try:
+        at_once(engine, requests)
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    return len(compiled)
+
 
 def three_texts(config: Config, kv: str, layout: str, scale: Scale) -> list[tuple[Tensor, Tensor]]:
-    """Of our operations and of plain ones in float32: all that is stored, and attention of the newest tokens."""
+    """(all stored keys and values, attention of the newest tokens): by this GPU's operations, and plain in float32."""
     found, n = [], min(700, scale.past)
     for ops, cast in ((ops_for(scale.device), Tensor.contiguous), (Ops(), Tensor.float)):
         kept = layer_cache(config, layout, 3, 2 * n, scale, kv, ops)
@@ -114,10 +136,10 @@ def three_texts(config: Config, kv: str, layout: str, scale: Scale) -> list[tupl
 
 @cache
 def texts(scale: Scale, device: str, kv: str, draft: str | None = None, records: bool = True) -> list[list[int]]:
-    """With their prompts."""
+    """Greedy texts of tiny, prompts included."""
     model, small = (name and Model.load(name, device, torch.float32) for name in ("tiny", draft))
     for one in filter(None, (model, small)):
-        one.llama.ops.records = records                 # gpu/__init__.py: whether passes become recordings
+        one.llama.ops.records = records                 # gpu/__init__.py: whether passes are recorded
     settings = Settings(0.0, seed=0, max_tokens=(count := min(32, scale.count)), gamma=3 if draft else 0)
     requests = [Request(model.encode(prompt), settings, model.ends) for prompt in OWN[:2]]
     longest = count + max(len(one.tokens) for one in requests)
@@ -136,7 +158,7 @@ def kernel_rows(scale: Scale, roof: Roof) -> Rows:
 
 
 def prefill_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
-    """Store and attend. Beside the library's own attention, at once, of keys and values that need no storing."""
+    """Store and attend; for whole prompts compared with PyTorch's attention, which need not store keys and values."""
     H, D, ops = config.num_attention_heads, config.head_dim, ops_for(scale.device)
     for n in scale.prompts:
         qkv, first = random_qkv(config, n, scale), 0.0
@@ -162,7 +184,7 @@ def library_seconds(backend: SDPBackend, qkv: list[Tensor], scale: Scale) -> flo
 
 
 def query_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
-    """One query of each of many texts, rows and blocks, 16 bits and fewer. Times the speed of the first."""
+    """Attention of one query in each of many texts, in rows and blocks, 16 bits and fewer; speed-ups over the first."""
     first, past, texts, ops = 0.0, scale.past, scale.streams[-1], ops_for(scale.device)
     for kv, layout in KINDS:
         cache = layer_cache(config, layout, texts, past, scale, kv, ops)
@@ -177,12 +199,12 @@ def query_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
 
 
 def product_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
-    """Gate and up, layer after layer, more of them than a GPU's cache holds. Times the speed of 16 bits."""
+    """The gate and up product, over more layers than a GPU's cache holds; speed-ups over 16 bits."""
     first, ops, K, N = dict[int, float](), ops_for(scale.device), config.hidden_size, 2 * config.intermediate_size
     weight = random_numbers(scale, N, K) / K**0.5
-    for bits in (16, 8, 4):
+    for bits in (16, 8, "fp8", 4):
         kept = [weight.clone() if bits == 16 else quantize(weight, bits) for _ in range(scale.turns)]
-        layers, size = [ops.prepare(Linear(one), scale.dtype) for one in kept], kept[0].nbytes
+        layers, size = [ops.prepare(Linear(one), scale.dtype, "o") for one in kept], kept[0].nbytes
         for T in (1, 8, 64):
             x = random_numbers(scale, T, K, seed=T)
             spent = device_seconds(lambda: [ops.linear(x, layer) for layer in layers], scale) / len(layers)
@@ -192,7 +214,7 @@ def product_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
 
 
 def sampling_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
-    """Tokens of one row and of many. The share is of reading the logits once."""
+    """Sampling from one row of logits and from many; the share is that of reading the logits once."""
     V, ops = config.vocab_size, ops_for(scale.device)
     for B in (scale.streams[0], scale.streams[-1]):
         logits = 4 * random_numbers(scale, B, V)
@@ -204,7 +226,7 @@ def sampling_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
 
 
 def by_sorting(logits: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """The same by softmax, sort and exponential noise (torch.multinomial would wait for the device)."""
+    """Sampling by softmax, sort and exponential noise (torch.multinomial would wait for the device)."""
     probs = (logits.float() / 0.6).softmax(-1)
     if top_k is None and top_p == 1:
         return (probs / torch.empty_like(probs).exponential_()).argmax(-1)

@@ -1,11 +1,11 @@
 """Shared by the measurements on a GPU: models of true shapes with random weights, sizes, the clock and the roofs.
 
-Speed does not depend on the values of weights, so nothing is downloaded: random numbers are made on the device. Python
-needs longer to launch a kernel than many kernels take, so a recording is clocked. Figures are shares of the same run's
+Speed does not depend on the values of weights, so nothing is downloaded: random weights are made on the device. Python
+takes longer to launch a kernel than many kernels run, so recordings are timed. Figures are shares of the same run's
 
     bytes read a second, by a sum over more than a cache holds      ·      operations a second, by one large product
 
-Invariant: engines are production's own, with the size of a vocabulary as tokenizer; a clocked run is waited for.
+Invariant: engines are production's own, with only a vocabulary's size for a tokenizer; timing waits for the device.
 """
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats import Quantization
 from generate import Engine, Model
 from measure.clock import seconds
 from model import Llama
+from quant import Kind
 from shell import brief
-from weights import Config, Quantization
+from weights import Config
 
-Rows = Iterator[Any]                                    # title and headers; then rows, and notes, which are texts
+Rows = Iterator[Any]                                    # title and headers; then rows, and notes, which are strings
 Roof = tuple[float, float]                              # bytes read a second, operations a second
 
 LLAMA_8B = Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0)
@@ -31,12 +33,12 @@ TOY = Config(4096, 32, 64, 2, 4, 2, 8, 512)
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is."""
+    """The sizes of all measurements."""
     models: tuple[tuple[str, Config], ...] = (("8B", LLAMA_8B), ("1B", LLAMA_1B))       # a target, and its draft
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    prompts: tuple[int, ...] = (4096, 8192, 16384)      # attention's, of one text
-    past: int = 8192                                    # keys of each text in attention of one query each
+    prompts: tuple[int, ...] = (4096, 8192, 16384)      # tokens of the prompts by which attention is timed
+    past: int = 8192                                    # keys of each text where attention has one query each
     context: int = 1024
     count: int = 128
     alphas: tuple[float, ...] = (0.5, 0.7, 0.9)
@@ -46,7 +48,7 @@ class Scale:
     shortest: int = 100
     longest: int = 1024
     long: int = 8192
-    read: int = 1 << 32                                 # bytes by which the bandwidth is measured
+    read: int = 1 << 32                                 # bytes that are read to measure the bandwidth
     turns: int = 3
 
 
@@ -55,7 +57,7 @@ QUICK = Scale((("toy", TOY), ("toy draft", replace(TOY, num_hidden_layers=1, hea
 
 
 def tried(run: Callable[[], Any]) -> Any:
-    """Its result, or in a line how it failed."""
+    """The result of `run()`, or its error as a line of text."""
     try:
         return run()
     except Exception as error:
@@ -63,10 +65,10 @@ def tried(run: Callable[[], Any]) -> Any:
 
 
 def device_seconds(run: Callable[[], object], scale: Scale, atleast: float = 0.02) -> float:
-    """Median seconds of `run()`, the device waited for; on a GPU of its recording, so often that no launch counts."""
+    """Median seconds of `run()`, device included; on a GPU of its recording, repeated so that launches do not count."""
     if scale.device == "cuda":
         from gpu.graphs import record
-        run()                                           # builds its kernels
+        run()                                           # compiles its kernels
         run = record(run)
 
     def repeated(count: int) -> None:
@@ -79,30 +81,60 @@ def device_seconds(run: Callable[[], object], scale: Scale, atleast: float = 0.0
 
 
 def roofs(scale: Scale) -> Roof:
-    """(bytes read a second, operations a second of a large product): nothing here can be faster."""
+    """The roof: (bytes read a second, operations a second in a large product). No measurement can exceed it."""
     data = torch.ones(scale.read // 4, device=scale.device)
     size = 8192 if scale.device == "cuda" else 64
     a, b = (random_numbers(scale, size, size, seed=i) for i in range(2))
     return data.nbytes / device_seconds(data.sum, scale), 2 * size**3 / device_seconds(lambda: a @ b, scale)
 
 
+def launches(run: Callable[[], object], scale: Scale) -> int:
+    """How many kernels and copies `run()` launches, in recordings too, by the profiler; on a CPU, PyTorch operators."""
+    kind = "CUDA" if scale.device == "cuda" else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as seen:
+        run()
+        if scale.device == "cuda":
+            torch.cuda.synchronize()
+    return sum(event.device_type.name == kind and event.cpu_parent is None for event in seen.events())
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The time that a step should take: to read its bytes, to launch its kernels in a recording, and part of a wait.
+
+        seconds = bytes / bandwidth + launches · launch + wait / tokens that are made before the host looks
+    """
+    bandwidth: float                                    # bytes read a second
+    launch: float                                       # seconds of a kernel that does almost nothing
+    wait: float                                         # seconds from a launch by the host to the result on the host
+
+    @classmethod
+    def measured(cls, scale: Scale, roof: Roof) -> "StepModel":
+        x = torch.ones(32, device=scale.device)
+        return cls(roof[0], device_seconds(lambda: [x.mul_(1) for _ in range(100)], scale) / 100,
+                   seconds(lambda: x.mul_(1).sum().item()))
+
+    def seconds(self, size: float, launched: int, ahead: int) -> float:
+        return size / self.bandwidth + launched * self.launch + self.wait / ahead
+
+
 def random_numbers(scale: Scale, *shape: int, seed: int = 0) -> Tensor:
-    """Normally distributed."""
+    """Normally distributed numbers, by this seed."""
     generator = torch.Generator(scale.device).manual_seed(seed)
     return torch.randn(shape, device=scale.device, dtype=scale.dtype, generator=generator)
 
 
-def random_model(config: Config, bits: int, scale: Scale) -> Llama:
-    """Random weights, rounded to so many bits."""
+def random_model(config: Config, bits: Kind, scale: Scale) -> Llama:
+    """A model with random weights, rounded to these bits."""
     plain = Llama(config, scale.device, scale.dtype, seed=0)
-    if bits < 16:
+    if bits != 16:
         own, plain = plain, Llama(config.quantized(Quantization(bits)), scale.device, scale.dtype, seed=None)
         plain.fill(own.places().items())
     return plain.prepare()
 
 
 def random_engine(llama: Llama, draft: Llama | None, tokens: int, longest: int, max_batch: int, **more: Any) -> Engine:
-    """An engine of models without a tokenizer, in the memory that was an earlier one's."""
+    """An engine of models without a tokenizer, after the memory of earlier engines is freed."""
     torch.cuda.empty_cache()                            # does nothing without a GPU
     tokenizer = SimpleNamespace(vocab_size=llama.config.vocab_size)
     target, small = (one and Model(one, tokenizer, {}) for one in (llama, draft))

@@ -1,13 +1,13 @@
 """Measurements of the embedded pair: the gain and cost of each technique on this machine.
 
-A claim of speed is a ratio of two things that were measured in one run, in turns, and the median over the turns: a
+A claim of speed is a ratio of two measurements made in one run, in turns; the figure is the median over the turns. A
 machine that is slow for a minute is slow for both. A bound of every figure is measured in the same run:
 
     tokens/s of one stream ≤ bytes read a second / bytes of the weights
 
 Each measurement returns plain numbers, lists and names, for results/*.json; traffic.py measures many texts at a time.
 
-Invariant: within a turn every row makes the same requests, from a new engine of its own.
+Invariant: within a turn every row serves the same requests, each row with a new engine.
 """
 import io
 import platform
@@ -40,7 +40,7 @@ from weights import find
 Rows = list[dict[str, Any]]
 Run = tuple[Request, Decoder]
 
-# The requests of the combined table: their common beginning, and each one's own sentence.
+# The prompts of the combined table: SHARED, the common beginning, and one sentence of OWN each.
 SHARED = ("Once upon a time, there was a little girl named Lily. She had a dog named Max and a big red ball. Every "
           "day they went to the park with her mom. There was a tall tree, a pond with ducks, and a lot of grass. Lily"
           " loved to run and to laugh. Max loved to bark at the ducks, and the ducks were not afraid of him at all. "
@@ -57,21 +57,21 @@ OPENINGS = ("Once upon a time", "One day, Tom", "The little dog", "Lily saw a", 
 class Effort:
     """How much is measured."""
     turns: int = 3
-    texts: int = 16                                     # of the combined table
-    longest: int = 96                                   # tokens of the longest of them
+    texts: int = 16                                     # requests of the combined table
+    longest: int = 96                                   # new tokens of the longest of these
     gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    count: int = 128                                    # tokens of a text by which γ is measured
+    count: int = 128                                    # new tokens of a text that measures a γ
     openings: Sequence[str] = OPENINGS
-    load: int = 24                                      # short requests of a mixed load
-    many: int = 96                                      # texts whose caches are looked at
-    methods: tuple[str, ...] = ("rtn", "gptq")          # by which weights get 4 bits
+    load: int = 24                                      # short requests under mixed load (traffic.latency)
+    many: int = 96                                      # texts that measure waste (traffic.waste)
+    methods: tuple[str, ...] = ("rtn", "gptq")          # how weights are quantized to 4 bits
 
 
 QUICK = Effort(1, 3, 6, (2,), 12, OPENINGS[:1], load=2, many=6, methods=("rtn",))
 
 
 def machine(bandwidth: float | None = None) -> dict[str, Any]:
-    """The machine, and its roof: bytes read a second, unless they were measured already."""
+    """The machine, and its read bandwidth, measured now if it is not given."""
     return dict(machine=processor(), date=time.strftime("%Y-%m-%d", time.gmtime()), torch=torch.__version__,
                 threads=torch.get_num_threads(), read_bandwidth=bandwidth or read_bandwidth())
 
@@ -86,12 +86,12 @@ def processor() -> str:
 
 
 def slug(name: str) -> str:
-    """A machine's name as that of a file."""
+    """A machine's name -> a file's name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def random_request(prompt: int, count: int, seed: int, gamma: int | None = 0) -> Request:
-    """A request for exactly `count` tokens after a prompt of `prompt` random ones."""
+    """A request for exactly `count` tokens after a prompt of `prompt` random tokens."""
     tokens = random.Random(seed).choices(range(300, 4000), k=prompt)
     return Request(tokens, Settings(1.0, seed=seed, max_tokens=count, gamma=gamma))
 
@@ -101,8 +101,8 @@ class Served(NamedTuple):
     seconds: float
     tokens: int
     first: list[float]                                  # seconds from a request's arrival to its first token
-    gaps: list[float]                                   # seconds between a text's next tokens, or rounds of them
-    held: int                                           # bytes for keys and values, when they were most
+    gaps: list[float]                                   # seconds between a text's successive tokens, or rounds
+    held: int                                           # the most bytes of keys and values at any time
     steps: int                                          # passes of the target
     read: int                                           # bytes of keys and values, the sum over steps
     texts: list[list[int]]
@@ -113,14 +113,14 @@ class Served(NamedTuple):
 
 
 def held(caches: Sequence[Any]) -> int:
-    """Bytes of caches: all of a contiguous one, the live blocks of a paged one, none of `NoCache`."""
+    """Bytes in use: all of a contiguous cache, the live blocks of a paged cache, none of `NoCache`."""
     def live(cache: Any) -> float:
         return (cache.pool.total - cache.pool.available) / cache.pool.total if isinstance(cache, PagedCache) else 1
     return round(sum(cache.bytes * live(cache) for cache in caches if hasattr(cache, "bytes")))
 
 
 def serve(batch: Batcher, caches: Sequence[Any], arrivals: Sequence[tuple[float, Request]]) -> Served:
-    """Make all texts; each (seconds, request) arrives so long after the start."""
+    """Serve all requests. arrivals: (seconds after the start, request)."""
     start, due, kept = time.perf_counter(), sorted(arrivals, key=lambda arrival: arrival[0]), list[int]()
     last, first, gaps = {request: at for at, request in arrivals}, list[float](), list[float]()
     passed = lambda: time.perf_counter() - start
@@ -140,21 +140,21 @@ def serve(batch: Batcher, caches: Sequence[Any], arrivals: Sequence[tuple[float,
 
 
 def at_once(engine: Engine, requests: Sequence[Request]) -> Served:
-    """All of them arrive at the start."""
+    """Serve all requests; they arrive at the start."""
     return serve(engine.batch, engine.caches, [(0.0, request) for request in requests])
 
 
 def weight_bytes(llama: Llama, read: bool = False) -> int:
-    """Of the weights as they are stored, scales included; embedding and head once if they are tied. read: of those that
-    a step reads, which is one row of an embedding that is not tied."""
+    """Bytes of the weights as they are stored, scales included; tied embedding and head count once. read: only what a
+    step reads, so without an embedding that is not tied, of which a step reads single rows."""
     plain, own = Llama(llama.config, "meta", llama.dtype, None, None, llama.weight_dtype), llama.embed is not llama.head
     return sum(place.nbytes for name, place in plain.places().items() if not (read and own and "embed_tokens" in name))
 
 
 class StackRow(NamedTuple):
-    """A row of the combined table: the technique added to the row before, and all techniques by then."""
+    """A row of the combined table: the technique that it adds to the row before, and the settings of them all."""
     name: str
-    claims: str                                         # speed, memory, or both
+    claims: str                                         # what it is for: speed, memory, or both
     engine: dict[str, Any] = {}
     bits: int = 16
     draft: bool = False
@@ -172,7 +172,7 @@ STACK = (StackRow("one at a time, no cache", "", dict(use_cache=False)),
 
 
 def stack(effort: Effort) -> Rows:
-    """Each row's texts in turns: the same requests, at temperature 0, which all arrive at once."""
+    """The combined table: all rows in turns serve the same requests, at temperature 0, which arrive at once."""
     draft = Model.load("tiny-draft", "cpu", torch.float32)
     models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
     turns = [[serve_row(row, models[row.bits], draft, effort) for row in STACK] for _ in range(effort.turns)]
@@ -191,24 +191,24 @@ def stack(effort: Effort) -> Rows:
 
 
 def serve_row(row: StackRow, model: Model, draft: Model, effort: Effort) -> tuple[Served, float, float]:
-    """-> its texts' costs, the mean number of drafts a round, and the cost of a draft over a plain pass."""
+    """Serve a row -> its costs, the mean number of drafts a round, and the cost of a draft in plain passes."""
     limit, batch = model.llama.config.max_position_embeddings, row.engine.get("max_batch", 1)
     requests = [Request(model.encode(SHARED + own), Settings(0.0, seed=0, max_tokens=count))
                 for own, count in zip(OWN, log_spread(effort.texts, effort.longest))]
     engine = Engine(model, draft if row.draft else None, batch * limit, limit, **row.engine)
     served, costs = at_once(engine, requests), engine.decoder.costs
-    plain = costs.plain() or costs.plain(batch)                                 # of one text, or of all
+    plain = costs.plain() or costs.plain(batch)                                 # a pass of one text, or of all
     drafted = mean(taken.drafted for request in requests for taken in request.rounds)
     return served, drafted, costs.drafting() / plain if plain else 0.0
 
 
 def log_spread(count: int, longest: int, ratio: float = 5.0) -> list[int]:
-    """Lengths from longest / ratio to longest, even on a logarithmic scale, in a shuffled order."""
+    """`count` lengths from longest / ratio to longest, evenly spaced on a logarithmic scale, shuffled."""
     return [round(longest / ratio * ratio ** ((7 * i % count) / max(1, count - 1))) for i in range(count)]
 
 
 def gammas(effort: Effort) -> Rows:
-    """Acceptance and speed-up against γ (None: by the clock) at temperature 1: medians of texts, in the CPU's dtype."""
+    """Acceptance and speed-up for each γ (None: by the clock) at temperature 1: medians over texts."""
     model, draft = (Model.load(name, "cpu") for name in ("tiny", "tiny-draft"))
     wanted: list[int | None] = [*effort.gammas, None]
     runs = [[drafted(model, draft, gamma, opening, i, effort.count) for gamma in (0, *wanted)]
@@ -218,7 +218,7 @@ def gammas(effort: Effort) -> Rows:
 
 
 def drafted(model: Model, draft: Model, gamma: int | None, opening: str, seed: int, count: int) -> Run:
-    """A text of `count` tokens."""
+    """Make a text of `count` tokens with drafts (γ = 0: without) -> its request, with its rounds, and the decoder."""
     request = Request(model.encode(opening), Settings(1.0, seed=seed, max_tokens=count, gamma=gamma))
     longest = request.prompt + count
     engine = Engine(model, None if gamma == 0 else draft, longest, longest)
@@ -227,13 +227,13 @@ def drafted(model: Model, draft: Model, gamma: int | None, opening: str, seed: i
 
 
 def seconds_a_token(request: Request) -> float:
-    """After the round that read the prompt."""
+    """Seconds of a token, on average over the rounds after the first, which read the prompt."""
     rounds = request.rounds[1:]
     return sum(taken.seconds for taken in rounds) / sum(taken.accepted + 1 for taken in rounds)
 
 
 def against_plain(gamma: int | None, runs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
-    """Of pairs of runs, plain and drafted. formula: with the cost of a pass of γ + 1 tokens; formula_flat: of one."""
+    """A row from pairs of runs, (plain, drafted). formula: with the measured cost w of a pass; formula_flat: w = 1."""
     made = [(seconds_a_token(plain), request, decoder.costs) for (plain, _), (request, decoder) in runs]
     gain = median(once / seconds_a_token(request) for once, request, _ in made)
     alpha = median(request.acceptance or 0.0 for _, request, _ in made)
@@ -247,7 +247,7 @@ def against_plain(gamma: int | None, runs: Sequence[tuple[Run, Run]]) -> dict[st
 
 
 def bits(effort: Effort, data: str | None = None) -> Rows:
-    """Bytes and perplexity of the embedded model with fewer bits, on its own stories, or on the text of a file."""
+    """Bytes and perplexity of the embedded model in fewer bits, on stories that it made, or on the text of a file."""
     llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
     count = 8 * effort.turns if effort.turns > 1 else 2
     if data is None:

@@ -1,11 +1,11 @@
-"""The same prompts on the same weights by others: Hugging Face transformers, and llama.cpp.
+"""The peers: Hugging Face transformers and llama.cpp, with the same prompts and the same weights.
 
     python bench.py --against transformers --target NAME
     python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in llama.cpp's own format
 
-All read the same tokens and make as many, greedily, with as many threads, in turns: short prompts that are continued,
-long prompts, and sixteen texts together. A text's seconds are counted from its first token to its last; a ratio is a
-median. The same weights give the same tokens, up to near-ties: a peer that was set up wrongly shows.
+All programs read the same tokens and make the same number, greedily, with the same number of threads, in turns: short
+prompts that are continued, long prompts, and sixteen texts together. A text is timed from its first token to its last;
+a ratio is a median. The same weights give the same tokens, up to near-ties: a wrongly configured peer is noticed.
 
 Invariant: a peer that is not installed is named, with the way to get it.
 Not covered: peers' own speculation.
@@ -32,12 +32,12 @@ from tokenizer import Tokenizer
 from weights import Config, find
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp_python"}
-TEXTS, OWN = 16, 32                                     # made together; tokens of each one's prompt, and made
+TEXTS, OWN = 16, 32                                     # texts made together; tokens of a prompt, and new ones
 Work = Sequence[tuple[int, int]]                        # lengths of prompts and answers
 
 
 class Made(NamedTuple):
-    """Texts that were made together: the first, the seconds until its first token, and the seconds in all."""
+    """Texts that were made together: the first text, the seconds until its first token, and all seconds."""
     tokens: list[int]
     first: float
     total: float
@@ -49,13 +49,13 @@ class Made(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """Ours, or a peer."""
+    """This project, or a peer."""
     name: str
-    make: Callable[[Sequence[Sequence[int]], int], Made]    # of prompts of one length, so many tokens each
-    bytes: int = 0                                      # read for each token; of ours
+    make: Callable[[Sequence[Sequence[int]], int], Made]    # (prompts of one length, count) -> texts of `count` tokens
+    bytes: int = 0                                      # weight bytes read for each token; 0 for a peer
     together: bool = True                               # whether it makes several texts in one pass
     seconds: float = 0.0                                # until its first text has two tokens, loading included,
-    memory: int = 0                                     # and the bytes that this took at their peak
+    memory: int = 0                                     # and the peak of memory by then, in bytes
 
 
 def installed(name: str) -> bool:
@@ -82,8 +82,8 @@ def ours(target: str, bits: int) -> Contestant:
 
 
 def reply(model: Any, prompts: Sequence[Sequence[int]], count: int, **more: Any) -> Made:
-    """transformers' `generate`."""
-    tokens, times = torch.tensor(prompts, device=model.device), list[float]()           # of the prompts and each token
+    """Texts by transformers' `generate`."""
+    tokens, times = torch.tensor(prompts, device=model.device), list[float]()           # times[0]: when it starts
     streamer = SimpleNamespace(put=lambda value: times.append(time.perf_counter()), end=lambda: None)
     made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False,
                           pad_token_id=0, streamer=streamer, **more)
@@ -94,7 +94,7 @@ def transformers(target: str) -> Contestant:
     from transformers import AutoModelForCausalLM, logging
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(find(target), dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None         # nobody stops early
+    model.generation_config.eos_token_id = None         # no text stops early
     return Contestant("transformers float32", partial(reply, model))
 
 
@@ -118,19 +118,19 @@ def ready(load: Callable[[], Contestant], prompt: Sequence[int]) -> Contestant:
 
 
 class RandomTransformers:
-    """A model of this shape with random weights, as transformers has it, and no end of text: nobody stops early."""
+    """transformers' model of this shape, with random weights and no end-of-text token: no text stops early."""
 
     def __init__(self, config: Config, device: str, dtype: torch.dtype):
         from transformers import LlamaConfig, LlamaForCausalLM, logging
         logging.set_verbosity_error()
         shape = LlamaConfig.from_dict(config.to_dict() | dict(bos_token_id=None, eos_token_id=None))
         self.on_gpu, self.vocab = device == "cuda", config.vocab_size
-        with torch.inference_mode(False), torch.device(device):         # a thread of its batching is in no such mode
+        with torch.inference_mode(False), torch.device(device):         # its batching thread has no inference_mode
             self.model = LlamaForCausalLM(shape).to(dtype).eval().requires_grad_(False)
-        self.attention = self.model.config._attn_implementation         # as it chose it last
+        self.attention = self.model.config._attn_implementation         # as it finally chose
 
     def seconds_a_token(self, prompt: int, count: int, turns: int, cache: str) -> float:
-        """After a prompt, by `generate`; for a static cache a GPU's code is compiled."""
+        """Seconds of a token after a prompt, by `generate`, which compiles for a static cache on a GPU."""
         runs = [reply(self.model, [[0] * prompt], count, cache_implementation=cache) for _ in range(turns + 1)]
         return 1 / median(made.rate for made in runs[1:])                                   # one warms up, or compiles
 
@@ -159,7 +159,7 @@ class RandomTransformers:
 
 @torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
-    """Our float32, INT8 and INT4 beside a peer -> a row for each. ValueError, with the way out, where it cannot be."""
+    """Compare our float32, INT8 and INT4 with a peer -> a row for each. ValueError if the peer cannot run."""
     if name not in PACKAGES:
         raise ValueError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
     if not installed(name):
@@ -187,7 +187,7 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
 
 
 def label(target: str) -> str:
-    """A model's name without its folder on this machine."""
+    """A model's name, without the folder that holds it on this machine."""
     return Path(target).absolute().name if Path(target).is_dir() else target
 
 

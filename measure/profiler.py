@@ -1,16 +1,16 @@
-"""Where the time goes: a trace of torch.profiler with the phases of a step by name, and a line for each.
+"""Where the time goes: a trace of torch.profiler with the phases of a step as named ranges, and a line for each phase.
 
     python generate.py --profile trace.json --max-tokens 64 "Once upon a time"          opens in ui.perfetto.dev
 
     draft      proposing tokens with a model
-    verify     the target's pass over what is pending and what was drafted, without what follows
+    verify     the target's pass over pending and drafted tokens, without attention
     attend     storing keys and values, and attention, of target and draft
     sample     logits to probabilities, and every pick
     the rest   scheduling, acceptance, n-grams, bookkeeping, text
 
-A phase inside another counts as itself, so the lines add up to the whole. On a CPU a model goes layer by layer, so that
-attention can be told from the rest, and is slower for it. On a GPU the end of a phase waits for the device, but not
-while a CUDA graph is captured; a replay is one launch, and counts for the phase that launched it.
+A phase inside another phase counts only as itself, so the lines add up to the whole. On a CPU the profiled model runs
+layer by layer, which is slower, so that attention can be timed. On a GPU the end of a phase waits for the device, but
+not while a CUDA graph is captured; a replay is one launch, and counts for the phase that launched it.
 """
 import time
 from collections import Counter
@@ -30,13 +30,13 @@ PHASES = ("draft", "verify", "attend", "sample", "the rest")
 
 
 class Phases:
-    """Seconds of each phase, without those of phases inside it."""
+    """Seconds of each phase, without the seconds of phases inside it."""
 
     def __init__(self) -> None:
         self.seconds, self.inside, self.start = Counter[str](), ["the rest"], time.perf_counter()
 
     def turn(self) -> None:
-        """The time since the last turn counts for the innermost phase."""
+        """Add the time since the last turn to the innermost phase."""
         if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -45,7 +45,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """For a block, or as a function's decorator."""
+        """Count time for this phase: as a context manager, or as a decorator."""
         self.turn()
         self.inside.append(phase)
         try:
@@ -61,7 +61,7 @@ class Phases:
 
 
 class Timed:
-    """These operations, in their phases."""
+    """The operations `ops`, each counted for its phase."""
 
     def __init__(self, ops: Ops, phases: Phases):
         self.ops, self.phases = ops, phases
@@ -85,8 +85,8 @@ class Timed:
 
 @contextmanager
 def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
-    """The work of these models is traced into this file, and told in five lines."""
-    check_file(Path(file))                              # refuses now what cannot be written
+    """Trace the work of these models into this file, and print a line for each phase."""
+    check_file(Path(file))                              # refuses a file that cannot be written, before the work
     stopped, phases, own = None, Phases(), [llama.ops for llama in models]
     for llama in models:
         llama.ops = Timed(llama.ops, phases)
@@ -94,7 +94,7 @@ def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
         phases.start = time.perf_counter()
         try:
             yield
-        except KeyboardInterrupt as error:              # what there is, is told
+        except KeyboardInterrupt as error:              # print what was measured
             stopped = error
         finally:
             phases.turn()

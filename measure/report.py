@@ -1,10 +1,13 @@
-"""Tables of what bench.py measured: for a terminal, and for README.md.
+"""Tables of what bench.py measured: for a terminal, and for the documents.
 
-README.md names a file of results in a marker; `python bench.py --readme` writes what follows from that file alone:
+A document names a file of results and some of its tables; `python bench.py --readme` writes these tables from that file
+alone. A number within a sentence is a link to the file. The link's title says which number it is: table, row, column
+and format, as in a table's template.
 
-    <!-- figures of results/NAME.json -->  …  <!-- end of figures -->
+    <!-- figures of results/NAME.json: stack gammas -->  …  <!-- end of figures -->          no names: all tables
+    [11.3x](results/NAME.json "stack; + KV cache; gain:ratio")
 
-A note says, in measured numbers, where a technique does not do what it claims. It goes when the reason goes.
+A note says, in measured numbers, where a technique does not do what it claims; it is written only while that is so.
 
 Invariant: no figure is written by hand.
 """
@@ -16,7 +19,8 @@ from typing import Any, NamedTuple
 from measure.steps import LENGTHS, SIZES
 
 Results = dict[str, Any]
-MARKED = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures of (\S+?)(?:: ([\w ]+))? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+LINKED = re.compile(r'\[[^][]*\](\((results/\S+\.json) "([^";]+); ([^";]+); ([^";]+)"\))')
 
 
 class Section(NamedTuple):
@@ -45,11 +49,11 @@ FORMATS: dict[str, Callable[[float], str]] = dict(bytes=format_bytes, seconds=fo
 
 
 def fill(template: str, row: Results) -> str:
-    """`{name:spec}` is filled from a row, by FORMATS or as Python does; with nothing where the row lacks the name."""
+    """The template with each `{name:spec}` replaced by the row's value, in the format spec; by "" if it is absent."""
     def value(found: re.Match[str]) -> str:
         given, spec = row.get(found[1], ""), found[2] or ""
         return "" if given == "" else FORMATS[spec](given) if spec in FORMATS else format(given, spec)
-    return re.sub(r"{(\w+):?(.*?)}", value, template)
+    return re.sub(r"{([\w. ]+):?(.*?)}", value, template)
 
 
 class Table(NamedTuple):
@@ -65,25 +69,26 @@ class Table(NamedTuple):
 
 
 def stack_notes(results: Results) -> list[str]:
-    """Where a technique did not do what it is for, and what drafts cost in the same run."""
+    """Notes: where a technique did not do what it claims, and what drafts cost in the same run."""
     notes = []
     for row in results["stack"]:
         name, gain = row["name"].removeprefix("+ "), format_ratio(row["gain"])
         if "speed" in row["claims"] and row["gain"] < 1.03:
             notes.append(f"{name}: no gain in speed here ({gain} the row before).")
         if row["claims"] == "memory" and row["gain"] < 0.97:
-            notes.append(f"{name}: for memory; it makes {gain} the tokens a second of the row before.")
+            notes.append(f"{name}: for memory; {gain} the tokens a second of the row before.")
     draft, batch = (next(r for r in results["stack"] if word in r["name"]) for word in ("speculation", "batching"))
     return [*notes,
-            f"By the clock, the draft guesses {draft['drafted']:.2g} tokens a round for one text, of which each costs "
-            f"{draft['draft_cost']:.2f} of a plain pass, "
-            f"and {batch['drafted']:.2g} where {batch['in_flight']} share a pass."]
+            f"Measured cost chose a mean γ of {draft['drafted']:.2g} for one text and of {batch['drafted']:.2g} for "
+            f"{batch['in_flight']} texts together; a drafted token costs {draft['draft_cost']:.2f} of a plain pass.",
+            "Ratios are medians over turns, not quotients of the columns. INT4 and INT8 weights are another model, so "
+            "texts differ; the techniques above them change no text."]
 
 
 TABLES = dict(
     stack=Table("Everything together: {texts} requests that arrive at once and begin alike, temperature 0, float32", [
-        ("", "{name}"), ("tokens/s", "{tokens_per_second:.0f}"), ("first token", "{first_token:seconds}"),
-        ("keys and values", "{cache_bytes:bytes}"), ("a text", "{each:bytes}"), ("weights", "{weight_bytes:bytes}"),
+        ("", "{name}"), ("tokens/s", "{tokens_per_second:.0f}"), ("time to first token", "{first_token:seconds}"),
+        ("KV cache", "{cache_bytes:bytes}"), ("of a text", "{each:bytes}"), ("weights", "{weight_bytes:bytes}"),
         ("times the row before", "{gain:ratio}"), ("times the first", "{speed_up:ratio}"),
         ("same texts", "{same_texts} of {texts}")],
         lambda row, first: dict(each=row["cache_bytes"] / row["in_flight"], gain="" if row is first else row["gain"]),
@@ -106,11 +111,20 @@ TABLES = dict(
         ("a step reads at most", "{step}"),
         *((f"{what} {told}", f"{{{what.split()[0]}_{p}:seconds}}") for what in ("between tokens", "first token")
           for p, told in (("p50", "p50"), ("p99", "p99"), ("p100", "at worst")))]),
+    parallel=Table("One model over several processes of this CPU (they share its cores): a token after 100 others", [
+        ("model", "{name}"), ("processes", "{processes}"), ("tokens/s of one", "{one:.1f}"),
+        ("of all together", "{many:.1f}"), ("times one", "{ratio:ratio}"), ("a token's bytes", "{bytes:bytes}")]),
     steps=Table("A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast", [
         ("model", "{target}"), ("CPU", "{code}"), ("weights", "{width}"),
         *((size.replace("rows", "rows ").replace("prompt", "prompt of "), f"{{{size}}}") for size in SIZES)],
         lambda row, first: {size: format_ratio(row[size]) if row["width"].startswith("INT") else
                             format_seconds(row[f"{size}_seconds"]) for size in SIZES if size in row}),
+    summary=Table("One text at a time, against other programs: the same model and prompts, in turns", [
+        ("model", "{target}"), ("instructions", "{code}"), ("ours", "{ours}"), ("tokens/s", "{tokens_per_second:.0f}"),
+        ("of the read bandwidth", "{bandwidth:.0%}"), ("over transformers float32", "{transformers float32:ratio}"),
+        ("over llama.cpp q8_0", "{llama.cpp q8_0:ratio}"), ("over llama.cpp q4_0", "{llama.cpp q4_0:ratio}"),
+        ("prompt of 512: over transformers", "{prompt transformers float32:ratio}"),
+        ("over llama.cpp q8_0", "{prompt llama.cpp q8_0:ratio}")]),
     peers=Table("Against others: the same prompts and weights, in turns; the ratios of long prompts, until the first "
                 "token, and of sixteen texts together", [
         ("model", "{target}"), ("CPU", "{code}"), ("ours", "{ours}"), ("theirs", "{peer}"),
@@ -121,16 +135,27 @@ TABLES = dict(
         *((f"prompt of {n}", f"{{prompt{n}:ratio}}") for n in LENGTHS), ("sixteen texts", "{together:ratio}")]))
 
 
-def sections(results: Results) -> list[Section]:
-    """In reading order. A GPU case brings its own headers."""
+def summary(peers: Sequence[Results]) -> list[Results]:
+    """A row for each of our models, CPUs and widths, with all peers in it."""
+    rows: dict[tuple[str, ...], Results] = {}
+    for row in peers:
+        own = rows.setdefault((row["target"], row["code"], row["ours"]), dict(row))
+        own |= {row["peer"]: row["ratio"], f"prompt {row['peer']}": row.get("prompt512", "")}
+    return list(rows.values())
+
+
+def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
+    """Sections in reading order: of these names, or all but the summary and with the GPU cases, which have headers."""
     found = results | {name: list(results.get(name, {}).values()) for name in ("steps", "peers")}
-    return [*(table.section(name, found) for name, table in TABLES.items() if found.get(name)),
-            *(Section(case["title"], case["headers"], case["rows"], case["notes"])
-              for case in results.get("gpu", {}).values())]
+    found["summary"] = summary(found["peers"]) if names else []
+    gpu = [] if names else results.get("gpu", {}).values()
+    wanted = [name for name in TABLES if name in (names or TABLES) and found.get(name)]
+    return [*(TABLES[name].section(name, found) for name in wanted),
+            *(Section(case["title"], case["headers"], case["rows"], case["notes"]) for case in gpu)]
 
 
 def text(section: Section) -> str:
-    """Columns side by side, the first to the left, the others to the right."""
+    """A section for a terminal: columns side by side, the first aligned left, the others right."""
     table = [section.headers, *section.rows]
     first, *others = [max(map(len, column)) for column in zip(*table)]
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in table]
@@ -149,10 +174,18 @@ def machine_line(results: Results) -> str:
             f"this machine reads {results['read_bandwidth'] / 1e9:.3g} GB/s")
 
 
-def front_page(readme: str, load: Callable[[Path], Results]) -> str:
-    """README.md with the text between its markers made anew from the results that they name."""
+def renewed(document: str, load: Callable[[Path], Results]) -> str:
+    """The document with tables and numbers renewed from the results that they name. ValueError for a missing number."""
     def figures(found: re.Match[str]) -> str:
         results = load(Path(found[2]))
-        tables = "\n".join(map(markdown, sections(results)))
-        return f"{found[1]}Measured by `python bench.py`: {machine_line(results)}.\n\n{tables}{found[3]}"
-    return MARKED.sub(figures, readme)
+        tables = "\n".join(map(markdown, sections(results, (found[3] or "").split())))
+        return f"{found[1]}Measured by `python bench.py`: {machine_line(results)}.\n\n{tables}{found[4]}"
+
+    def number(found: re.Match[str]) -> str:
+        table, derive = load(Path(found[2])).get(found[3], {}), TABLES[found[3]].derive
+        rows = table if isinstance(table, list) else [dict(row, key=key) for key, row in table.items()]
+        rows = [row | derive(row, rows[0]) for row in rows if found[4] in map(str, row.values())]
+        if not rows or not (told := fill(f"{{{found[5]}}}", rows[0])):
+            raise ValueError(f"{found[2]} has no {found[5]} of {found[4]} in {found[3]}: name a number that is there")
+        return f"[{told}]{found[1]}"
+    return LINKED.sub(number, MARKED.sub(figures, document))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import Ops
+from generate import Model
 from measure import gpucases, gpukernels, gpumodels
 from measure.gpumodels import QUICK, TOY
 from measure.pair import random_request, weight_bytes
@@ -158,15 +159,31 @@ def test_beside_peers_what_is_not_there_or_fails_is_named(monkeypatch):
     assert note == f"no figure for 2 of them by transformers' continuous batching: {told}"
     monkeypatch.setattr(gpucases, "installed", lambda name: True)
     monkeypatch.setattr(gpucases, "RandomTransformers", Fake)
-    _, *rows = gpucases.stream_rows(QUICK, ROOF)
-    assert [isinstance(row, str) for row in rows] == [False] * 3 + [True] * 2 + [False] * 4 + [True]
-    assert rows[3] == "no figure for toy, transformers, dynamic cache: OSError: no memory"
-    assert rows[8][:2] == ["toy draft, transformers, dynamic cache (sdpa)", 2.0]
-    assert rows[9] == "no figure for toy draft, transformers, static cache: OSError: no such thing"
+    _, _, *rows = gpucases.stream_rows(QUICK, ROOF)
+    assert [isinstance(row, str) for row in rows] == [False] * 4 + [True] * 2 + [False] * 5 + [True]
+    assert rows[4] == "no figure for toy, transformers, dynamic cache: OSError: no memory"
+    assert rows[10][:2] == ["toy draft, transformers, dynamic cache (sdpa)", 2.0]
+    assert rows[11] == "no figure for toy draft, transformers, static cache: OSError: no such thing"
     monkeypatch.setattr(Fake, "__init__", lambda *shape: None)
     _, _, ours, *_, theirs = gpucases.serving_rows(QUICK, ROOF)
     assert theirs[:2] == ["2 of them by transformers' continuous batching (sdpa)", "10 tokens/s"]
     assert float(theirs[3]) == pytest.approx(float(ours[1].split()[0]) / 10, rel=0.02)
+
+
+def test_what_is_compiled_after_a_warm_up_is_counted(monkeypatch):
+    gpu, knobs = pytest.importorskip("gpu"), pytest.importorskip("triton").knobs
+    order, made, tiny = [], gpukernels.at_once, Model.load("tiny", "cpu", torch.float32)
+    monkeypatch.setattr(gpu, "warm_up", lambda llama, cache: order.append((llama is tiny.llama, knobs.runtime.jit_post_compile_hook)))
+    monkeypatch.setattr(gpukernels, "at_once", lambda *work: (made(*work), knobs.runtime.jit_post_compile_hook(fn="late")))
+    assert gpukernels.compiled_after_warm_up(tiny) == 1 and order == [(True, None)] and knobs.runtime.jit_post_compile_hook is None
+
+
+def test_the_model_of_a_step_counts_bytes_launches_and_waits():
+    x, model = torch.ones(3), gpumodels.StepModel(100.0, 0.5, 2.0)
+    assert gpumodels.launches(lambda: [x.mul_(2) for _ in range(7)], QUICK) == 7
+    assert model.seconds(1000.0, 4, 2) == 10 + 4 * 0.5 + 2 / 2
+    measured = gpumodels.StepModel.measured(QUICK, ROOF)
+    assert measured.bandwidth == ROOF[0] and 0 < measured.launch < measured.wait
 
 
 def test_rows_are_told_and_kept_as_they_come(monkeypatch, capsys):

@@ -86,7 +86,7 @@ def test_lengths_are_spread_and_names_are_files():
 
 def test_bytes_of_weights_are_those_of_the_numbers():
     from dataclasses import replace
-    from weights import Quantization
+    from formats import Quantization
     from measure.gpumodels import TOY
     from model import Llama
     plain = Llama(TOY, dtype=torch.float32)

@@ -20,7 +20,7 @@ CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "sever
          "n-grams": ["--draft", "ngram", "--gamma", "2"],
          "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
          "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
-         "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
+         "FP8": ["--bits", "fp8"], "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
          "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"]}
 WAITS = {"_pass", "write_drafts"}                       # once; where a draft has much to read
 

@@ -1,6 +1,6 @@
-"""Many texts at a time: what their caches waste, and how long their readers wait.
+"""Many texts at a time: how much memory their caches waste, and how long users wait for tokens.
 
-Invariant: the same requests, in the same order, for everything that is compared.
+Invariant: everything that is compared gets the same requests in the same order.
 """
 import math
 import random
@@ -24,14 +24,14 @@ from speculative import Decoder
 
 
 def mixed(count: int, average: float = 300, most: int = 1000) -> list[Request]:
-    """Lengths log-normal, prompt and answer together."""
+    """Requests of log-normal lengths, prompt and answer together; a third is the prompt."""
     coin, middle = random.Random(1), math.log(average) - 0.5 * 0.6 ** 2
     lengths = [min(most, max(8, round(coin.lognormvariate(middle, 0.6)))) for _ in range(count)]
     return [random_request(length // 3, length - length // 3, seed) for seed, length in enumerate(lengths)]
 
 
 class Blank:
-    """In a model's place where only its cache is looked at: every token is as likely as any other."""
+    """Stands in for a model if only its cache matters: every token has the same probability."""
     device, dtype, ops = torch.device("cpu"), torch.float32, Ops()
 
     def __call__(self, tokens: Tensor, step: Any, rows: Tensor | None = None) -> Tensor:
@@ -39,14 +39,14 @@ class Blank:
 
 
 def waste(effort: Effort) -> Rows:
-    """Memory for 8 texts of 1024 tokens, in rows or in blocks: the texts in flight, and the empty share."""
+    """With memory for 8 texts of 1024 tokens, in rows or in blocks: the texts in flight, and the wasted share."""
     layouts: dict[str, Any] = {"rows of 1024": KVCache(1, 1, 1, 1024, 8)}
     layouts |= {f"blocks of {size}": PagedCache(1, 1, 1, 8192 // size, size, 1024) for size in (256, 64, 16, 1)}
     return [dict(layout=name, **in_flight(cache, mixed(effort.many))) for name, cache in layouts.items()]
 
 
 def in_flight(cache: Any, requests: Sequence[Request]) -> dict[str, float]:
-    """The mean number of texts while some wait, and the mean share of their memory that holds no token."""
+    """The mean number of running texts while others wait, and the mean share of their memory that holds no token."""
     batch, running, empty = Batcher(Decoder(Blank(), cache, 2), len(requests)), list[int](), list[float]()
     for one in requests:
         batch.add(one)
@@ -61,7 +61,7 @@ def in_flight(cache: Any, requests: Sequence[Request]) -> dict[str, float]:
 
 
 def pool_blocks(effort: Effort) -> list[dict[str, str]]:
-    """A pool of 40 blocks as texts come and go. A block is its text's letter, * of several texts, ░ cached, · free."""
+    """A pool of 40 blocks as texts come and go: a letter is one text's block, * shared by several, ░ cached, · free."""
     cache, names, drawn, opening = PagedCache(1, 1, 1, 40, block_size=4), dict[int, str](), [], [*range(24)]
 
     def draw(what: str) -> None:
@@ -93,9 +93,9 @@ def pool_blocks(effort: Effort) -> list[dict[str, str]]:
 
 
 def latency(effort: Effort) -> Rows:
-    """Short texts are written while long prompts arrive, which a step reads whole or in chunks.
+    """Short texts are written while long prompts arrive, which steps read whole or in chunks.
 
-    Arrivals are random, over twice the time that this machine takes when all are there from the start."""
+    Arrivals are random, spread over twice the time that this machine takes if all requests arrive at the start."""
     model, coin = Model.load("tiny", "cpu", torch.float32), random.Random(3)
     arrivals = [(at, 24, 64) for at in accumulate(coin.expovariate(2) for _ in range(effort.load))]
     arrivals += [(at, 900, 16) for at in accumulate(coin.expovariate(1) for _ in range(max(1, effort.load // 2)))]
@@ -110,7 +110,7 @@ def latency(effort: Effort) -> Rows:
 
 
 def under_load(model: Model, arrivals: Sequence[tuple[float, int, int]], budget: int) -> Served:
-    """arrivals: (seconds, tokens of the prompt, tokens to make)."""
+    """Serve random requests. arrivals: (seconds after the start, tokens of the prompt, tokens to make)."""
     engine = Engine(model, None, 64 * 1024, 1024, 64, prefix_cache=False)
     engine.decoder.budget = budget
     requests = [(at, random_request(prompt, count, seed)) for seed, (at, prompt, count) in enumerate(arrivals)]
