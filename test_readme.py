@@ -1,8 +1,10 @@
-"""The front page: its figures are those of results/*.json, its commands are accepted, its map is complete."""
+"""The documents: figures are those of results/*.json, code is that of the pages, commands are accepted, the map is
+complete."""
 import re
 import runpy
 import shlex
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +16,12 @@ from test_house import FOLDERS, ORDER
 bench, distill, quantize, _, _ = (pytest.importorskip(name, reason="README.md is that of the whole tree")
                                   for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"))
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in bench.DOCUMENTS}
+README, TOUR, EVERY = DOCUMENTS["README.md"], DOCUMENTS["TOUR.md"], "\n".join(DOCUMENTS.values())
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-COMMANDS += [line.strip() for line in README.splitlines() if line.startswith("    python ")]
-COMMANDS += re.findall(r"`(python (?:-m )?[\w.]+[^`\n]*)`", README)
+COMMANDS += [line.strip().split("   ")[0] for line in EVERY.splitlines() if line.startswith("    python ")]
+COMMANDS += re.findall(r"`(python (?:-m )?[\w.]+[^`\n]*)`", EVERY)
 PARSERS = {"generate.py": lambda flags: cli.check_flags(cli.parser().parse_args(flags, SimpleNamespace(profiled=True))),
            "bench.py": lambda flags: bench.parse_bench(
                [f.replace("PEER", "transformers") for f in flags]),
@@ -29,12 +32,33 @@ MAPPED = re.findall(r"^\| `([\w./]+)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
 QUICK = ("sampling", "gamma", "speculative", "train.bpe", "kernels")       # the others' demonstrations run in .ci/run
 
 
-def test_tables_and_pictures_are_those_of_the_results():
-    results = bench.load_results(bench.named(README))
-    assert results and bench.report.front_page(README, bench.load_results) == README, "python bench.py --readme"
-    for name, drawn in bench.pictures.draw_all(results).items():
+def test_tables_numbers_and_pictures_are_those_of_the_results():
+    for name, text in DOCUMENTS.items():
+        assert bench.report.renewed(text, bench.load_results) == text, f"{name}: python bench.py --readme"
+    for name, drawn in bench.pictures.draw_all(bench.load_results(bench.named(README))).items():
         assert (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8") == drawn, "python bench.py --readme"
-        assert f"results/{name}.svg" in README
+        assert f"results/{name}.svg" in README + TOUR
+    assert {path.name for path in (ROOT / "results").glob("*.json")} == set(re.findall(r"figures of results/([\w.-]+)", EVERY))
+
+
+def test_the_front_page_is_short_and_its_links_lead_somewhere():
+    assert README.count("\n") < 250
+    for name, text in DOCUMENTS.items():
+        for link in re.findall(r"\]\(([^)\s]+)", text):
+            target, _, part = link.partition("#")
+            assert link.startswith("http") or (ROOT / name).parent.joinpath(target).exists() or (ROOT / target).exists(), link
+            if part:
+                titles = re.findall(r"^#+ (.*)$", DOCUMENTS[target or name], re.MULTILINE)
+                plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", title).lower()).replace(" ", "-") for title in titles]
+                assert part in plain, (link, plain)
+
+
+def test_code_in_the_tour_is_that_of_the_pages():
+    pieces = re.findall(r"^```python (\S+)\n(.*?)\n```$", TOUR, re.DOTALL | re.MULTILINE)
+    assert len(pieces) >= 15
+    for page, code in pieces:
+        lines, wanted = (ROOT / page).read_text(encoding="utf-8").split("\n"), code.count("\n") + 1
+        assert code in (textwrap.dedent("\n".join(lines[i:i + wanted])) for i in range(len(lines))), (page, code)
 
 
 def test_the_map_has_every_page_and_folder_in_the_order_of_imports():
