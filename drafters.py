@@ -16,9 +16,7 @@ Not covered: trees of drafts; drafters that read the target's hidden states (EAG
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (2304.04487).
     B texts of a round · k the largest γ among them · V vocabulary
 """
-import time
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,17 +144,6 @@ class SelfDrafter(Drafter):
         finally:                                        # Ctrl-C too
             for seq, length in zip(seqs, before):
                 self.cache.truncate(seq, length)
-
-    @torch.inference_mode()
-    def estimate(self) -> float:
-        """Seconds of a drafted token, extrapolated from a pass through no layer and a pass through one."""
-        part, seconds = copy(self.llama), []
-        for count in (0, 0, 1, 1):                      # the first pass of each kind warms up
-            part.layers, start = self.llama.layers[:count], time.perf_counter()
-            part(torch.zeros(1, dtype=torch.int64, device=part.device))
-            seconds.append(time.perf_counter() - start)
-        one = seconds[1] + max(0.0, seconds[3] - seconds[1]) * len(self.llama.layers)
-        return self.llama.ops.agree(one)
 
 
 class NgramDrafter(Drafter):

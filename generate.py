@@ -193,8 +193,6 @@ class Engine:
         self.decoder = Decoder(model.llama, self.caches[0], model.tokenizer.vocab_size, drafter, coupled,
                                budget=CHUNK if use_cache else max_len,
                                ahead=model.llama.ops.ahead if use_cache else 1)
-        if isinstance(drafter, SelfDrafter):                            # where its few bits cost more than they save,
-            self.decoder.costs.draft.seconds = drafter.estimate()       # no draft is needed to see that
         self.batch = Batcher(self.decoder, max_batch)
 
     def describe(self) -> str:

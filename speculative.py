@@ -206,14 +206,15 @@ class Decoder:
         drafted = [request.rounds[-1].drafted for request in requests]
         caught_up = [self.drafter.shares or len(r.rounds) > 1 and r.rounds[-2].drafted for r in requests]
         if requests and all(drafted) and all(caught_up):
-            self.costs.saw_draft(max(drafted), drafting)
+            self.costs.drafts.saw(max(drafted), drafting)
         if all(w.num_tokens == 1 and w.num_drafts is not None for w in work):
-            self.costs.saw_pass(len(work) + sum(drafted), verifying)
+            self.costs.passes.saw(len(work) + sum(drafted), verifying)
         for request in requests:
             self.auto[request].saw(*request.rounds[-1])
-        going = [(self.auto[r], r.settings.gamma) for r in requests if not r.finish_reason]
-        most = max((2 * auto.largest or 1 for auto, fixed in going if fixed is None), default=0)
-        self.gains = mean_gains(self.costs, [auto.alpha for auto, _ in going], most) if most else None
+        going = [r for r in requests if not r.finish_reason]
+        self.gains = None
+        if any(r.settings.gamma is None for r in going):
+            self.gains = mean_gains(self.costs, [self.auto[r].alpha for r in going], 2 * self.costs.largest or 1)
 
     def _read(self, work: Sequence[Scheduled], drafted: Tensor, round: Round) -> Tensor:
         """The target's distributions after the pending tokens and after each draft: float[B, k+1, V], padded with zero.
@@ -270,7 +271,7 @@ class Decoder:
         if None in plain:
             return found
         gain = sum((r.accepted + 1) * cost for r, cost in zip(rounds, plain)) / sum(r.seconds for r in rounds)
-        spent = sum(1 + r.drafted * self.costs.drafting() / cost for r, cost in zip(rounds, plain))
+        spent = sum(1 + r.drafted * self.costs.drafting(r.drafted) / cost for r, cost in zip(rounds, plain))
         predicted = sum(expected_tokens(found.acceptance or 0.0, r.drafted) for r in rounds) / spent
         return found._replace(speed_up=gain, predicted_speed_up=predicted)
 
@@ -280,7 +281,7 @@ class Decoder:
         work = [Scheduled(request, 1, 0)]
         while self.drafts and self.costs.plain() is None and self.lag(request) == 1 and self.fits(work):
             _, (_, seconds) = self._pass(work, work)
-            self.costs.saw_pass(1, seconds)
+            self.costs.passes.saw(1, seconds)
             self._keep(request, len(request.tokens) - 1)
 
 

@@ -127,7 +127,7 @@ def speculate(target: Llama, draft: Llama, alpha: float, gamma: int | None, stre
             device.append(median(done.seconds / (done.accepted + 1) for done in rounds))        # a plain token's
         gains.append(spent[0] / spent[1])
     gain, drafted, costs = median(gains[1:]), mean(done.drafted for done in rounds), engine.decoder.costs
-    cost = costs.verifying(round(streams * (drafted + 1))) + drafted * costs.drafting()
+    cost = costs.passes.at(round(streams * (drafted + 1))) + drafted * costs.drafting(drafted)
     formula, told = expected_tokens(alpha, drafted) * device[0] / cost, gamma or f"by the clock: {drafted:.1f}"
     return [f"{alpha}", f"{told}", f"{streams}", f"{gain:.2f}", f"{formula:.2f}", f"{gain / formula:.2f}"]
 

@@ -199,7 +199,7 @@ def serve_row(row: StackRow, model: Model, draft: Model, effort: Effort) -> tupl
     served, costs = at_once(engine, requests), engine.decoder.costs
     plain = costs.plain() or costs.plain(batch)                                 # a pass of one text, or of all
     drafted = mean(taken.drafted for request in requests for taken in request.rounds)
-    return served, drafted, costs.drafting() / plain if plain else 0.0
+    return served, drafted, costs.drafting(drafted) / plain if plain else 0.0
 
 
 def log_spread(count: int, longest: int, ratio: float = 5.0) -> list[int]:
@@ -237,8 +237,8 @@ def against_plain(gamma: int | None, runs: Sequence[tuple[Run, Run]]) -> dict[st
     made = [(seconds_a_token(plain), request, decoder.costs) for (plain, _), (request, decoder) in runs]
     gain = median(once / seconds_a_token(request) for once, request, _ in made)
     alpha = median(request.acceptance or 0.0 for _, request, _ in made)
-    c = median(costs.drafting() / once for once, _, costs in made)
-    w = median(costs.verifying((gamma or 0) + 1) / once for once, _, costs in made)
+    c = median(costs.drafting(gamma or request.mean_gamma) / once for once, _, costs in made)
+    w = median(costs.passes.at((gamma or 0) + 1) / once for once, _, costs in made)
     row = dict(gamma=gamma, acceptance=alpha, speed_up=gain, draft_cost=c)
     if gamma is None:
         return row | dict(drafted=mean(taken.drafted for _, request, _ in made for taken in request.rounds))

@@ -67,8 +67,8 @@ def test_speed_up_is_of_the_same_tokens_and_the_formula_of_what_was_measured():
     assert pair.seconds_a_token(plain) == 1.0 and pair.seconds_a_token(drafted) == 0.75
     maker = Decoder(Blank(), None, 2)
     for _ in range(3):
-        maker.costs.saw_draft(1, 0.1)
-        maker.costs.saw_pass(3, 1.2)
+        maker.costs.drafts.saw(2, 0.2)
+        maker.costs.passes.saw(3, 1.2)
     row = pair.against_plain(2, [((plain, maker), (drafted, maker))])
     alpha = 2 / 3
     assert row["acceptance"] == alpha and row["speed_up"] == 1 / 0.75
