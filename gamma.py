@@ -70,7 +70,7 @@ class Costs:
 
     def drafting(self, gamma: float = 1) -> float:
         """Seconds of a drafted token, where γ are drafted."""
-        return self.drafts.at(gamma) / max(1, gamma)
+        return self.drafts.at(max(1, gamma)) / max(1, gamma)
 
 
 def mean_gains(costs: Costs, alphas: Sequence[float], most: int) -> list[float]:

@@ -237,11 +237,12 @@ def against_plain(gamma: int | None, runs: Sequence[tuple[Run, Run]]) -> dict[st
     made = [(seconds_a_token(plain), request, decoder.costs) for (plain, _), (request, decoder) in runs]
     gain = median(once / seconds_a_token(request) for once, request, _ in made)
     alpha = median(request.acceptance or 0.0 for _, request, _ in made)
-    c = median(costs.drafting(gamma or request.mean_gamma) / once for once, _, costs in made)
-    w = median(costs.passes.at((gamma or 0) + 1) / once for once, _, costs in made)
+    drafts = mean(taken.drafted for _, request, _ in made for taken in request.rounds) if gamma is None else gamma
+    c = median(costs.drafting(drafts) / once for once, _, costs in made)
     row = dict(gamma=gamma, acceptance=alpha, speed_up=gain, draft_cost=c)
     if gamma is None:
-        return row | dict(drafted=mean(taken.drafted for _, request, _ in made for taken in request.rounds))
+        return row | dict(drafted=drafts)
+    w = median(costs.passes.at(gamma + 1) / once for once, _, costs in made)
     tokens = expected_tokens(alpha, gamma)
     return row | dict(pass_cost=w, formula=tokens / (w + gamma * c), formula_flat=tokens / (1 + gamma * c))
 
