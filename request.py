@@ -166,7 +166,7 @@ class StopStrings:
 
 
 class Speculation(NamedTuple):
-    """Speed-ups are over plain decoding: as measured, and by the formula (1 − α^(γ+1)) / (1 − α) / (1 + γ c)."""
+    """Speed-ups are over plain decoding: as measured, and by the formula (1 − α^(γ+1)) / (1 − α) / (w + γ c)."""
     acceptance: float | None = None
     tokens_per_round: float | None = None
     speed_up: float | None = None
@@ -207,7 +207,7 @@ class Result:
             faster = f": {gain:.2f} times as fast as plain decoding; by the formula {predicted:.2f}" if gain else ""
             accepted = "no drafts" if alpha is None else f"{alpha:.0%} of the drafts accepted"
             drafts = f"\n{accepted}, {per_round:.2f} tokens a round{faster}"
-        return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {self.first:.2f} s{rate}; "
+        return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {1e3 * self.first:.0f} ms{rate}; "
                 f"seed {self.seed}{drafts}")
 
 

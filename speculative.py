@@ -267,12 +267,14 @@ class Decoder:
         if not self.drafts or not (rounds := request.rounds[1:]):
             return None
         found = Speculation(request.acceptance, sum(stats.accepted + 1 for stats in rounds) / len(rounds))
-        plain = [self.costs.plain(stats.texts) for stats in rounds]
+        costs, alpha = self.costs, found.acceptance or 0.0
+        plain = [costs.plain(r.texts) for r in rounds]
         if None in plain:
             return found
         gain = sum((r.accepted + 1) * cost for r, cost in zip(rounds, plain)) / sum(r.seconds for r in rounds)
-        spent = sum(1 + r.drafted * self.costs.drafting(r.drafted) / cost for r, cost in zip(rounds, plain))
-        predicted = sum(expected_tokens(found.acceptance or 0.0, r.drafted) for r in rounds) / spent
+        spent = sum((costs.passes.at(r.texts * (1 + r.drafted)) + r.drafted * costs.drafting(r.drafted)) / cost
+                    for r, cost in zip(rounds, plain))
+        predicted = sum(expected_tokens(alpha, r.drafted) for r in rounds) / spent
         return found._replace(speed_up=gain, predicted_speed_up=predicted)
 
     @torch.inference_mode()
