@@ -36,7 +36,8 @@ HEADS = ("lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi
          "modality_projection")                         # modules that may stay in 16 bits; a Llama lacks some
 STATE = "weight.quant_state.bitsandbytes__nf4"
 BLOCK, NESTED = 64, 256                                 # of bitsandbytes: numbers a scale; scales a scale of scales
-LONGEST = 4096                                          # the most bytes of that tensor
+LONGEST = 4096                                          # the most bytes of STATE
+INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]                  # of AWQ: number j of a word lies in its nibble INTERLEAVED[j]
 
 
 def load_quantization(how: Any) -> Quantization | None:
@@ -154,7 +155,7 @@ class AWQ(Foreign):
                     scales=(torch.float32, [M, N]))
 
     def parts(self, get: Get, N: int, K: int, group: int) -> tuple[Tensor | None, ...]:
-        q, zero = (numbers(get(name), 4).unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)[:, :N].T
+        q, zero = (numbers(get(name), 4).unflatten(1, (-1, 8))[..., INTERLEAVED].flatten(1)[:, :N].T
                    for name in ("qweight", "qzeros"))
         return pack4(q), get("scales").T, zero, None
 
