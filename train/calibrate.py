@@ -33,15 +33,16 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from formats import Quantization
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
 from quant import Kind, Quantized, dequantize, grid4, pack4, quantize, rounded_product
 from shell import say
-from formats import Quantization
 from weights import Config
 
 DAMP = 0.1                              # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
@@ -146,13 +147,15 @@ def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tens
     return min([torch.ones_like(most_x), *scales], key=cost)
 
 
-class Observed(Ops):
-    """The operations `ops`, which also keeps the last input of each product and each norm, by the id of its weight."""
+class Observed:
+    """The operations `ops`, with the last input of each product and each norm kept, by the id of its weight."""
+    forward, draft = Ops.forward, Ops.draft             # layer by layer
 
     def __init__(self, ops: Ops):
         self.ops, self.inputs = ops, dict[int, Tensor]()
-        own = {"linear", "add_norm", "forward", "draft"}                                # passes go layer by layer
-        vars(self).update({name: getattr(ops, name) for name in dir(Ops) if name[0] != "_" and name not in own})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         self.inputs[id(weight)] = x
