@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before anybody imports Triton: its kernels are then run as Python
 
-from weights import Config
 from model import Llama
 from proof import Toy
+from weights import Config
 
 if find_spec("cpu"):                                    # the tests of the core run without it, too
     from cpu import native

@@ -9,18 +9,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher import Batcher
-from weights import Config
-from conftest import Cipher, SMALL, write_model
+from conftest import SMALL, Cipher, write_model
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model
-from quant import Bits
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_law, own_law
+from quant import Bits
 from request import Request, Settings, Writer
 from sampling import Keyed, _exponential, _steps, probabilities
 from speculative import Decoder
+from weights import Config
 
 V = 259
 

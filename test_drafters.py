@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weights import Config
-from conftest import Cipher, SMALL
+from conftest import SMALL, Cipher
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model, load_draft
 from kernels import Ops
 from kvcache import CacheFull, KVCache
-from quant import WIDTHS
 from model import Llama
 from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_law, own_law
-from quant import dequantize, quantize
+from quant import WIDTHS, dequantize, quantize
 from request import Request, Round, Settings, pack
 from sampling import TEXT, Keyed, draft_role, probabilities
 from speculative import Decoder, Scheduled
+from weights import Config
 
 
 def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conftest import SMALL, write_tokenizer
 from cli import main as cli
+from conftest import SMALL, write_tokenizer
 from layouts import load_quantization
 from model import Llama
 from quant import dequantize, nf4

@@ -15,7 +15,6 @@ from kernels import Ops
 from request import Request, Settings, Writer
 from test_cli import PROMPT, run
 
-
 # ---- A text
 
 @pytest.mark.parametrize("settings",

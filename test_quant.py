@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quant
-from weights import Config
 from conftest import SMALL, peak
 from model import Llama
 from quant import dequantize, from_int4, from_int8, int4, int8, nf4, pack4, quantize, round_up, unpack4
+from weights import Config
 
 MAX = torch.finfo(torch.float32).max
 KINDS = {"plain": lambda x: x, "zeros": lambda x: 0 * x, "constant": lambda x: 0 * x + x.flatten()[0], "largest": lambda x: (x.clamp(-3, 3) / 3) * MAX,

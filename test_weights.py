@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import errors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
 import weights

@@ -12,11 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from formats import Quantization
-from weights import find
 from quant import WIDTHS
 from tokenizer import Tokenizer
 from train.perplexity import Recipe, saved, table
 from train.quantize import pieces
+from weights import find
 
 TOKENS, PIECES = 4096, 8                                # measured; of 512 tokens each, to calibrate with
 LIMITS = {"8": 0.003, "8/4": 0.02, "4": 0.04}           # what keys and values of these widths may cost: last bits move it by a third

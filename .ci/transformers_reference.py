@@ -17,8 +17,8 @@ from random_models import CASES, make, move_rope, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generate import Model, generate
-from measure.clock import read_bandwidth
 from kvcache import KVCache
+from measure.clock import read_bandwidth
 from model import Llama
 
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write one sentence about the sea.", "What is 7 times 8?",

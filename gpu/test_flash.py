@@ -18,7 +18,6 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads it when it is imported, here or in another test
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from weights import Config
 from conftest import SMALL
 from gpu import GPU, unpack
 from gpu.crosscompile import SHARED, processors
@@ -27,11 +26,12 @@ from gpu.graphs import Bucket, place_for, refill
 from gpu.store import store_vectors
 from gpu.test_crosscompile import apart
 from kernels import Ops, Step, attention
-from test_kernels import heads_first
 from kvcache import KVCache, Store
 from model import Llama
 from paged import PagedCache
 from quant import GROUP, int4, int8, unpack4
+from test_kernels import heads_first
+from weights import Config
 
 WIDTHS = [(16, 16), (8, 8), (8, 4), (4, 4)]
 

@@ -9,15 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from formats import Quantization
-from weights import Config
 from conftest import SMALL
+from formats import Quantization
 from gpu import GPU, fused, weightonly
+from gpu.test_crosscompile import apart
 from kernels import Linear, Ops
 from kvcache import KVCache
 from model import Llama
 from quant import quantize
-from gpu.test_crosscompile import apart
+from weights import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
 # A rounding of each kind; the interpreter cuts 16 bits off where a GPU rounds.

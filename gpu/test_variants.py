@@ -19,13 +19,13 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from batcher import Batcher
 from conftest import SMALL
 from drafters import ModelDrafter
+from formats import Quantization
 from gpu import GPU, graphs, warm_up
 from kernels import Flash
 from model import Llama
 from paged import PagedCache
 from request import Request, Settings
 from speculative import Decoder
-from formats import Quantization
 from weights import Config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in place of the interpreter's")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, weightonly
 from gpu.crosscompile import SHARED
-from quant import Quantized, dequantize, quantize, rounded_product
-from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
 from gpu.test_crosscompile import apart
+from gpu.weightonly import FEW, PIECES, ROWS, SHAPES, can_multiply, plan_product, weight_only_product
 from kernels import Linear, Ops
+from quant import Quantized, dequantize, quantize, rounded_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"                      # a CPU runs the kernels in the interpreter
 # of what the terms add up to without their signs

@@ -29,8 +29,7 @@ from generate import Engine
 from kvcache import kv_bytes
 from measure.clock import percentile
 from measure.gpukernels import kernel_rows, smoke_rows
-from measure.gpumodels import (QUICK, Roof, Rows, Scale, StepModel, launches, random_engine, random_model, roofs,
-                               tried)
+from measure.gpumodels import QUICK, Roof, Rows, Scale, StepModel, launches, random_engine, random_model, roofs, tried
 from measure.pair import Served, at_once, log_spread, machine, random_request, serve, weight_bytes
 from measure.peers import RandomTransformers, Work, installed, not_compared
 from measure.report import Results

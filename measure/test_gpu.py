@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 import torch
 
-from kernels import Ops
 from generate import Model
+from kernels import Ops
 from measure import gpucases, gpukernels, gpumodels
 from measure.gpumodels import QUICK, TOY
 from measure.pair import random_request, weight_bytes

@@ -8,7 +8,7 @@ from measure import pair, traffic
 from measure.pair import random_request
 from measure.traffic import Blank, in_flight, mixed
 from paged import PagedCache
-from request import Request, Settings, RoundStats
+from request import Request, RoundStats, Settings
 from speculative import Decoder
 
 
@@ -86,6 +86,7 @@ def test_lengths_are_spread_and_names_are_files():
 
 def test_bytes_of_weights_are_those_of_the_numbers():
     from dataclasses import replace
+
     from formats import Quantization
     from measure.gpumodels import TOY
     from model import Llama

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from formats import Quantization
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits
 from shell import say
 from train.calibrate import quantized, size
 from train.distill import sample_corpus
-from formats import Quantization
 
 CHUNK = 256                                             # tokens of a pass: the logits of more take much memory
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from formats import Quantization
 from kernels import find_device
 from model import Llama
 from quant import GROUPS, STORED
@@ -27,7 +28,6 @@ from train import perplexity
 from train.bpe import END, FILES, copy_files
 from train.calibrate import quantized, size
 from train.stories import hold_out, read_file
-from formats import Quantization
 from weights import EXACT, Checkpoint, Config, find, read_json
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # of whole numbers, from the cheapest to the best

@@ -6,17 +6,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from formats import Quantization
-from weights import Config
 from conftest import SMALL, program
+from formats import Quantization
 from kernels import Ops, Step
 from kvcache import KVCache
 from model import Layer, Llama
 from quant import Quantized, dequantize, quantize, rounded_product, unpack4
 from train import calibrate
-from train.calibrate import DAMP, PRODUCTS, Moments, Observed, LayerInput, awq, errors, fold, gptq, observe, quantize_model, smooth
+from train.calibrate import (
+    DAMP,
+    PRODUCTS,
+    LayerInput,
+    Moments,
+    Observed,
+    awq,
+    errors,
+    fold,
+    gptq,
+    observe,
+    quantize_model,
+    smooth,
+)
 from train.distill import sample_corpus
 from train.perplexity import perplexity
+from weights import Config
 
 
 def inputs(T: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from weights import Config
 from conftest import ROOT, SMALL, write_model
 from kernels import Step
 from model import Llama
@@ -17,6 +16,7 @@ from tokenizer import Tokenizer
 from train import bpe, distill
 from train.distill import Hyperparameters, Training, acceptance, divergence, evaluate, new_model, sample_corpus
 from train.stories import Corpus
+from weights import Config
 
 END = 256
 CONFIG = Config(**SMALL)

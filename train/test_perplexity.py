@@ -2,11 +2,11 @@
 import pytest
 import torch
 
-from formats import Quantization
 from conftest import write_model
-from kvcache import kv_bytes, KVCache
-from quant import WIDTHS
+from formats import Quantization
+from kvcache import KVCache, kv_bytes
 from model import Llama
+from quant import WIDTHS
 from train import quantize
 from train.calibrate import size
 from train.perplexity import Recipe, Row, perplexity, recipes, saved, table

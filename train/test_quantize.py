@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from formats import Quantization
-from quant import GROUPS, STORED
-from weights import Config
-from conftest import write_model
-from generate import generate
 from cli import main as cli
+from conftest import write_model
+from formats import Quantization
+from generate import generate
 from kvcache import KVCache
 from model import Llama
+from quant import GROUPS, STORED
 from tokenizer import Tokenizer
 from train import calibrate, quantize
+from weights import Config
 
 
 def rounded(folder: Path, how: Quantization) -> Llama:
