@@ -1,17 +1,19 @@
 """The documents: figures are those of results/*.json, code is that of the pages, commands are accepted, the map is
 complete."""
+import ast
 import re
 import runpy
 import shlex
 import sys
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import cli
 from conftest import PAGES, ROOT, program
-from test_house import FOLDERS, ORDER
+from test_house import FOLDERS, ORDER, tree
 
 bench, distill, quantize, _, _ = (pytest.importorskip(name, reason="README.md is that of the whole tree")
                                   for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"))
@@ -54,10 +56,13 @@ def test_the_front_page_is_short_and_its_links_lead_somewhere():
 
 
 def test_code_in_the_tour_is_that_of_the_pages():
-    pieces = re.findall(r"^```python (\S+)\n(.*?)\n```$", TOUR, re.DOTALL | re.MULTILINE)
-    assert len(pieces) >= 15
-    for page, code in pieces:
-        lines, wanted = (ROOT / page).read_text(encoding="utf-8").split("\n"), code.count("\n") + 1
+    pieces = re.findall(r"^In `([\w.]+)`:\n\n```python (\S+)\n(.*?)\n```$", TOUR, re.DOTALL | re.MULTILINE)
+    assert len(pieces) == TOUR.count("```python") >= 15
+    for name, page, code in pieces:
+        node: Any = tree(ROOT / page)
+        for part in name.split("."):
+            node = next(child for child in ast.walk(node) if getattr(child, "name", "") == part)
+        lines, wanted = (ROOT / page).read_text(encoding="utf-8").split("\n")[node.lineno:node.end_lineno], code.count("\n") + 1
         assert code in (textwrap.dedent("\n".join(lines[i:i + wanted])) for i in range(len(lines))), (page, code)
 
 

@@ -153,8 +153,10 @@ def draw_peers(results: Results) -> str:
     """The peers of the first model on the first CPU."""
     rows = list(results["peers"].values())
     rows = [row for row in rows if (row["target"], row["code"]) == (rows[0]["target"], rows[0]["code"])]
-    speeds = {f"ours, {row['ours']}": row["tokens_per_second"] for row in rows}
-    speeds |= {row["peer"]: row["peer_tokens_per_second"] for row in rows}
+    speeds = dict[str, float]()
+    for whose, column in (("ours, {ours}", "tokens_per_second"), ("{peer}", "peer_tokens_per_second")):
+        for row in rows:                                # of several runs the first, as in the table
+            speeds.setdefault(whose.format_map(row), row[column])
     left, step, top, width = 190, 30, 52, 700
     sheet = Canvas(width, top + step * len(speeds) + 12, f"{rows[0]['target']}, one text: tokens a second")
     for i, (name, speed) in enumerate(speeds.items()):

@@ -82,7 +82,7 @@ def stack_notes(results: Results) -> list[str]:
             f"Measured cost chose a mean γ of {draft['drafted']:.2g} for one text and of {batch['drafted']:.2g} for "
             f"{batch['in_flight']} texts together; a drafted token costs {draft['draft_cost']:.2f} of a plain pass.",
             "Ratios are medians over turns, not quotients of the columns. INT4 and INT8 weights are another model, so "
-            "texts differ; the techniques above them change no text."]
+            "texts differ."]
 
 
 TABLES = dict(
