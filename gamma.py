@@ -14,6 +14,7 @@ Not covered: acceptance that depends on neighbours; in a batch, a γ for each te
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import fmean, median
 
 
@@ -32,15 +33,16 @@ class Times:
 
     def __init__(self) -> None:
         self.times = defaultdict[int, list[float]](list)                # by size: the first, and the last 9
-        self.known: list[tuple[int, float]] = []        # (size, seconds), made to rise with size
+        self.medians = dict[int, float]()
+        self.known: list[tuple[int, float]] = []        # (size, its median), made to rise with size
 
     def saw(self, size: int, seconds: float) -> None:
-        times = self.times[size]
-        times[:] = [*times[:1], *times[1:][-8:], seconds]
-        self.known, most = [], float("inf")
-        for n in sorted(self.times, reverse=True):      # a smaller size takes no longer than a larger one
-            if len(self.times[n]) > 1:
-                self.known.insert(0, (n, most := min(most, median(self.times[n][1:]))))
+        times = self.times[size] = [*self.times[size][:1], *self.times[size][1:][-8:], seconds]
+        if len(times) > 1:
+            self.medians[size] = median(times[1:])
+        sizes = sorted(self.medians)                    # a smaller size takes no longer than a larger one
+        least = [*accumulate((self.medians[n] for n in reversed(sizes)), min)]
+        self.known = [*zip(sizes, reversed(least))]
 
     def at(self, size: int) -> float:
         """Seconds: interpolated between measured sizes, beyond them as the nearest; 0 if none is known."""
@@ -56,7 +58,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.drafts, self.passes, self.alpha = Times(), Times(), 0.7
-        self.drafts.times[0] = [0.0, 0.0]               # no drafts take no time
+        self.drafts.medians[0] = 0.0                    # no drafts take no time
         self.trial = 0.0                                # what the last round with drafts cost beyond its tokens' worth
 
     @property
