@@ -26,7 +26,7 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
             a.x = x + k * size, a.row = row, a.digits = digits + k / stretch, a.groups = told;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             if (digits) a.x = x + DIGITS * T * k, a.row = DIGITS * a.units * COLUMNS_i4;
-            long bytes = tiles > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
+            long bytes = T > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
             const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
             for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * told) {
