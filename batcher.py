@@ -47,7 +47,7 @@ class Batcher:
                              "give the cache more memory")
         if (gamma := request.settings.gamma or 0) >= self.decoder.budget:
             raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: "
-                             "draft fewer, or raise the budget")
+                             "draft fewer")
 
     def add(self, request: Request) -> None:
         """Put a request into the queue. ValueError, at once, if it could never be served."""

@@ -103,6 +103,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = (p := bench_parser()).parse_args(arguments)
     if args.readme:
         p.unused(args, "quick data target gguf out", "where nothing is measured")
+    if args.out == "":
+        p.error("--out is empty: name a file")
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
     if args.gpu:

@@ -176,14 +176,19 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     begun, ids, made, bad = time.perf_counter(), dict[int, dict[str, Any]](), list[int](), list[int]()
 
     def writers() -> Iterator[Writer]:
-        longest = min(limit, engine.decoder.cache.max_len)
+        longest, clock = min(limit, engine.decoder.cache.max_len), args.draft and args.verify != "coupled"
         requests = read_requests(lines, model, settings, longest, args.system, args.chat)
         for index, (number, asked, request) in enumerate(requests):
             ids[index] = {"id": asked["id"]} if "id" in asked else {}
             try:
                 if isinstance(request, ValueError):
                     raise request
+                if args.draft is None and asked.get("gamma") is not None:
+                    raise ValueError("gamma is about drafted tokens: name a --draft, or leave it out")
                 engine.batch.check(request)
+                if clock and request.settings.gamma is None and asked.get("seed", args.seed) is not None:
+                    clock = False
+                    say(f"note: line {number} has a seed, but its γ goes by the clock: --verify coupled repeats texts")
                 yield Writer(model.tokenizer, request, asked["prompt"], index=index)
             except ValueError as error:
                 bad.append(number)

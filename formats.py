@@ -48,10 +48,10 @@ class Quantization:
                                 method=("rtn", "gptq", "awq", "awq+gptq", "smoothquant")).items():
             supported(f"quantization: {name}", getattr(self, name), *known)
         for wrong, rule in (
+                (self.method == "smoothquant" and (self.bits, self.activations) != (8, 8), "method smoothquant is for "
+                 f"weights and activations of 8 bits, not {self.bits} and {self.activations}"),
                 (self.activations == 8 and self.bits not in (8, "fp8"),
                  f"activations of 8 bits need weights in 8 or fp8, not {self.bits}"),
-                (self.method == "smoothquant" and (self.bits, self.activations) != (8, 8), "method smoothquant is for "
-                 "weights and activations of 8 bits"),
                 ("gptq" in self.method and self.bits not in (8, 4), f"method {self.method} needs whole numbers: bits 8 "
                  f"or 4, not {self.bits}")):
             if wrong:

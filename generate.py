@@ -80,8 +80,12 @@ class Model:
                f"the target's weights are {how.name} already" if how is not None and how.bits in (4, "nf4") else
                f"{self.folder} holds weights in {stored.name}" if stored is not None else "")
         if why:
-            raise ValueError(f"{why}, and the INT4 copy (--draft self) is made from a folder of 16 bits: name another")
-        copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
+            raise ValueError(f"{why}, and the INT4 copy (--draft self) needs weights in 16 bits: use --bits 16, or "
+                             "another draft or folder")
+        try:
+            copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
+        except ValueError as error:                     # several processes cannot share its groups
+            raise ValueError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
         copy.embed, copy.head = self.llama.embed, self.llama.head
         return copy
 

@@ -160,8 +160,10 @@ def spawn(count: int, command: Sequence[str]) -> tuple[dist.Store, list[subproce
     store = dist.TCPStore("127.0.0.1", 0, count, True, wait_for_workers=False)
     torch.set_num_threads(threads := max(1, torch.get_num_threads() // count))
     own = dict(WORLD_SIZE=count, OMP_NUM_THREADS=threads, LLAMA_PORT=store.port)
-    return store, [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | {
-        name: str(value) for name, value in dict(own, RANK=rank, LOCAL_RANK=rank).items()}) for rank in range(1, count)]
+    return store, [subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, env=os.environ | {
+            name: str(value) for name, value in dict(own, RANK=rank, LOCAL_RANK=rank).items()})
+        for rank in range(1, count)]                    # in a session of its own: a terminal's Ctrl-C is the first's
 
 
 def watch(child: subprocess.Popen[bytes], met: Event) -> None:
@@ -177,14 +179,18 @@ def join(count: int | None, command: Sequence[str], on_exit: ExitStack) -> tuple
         raise ValueError(f"--tensor-parallel is {count}, and torchrun has started {n} processes: leave it out")
     if count is not None and not 1 <= count <= MOST_PROCESSES:
         raise ValueError(f"--tensor-parallel is {count}: it must be from 1 to {MOST_PROCESSES} processes")
-    met, port = Event(), os.environ.get("LLAMA_PORT")
+    met, port, store = Event(), os.environ.get("LLAMA_PORT"), None
     if n == 1 and (n := count or 1) > 1:
         store, children = spawn(n, command)
         for child in children:
             on_exit.callback(child.kill)
             Thread(target=watch, args=(child, met), daemon=True).start()
-    else:
-        store = dist.TCPStore("127.0.0.1", int(port), n, False, timedelta(seconds=10)) if port and n > 1 else None
+        on_exit.callback(met.set)                       # first of all: who is killed here has not failed
+    elif port and n > 1:
+        with suppress(RuntimeError):
+            store = dist.TCPStore("127.0.0.1", int(port), n, False, timedelta(seconds=10))
+        if store is None:
+            raise ValueError(f"the first of {n} processes has ended before process {rank + 1} began: start all again")
     if n > 1:
         where = {} if store is None else dict(store=store, rank=rank, world_size=n)
         dist.init_process_group(timeout=FOREVER, **where)
@@ -197,17 +203,20 @@ def joined(count: int | None, command: Sequence[str], device: torch.device) -> I
     """Run the block in all processes -> the device of this process. count: processes to run `command`; under torchrun
     None, or its number. ValueError for any other number."""
     with ExitStack() as on_exit:
+        if max(count or 1, int(os.environ.get("WORLD_SIZE", 1))) > 1:
+            heard = [(number, now) for number in SIGNALS if callable(now := signal.getsignal(number))]
+            own = signal.SIG_IGN if int(os.environ.get("RANK", 0)) else Later(heard[0][1]) if heard else None
+            for number, now in heard:
+                on_exit.callback(signal.signal, number, now)
+                signal.signal(number, own)
+            handler().turn(alone=False)                 # from now on the first process only remembers signals
         rank, n, local = join(count, command, on_exit)
         if n == 1:
             yield device
             return
-        heard = [(number, now) for number in SIGNALS if callable(now := signal.getsignal(number))]
-        own = signal.SIG_IGN if rank else Later(heard[0][1]) if heard else None
-        for number, now in heard:
-            on_exit.callback(signal.signal, number, now)
-            signal.signal(number, own)
         lines, error = Lifelines(rank, n), None
         try:
+            stop_together(handler().turn(alone=False))
             if device.index is not None:
                 raise ValueError(f"--device is {device}: each of {n} processes takes its own: name {device.type}")
             yield device if device.type == "cpu" else torch.device(device.type, local)

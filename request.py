@@ -204,7 +204,8 @@ class Result:
         rate, drafts = f", then {self.rate:.1f} tokens/s" if self.rate else "", ""
         if self.speculation:
             alpha, per_round, gain, predicted = self.speculation
-            faster = f": {gain:.2f} times as fast as plain decoding; by the formula {predicted:.2f}" if gain else ""
+            faster = f": {gain:.2f} times as fast as plain decoding" if gain else ""
+            faster += f"; by the formula {predicted:.2f}" if predicted else ""
             accepted = "no drafts" if alpha is None else f"{alpha:.0%} of the drafts accepted"
             drafts = f"\n{accepted}, {per_round:.2f} tokens a round{faster}"
         return (f"{len(self.tokens)} tokens ({self.finish_reason}): the first after {1e3 * self.first:.0f} ms{rate}; "

@@ -69,8 +69,8 @@ def lawful(tokens: list[int]) -> list[int]:
 def check_settings(temperature: Setting = None, top_k: Setting = None, top_p: Setting = None,
                    min_p: Setting = None) -> None:
     """Raise a ValueError that names the setting, its value and its range."""
-    rules = [("temperature", temperature, 0, 1e300, "a number of at least 0 (0 always takes the most probable token)"),
-             ("top_k", top_k, 0, 2**31, "a whole number of at least 0 (0 keeps all)"),
+    rules = [("temperature", temperature, 0, 1e300, "from 0 (always the most probable token) to 1e300"),
+             ("top_k", top_k, 0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
              ("top_p", top_p, 1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
              ("min_p", min_p, 0, 1, "between 0 (keeps all) and 1")]
     for name, value, low, high, rule in rules:

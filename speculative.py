@@ -274,7 +274,9 @@ class Decoder:
         gain = sum((r.accepted + 1) * cost for r, cost in zip(rounds, plain)) / sum(r.seconds for r in rounds)
         spent = sum((costs.passes.at(r.texts * (1 + r.drafted)) + r.drafted * costs.drafting(r.drafted)) / cost
                     for r, cost in zip(rounds, plain))
-        predicted = sum(expected_tokens(alpha, r.drafted) for r in rounds) / spent
+        widest, most = max(r.texts * (1 + r.drafted) for r in rounds), max(r.drafted for r in rounds)
+        known = widest <= costs.passes.known[-1][0] and most <= costs.largest
+        predicted = sum(expected_tokens(alpha, r.drafted) for r in rounds) / spent if known else None
         return found._replace(speed_up=gain, predicted_speed_up=predicted)
 
     @torch.inference_mode()

@@ -298,6 +298,22 @@ def killed(rank: int) -> tuple[int, float, list[str]]:
         return first.wait(), time.perf_counter() - begun, [line for line in said.splitlines() if line.startswith("error") or "Traceback" in line]
 
 
+def stopped(*command: str) -> tuple[str, int]:
+    """What was said, and the status, after a Ctrl-C at a terminal while the processes begin."""
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT,
+                          start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as first:
+        while first.poll() is None and not Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text():
+            time.sleep(0.01)
+        os.killpg(first.pid, signal.SIGINT)                                     # all processes of the terminal's group
+        return first.communicate()[1], first.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are read from Linux's /proc")
+@pytest.mark.meanwhile(stopped, "generate.py", "--tensor-parallel", "2", "Once")
+def test_an_interrupt_while_the_processes_begin_ends_all_in_silence(meanwhile):
+    assert meanwhile() == ("", 130)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are read from Linux's /proc")
 @pytest.mark.parametrize("rank", [pytest.param(rank, marks=pytest.mark.meanwhile(killed, rank)) for rank in (0, 1)])
 def test_a_process_that_is_killed_ends_all_with_one_line(rank, meanwhile):

@@ -131,6 +131,18 @@ def test_a_file_of_prompts_from_the_shell(base, tmp_path, capsys):
     assert run(capsys, "--prompts", file, *common)[0] == 0
 
 
+def test_what_a_line_cannot_have_is_refused_or_told(base, tmp_path, capsys):
+    """γ without drafts; a seed beside a γ that goes by the clock, unless the mode is coupled."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "ab", "gamma": 2}\n{"prompt": "ab", "seed": 1, "max_tokens": 4}\n{"prompt": "a", "seed": 2}')
+    status, out, err = run(capsys, "--prompts", file, "--target", base, "--max-tokens", "3")
+    assert status == 1 and "line 1 is left out: gamma is about drafted tokens" in err and "by the clock" not in err
+    status, out, err = run(capsys, "--prompts", file, "--target", base, "--max-tokens", "3", "--draft", "ngram")
+    assert status == 0 and err.count("goes by the clock") == 1 and "line 2 has a seed" in err
+    for sure in (("--verify", "coupled"), ("--gamma", "1")):
+        assert "by the clock" not in run(capsys, "--prompts", file, "--target", base, "--max-tokens", "3", "--draft", "ngram", *sure)[2]
+
+
 def test_a_request_that_memory_cannot_hold_is_refused_alone(base, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "%s"}\n{"prompt": "ab", "max_tokens": 4}' % ("x" * 60))

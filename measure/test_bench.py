@@ -81,7 +81,7 @@ def test_what_was_measured_before_stays(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, told", [
     (["--against", "nobody"], "the peers are transformers, llama.cpp"), (["--gpu", "decode"], "needs a GPU"),
     (["--gguf", "x"], "--gguf has no use but with"), (["--target", "x", "--gpu", "decode"], "--target has no use"),
-    (["--readme", "--out", "x"], "--out has no use where"), (["--gpu", "decode", "--data", "x"], "--data has no use")])
+    (["--readme", "--out", "x"], "--out has no use where"), (["--quick", "--out", ""], "--out is empty"), (["--gpu", "decode", "--data", "x"], "--data has no use")])
 def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     try:

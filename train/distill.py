@@ -250,8 +250,9 @@ def distill(args: argparse.Namespace) -> None:
     """Read the texts, load the target, make the student; evaluate, train, evaluate, save."""
     args.device = find_device(args.device)
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
-    if not stories and args.target is None:
-        raise ValueError("there is no --data: only a --target can tell texts of its own to learn from")
+    if not stories and (args.target is None or args.alone or not args.own):
+        raise ValueError("there is no text to learn from: give some with --data, or let a --target tell texts, "
+                         "with --own above 0 and without --alone")
     out.mkdir(parents=True, exist_ok=True)
     heard, unheard = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, heard)
@@ -319,9 +320,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
     if args.target:
-        p.unused(args, "vocab", "with the target's vocabulary")
+        p.unused(args, "vocab tokenizer", "with the target's vocabulary")
     else:
         p.unused(args, "alone", "without a --target")
+    if args.tokenizer:
+        p.unused(args, "vocab", "with the vocabulary of --tokenizer")
+    if args.alone or not args.target:
+        p.unused(args, "tales own overlap", "where no target is imitated")
     return args
 
 

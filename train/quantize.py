@@ -84,6 +84,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.unused(args, "group", f"with --bits {args.bits}, where a whole row shares a scale")
     if args.table is not None:
         p.unused(args, "bits method group activations", "with --table, which measures them all")
+        if args.data is None:
+            p.unused(args, "pieces", "without --data")
     else:
         p.unused(args, "tokens", "without --table")
         if args.method == "rtn":

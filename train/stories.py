@@ -6,6 +6,7 @@ so a killed run resumes from its checkpoint with the same crops. Every tenth sto
 """
 import lzma
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from train.bpe import END
 
 
 def read_file(file: str) -> str:
-    """The text of a file, which may be compressed (.xz). ValueError if it is not UTF-8."""
+    """The text of a file, which may be compressed (.xz). ValueError if it is not UTF-8, or without end."""
+    if Path(file).exists() and not Path(file).is_file():
+        raise ValueError(f"{file} is a folder or a device: name a file of text")
     try:
         with (lzma.open if file.endswith(".xz") else open)(file, "rt", encoding="utf-8") as lines:
             return lines.read()

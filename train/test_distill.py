@@ -182,7 +182,10 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
 
 
 @pytest.mark.parametrize(("flags", "says"), [
-    (["--from-scratch"], "no --data"),
+    (["--from-scratch"], "no text to learn from"),
+    (["--target", "tiny", "--alone"], "no text to learn from"),
+    (["--target", "tiny", "--own", "0"], "no text to learn from"),
+    (["--from-scratch", "--data", "/dev/zero"], "a folder or a device"),
     (["--from-scratch", "--data", "nowhere.txt"], "no such file"),
     (["--from-scratch", "--data", __file__], "stories; at least 10"),
     (["--from-scratch", "--data", __file__, "--device", "tpu"], "device 'tpu'"),
@@ -198,7 +201,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: P
         write_model(tmp_path / "other", vocab_size=270)
     names = {"STORIES": stories, "MODEL": str(base), "OTHER": str(tmp_path / "other")}
     flags = [names.get(flag, flag) for flag in flags]
-    assert distill.main([*flags, "--out", str(tmp_path / "out"), "--tales", "2"]) == 2
+    assert distill.main([*flags, "--out", str(tmp_path / "out")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and says in last
 
@@ -206,7 +209,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: P
 @pytest.mark.parametrize("flags", [
     ["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
     ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18], ["--head-dim", "8", "--from", "tiny"],
-    ["--vocab", "300", "--target", "tiny"], ["--alone", "--from-scratch"]])
+    ["--vocab", "300", "--target", "tiny"], ["--alone", "--from-scratch"], ["--tokenizer", "tiny", "--target", "tiny"],
+    ["--vocab", "300", "--from-scratch", "--tokenizer", "tiny"], ["--tales", "9", "--from-scratch"], ["--own", "0.9", "--alone"]])
 def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         distill.parse(flags)

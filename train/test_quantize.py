@@ -183,7 +183,7 @@ def test_what_makes_no_sense_at_load_is_refused(small):
 
 
 @pytest.mark.parametrize("flags", [["--bits", "4", "--table", "x"], ["--tokens", "9", "--out", "x"], ["--data", "x", "--out", "x"],
-                                   ["--group", "32", "--bits", "fp8", "--out", "x"]])
+                                   ["--group", "32", "--bits", "fp8", "--out", "x"], ["--pieces", "5", "--table", "x"]])
 def test_flags_that_would_do_nothing_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         quantize.parse_flags(["tiny", *flags])
