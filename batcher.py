@@ -46,8 +46,7 @@ class Batcher:
                              f"cache of {longest} tokens, and it has {most}: shorten the prompt, ask for fewer, or "
                              "give the cache more memory")
         if (gamma := request.settings.gamma or 0) >= self.decoder.budget:
-            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: "
-                             "draft fewer")
+            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: draft fewer")
 
     def add(self, request: Request) -> None:
         """Put a request into the queue. ValueError, at once, if it could never be served."""

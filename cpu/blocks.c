@@ -174,7 +174,7 @@ static void name(const Stretch *a) {                                            
     const float *x = a->x;                                                                                             \
     const char *w = a->w, *soon = a->soon;                                                                             \
     for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind, soon += a->pace) {              \
-        UNROLL for (int p = 0; p < P; p++)                  /* a stretch of 8 KB a panel would fill the first cache */ \
+        UNROLL for (int p = 0; p < P; p++)                  /* 16 or 32 bits: to the second cache; they fill a first */ \
             __builtin_prefetch(soon + p * a->far, 0, BYTES_##kind > COLUMNS_##kind ? 2 : 3);                           \
         UNROLL for (int c = 0; c < COLUMNS_##kind; c++) {                                                              \
             vec column[P][VECS];                                                                                       \
