@@ -35,7 +35,7 @@ def embedded(stories: str) -> None:
     rows = table("tiny", *found, [Recipe(None, ["16"]), Recipe(Quantization(8), ["16", "8"]), Recipe(Quantization(4), ["16"]),
                                     Recipe(Quantization("fp8"), ["16"]), Recipe(Quantization("nf4", 64), ["16"]), Recipe(Quantization(8, activations=8), ["16"]),
                                     Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]),
-                                    *(Recipe(Quantization(4, method=method), ["16"]) for method in ("awq", "gptq", "awq+gptq"))], "cpu", progress=lambda line: None)
+                                    *(Recipe(Quantization(4, method=method), ["16"]) for method in ("awq", "gptq", "awq+gptq"))], "cpu")
     for row in rows[1:3]:
         require(row.perplexity < 1.002 * rows[0].perplexity, f"weights in 8 bits, keys and values in {row.width}: at most 0.2%")
     lost = [row.perplexity / rows[0].perplexity - 1 for row in rows]
@@ -51,7 +51,7 @@ def main(folder: str, file: str, stories: str) -> int:
     embedded(stories)
     wanted = [Recipe(None, list(WIDTHS)), Recipe(Quantization(8), ["16"]), Recipe(Quantization(4), ["16"])]
     text = pieces(file, Tokenizer.load(Path(folder)), 1024, TOKENS // 1024)
-    rows = table(folder, text, [], wanted, "cpu", progress=lambda line: None)
+    rows = table(folder, text, [], wanted, "cpu")
     print("(this folder's 16 bits were rounded to 4 once already: other models lose other amounts)")
     *kv, eight, rounded = rows
     lost = {row: row.perplexity / rows[0].perplexity - 1 for row in rows}

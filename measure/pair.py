@@ -252,12 +252,12 @@ def bits(effort: Effort, data: str | None = None) -> Rows:
     llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
     count = 8 * effort.turns if effort.turns > 1 else 2
     if data is None:
-        told = list(sample_corpus(llama, 4 * count, 72, llama.config.eos_token_ids[0], seed=1).tokens.split(73))
-        calibration, texts = told[:count], told[count:]
+        told = sample_corpus(llama, 4 * count, 72, llama.config.eos_token_ids[0], seed=1).tokens
+        texts = list(told.roll(1).split(73))                # each begins with an end of text, as it did when told
+        calibration, texts = texts[:count], texts[count:]
     else:
         calibration, texts = (pieces(data, Tokenizer.load(find("tiny")), 512, count, part) for part in (True, False))
-    wanted = recipes(effort.methods, (32, 128))
     with redirect_stdout(io.StringIO()):
-        rows = table("tiny", texts, calibration, wanted, progress=lambda line: None)
+        rows = table("tiny", texts, calibration, recipes(effort.methods, (32, 128)), author=None if data else llama)
     return [dict(weights=recipe_label(row.how), kv=row.width, bytes=row.bytes, kv_bytes=row.token,
                  perplexity=row.perplexity, text=data and Path(data).name, tokens=sum(map(len, texts))) for row in rows]

@@ -2,8 +2,9 @@
 
     perplexity = exp(mean of −log p(token | the tokens before it in its piece of text))
 
-It is measured in float32, through the production cache: rows differ only in bits. A calibrated method (calibrate.py)
-recovers some of the loss of rounding, with the same bytes:
+It is measured in float32, through the production cache: rows differ only in bits. With the model that told the texts,
+their `author`, the mean is over its probabilities of every token, not over the one that it drew: the same on average,
+without the noise. A calibrated method (calibrate.py) recovers some of the loss of rounding, with the same bytes:
 
     saved = (rounding − method) / (rounding − 16 bits)        all are perplexities; 1: the method loses nothing
 
@@ -24,7 +25,6 @@ from formats import Quantization
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits
-from shell import say
 from train.calibrate import quantized, size
 from train.distill import sample_corpus
 
@@ -32,14 +32,15 @@ CHUNK = 256                                             # tokens of a pass: the 
 
 
 @torch.inference_mode()
-def perplexity(llama: Llama, texts: Sequence[Tensor], bits: Bits = (16, 16)) -> float:
+def perplexity(llama: Llama, texts: Sequence[Tensor], bits: Bits = (16, 16), author: Llama | None = None) -> float:
     """The perplexity of all tokens but each text's first, through a cache of these bits. texts: int64[T] each."""
     cache, losses = KVCache.of(llama, max(map(len, texts)), bits=bits), []
     for text in texts:
         seq, _ = cache.open(())
-        for new, wanted in zip(text[:-1].split(CHUNK), text[1:].split(CHUNK)):
+        wanted = text[1:] if author is None else author(text[:-1].to(author.device)).softmax(-1)
+        for new, after in zip(text[:-1].split(CHUNK), wanted.split(CHUNK)):
             logits = llama(new.to(llama.device), cache.extend([(seq, new.tolist())])).float()      # [chunk, V]
-            losses.append(F.cross_entropy(logits, wanted.to(llama.device), reduction="none"))
+            losses.append(F.cross_entropy(logits, after.to(llama.device), reduction="none"))
         cache.free(seq)
     return torch.cat(losses).double().mean().exp().item()
 
@@ -81,7 +82,8 @@ def saved(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def table(name: str, texts: Sequence[Tensor], calibration: Sequence[Tensor], wanted: Sequence[Recipe],
-          device: str | None = None, progress: Callable[[str], None] = say) -> list[Row]:
+          device: str | None = None, progress: Callable[[str], None] = lambda line: None,
+          author: Llama | None = None) -> list[Row]:
     """A row for each recipe and width, printed as soon as it is measured, and compared with the first row."""
     print(f"{name}: bytes of the weights, scales included, and of a token's keys and values; perplexity of "
           f"{sum(map(len, texts)):,} tokens, and how much of what rounding loses a method saves")
@@ -93,7 +95,7 @@ def table(name: str, texts: Sequence[Tensor], calibration: Sequence[Tensor], wan
         llama.prepare()
         for width in recipe.widths:
             kv = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, WIDTHS[width])
-            rows.append(Row(recipe.how, width, weights, kv / 1024, perplexity(llama, texts, WIDTHS[width])))
+            rows.append(Row(recipe.how, width, weights, kv / 1024, perplexity(llama, texts, WIDTHS[width], author)))
             print(printed(rows), flush=True)
     return rows
 
@@ -118,8 +120,8 @@ def printed(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = sample_corpus(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
-    table("tiny", list(told[:8]), list(told[8:]), recipes(("rtn", "gptq"), (128,)), progress=lambda line: None)
+    told = sample_corpus(target, 64, 72, target.config.eos_token_ids[0], seed=1).tokens.roll(1).view(64, -1)
+    table("tiny", list(told[:40]), list(told[40:]), recipes(("rtn", "gptq"), (128,)), author=target)
 
 
 if __name__ == "__main__":

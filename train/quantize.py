@@ -110,7 +110,7 @@ def store_or_measure(args: argparse.Namespace) -> None:
     if args.table is not None:
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
         recipes = perplexity.recipes(METHODS if calibration else METHODS[:1], head_bits=args.head_bits)
-        perplexity.table(args.name, texts, calibration, recipes, device)
+        perplexity.table(args.name, texts, calibration, recipes, device, say)
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

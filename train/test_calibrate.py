@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import SMALL, program
+from conftest import SMALL
 from formats import Quantization
 from kernels import Ops, Step
 from kvcache import KVCache
@@ -27,8 +27,6 @@ from train.calibrate import (
     quantize_model,
     smooth,
 )
-from train.distill import sample_corpus
-from train.perplexity import perplexity
 from weights import Config
 
 
@@ -319,27 +317,3 @@ def test_calibration_needs_text():
     for method in ("gptq", "awq", "awq+gptq"):
         with pytest.raises(ValueError, match=rf"{re.escape(method)} looks at text, and there is none"):
             quantize_model(model(), Quantization(4, 32, 8, method))
-
-
-@torch.inference_mode()
-def losses() -> list[float]:
-    """On texts that the embedded model told itself: INT8's perplexity over the model's own, and the divergences
-    of INT8, INT4 and GPTQ from its logits."""
-    target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = sample_corpus(target, 32, 72, target.config.eos_token_ids[0], seed=1).tokens.view(32, -1)
-    held, heard, found = list(told[:8]), list(told[8:]), list[float]()
-    before = [target(text) for text in held]
-    for how in (Quantization(8), Quantization(4), Quantization(4, method="gptq")):          # groups of 128
-        small = calibrate.quantized("tiny", how, heard, "cpu", torch.float32, progress=lambda line: None).prepare()
-        if how.bits == 8:
-            found.append(perplexity(small, held) / perplexity(target, held))
-        found.append(sum(divergence(a, small(text)) for a, text in zip(before, held)) / 8)
-    return found
-
-
-@pytest.mark.meanwhile(program, "-c", "from train.test_calibrate import losses; print(*losses())")
-def test_on_the_embedded_model_int8_is_free_and_gptq_recovers_half_of_what_rounding_loses(meanwhile):
-    done = meanwhile()
-    assert done.returncode == 0, done.stderr
-    ratio, int8, int4, gptq = map(float, done.stdout.split())
-    assert ratio == pytest.approx(1, rel=0.002) and int8 < 0.002 and gptq < 0.5 * int4

@@ -2,13 +2,14 @@
 import pytest
 import torch
 
-from conftest import write_model
+from conftest import program, write_model
 from formats import Quantization
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import WIDTHS
 from train import quantize
 from train.calibrate import size
+from train.distill import sample_corpus
 from train.perplexity import Recipe, Row, perplexity, recipes, saved, table
 
 
@@ -32,6 +33,17 @@ def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatc
     for chunk in (256, 7, 1):
         monkeypatch.setattr("train.perplexity.CHUNK", chunk)
         assert perplexity(llama, TEXTS) == pytest.approx(plain, rel=1e-5)
+
+
+@torch.inference_mode()
+def test_of_a_text_that_a_model_told_every_token_counts_by_its_probability(llama, folder, monkeypatch):
+    other = Llama.load(folder, "cpu", torch.float32, bits=4)
+    p, q = (torch.cat([model(text[:-1]).softmax(-1) for text in TEXTS]) for model in (llama, other))
+    for chunk in (256, 7):
+        monkeypatch.setattr("train.perplexity.CHUNK", chunk)
+        for model, law in ((llama, p), (other, q)):
+            plain = -(p * law.log()).sum(-1).mean()
+            assert perplexity(model, TEXTS, author=llama) == pytest.approx(plain.exp().item(), rel=1e-5)
 
 
 @torch.inference_mode()
@@ -70,9 +82,9 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
 
 
 def test_a_row_is_what_it_is_alone(folder):
-    quiet, text, rtn = lambda line: None, [torch.arange(90) * 7 % 256], Recipe(Quantization(4, 32), ["8"])
-    rows = table(folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu", quiet)
-    assert table(folder, text, [], [rtn], "cpu", quiet)[0] == rows[-1]
+    text, rtn = [torch.arange(90) * 7 % 256], Recipe(Quantization(4, 32), ["8"])
+    rows = table(folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu")
+    assert table(folder, text, [], [rtn], "cpu")[0] == rows[-1]
     eight = perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text)
     assert rows[2].perplexity == eight != rows[0].perplexity
     assert [row.width for row in rows] == ["16", "8", "16", "8"]
@@ -98,3 +110,23 @@ def test_the_recipes_have_every_width_where_it_matters():
     assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")]
     assert found[-1].how == Quantization(4, 128, 16, "gptq")
     assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 2 + [["16"]] * 3 + [list(WIDTHS)]
+
+
+def losses() -> list[float]:
+    """What each way costs the embedded model on texts that it told itself, as a share of its perplexity."""
+    target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
+    told = sample_corpus(target, 64, 72, target.config.eos_token_ids[0], seed=1).tokens.roll(1).view(64, -1)
+    ways = (None, Quantization(8), Quantization("fp8"), Quantization(8, activations=8),
+            Quantization(8, method="smoothquant", activations=8), Quantization("nf4", 64), Quantization(4),
+            Quantization(4, method="gptq"))                                                     # groups of 128
+    rows = table("tiny", list(told[:40]), list(told[40:]), [Recipe(how, ["16"]) for how in ways], "cpu", author=target)
+    assert rows[5].bytes <= rows[6].bytes
+    return [row.perplexity / rows[0].perplexity - 1 for row in rows[1:]]
+
+
+@pytest.mark.meanwhile(program, "-c", "from train.test_perplexity import losses; print(*losses())")
+def test_on_the_embedded_model_eight_bits_are_nearly_free_and_gptq_recovers_half_of_what_rounding_loses(meanwhile):
+    done = meanwhile()
+    assert done.returncode == 0, done.stderr
+    int8, fp8, both, smooth, nf4, int4, gptq = map(float, done.stdout.splitlines()[-1].split())
+    assert 0 < int8 < 0.0005 and 0 < fp8 < 0.003 and smooth < both < 0.001 and nf4 < int4 and gptq < 0.5 * int4
