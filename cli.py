@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from kvcache import CacheFull
 from model import Llama
+from parallel import share_config
 from processes import hush, joined, read_once
 from quant import STORED, WIDTHS
 from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
 from shell import LONGEST, Parser, Terminated, brief, number_or_word, say, status, write
-from weights import EMBEDDED
+from weights import EMBEDDED, Config, find
 
 MOST = 2**16                                            # texts asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -162,9 +163,7 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
 
 def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     """The requests of a file, as many at a time as --max-batch and memory allow -> 1 if a line was bad, else 0."""
-    def read() -> str:
-        with nullcontext(sys.stdin) if args.prompts == "-" else open(args.prompts, encoding="utf-8") as file:
-            return file.read()
+    read = lambda: sys.stdin.read() if args.prompts == "-" else Path(args.prompts).read_text(encoding="utf-8")
     try:
         lines = read_once(read).removeprefix("\ufeff").split("\n")                   # a text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
@@ -201,9 +200,8 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
         made.append(len(result.tokens))
         say(f"{len(made)} of {len(ids) - len(bad)}: {result.summary()}")
     each(engine.serve(writers()), told)
-    seconds = time.perf_counter() - begun
-    say(f"{len(made)} texts, {sum(made)} tokens in {seconds:.1f} s: {sum(made) / seconds:.1f} tokens/s"
-        f"; {len(bad)} bad lines")
+    took = time.perf_counter() - begun
+    say(f"{len(made)} texts, {sum(made)} tokens in {took:.1f} s: {sum(made) / took:.1f} tokens/s; {len(bad)} bad lines")
     return 1 if bad else 0
 
 
@@ -243,6 +241,8 @@ def run(args: argparse.Namespace) -> int:
     check_flags(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
+    if (args.tensor_parallel or 0) > 1:                 # refused before other processes start
+        share_config(Config.load(find(args.target)), args.tensor_parallel)
     with joined(args.tensor_parallel, args.command, device) as args.device, ExitStack() as args.profiling:
         if args.prompts is not None:
             return many_prompts(args, settings)

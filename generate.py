@@ -115,8 +115,8 @@ class Model:
         limit = max_len if max_len is not None else min(most, tokens_that_fit(
             c.num_hidden_layers, c.num_key_value_heads, c.head_dim, self.llama.dtype, self.llama.device,
             bits=widths(kv_bits)))
-        if limit > most:
-            raise ValueError(f"max_len is {limit}: this model was made for at most {most} tokens")
+        if not 1 < limit <= most:
+            raise ValueError(f"max_len is {limit}: it must be from 2 to {most}, the model's limit, as memory allows")
         if not 0 < prompt < limit:
             raise ValueError(f"the prompt has {prompt} tokens, and must have from 1 to {limit - 1}: change it, or "
                              f"raise --max-len (the model's limit is {most}, and memory must hold it)")
