@@ -4,7 +4,7 @@ W is [N, K], with M groups of columns in a row, and w = (q − zero) · scale of
 word is an int32 of 32 / b numbers of b bits, the first in the lowest bits. Words pack rows (along) or columns (down).
 
     gptq                qweight, words down [K b/32, N]; qzeros, words along [M, N b/32]; scales [M, N]; g_idx [K], the
-                        group of each column. A stored zero is one less than the zero, but not in gptq_v2
+                        group of each column. Zeros are lowered by 1, a word at a time: 0 borrows; not in gptq_v2
     awq, gemm           qweight [K, N/8], qzeros [M, N/8], scales [M, N]; a word holds columns 0 2 4 6 1 3 5 7 of eight
     compressed-tensors  pack-quantized: weight_packed, words along [N, K b/32], of q + 2^(b−1); weight_scale [N, M];
                         weight_shape; weight_zero_point, words down [N b/32, M]; weight_g_idx [K].
@@ -114,16 +114,16 @@ def sort_columns(groups: Tensor | None, K: int, group: int, ordered: bool) -> Te
 # ---- The layouts
 
 class GPTQ(Foreign):
-    """AutoGPTQ and GPTQModel. Where stored zeros are one less, 0 is stored as the largest number."""
+    """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1), and some folders have not lowered them."""
 
     @classmethod
     def parse(cls, how: dict[str, Any]) -> "GPTQ":
         names = (kind,) if (kind := how.get("checkpoint_format")) else ("gptq", "gptq_v2")
-        check(how, bits=(4, 8), checkpoint_format=(None, "gptq", "gptq_v2"), format=(None, *names),
-              desc_act=(None, False, True), dynamic=(None, {}), lm_head=(None, False), is_marlin_format=(None, False),
-              pack_dtype=(None, "int32"), rotation=(None, ""), adapter=(None, {}))
+        check(how, bits=(4, 8), checkpoint_format=(None, "gptq", "gptq_v2"), format=(None, *names), dynamic=(None, {}),
+              sym=(None, False, True), desc_act=(None, False, True), lm_head=(None, False), rotation=(None, ""),
+              is_marlin_format=(None, False), pack_dtype=(None, "int32"), adapter=(None, {}))
         ordered = bool(group := group_size(how)) and bool(how.get("desc_act"))
-        return cls(how["bits"], group, method="gptq", zeros=True, ordered=ordered, source=how)
+        return cls(how["bits"], group, method="gptq", zeros=not how.get("sym"), ordered=ordered, source=how)
 
     def files(self, N: int, K: int, M: int, has: Has) -> Files:
         files = dict(qweight=(torch.int32, [words(K, self.bits), N]), qzeros=(torch.int32, [M, words(N, self.bits)]),
@@ -135,9 +135,13 @@ class GPTQ(Foreign):
     def parts(self, get: Get, N: int, K: int, group: int) -> tuple[Tensor | None, ...]:
         order = sort_columns(get("g_idx"), K, group, self.ordered)
         lower = "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format"))
-        zero = (numbers(get("qzeros"), self.bits)[:, :N].T.short() + lower) % 2**self.bits
+        ones, middle = 0x11111111 if self.bits == 4 else 0x01010101, 2**(self.bits - 1)
+        zero = numbers(get("qzeros") + lower * ones, self.bits)[:, :N].T.short()
+        if not self.zeros and zero.unique().tolist() not in ([middle], [middle + lower]):
+            raise ValueError(f"its zeros are not all {middle}, and config.json says that sym is true")
+        zero = zero if self.zeros else torch.tensor(middle)
         return (values(get("qweight").T, self.bits, K, order), get("scales").T,
-                zero if self.bits == 4 else zero - 128, order)
+                zero if self.bits == 4 else zero - middle if self.zeros else None, order)
 
 
 class AWQ(Foreign):

@@ -60,7 +60,9 @@ def gptq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[
         for k in range(K):
             put(qweight, (k // per, n), q[n][k], bits, k % per)
         for m in range(M):
-            put(qzeros, (m, n // per), zero[n][m] - (how.get("checkpoint_format") != "gptq_v2"), bits, n % per)
+            put(qzeros, (m, n // per), zero[n][m], bits, n % per)
+    if how.get("checkpoint_format") != "gptq_v2":                                       # a zero of 0 borrows from the next
+        qzeros = (qzeros - sum(1 << bits * field for field in range(per))) % 2**32
     return dict(qweight=signed(qweight), qzeros=signed(qzeros), scales=scale.T.contiguous(),
                 g_idx=torch.tensor(groups, dtype=torch.int32)), w
 
@@ -258,6 +260,8 @@ def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
     (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
     (settings_of("gptq", 8, 16), lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half())),
     (settings_of("gptq", 4, 10**30), lambda f: None),
+    (settings_of("gptq", 4, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x11111111)),                    # not lowered
+    (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
     (settings_of("awq", group=16, version="GEMM"), lambda f: None),
     (settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]), lambda f: None),
     (settings_of("compressed-tensors", 4, 16), lambda f: change(f, "zero_point", lambda t: torch.stack(
@@ -291,7 +295,8 @@ GPTQ4, AWQ4, CT4, BNB = (settings_of(name) for name in WRITERS)
     (GPTQ4 | dict(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'"),
     (GPTQ4 | dict(checkpoint_format="gptq_v2", format="gptq"), "format is 'gptq'; it must be None or 'gptq_v2'"),
     (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"), (GPTQ4 | dict(lm_head=True), "lm_head is True"),
-    (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"), (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
+    (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"), (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
+    (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
     (AWQ4 | dict(version="gemv"), "version is 'gemv'"), (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
     (AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]), "modules_to_not_convert is ['lm_head', 'model.layers.0']"),
     (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
@@ -362,6 +367,7 @@ def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path
     (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
     (SHUFFLED, "k_proj.g_idx", lambda t: t.flip(0), "k_proj: its g_idx differs from that of .*q_proj, and both are one product"),
     (SORTED, "q_proj.g_idx", lambda t: t.flip(0), "q_proj: its g_idx must .* one after the other, as config.json says"),
+    (settings_of("gptq", 8, 8, True), "down_proj.qzeros", lambda t: t + 1, "down_proj: its zeros are not all 128, and config.json says that sym is"),
     (SORTED, "down_proj.scales", lambda t: t * math.nan, "down_proj: its scales must be finite"),
     (AWQ4, "down_proj.scales", lambda t: t.double() + 1e-12, "down_proj: its scales must be .* no more precise than float32"),
     (CT4, "up_proj.weight_shape", lambda t: t + 1, r"up_proj: its weight_shape is \[57, 41\]; config.json asks for \[56, 40\]"),

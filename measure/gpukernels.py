@@ -96,7 +96,6 @@ def checks(scale: Scale) -> Rows:
     for kv, (how, draft) in product(("16", "8", "8/4", "4"), ways.items()):
         yield f"texts of tiny, KV {kv}, {how}", 0, lambda: sum(
             a != b for a, b in zip(texts(scale, scale.device, kv, draft, "not" not in how), texts(scale, "cpu", kv)))
-
     if scale.device == "cuda":
         yield "kernels compiled after a warm-up", 0, lambda: compiled_after_warm_up(
             Model.load("tiny", scale.device, torch.float32))

@@ -95,8 +95,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def store_or_measure(args: argparse.Namespace) -> None:
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
-    group = args.group or GROUPS.get(args.bits, 128)
-    how = Quantization(args.bits, group, args.head_bits, args.method, activations)
+    how = Quantization(args.bits, args.group or GROUPS.get(args.bits, 128), args.head_bits, args.method, activations)
     for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
         if not least <= value <= most:
             raise ValueError(f"--{flag} is {value}: it must be at least {least} and at most {most:,}")
