@@ -14,7 +14,7 @@ is at least 1e-30: all-zero groups are exact, and nothing is divided by 0.
     64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of 16 bits, *plus scales*. NF4 has no zeros, and FP8 has a
     scale for each row.
   - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for each group of 16
-    numbers, and their zeros count quarters of a grid step: with whole steps perplexity would grow nearly twice as much.
+    numbers, and their zeros count quarters of a grid step: with whole steps perplexity would grow by a fourth more.
   - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao et al. 2022).
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures
