@@ -116,7 +116,7 @@ class Foreign(Quantization):
         raise NotImplementedError
 
     def parts(self, get: Get, N: int, K: int, group: int) -> tuple[Tensor | None, ...]:
-        """The PARTS of a matrix, up to broadcasting, from its tensors. ValueError for impossible numbers."""
+        """The PARTS of a matrix, up to broadcasting, from its tensors; zeros of 4 bits less 8, None if all are 0."""
         raise NotImplementedError
 
     @property
@@ -160,15 +160,18 @@ class Foreign(Quantization):
         for module, N, K, _ in matrices:
             get = lambda suffix: read(name) if (name := f"{module}.{suffix}") in names else None
             try:
-                parts = self.parts(get, N, K, self.width(K))
+                weight, scale, zero, order = self.parts(get, N, K, self.width(K))
+                if self.bits == 4:
+                    zero = torch.tensor(8) if zero is None else zero + 8
                 if f"{module}.bias" not in places and (bias := get("bias")) is not None and bias.any():
                     raise ValueError("its bias is not all 0, and config.json asks for none")
-                if not (wide := parts[1].float()).isfinite().all() or (wide != parts[1]).any():
+                if not (wide := scale.float()).isfinite().all() or (wide != scale).any():
                     raise ValueError("its scales must be finite numbers, and no more precise than float32")
-                if parts[3] is not None:
-                    first, order = orders.setdefault(id(places[f"{module}.weight_order"]), (module, parts[3]))
-                    if not torch.equal(order, parts[3]):
+                if order is not None:
+                    first, known = orders.setdefault(id(places[f"{module}.weight_order"]), (module, order))
+                    if not torch.equal(order, known):
                         raise ValueError(f"its g_idx differs from that of {first}, and both are one product here")
             except ValueError as error:
                 raise ValueError(f"{module}: {brief(error)}: fetch the model again, or name one in 16 bits") from None
-            yield from ((f"{module}.{part}", found) for part, found in zip(PARTS, parts) if found is not None)
+            parts = zip(PARTS, (weight, scale, zero, order))
+            yield from ((f"{module}.{part}", found) for part, found in parts if found is not None)

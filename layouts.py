@@ -136,12 +136,10 @@ class GPTQ(Foreign):
         order = sort_columns(get("g_idx"), K, group, self.ordered)
         lower = "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format"))
         ones, middle = 0x11111111 if self.bits == 4 else 0x01010101, 2**(self.bits - 1)
-        zero = numbers(get("qzeros") + lower * ones, self.bits)[:, :N].T.short()
-        if not self.zeros and zero.unique().tolist() not in ([middle], [middle + lower]):
+        zero = numbers(get("qzeros") + lower * ones, self.bits)[:, :N].T.short() - middle
+        if not self.zeros and zero.unique().tolist() not in ([0], [lower]):
             raise ValueError(f"its zeros are not all {middle}, and config.json says that sym is true")
-        zero = zero if self.zeros else torch.tensor(middle)
-        return (values(get("qweight").T, self.bits, K, order), get("scales").T,
-                zero if self.bits == 4 else zero - middle if self.zeros else None, order)
+        return values(get("qweight").T, self.bits, K, order), get("scales").T, zero if self.zeros else None, order
 
 
 class AWQ(Foreign):
@@ -161,7 +159,7 @@ class AWQ(Foreign):
     def parts(self, get: Get, N: int, K: int, group: int) -> tuple[Tensor | None, ...]:
         q, zero = (numbers(get(name), 4).unflatten(1, (-1, 8))[..., INTERLEAVED].flatten(1)[:, :N].T
                    for name in ("qweight", "qzeros"))
-        return pack4(q), get("scales").T, zero, None
+        return pack4(q), get("scales").T, zero.short() - 8, None
 
 
 class CompressedTensors(Foreign):
@@ -224,8 +222,6 @@ class CompressedTensors(Foreign):
         zero, order = get("weight_zero_point"), sort_columns(get("weight_g_idx"), K, group, self.ordered)
         if zero is not None and zero.dtype == torch.int32:
             zero = numbers(zero.T, self.bits)[:, :N].T.short() - 2**(self.bits - 1)
-        if self.bits == 4:
-            zero = torch.tensor(8) if zero is None else zero + 8
         if (packed := get("weight_packed")) is None:
             weight = get("weight")
             return weight if order is None else weight[:, order], get("weight_scale"), zero, order

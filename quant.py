@@ -10,11 +10,10 @@ stored as small integers q on a grid, with one grid for each row or group, and c
 A scale is rounded *up* to 16 bits before q is computed with it (a grid with a smaller scale would not reach max x). It
 is at least 1e-30: all-zero groups are exact, and nothing is divided by 0.
 
-  - Weights W [N, K]: 8 bits have a scale for each row, N (K + 2) bytes; 4 bits a scale and a zero for each group of 32,
-    64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of 16 bits, *plus scales*. NF4 has no zeros, and FP8 has a
-    scale for each row.
+  - Weights W [N, K]: 8 bits (FP8, too) have a scale for each row, N (K + 2) bytes; 4 bits a scale and a zero for each
+    group of 32, 64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of 16 bits, *plus scales*. NF4 has no zeros.
   - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for each group of 16
-    numbers, and their zeros count quarters of a grid step: with whole steps perplexity would grow by a fourth more.
+    numbers, and their zeros count quarters of a grid step: whole steps cost more.
   - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao et al. 2022).
 
 `python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures

@@ -102,7 +102,8 @@ def compile_split(file: Path, pattern: str) -> Split:
 
 def read_splits(file: Path, node: dict[str, Any]) -> list[Split]:
     """The regular expressions of a `pre_tokenizer`, in order, compiled. ValueError for steps that are not covered."""
-    steps, patterns = node["pretokenizers"] if node["type"] == "Sequence" else [node], []
+    steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
+    patterns = []
     for step in steps[:MOST_SPLITS]:
         match {"use_regex": True} | step:
             case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:

@@ -133,7 +133,8 @@ def draw_gammas(results: Results) -> str:
 
 def draw_bits(results: Results) -> str:
     rows = [row for row in results["bits"] if row["kv"] == "16"]
-    plain, left, step, top, width = rows[0], 190, 26, 66, 760
+    plain = rows[0]
+    left, step, top, width = 190, 26, 66, 760
     sheet = Canvas(width, top + step * len(rows) + 16, "Weights in fewer bits: bytes, and what they cost")
     most = max(row["perplexity"] / plain["perplexity"] - 1 for row in rows)
     for words, x in (("bytes", left), ("perplexity, over that of 16 bits", 480)):
