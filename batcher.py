@@ -17,6 +17,7 @@ Cost: scheduling is Python, in proportion to the number of texts. Not covered: p
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
 """
+
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from kvcache import CacheFull
 from request import Request
 from speculative import Decoder, Scheduled
 
-AGAIN = 16                                              # steps before a text without room is tried again
+AGAIN = 16  # steps before a text without room is tried again
 
 
 class Batcher:
@@ -36,17 +37,21 @@ class Batcher:
             raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
         self.decoder, self.max_batch = decoder, max_batch
         self.waiting, self.running = deque[Request](), list[Request]()  # both: oldest first
-        self.steps, self.again = 0, 0                   # steps so far; the step that next tries the queue's first
+        self.steps, self.again = 0, 0  # steps so far; the step that next tries the queue's first
 
     def check(self, request: Request) -> None:
         """ValueError if this request could never be served."""
         longest, most = len(request.tokens) + request.left - 1, self.decoder.cache.max_len
         if longest > most:
-            raise ValueError(f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a "
-                             f"cache of {longest} tokens, and it has {most}: shorten the prompt, ask for fewer, or "
-                             "give the cache more memory")
+            raise ValueError(
+                f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a "
+                f"cache of {longest} tokens, and it has {most}: shorten the prompt, ask for fewer, or "
+                "give the cache more memory"
+            )
         if (gamma := request.settings.gamma or 0) >= self.decoder.budget:
-            raise ValueError(f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: draft fewer")
+            raise ValueError(
+                f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: draft fewer"
+            )
 
     def add(self, request: Request) -> None:
         """Put a request into the queue. ValueError, at once, if it could never be served."""
@@ -73,7 +78,9 @@ class Batcher:
         """End a request now, and free its places in the caches. A request that has ended stays as it is."""
         if request in self.running:
             self._leave(request)
-        elif not request.finish_reason and request in self.waiting:     # (the queue is not searched for an ended one)
+        elif (
+            not request.finish_reason and request in self.waiting
+        ):  # (the queue is not searched for an ended one)
             self.waiting.remove(request)
             self.again = 0
 
@@ -92,7 +99,12 @@ class Batcher:
             self.waiting.appendleft(youngest)
             if work[-1].request is youngest:
                 left += work.pop().size
-        while self.waiting and len(self.running) < self.max_batch and left > 0 and self.steps >= self.again:
+        while (
+            self.waiting
+            and len(self.running) < self.max_batch
+            and left > 0
+            and self.steps >= self.again
+        ):
             if (planned := self._enter(self.waiting[0], work, left)) is None:
                 break
             work.append(planned)
@@ -109,7 +121,10 @@ class Batcher:
         except CacheFull:
             self.again = self.steps + AGAIN
             return None
-        planned, whole = self.decoder.plan(request, left), Scheduled(request, self.decoder.lag(request), 0)
+        planned, whole = (
+            self.decoder.plan(request, left),
+            Scheduled(request, self.decoder.lag(request), 0),
+        )
         if planned is None or not all(self.decoder.fits([*work, w]) for w in (planned, whole)):
             self.decoder.close(request)
             self.again = self.again if planned is None else self.steps + AGAIN
@@ -125,17 +140,20 @@ class Batcher:
 
 
 def main() -> None:
-    lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]                     # 4 to 48 tokens
+    lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]  # 4 to 48 tokens
     asked = [Request([1], Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
     batch = Engine(Model.load("tiny"), None, 1000, 64, 4, prefix_cache=False).batch
     made = {(request, batch.steps) for request, _ in batch.run(asked)}
     for request in asked:
         print("".join("·█"[(request, step) in made] for step in range(1, batch.steps + 1)))
-    print(f"{sum(lengths)} tokens, four texts at a time: {batch.steps} steps, and "
-          f"{sum(max(lengths[i:i + 4]) for i in range(0, 16, 4))} if each four wait for the longest of them")
+    print(
+        f"{sum(lengths)} tokens, four texts at a time: {batch.steps} steps, and "
+        f"{sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))} if each four wait for the longest of them"
+    )
 
 
 if __name__ == "__main__":
     from generate import Engine, Model
     from request import Settings
+
     main()

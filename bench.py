@@ -12,8 +12,10 @@ numbers are kept as JSON, without the name of a host or of a folder; tables and 
 Invariant: what one run did not measure stays in the file as it was.
 Not covered: the quality of texts, but for perplexity.
 """
-if __name__ == "__main__":                              # slow imports follow: a signal ends them in silence
+
+if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     from shell import begin
+
     begin()
 
 import argparse
@@ -35,18 +37,42 @@ from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
 DOCUMENTS = [HERE / name for name in ("README.md", "TOUR.md", "results/README.md")]
-KEPT = {"peers", "steps", "gpu"}                        # sections that hold several runs side by side
+KEPT = {"peers", "steps", "gpu"}  # sections that hold several runs side by side
 
 
 def bench_parser() -> argparse.ArgumentParser:
     p = Parser("bench.py", "Every claim, measured on the machine at hand.")
     add, instead = p.add_argument, p.add_mutually_exclusive_group().add_argument
-    instead("--against", metavar="PEER", help=f"{' or '.join(peers.PACKAGES)}: the same prompts and weights, in turns")
-    instead("--gpu", choices=list(gpucases.CASES), help="on a GPU: models of true shapes with random weights")
-    instead("--readme", action="store_true", help="make the documents' tables and pictures from the results they name")
-    add("--quick", action="store_true", help="very little of everything, to see that it works; kept only with --out")
-    add("--data", metavar="FILE", help="measure perplexity on this text (default: on the model's own texts)")
-    add("--target", metavar="NAME", help="measure this model's steps; with --against: compare it (tiny)")
+    instead(
+        "--against",
+        metavar="PEER",
+        help=f"{' or '.join(peers.PACKAGES)}: the same prompts and weights, in turns",
+    )
+    instead(
+        "--gpu",
+        choices=list(gpucases.CASES),
+        help="on a GPU: models of true shapes with random weights",
+    )
+    instead(
+        "--readme",
+        action="store_true",
+        help="make the documents' tables and pictures from the results they name",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="very little of everything, to see that it works; kept only with --out",
+    )
+    add(
+        "--data",
+        metavar="FILE",
+        help="measure perplexity on this text (default: on the model's own texts)",
+    )
+    add(
+        "--target",
+        metavar="NAME",
+        help="measure this model's steps; with --against: compare it (tiny)",
+    )
     add("--gguf", metavar="FILE", help="with --against llama.cpp: the same model in its format")
     add("--out", metavar="FILE", help="where the numbers go (results/<machine>.json)")
     return p
@@ -54,9 +80,17 @@ def bench_parser() -> argparse.ArgumentParser:
 
 def everything(effort: Effort, data: str | None) -> Results:
     """Measure the embedded pair: every section of its results/*.json."""
-    parts = dict(stack=pair.stack, gammas=pair.gammas, bits=partial(pair.bits, data=data), waste=traffic.waste,
-                 steps=partial(steps, target="tiny", label="tiny"), latency=traffic.latency, parallel=parallel,
-                 blocks=traffic.pool_blocks, session=session)
+    parts = dict(
+        stack=pair.stack,
+        gammas=pair.gammas,
+        bits=partial(pair.bits, data=data),
+        waste=traffic.waste,
+        steps=partial(steps, target="tiny", label="tiny"),
+        latency=traffic.latency,
+        parallel=parallel,
+        blocks=traffic.pool_blocks,
+        session=session,
+    )
     results = pair.machine()
     for name, part in parts.items():
         start = time.perf_counter()
@@ -73,8 +107,12 @@ def load_results(path: Path) -> Results:
     try:
         found = json.loads((HERE / path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): name the results of another run, or a new file") from None
-    if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in KEPT):
+        raise ValueError(
+            f"{path} is not JSON ({error}): name the results of another run, or a new file"
+        ) from None
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(name, {}), dict) for name in KEPT
+    ):
         raise ValueError(f"{path} holds no results of a run: name others, or a new file")
     return found
 
@@ -94,8 +132,10 @@ def keep(path: Path, results: Results) -> None:
 def named(readme: str) -> Path:
     """The path of the results that README.md shows."""
     if (found := report.MARKED.search(readme)) is None:
-        raise ValueError("README.md names no results: it needs the line <!-- figures of results/NAME.json -->, "
-                         "and <!-- end of figures -->")
+        raise ValueError(
+            "README.md names no results: it needs the line <!-- figures of results/NAME.json -->, "
+            "and <!-- end of figures -->"
+        )
     return Path(found[2])
 
 
@@ -116,7 +156,10 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def answer(args: argparse.Namespace) -> None:
     if args.readme:
-        written = {path: report.renewed(path.read_text(encoding="utf-8"), load_results) for path in DOCUMENTS}
+        written = {
+            path: report.renewed(path.read_text(encoding="utf-8"), load_results)
+            for path in DOCUMENTS
+        }
         for name, drawn in pictures.draw_all(load_results(named(written[DOCUMENTS[0]]))).items():
             put(Path("results", f"{name}.svg"), drawn)
         for path, text in written.items():
@@ -126,9 +169,13 @@ def answer(args: argparse.Namespace) -> None:
         raise ValueError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out
     if out or not args.quick:
-        load_results(out := Path(out or f"results/{pair.slug(pair.processor())}.json"))  # refused before it is measured
+        load_results(
+            out := Path(out or f"results/{pair.slug(pair.processor())}.json")
+        )  # refused before it is measured
     if args.against:
-        results: Results = dict(peers=peers.against(args.against, args.target or "tiny", args.gguf, effort))
+        results: Results = dict(
+            peers=peers.against(args.against, args.target or "tiny", args.gguf, effort)
+        )
     elif args.target:
         results = dict(steps=steps(effort, args.target, peers.label(args.target)))
     elif args.gpu:

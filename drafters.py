@@ -16,6 +16,7 @@ Not covered: trees of drafts; drafters that read the target's hidden states (EAG
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (2304.04487).
     B texts of a round · k the largest γ among them · V vocabulary
 """
+
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,18 +30,25 @@ from sampling import lawful
 
 class Drafter:
     """The methods that a round calls; in this base class, those of a drafter without a cache."""
-    shares = False                                      # whether it stores its drafts in the target's cache
+
+    shares = False  # whether it stores its drafts in the target's cache
 
     def open(self, request: Request) -> None: ...
     def close(self, request: Request) -> None: ...
-    def follow(self, request: Request, length: int) -> None: ...        # read the text's tokens up to `length`
-    def keep(self, request: Request, length: int) -> None: ...          # truncate the draft's cache to `length`
+    def follow(
+        self, request: Request, length: int
+    ) -> None: ...  # read the text's tokens up to `length`
+    def keep(
+        self, request: Request, length: int
+    ) -> None: ...  # truncate the draft's cache to `length`
 
     def lag(self, request: Request) -> int:
         """How many tokens of the text the drafter has not read."""
         return 0
 
-    def fits(self, work: Sequence[Any]) -> bool:        # is there room for a step's drafts, and its chunks of prompts?
+    def fits(
+        self, work: Sequence[Any]
+    ) -> bool:  # is there room for a step's drafts, and its chunks of prompts?
         return True
 
     def room(self, request: Request, most: int) -> int:
@@ -52,16 +60,22 @@ class Drafter:
         raise NotImplementedError
 
 
-def write_drafts(llama: Any, cache: Any, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round,
-                 publish: bool = True) -> tuple[Tensor, Tensor]:
+def write_drafts(
+    llama: Any,
+    cache: Any,
+    seqs: Sequence[int],
+    unread: Sequence[Sequence[int]],
+    round: Round,
+    publish: bool = True,
+) -> tuple[Tensor, Tensor]:
     """`propose` by a model: each pass drafts one token of every text. unread: each text's tokens not in the cache."""
-    (drafted, q), new = round.nothing(), list(unread)                                   # int64[B, k], float[B, k, V]
+    (drafted, q), new = round.nothing(), list(unread)  # int64[B, k], float[B, k, V]
     for j in range(drafted.shape[1]):
         live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
         step = cache.extend([(seqs[b], new[b]) for b in live], publish)
         tokens, last = pack([new[b] for b in live], round.device)
         logits = llama(tokens, step, rows=None if len(tokens) == len(live) else last)
-        probs = round.probabilities(logits, live)                                       # [len(live), V]
+        probs = round.probabilities(logits, live)  # [len(live), V]
         picked = round.draft_coin(j, live).pick(probs)
         where = slice(None) if len(live) == len(drafted) else live
         drafted[where, j], q[where, j] = picked, probs
@@ -75,7 +89,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, llama: Any, cache: Any):
         self.llama, self.cache = llama, cache
-        self.seqs: dict[Request, int] = {}              # of texts that fit into the draft's context
+        self.seqs: dict[Request, int] = {}  # of texts that fit into the draft's context
 
     def open(self, request: Request) -> None:
         self.seqs[request], _ = self.cache.open(request.tokens)
@@ -85,7 +99,11 @@ class ModelDrafter(Drafter):
             self.cache.free(self.seqs.pop(request))
 
     def lag(self, request: Request) -> int:
-        return len(request.tokens) - self.cache.length(self.seqs[request]) if request in self.seqs else 0
+        return (
+            len(request.tokens) - self.cache.length(self.seqs[request])
+            if request in self.seqs
+            else 0
+        )
 
     @torch.inference_mode()
     def follow(self, request: Request, length: int) -> None:
@@ -97,14 +115,17 @@ class ModelDrafter(Drafter):
         seq, (tokens, _) = self.seqs[request], pack([unread], self.llama.device)
         try:
             self.llama(tokens, self.cache.extend([(seq, unread)]), rows=slice(-1, None))
-        except BaseException:                           # Ctrl-C too
+        except BaseException:  # Ctrl-C too
             self.cache.truncate(seq, have)
             raise
 
     def fits(self, work: Sequence[Any]) -> bool:
         """A round stores the text's unread tokens and all drafts but the last; a chunk is as long as the target's."""
         mine = [w for w in work if w.request in self.seqs and w.num_drafts != 0]
-        sizes = [w.num_tokens if w.num_drafts is None else self.lag(w.request) + w.num_drafts - 1 for w in mine]
+        sizes = [
+            w.num_tokens if w.num_drafts is None else self.lag(w.request) + w.num_drafts - 1
+            for w in mine
+        ]
         return self.cache.fits([(self.seqs[w.request], size) for w, size in zip(mine, sizes)])
 
     def room(self, request: Request, most: int) -> int:
@@ -115,7 +136,10 @@ class ModelDrafter(Drafter):
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         seqs = [self.seqs.get(request, -1) for request in round.requests]
-        unread = [r.tokens[-self.lag(r):] if gamma else [] for r, gamma in zip(round.requests, round.gammas)]
+        unread = [
+            r.tokens[-self.lag(r) :] if gamma else []
+            for r, gamma in zip(round.requests, round.gammas)
+        ]
         return self.llama.ops.draft(write_drafts, self.llama, self.cache, seqs, unread, round)
 
     def keep(self, request: Request, length: int) -> None:
@@ -126,6 +150,7 @@ class ModelDrafter(Drafter):
 
 class SelfDrafter(Drafter):
     """The target's INT4 copy, in the target's cache. It needs no room of its own: the target will store more tokens."""
+
     shares = True
 
     def __init__(self, llama: Any, cache: Any):
@@ -137,11 +162,16 @@ class SelfDrafter(Drafter):
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         """No block is published: the copy's keys and values are not the target's, and its tokens may be rejected."""
-        seqs, unread = [request.seq for request in round.requests], [request.tokens[-1:] for request in round.requests]
+        seqs, unread = (
+            [request.seq for request in round.requests],
+            [request.tokens[-1:] for request in round.requests],
+        )
         before = [self.cache.length(seq) for seq in seqs]
         try:
-            return self.llama.ops.draft(write_drafts, self.llama, self.cache, seqs, unread, round, False)
-        finally:                                        # Ctrl-C too
+            return self.llama.ops.draft(
+                write_drafts, self.llama, self.cache, seqs, unread, round, False
+            )
+        finally:  # Ctrl-C too
             for seq, length in zip(seqs, before):
                 self.cache.truncate(seq, length)
 
@@ -150,7 +180,10 @@ class NgramDrafter(Drafter):
     """Finds the text's last n tokens earlier in the text, largest n first, and proposes the tokens that followed."""
 
     def __init__(self, longest: int = 3):
-        self.longest, self.texts = longest, WeakKeyDictionary[Request, str]()               # a character is a token
+        self.longest, self.texts = (
+            longest,
+            WeakKeyDictionary[Request, str](),
+        )  # a character is a token
 
     def room(self, request: Request, most: int) -> int:
         return len(self.look_up(request, most))
@@ -165,7 +198,7 @@ class NgramDrafter(Drafter):
     def look_up(self, request: Request, count: int) -> list[int]:
         """`count` tokens, or none. If the occurrence is near the text's end, the tokens after it are repeated."""
         text = self.texts.get(request, "")
-        self.texts[request] = text = text + "".join(map(chr, request.tokens[len(text):]))
+        self.texts[request] = text = text + "".join(map(chr, request.tokens[len(text) :]))
         for n in range(min(self.longest, len(text) - 1), 0, -1):
             if (at := text.rfind(text[-n:], 0, -1)) >= 0:
                 return [ord(text[at + n + j % (len(text) - n - at)]) for j in range(count)]

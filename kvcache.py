@@ -16,6 +16,7 @@ Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); later p
 Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
     L layers · N blocks (here: rows) · S tokens of a block (here: max_len) · G key/value heads · D head size
 """
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,14 +29,21 @@ from kernels import Ops, Step, free_memory, ops_for
 from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
 
-def layout(D: int, bits: int, dtype: torch.dtype, group: int | None = None) -> list[tuple[int, torch.dtype]]:
+def layout(
+    D: int, bits: int, dtype: torch.dtype, group: int | None = None
+) -> list[tuple[int, torch.dtype]]:
     """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros. bits 16: in `dtype`.
     group: GROUP for a key, None for a value. ValueError for an odd D in 4 bits."""
     if bits == 4 and D % 2:
-        raise ValueError(f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits")
+        raise ValueError(
+            f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits"
+        )
     M = -(-D // (group or D))
-    return {16: [(D, dtype)], 8: [(D, torch.int8), (1, torch.bfloat16)],
-            4: [(D // 2, torch.uint8), (M, torch.bfloat16), (M, torch.int16)]}[bits]
+    return {
+        16: [(D, dtype)],
+        8: [(D, torch.int8), (1, torch.bfloat16)],
+        4: [(D // 2, torch.uint8), (M, torch.bfloat16), (M, torch.int16)],
+    }[bits]
 
 
 class Store:
@@ -46,8 +54,15 @@ class Store:
         self.parts, self.bits, self.group = tuple(parts), bits, group
 
     @classmethod
-    def empty(cls, shape: Sequence[int], bits: int, dtype: torch.dtype, device: torch.device,
-              room: Callable[..., Tensor], group: int | None = None) -> "Store":
+    def empty(
+        cls,
+        shape: Sequence[int],
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        room: Callable[..., Tensor],
+        group: int | None = None,
+    ) -> "Store":
         """An uninitialized store of shape [L, N, S, G, D]. room: `Ops.room`, which allocates a part."""
         kinds = layout(shape[-1], bits, dtype, group)
         return cls([room((*shape[:-1], width), kind, device) for width, kind in kinds], bits, group)
@@ -58,8 +73,13 @@ class Store:
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Stored parts -> float[..., D]."""
-        return (parts[0].to(dtype) if self.bits == 16 else from_int8(*parts, dtype) if self.bits == 8 else
-                from_int4(*parts, dtype, self.group))
+        return (
+            parts[0].to(dtype)
+            if self.bits == 16
+            else from_int8(*parts, dtype)
+            if self.bits == 8
+            else from_int4(*parts, dtype, self.group)
+        )
 
     def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
         """Store x: [T, G, D] at slots: int64[T]."""
@@ -70,7 +90,9 @@ class Store:
         """The vectors at `slots`, int64[m] or a slice of m slots -> [m, G, D]."""
         every = (part[layer].flatten(0, 1) for part in self.parts)
         ranged = isinstance(slots, slice)
-        return self.decode([part[slots] if ranged else part.index_select(0, slots) for part in every], dtype)
+        return self.decode(
+            [part[slots] if ranged else part.index_select(0, slots) for part in every], dtype
+        )
 
     def copy(self, source: int, target: int, count: int | None = None) -> None:
         """Copy the first `count` tokens (None: all) of a block to another, in all layers."""
@@ -86,14 +108,28 @@ class CacheFull(RuntimeError):
     """There is no room, and nothing has changed."""
 
 
-def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, bits: Bits = (16, 16)) -> int:
+def kv_bytes(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    dtype: torch.dtype,
+    bits: Bits = (16, 16),
+) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
     parts = layout(head_dim, bits[0], dtype, GROUP) + layout(head_dim, bits[1], dtype)
     return layers * kv_heads * tokens * sum(width * kind.itemsize for width, kind in parts)
 
 
-def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-                    share: float = 0.8, bits: Bits = (16, 16)) -> int:
+def tokens_that_fit(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: float = 0.8,
+    bits: Bits = (16, 16),
+) -> int:
     """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
     return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
 
@@ -101,31 +137,49 @@ def tokens_that_fit(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 @dataclass
 class Text:
     tokens: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)     # where the tokens are stored, in order
-    chain: list[int] = field(default_factory=list)      # identities of the full blocks (paged.py)
+    blocks: list[int] = field(default_factory=list)  # where the tokens are stored, in order
+    chain: list[int] = field(default_factory=list)  # identities of the full blocks (paged.py)
 
 
 class Cache:
     """The base of both caches: the storage, the sequences, and methods that refuse before anything has changed.
     sizes: L, N, S, G, D in this order, under the names that errors use."""
 
-    def __init__(self, sizes: dict[str, int], max_len: int, dtype: torch.dtype, device: torch.device | str, bits: Bits,
-                 ops: Ops | None):
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        bits: Bits,
+        ops: Ops | None,
+    ):
         for name, size in (sizes | {"max_len": max_len}).items():
             if size < 1:
                 raise ValueError(f"{name} is {size}: a cache needs at least 1")
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16")
+            raise ValueError(
+                f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16"
+            )
         L, N, S, G, D = sizes.values()
-        self.device, self.dtype, self.block_size, self.max_len = torch.device(device), dtype, S, max_len
-        self._texts: dict[int, Text] = {}               # by sequence
+        self.device, self.dtype, self.block_size, self.max_len = (
+            torch.device(device),
+            dtype,
+            S,
+            max_len,
+        )
+        self._texts: dict[int, Text] = {}  # by sequence
         try:
             room = (ops or ops_for(device)).room
-            self.keys, self.values = (Store.empty((L, N, S, G, D), width, dtype, self.device, room, group)
-                                      for width, group in zip(bits, (GROUP, None)))
-        except RuntimeError:                            # out of memory, whatever the device calls it
-            raise CacheFull(f"a cache of {N} x {S} tokens needs {kv_bytes(L, G, D, N * S, dtype, bits) / 1e9:.1f} GB, "
-                            f"which {device} does not have: ask for less") from None
+            self.keys, self.values = (
+                Store.empty((L, N, S, G, D), width, dtype, self.device, room, group)
+                for width, group in zip(bits, (GROUP, None))
+            )
+        except RuntimeError:  # out of memory, whatever the device calls it
+            raise CacheFull(
+                f"a cache of {N} x {S} tokens needs {kv_bytes(L, G, D, N * S, dtype, bits) / 1e9:.1f} GB, "
+                f"which {device} does not have: ask for less"
+            ) from None
 
     @property
     def bytes(self) -> int:
@@ -151,10 +205,15 @@ class Cache:
             raise ValueError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
         for seq, tokens in requests:
             if (have := self.length(seq)) + len(tokens) > self.max_len:
-                raise CacheFull(f"sequence {seq} has {have} tokens and cannot take {len(tokens)} more: the limit is "
-                                f"{self.max_len}; ask for fewer, or make a cache of a larger max_len")
+                raise CacheFull(
+                    f"sequence {seq} has {have} tokens and cannot take {len(tokens)} more: the limit is "
+                    f"{self.max_len}; ask for fewer, or make a cache of a larger max_len"
+                )
         self._add_blocks(requests, publish)
-        spans = [(self._texts[seq].blocks, self.length(seq), self.length(seq) + len(new)) for seq, new in requests]
+        spans = [
+            (self._texts[seq].blocks, self.length(seq), self.length(seq) + len(new))
+            for seq, new in requests
+        ]
         for seq, tokens in requests:
             self._texts[seq].tokens += map(int, tokens)
         return Step(spans, self.block_size, self, self.device)
@@ -163,39 +222,73 @@ class Cache:
 
     def truncate(self, seq: int, length: int) -> None:
         if not 0 <= length <= self.length(seq):
-            raise ValueError(f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}")
+            raise ValueError(
+                f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}"
+            )
         del self._texts[seq].tokens[length:]
 
     def settle(self, seq: int, tokens: Sequence[int]) -> None:
         """Replace the −1 at a sequence's end (drafts that were on the device only). tokens: its whole text."""
         kept = self._text(seq).tokens
         at = next((i for i in range(len(kept), 0, -1) if kept[i - 1] >= 0), 0)
-        kept[at:] = tokens[at:len(kept)]
+        kept[at:] = tokens[at : len(kept)]
 
 
 class KVCache(Cache):
     """Room for `sequences` texts of up to `max_len` tokens, reserved at once: sequence `seq` lies in block `seq`."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, max_len: int, sequences: int = 1,
-                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, bits: Bits = (16, 16),
-                 ops: Ops | None = None):
-        sizes = dict(layers=layers, sequences=sequences, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        max_len: int,
+        sequences: int = 1,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        bits: Bits = (16, 16),
+        ops: Ops | None = None,
+    ):
+        sizes = dict(
+            layers=layers,
+            sequences=sequences,
+            max_len=max_len,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
         super().__init__(sizes, max_len, dtype, device, bits, ops)
-        self._rows = list(reversed(range(sequences)))                           # the free ones
+        self._rows = list(reversed(range(sequences)))  # the free ones
 
     @classmethod
-    def of(cls, llama: Any, max_len: int | None = None, sequences: int = 1, dtype: torch.dtype | None = None,
-           bits: Bits = (16, 16)) -> "KVCache":
+    def of(
+        cls,
+        llama: Any,
+        max_len: int | None = None,
+        sequences: int = 1,
+        dtype: torch.dtype | None = None,
+        bits: Bits = (16, 16),
+    ) -> "KVCache":
         """A cache of this model's shape. max_len None: the model's own limit."""
         c = llama.config
         longest = c.max_position_embeddings if max_len is None else max_len
-        return cls(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, longest, sequences, llama.device,
-                   dtype or llama.dtype, bits, llama.ops)
+        return cls(
+            c.num_hidden_layers,
+            c.num_key_value_heads,
+            c.head_dim,
+            longest,
+            sequences,
+            llama.device,
+            dtype or llama.dtype,
+            bits,
+            llama.ops,
+        )
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         """A new, empty sequence for the text `tokens` -> (seq, 0): this layout shares nothing between sequences."""
         if not self._rows:
-            raise CacheFull(f"all {len(self._texts)} rows are taken: free a sequence, or make a cache of more")
+            raise CacheFull(
+                f"all {len(self._texts)} rows are taken: free a sequence, or make a cache of more"
+            )
         seq = self._rows.pop()
         self._texts[seq] = Text(blocks=[seq])
         return seq, 0
@@ -229,15 +322,18 @@ class NoCache(Cache):
     def free(self, seq: int) -> None: ...
 
 
-if __name__ == "__main__":                              # 50 tokens after 200, without a cache and with one
+if __name__ == "__main__":  # 50 tokens after 200, without a cache and with one
     from time import perf_counter
 
     from model import Llama
+
     llama = Llama.load("tiny")
     for cache in (NoCache(llama.device), KVCache.of(llama, 250)):
         tokens, times, (seq, _) = [1] * 200, [], cache.open(())
-        for _ in range(51):                             # the first pass reads the prompt
-            new = torch.tensor(tokens[cache.length(seq):], device=llama.device)
-            tokens.append(int(llama(new, cache.extend([(seq, new.tolist())]), rows=slice(-1, None)).argmax()))
+        for _ in range(51):  # the first pass reads the prompt
+            new = torch.tensor(tokens[cache.length(seq) :], device=llama.device)
+            tokens.append(
+                int(llama(new, cache.extend([(seq, new.tolist())]), rows=slice(-1, None)).argmax())
+            )
             times.append(perf_counter())
         print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")

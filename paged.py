@@ -15,6 +15,7 @@ Invariant (`check`): free + cached + live == total, and a block has as many refe
 Not covered: moving blocks to the CPU's memory; sharing blocks that are not full.
 Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
 """
+
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
@@ -26,7 +27,7 @@ from kernels import Ops, free_memory
 from kvcache import Cache, CacheFull, Text
 from quant import Bits
 
-Key = tuple[int, tuple[int, ...]]                       # identity of the block before (0: none), tokens of this block
+Key = tuple[int, tuple[int, ...]]  # identity of the block before (0: none), tokens of this block
 
 
 class Pool:
@@ -35,9 +36,9 @@ class Pool:
     def __init__(self, total: int):
         self.total, self.references = total, [0] * total
         self.free = list(reversed(range(total)))
-        self.cached = OrderedDict[int, None]()          # the least recently used first
-        self.published: dict[Key, int] = {}             # -> block
-        self.known: dict[int, tuple[Key, int]] = {}     # published block -> its key, its identity
+        self.cached = OrderedDict[int, None]()  # the least recently used first
+        self.published: dict[Key, int] = {}  # -> block
+        self.known: dict[int, tuple[Key, int]] = {}  # published block -> its key, its identity
         self.identities = count(1)
 
     @property
@@ -47,8 +48,10 @@ class Pool:
     def take(self, wanted: int) -> list[int]:
         """Blocks with one reference each: free ones, then the least recently used. CacheFull before any change."""
         if wanted > self.available:
-            raise CacheFull(f"{wanted} more blocks are needed and {self.available} are free or cached: "
-                            "free a sequence, or make a cache of more blocks")
+            raise CacheFull(
+                f"{wanted} more blocks are needed and {self.available} are free or cached: "
+                "free a sequence, or make a cache of more blocks"
+            )
         while len(self.free) < wanted:
             block, _ = self.cached.popitem(last=False)
             self.withdraw(block)
@@ -71,7 +74,7 @@ class Pool:
 
     def publish(self, block: int, key: Key) -> int:
         """Publish a block -> its identity: the one it has, that of the block published under this key, or a new one."""
-        if block in self.known:                         # its key may name an older identity of its parent
+        if block in self.known:  # its key may name an older identity of its parent
             return self.known[block][1]
         if key not in self.published:
             self.published[key], self.known[block] = block, (key, next(self.identities))
@@ -89,38 +92,84 @@ class Pool:
 
 def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
     """How many blocks of `one` bytes fit into `memory`: a share of the free memory, or, above 1, bytes."""
-    blocks = int(memory * free_memory(device) if memory <= 1 else memory) // one if memory > 0 else 0       # NaN: 0
+    blocks = (
+        int(memory * free_memory(device) if memory <= 1 else memory) // one if memory > 0 else 0
+    )  # NaN: 0
     if blocks < 1:
-        raise ValueError(f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} "
-                         "bytes; it must be a share of what is free (up to 1), or a number of bytes")
+        raise ValueError(
+            f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} "
+            "bytes; it must be a share of what is free (up to 1), or a number of bytes"
+        )
     return blocks
 
 
 class PagedCache(Cache):
     """Keys and values of any number of texts, in `blocks` blocks of `block_size` tokens."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, blocks: int, block_size: int = 16,
-                 max_len: int | None = None, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-                 prefix_sharing: bool = True, bits: Bits = (16, 16), ops: Ops | None = None):
-        sizes = dict(layers=layers, blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim)
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        block_size: int = 16,
+        max_len: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        prefix_sharing: bool = True,
+        bits: Bits = (16, 16),
+        ops: Ops | None = None,
+    ):
+        sizes = dict(
+            layers=layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
         longest = blocks * block_size
-        super().__init__(sizes, longest if max_len is None else min(max_len, longest), dtype, device, bits, ops)
+        super().__init__(
+            sizes, longest if max_len is None else min(max_len, longest), dtype, device, bits, ops
+        )
         self.prefix_sharing, self.pool, self._seqs = prefix_sharing, Pool(blocks), count(1)
 
     @classmethod
-    def of(cls, llama: Any, blocks: int, block_size: int = 16, max_len: int | None = None, prefix_sharing: bool = True,
-           bits: Bits = (16, 16), dtype: torch.dtype | None = None) -> "PagedCache":
+    def of(
+        cls,
+        llama: Any,
+        blocks: int,
+        block_size: int = 16,
+        max_len: int | None = None,
+        prefix_sharing: bool = True,
+        bits: Bits = (16, 16),
+        dtype: torch.dtype | None = None,
+    ) -> "PagedCache":
         """A cache of this model's shape."""
         c = llama.config
-        longest = c.max_position_embeddings if max_len is None else min(max_len, c.max_position_embeddings)
-        return cls(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, blocks, block_size, longest, llama.device,
-                   dtype or llama.dtype, prefix_sharing, bits, llama.ops)
+        longest = (
+            c.max_position_embeddings
+            if max_len is None
+            else min(max_len, c.max_position_embeddings)
+        )
+        return cls(
+            c.num_hidden_layers,
+            c.num_key_value_heads,
+            c.head_dim,
+            blocks,
+            block_size,
+            longest,
+            llama.device,
+            dtype or llama.dtype,
+            prefix_sharing,
+            bits,
+            llama.ops,
+        )
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         """A new sequence for the text `tokens` -> (seq, have): `have` tokens are stored already, but never all."""
         text, parent, S = Text(), 0, self.block_size
         for start in range(0, (len(tokens) - 1) // S * S if self.prefix_sharing else 0, S):
-            piece = tuple(tokens[start:start + S])
+            piece = tuple(tokens[start : start + S])
             if (found := self.pool.find(self._key(parent, piece))) is None:
                 break
             block, parent = found
@@ -137,7 +186,10 @@ class PagedCache(Cache):
 
     def _blocks_needed(self, requests: Sequence[tuple[int, int]]) -> int:
         """The number of new blocks for n more tokens of each (seq, n), copies of shared blocks included."""
-        new, writers = 0, Counter[int]()                # of each last block; the last owner of a block need not copy it
+        new, writers = (
+            0,
+            Counter[int](),
+        )  # of each last block; the last owner of a block need not copy it
         for seq, n in requests:
             text = self._text(seq)
             new += -(-(len(text.tokens) + n) // self.block_size) - len(text.blocks)
@@ -149,19 +201,25 @@ class PagedCache(Cache):
         return super().fits(requests) and self._blocks_needed(requests) <= self.pool.available
 
     def _add_blocks(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool) -> None:
-        fresh = iter(self.pool.take(self._blocks_needed([(seq, len(tokens)) for seq, tokens in requests])))
+        fresh = iter(
+            self.pool.take(self._blocks_needed([(seq, len(tokens)) for seq, tokens in requests]))
+        )
         for seq, tokens in requests:
             text = self._texts[seq]
             if publish:
                 self._publish(text)
             if len(text.tokens) % self.block_size:
                 self._own_last_block(text, fresh)
-            text.blocks += islice(fresh, -(-(len(text.tokens) + len(tokens)) // self.block_size) - len(text.blocks))
+            text.blocks += islice(
+                fresh, -(-(len(text.tokens) + len(tokens)) // self.block_size) - len(text.blocks)
+            )
 
     def _publish(self, text: Text) -> None:
         S = self.block_size
         for i in range(len(text.chain), len(text.tokens) // S if self.prefix_sharing else 0):
-            key = self._key(text.chain[-1] if text.chain else 0, tuple(text.tokens[i * S:(i + 1) * S]))
+            key = self._key(
+                text.chain[-1] if text.chain else 0, tuple(text.tokens[i * S : (i + 1) * S])
+            )
             text.chain.append(self.pool.publish(text.blocks[i], key))
 
     def _own_last_block(self, text: Text, fresh: Iterator[int]) -> None:
@@ -177,7 +235,7 @@ class PagedCache(Cache):
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)
         text = self._texts[seq]
-        del text.chain[length // self.block_size:]
+        del text.chain[length // self.block_size :]
         while len(text.blocks) > -(-length // self.block_size):
             self.pool.release(text.blocks.pop())
 
@@ -197,27 +255,50 @@ class PagedCache(Cache):
 
     def check(self) -> tuple[int, int, int]:
         """The numbers of (free, cached, live) blocks. RuntimeError if the invariant is broken."""
-        pool, held = self.pool, Counter(block for text in self._texts.values() for block in text.blocks)
-        if (sorted([*pool.free, *pool.cached, *held]) != list(range(pool.total))
-                or any(pool.references[block] != held[block] for block in range(pool.total))):
-            raise RuntimeError(f"blocks are lost or have two owners: {len(pool.free)} free + {len(pool.cached)} cached "
-                               f"+ {len(held)} live, of {pool.total}")
-        if sorted(pool.published.items()) != sorted((key, block) for block, (key, _) in pool.known.items()):
+        pool, held = (
+            self.pool,
+            Counter(block for text in self._texts.values() for block in text.blocks),
+        )
+        if sorted([*pool.free, *pool.cached, *held]) != list(range(pool.total)) or any(
+            pool.references[block] != held[block] for block in range(pool.total)
+        ):
+            raise RuntimeError(
+                f"blocks are lost or have two owners: {len(pool.free)} free + {len(pool.cached)} cached "
+                f"+ {len(held)} live, of {pool.total}"
+            )
+        if sorted(pool.published.items()) != sorted(
+            (key, block) for block, (key, _) in pool.known.items()
+        ):
             raise RuntimeError("what is published and what blocks are known for differ")
         return len(pool.free), len(pool.cached), len(held)
 
     def waste(self) -> float:
         """The share of empty places in the live blocks."""
-        used = dict(sorted((block, min(self.block_size, len(text.tokens) - i * self.block_size))
-                           for text in self._texts.values() for i, block in enumerate(text.blocks)))
+        used = dict(
+            sorted(
+                (block, min(self.block_size, len(text.tokens) - i * self.block_size))
+                for text in self._texts.values()
+                for i, block in enumerate(text.blocks)
+            )
+        )
         return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
 
 
-if __name__ == "__main__":                              # prints how many tables hold each block; ·: none
+if __name__ == "__main__":  # prints how many tables hold each block; ·: none
     cache = PagedCache(1, 1, 2, blocks=40, block_size=4)
-    for text in (b"Once upon a time, a dog", b"Once upon a time, a big girl", b"Once upon a time, a big, big girl"):
-        seq, have = cache.open(text)                    # a byte is a token
+    for text in (
+        b"Once upon a time, a dog",
+        b"Once upon a time, a big girl",
+        b"Once upon a time, a big, big girl",
+    ):
+        seq, have = cache.open(text)  # a byte is a token
         cache.extend([(seq, text[have:])])
-        cache.extend([(cache.fork(seq), b".")])         # publishes the full blocks, and copies one that is not full
+        cache.extend(
+            [(cache.fork(seq), b".")]
+        )  # publishes the full blocks, and copies one that is not full
         row = [str(count or "·") for count in cache.pool.references]
-        print("".join(row), "%d free + %d cached + %d live:" % cache.check(), f"{have} of {len(text)} tokens found")
+        print(
+            "".join(row),
+            "{} free + {} cached + {} live:".format(*cache.check()),
+            f"{have} of {len(text)} tokens found",
+        )

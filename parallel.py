@@ -21,6 +21,7 @@ scale); expert, sequence and pipeline parallelism.
 Shoeybi et al. 2019 (arXiv:1909.08053).
     L layers · H query heads · G key/value heads · D head size · C hidden_size · F intermediate_size · V vocab_size
 """
+
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +34,10 @@ from torch import Tensor
 
 from processes import asked_to_stop, several, stop_together
 
-SUMMED, GATHERED = ("o", "down"), ("embed", "head")     # roles of weights; a tied head is the embedding
+SUMMED, GATHERED = (
+    ("o", "down"),
+    ("embed", "head"),
+)  # roles of weights; a tied head is the embedding
 
 
 def share_config(config: Any, n: int) -> Any:
@@ -41,20 +45,36 @@ def share_config(config: Any, n: int) -> Any:
     c, how, G = config, config.quantization, config.num_key_value_heads
     group = how.together if how is not None else 1
     if how is not None and how.ordered:
-        raise ValueError(f"the columns of each matrix are stored in another order (act-order), which {n} processes "
-                         "cannot share: use one process, or another checkpoint")
-    for name, size, divides in (("num_attention_heads", c.num_attention_heads, c.num_attention_heads % n == 0),
-                                ("num_key_value_heads", G, max(G, n) % min(G, n) == 0),
-                                ("intermediate_size", c.intermediate_size, c.intermediate_size % n == 0),
-                                ("vocab_size", c.vocab_size, c.vocab_size >= n)):
+        raise ValueError(
+            f"the columns of each matrix are stored in another order (act-order), which {n} processes "
+            "cannot share: use one process, or another checkpoint"
+        )
+    for name, size, divides in (
+        ("num_attention_heads", c.num_attention_heads, c.num_attention_heads % n == 0),
+        ("num_key_value_heads", G, max(G, n) % min(G, n) == 0),
+        ("intermediate_size", c.intermediate_size, c.intermediate_size % n == 0),
+        ("vocab_size", c.vocab_size, c.vocab_size >= n),
+    ):
         if not divides:
-            raise ValueError(f"{name} is {size}, which {n} processes cannot share: start another number of them")
-    for name, size in (("intermediate_size", c.intermediate_size), ("num_attention_heads · head_dim", c.query_size)):
+            raise ValueError(
+                f"{name} is {size}, which {n} processes cannot share: start another number of them"
+            )
+    for name, size in (
+        ("intermediate_size", c.intermediate_size),
+        ("num_attention_heads · head_dim", c.query_size),
+    ):
         if size % (n * group):
-            raise ValueError(f"{name} is {size}, and weights of {how.bits} bits have groups of {group}, which {n} "
-                             f"processes cannot share: start another number of them, or use 16 or 8 bits")
-    return replace(c, num_attention_heads=c.num_attention_heads // n, num_key_value_heads=max(1, G // n),
-                   intermediate_size=c.intermediate_size // n, vocab_size=-(-c.vocab_size // n))
+            raise ValueError(
+                f"{name} is {size}, and weights of {how.bits} bits have groups of {group}, which {n} "
+                f"processes cannot share: start another number of them, or use 16 or 8 bits"
+            )
+    return replace(
+        c,
+        num_attention_heads=c.num_attention_heads // n,
+        num_key_value_heads=max(1, G // n),
+        intermediate_size=c.intermediate_size // n,
+        vocab_size=-(-c.vocab_size // n),
+    )
 
 
 def share_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
@@ -71,7 +91,9 @@ def share_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Ten
 
 def traffic(config: Any, n: int, itemsize: int) -> int:
     """Bytes that one token adds to all-reduces and all-gather in each of n processes. config: the whole model's."""
-    return itemsize * ((2 * config.num_hidden_layers + 1) * config.hidden_size + -(-config.vocab_size // n))
+    return itemsize * (
+        (2 * config.num_hidden_layers + 1) * config.hidden_size + -(-config.vocab_size // n)
+    )
 
 
 class Alone:
@@ -92,6 +114,7 @@ class Alone:
 
 class Shard(NamedTuple):
     """A process's share of a prepared weight."""
+
     weight: Any
     role: str
 
@@ -125,7 +148,7 @@ class Split(Alone):
 
     def prepare(self, weight: Any, dtype: torch.dtype, role: str) -> Shard:
         if role in SUMMED and self.rank:
-            weight = weight._replace(bias=None)                                  # the sum has it once
+            weight = weight._replace(bias=None)  # the sum has it once
         return Shard(super().prepare(weight, dtype, role), role)
 
     def linear(self, x: Tensor, shard: Shard) -> Tensor:
@@ -134,15 +157,19 @@ class Split(Alone):
             dist.all_reduce(y)
         if shard.role not in GATHERED:
             return y
-        every = [torch.empty_like(y) for _ in range(self.n)]                     # [T, ⌈V / n⌉] each
+        every = [torch.empty_like(y) for _ in range(self.n)]  # [T, ⌈V / n⌉] each
         dist.all_gather(every, y)
-        return torch.cat(every, -1)[:, :self.vocab]
+        return torch.cat(every, -1)[:, : self.vocab]
 
     def embed(self, tokens: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
         rows = -(-self.vocab // self.n)
         at = tokens - self.rank * rows
         others = (at < 0) | (at >= rows)
-        x = super().embed(at.masked_fill(others, 0), shard.weight, dtype).masked_fill(others[:, None], 0)
+        x = (
+            super()
+            .embed(at.masked_fill(others, 0), shard.weight, dtype)
+            .masked_fill(others[:, None], 0)
+        )
         dist.all_reduce(x)
         return x
 

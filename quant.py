@@ -23,8 +23,10 @@ NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (220
 
     N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row · D head size
 """
-if __name__ == "__main__":                              # slow imports follow: a signal ends them in silence
+
+if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     from shell import begin
+
     begin()
 
 import sys
@@ -35,14 +37,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TINY = 1e-30                                            # the smallest scale; smaller numbers become 0
-FAR = 2000                                              # the most grid steps from 0 to a grid: float32 stays precise
-PARTS = 4                                               # zeros of a vector with several groups count 1/4 grid steps
-SLAB = 1 << 22                                          # numbers that are quantized at a time
-MOST8, MOST4, MOST_FP8 = 2.679e36, 4.851e37, 7.58e35   # the largest scales: 127, 7, 448 times them are in float32
+TINY = 1e-30  # the smallest scale; smaller numbers become 0
+FAR = 2000  # the most grid steps from 0 to a grid: float32 stays precise
+PARTS = 4  # zeros of a vector with several groups count 1/4 grid steps
+SLAB = 1 << 22  # numbers that are quantized at a time
+MOST8, MOST4, MOST_FP8 = (
+    2.679e36,
+    4.851e37,
+    7.58e35,
+)  # the largest scales: 127, 7, 448 times them are in float32
 
 
 # ---- Grids and numbers -----------------------------------------------------------------------------------------------
+
 
 def round_up(x: Tensor) -> Tensor:
     """The next bfloat16 that is not below x ≥ 0, a float32."""
@@ -65,7 +72,11 @@ def grid4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
     """The 4-bit grids of x: [..., K] -> scale, bfloat16[..., M]; zero, int16[..., M], in 1 / parts of a grid step."""
     low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
     far = torch.maximum(high, -low)
-    scale = torch.maximum(high / 15 - low / 15, far / FAR).clamp_(min=TINY).masked_fill_(far > 1e38, MOST4)
+    scale = (
+        torch.maximum(high / 15 - low / 15, far / FAR)
+        .clamp_(min=TINY)
+        .masked_fill_(far > 1e38, MOST4)
+    )
     scale = round_up(scale)
     return scale, (-(low / scale * parts).round_()).to(torch.int16)
 
@@ -96,7 +107,12 @@ def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     D = x.shape[-1]
     parts = PARTS if D > (group or D) else 1
     scale, zero = grid4(x, group or D, parts)
-    q = (x.float() / spread(scale, group, D)).add_(spread(zero, group, D) / parts).round_().clamp_(0, 15)
+    q = (
+        (x.float() / spread(scale, group, D))
+        .add_(spread(zero, group, D) / parts)
+        .round_()
+        .clamp_(0, 15)
+    )
     return pack4(q.to(torch.uint8)), scale, zero
 
 
@@ -104,8 +120,13 @@ def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     return (values * scale.float()).to(dtype)
 
 
-def from_int4(packed: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = torch.float32,
-              group: int | None = None) -> Tensor:
+def from_int4(
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    dtype: torch.dtype = torch.float32,
+    group: int | None = None,
+) -> Tensor:
     zero = zero / (PARTS if zero.shape[-1] > 1 else 1)
     scale, zero = (spread(x, group, 2 * packed.shape[-1]) for x in (scale.float(), zero))
     return ((unpack4(packed) - zero) * scale).to(dtype)
@@ -117,16 +138,23 @@ def nf4() -> Tensor:
 
     Equal to the authors' table to the bit, as it rounds where the authors round: NF4 folders hold their table.
     """
-    far = 0.9677083                                     # the outermost quantile: 1 − (1/32 + 1/30) / 2
-    above, below = (torch.special.ndtri(torch.linspace(far, 0.5, n).double()[:-1]).float() for n in (9, 8))
+    far = 0.9677083  # the outermost quantile: 1 − (1/32 + 1/30) / 2
+    above, below = (
+        torch.special.ndtri(torch.linspace(far, 0.5, n).double()[:-1]).float() for n in (9, 8)
+    )
     return torch.cat((-below, above.new_zeros(1), above.flip(0))) / above[0]
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
-Kind = int | str                                        # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
-STORED: dict[Kind, torch.dtype] = {8: torch.int8, 4: torch.uint8, "fp8": torch.float8_e4m3fn, "nf4": torch.uint8}
-GROUPS: dict[Kind, int] = {4: 128, "nf4": 64}           # default `group`: columns that share a scale
+Kind = int | str  # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
+STORED: dict[Kind, torch.dtype] = {
+    8: torch.int8,
+    4: torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+    "nf4": torch.uint8,
+}
+GROUPS: dict[Kind, int] = {4: 128, "nf4": 64}  # default `group`: columns that share a scale
 
 
 def stored_bits(dtype: torch.dtype, zeros: bool) -> Kind:
@@ -142,22 +170,37 @@ class Quantized(NamedTuple):
     `quantize` makes bfloat16 scales, and zeros only for 4 bits. Folders of other programs (layouts.py) may have scales
     of any floating-point type, groups and zeros for int8, too, and columns that are stored in another order.
     """
-    values: Tensor                                      # int8 or float8_e4m3fn[N, K]; uint8[N, ⌈K / 2⌉], two a byte
-    scale: Tensor                                       # [N, M]
-    zero: Tensor | None                                 # int16[N, M]; None: every zero is 0, and uint8 is NF4
-    columns: int                                        # K (two numbers a byte do not say whether K is odd)
-    group: int                                          # columns that share a scale
-    order: Tensor | None = None                         # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
-    inputs: int = 16                                    # 8: each row of x is rounded as W is before the product
+
+    values: Tensor  # int8 or float8_e4m3fn[N, K]; uint8[N, ⌈K / 2⌉], two a byte
+    scale: Tensor  # [N, M]
+    zero: Tensor | None  # int16[N, M]; None: every zero is 0, and uint8 is NF4
+    columns: int  # K (two numbers a byte do not say whether K is odd)
+    group: int  # columns that share a scale
+    order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
+    inputs: int = 16  # 8: each row of x is rounded as W is before the product
 
     @classmethod
-    def empty(cls, N: int, K: int, bits: Kind, group: int, device: torch.device | str = "cpu",
-              scale: torch.dtype = torch.bfloat16, zeros: bool = False, ordered: bool = False) -> "Quantized":
+    def empty(
+        cls,
+        N: int,
+        K: int,
+        bits: Kind,
+        group: int,
+        device: torch.device | str = "cpu",
+        scale: torch.dtype = torch.bfloat16,
+        zeros: bool = False,
+        ordered: bool = False,
+    ) -> "Quantized":
         """An uninitialized matrix. 4 bits always have zeros."""
         shape, make = (N, -(-K // group)), partial(torch.empty, device=device)
-        return cls(make(N, -(-K // 2) if STORED[bits] == torch.uint8 else K, dtype=STORED[bits]),
-                   make(shape, dtype=scale), make(shape, dtype=torch.int16) if zeros or bits == 4 else None, K, group,
-                   make(K, dtype=torch.int64) if ordered else None)
+        return cls(
+            make(N, -(-K // 2) if STORED[bits] == torch.uint8 else K, dtype=STORED[bits]),
+            make(shape, dtype=scale),
+            make(shape, dtype=torch.int16) if zeros or bits == 4 else None,
+            K,
+            group,
+            make(K, dtype=torch.int64) if ordered else None,
+        )
 
     @property
     def bits(self) -> Kind:
@@ -183,7 +226,9 @@ def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def round_nf4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """W: [N, K], rounded to the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
-    scale = round_up(groups(w, group).abs().amax(-1).float().clamp_(TINY, torch.finfo(torch.bfloat16).max))
+    scale = round_up(
+        groups(w, group).abs().amax(-1).float().clamp_(TINY, torch.finfo(torch.bfloat16).max)
+    )
     code = nf4().to(w.device)
     x = w.float() / spread(scale, group, w.shape[1])
     return pack4(torch.bucketize(x, (code[1:] + code[:-1]) / 2).to(torch.uint8)), scale
@@ -204,21 +249,42 @@ def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
     if group < 1:
         raise ValueError(f"group is {group}: at least one number must share a scale")
     if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
-        raise ValueError(f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: "
-                         "it must be a matrix of floating-point numbers")
+        raise ValueError(
+            f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: "
+            "it must be a matrix of floating-point numbers"
+        )
     columns, parts = w.shape[1], []
-    for rows in w.split(max(1, SLAB // columns)):                       # rounding a row takes several times its memory
-        if not (rows.sum(dtype=torch.float32).isfinite() or rows.isfinite().all()):     # the sum is quicker
-            raise ValueError(f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite")
-        parts.append(int8(rows) if bits == 8 else round_fp8(rows) if bits == "fp8" else
-                     round4(rows, group) if bits == 4 else round_nf4(rows, group))
+    for rows in w.split(max(1, SLAB // columns)):  # rounding a row takes several times its memory
+        if not (
+            rows.sum(dtype=torch.float32).isfinite() or rows.isfinite().all()
+        ):  # the sum is quicker
+            raise ValueError(
+                f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
+            )
+        parts.append(
+            int8(rows)
+            if bits == 8
+            else round_fp8(rows)
+            if bits == "fp8"
+            else round4(rows, group)
+            if bits == 4
+            else round_nf4(rows, group)
+        )
     values, scale, *zero = (torch.cat(part) for part in zip(*parts))
     whole = STORED[bits] != torch.uint8
     return Quantized(values, scale, zero[0] if zero else None, columns, columns if whole else group)
 
 
-def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None, columns: int, group: int,
-               order: Tensor | None = None, inputs: int = 16, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    group: int,
+    order: Tensor | None = None,
+    inputs: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The fields of a Quantized -> the matrix that they stand for, float[N, K]. `inputs` is not used."""
     q = unpack4(values)[:, :columns] if values.dtype == torch.uint8 else values
     if zero is not None:
@@ -238,18 +304,21 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 
 # ---- Keys and values -------------------------------------------------------------------------------------------------
 
-Bits = tuple[int, int]                                  # bits of keys, bits of values
-WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}   # as `--kv-bits` names them
-GROUP = 16                                              # numbers of a 4-bit key that share a scale; a value has one
+Bits = tuple[int, int]  # bits of keys, bits of values
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
+GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
 
 
 def widths(name: str | int) -> Bits:
     """'16', '8', '8/4' or '4' -> bits of keys and of values. ValueError for others."""
     if str(name) not in WIDTHS:
-        raise ValueError(f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)")
+        raise ValueError(
+            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
+        )
     return WIDTHS[str(name)]
 
 
-if __name__ == "__main__":                              # the command line that stores whole models
+if __name__ == "__main__":  # the command line that stores whole models
     from train.quantize import main
+
     sys.exit(main())

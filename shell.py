@@ -4,6 +4,7 @@ Status 0: done; 1: done, but for mistakes reported on the way (a bad line of `--
 value, the rule and the way out; 130: Ctrl-C (SIGINT); 143: SIGTERM, both as exceptions, so that results are kept.
 Standard output carries results, standard error all messages. A bug keeps its traceback.
 """
+
 import argparse
 import os
 import signal
@@ -14,9 +15,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "size calculation overflowed")          # PyTorch's words
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "size calculation overflowed",
+)  # PyTorch's words
 MEMORY = "memory does not hold this: use a smaller model or fewer bits (--bits 8), shorter texts, or fewer"
-LONGEST = 1000                                          # characters of a message
+LONGEST = 1000  # characters of a message
 
 
 class Terminated(KeyboardInterrupt):
@@ -28,9 +33,13 @@ def begin() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
-        sys.exit(refuse("standard output is closed, and what is made goes there: open it, or send it to /dev/null"))
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")                 # closed: reads as empty,
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")          # and takes messages
+        sys.exit(
+            refuse(
+                "standard output is closed, and what is made goes there: open it, or send it to /dev/null"
+            )
+        )
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # closed: reads as empty,
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # and takes messages
     sys.stdout.reconfigure(errors="replace")
 
 
@@ -51,7 +60,7 @@ def write(text: str) -> None:
     """To standard output, at once."""
     try:
         print(text, end="", flush=True)
-    except OSError as error:                            # EPIPE makes OSError a BrokenPipeError
+    except OSError as error:  # EPIPE makes OSError a BrokenPipeError
         raise OSError(error.errno, error.strerror, "standard output") from None
 
 
@@ -59,7 +68,7 @@ def brief(said: object, limit: int = 400) -> str:
     """One printable line of about `limit` characters at most: the middle left out, control characters escaped."""
     text = str(said)
     text = " ".join((text if len(text) <= 2 * limit else text[:limit] + text[-limit:]).split())
-    text = text if len(text) <= limit else f"{text[:limit * 2 // 3]} […] {text[-limit // 4:]}"
+    text = text if len(text) <= limit else f"{text[: limit * 2 // 3]} […] {text[-limit // 4 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -92,16 +101,18 @@ class Parser(argparse.ArgumentParser):
 
 def check_file(path: Path) -> None:
     """ValueError or OSError if no file can be written there. Nothing changes."""
-    replaced = path.exists() and not path.is_file()     # a device or a pipe
+    replaced = path.exists() and not path.is_file()  # a device or a pipe
     if replaced or not path.parent.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-        raise ValueError(f"{path} is not a file, or cannot be written: name one, or a new one, in a folder of yours")
+        raise ValueError(
+            f"{path} is not a file, or cannot be written: name one, or a new one, in a folder of yours"
+        )
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A new file to write, which replaces `path` once it is complete; after an error `path` is as before."""
     check_file(path)
-    path = path.resolve()                               # a link stays, its target is replaced
+    path = path.resolve()  # a link stays, its target is replaced
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         yield (new := Path(folder, path.name))
         if not new.exists():
@@ -111,6 +122,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 def status(run: Callable[[], int | None], *mistakes: type[Exception], interrupted: str = "") -> int:
     """Run it -> the exit status. ValueError, OSError and `mistakes` are a user's; after a signal, say `interrupted`."""
+
     def stop(number: int, frame: Any) -> NoReturn:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
@@ -120,9 +132,9 @@ def status(run: Callable[[], int | None], *mistakes: type[Exception], interrupte
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     restore.callback(signal.signal, number, signal.signal(number, stop))
             done = run() or 0
-            write("")                                   # flush now, where an error can still be reported
+            write("")  # flush now, where an error can still be reported
             return done
-    except (ValueError, OSError, *mistakes) as error:   # a broken pipe: the reader wants no more
+    except (ValueError, OSError, *mistakes) as error:  # a broken pipe: the reader wants no more
         return 0 if isinstance(error, BrokenPipeError) else refuse(str(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):

@@ -1,4 +1,5 @@
 """Folders of other programs: written here from the definition of each layout, number by number, and read to the number."""
+
 import json
 import math
 import random
@@ -19,15 +20,43 @@ from model import Llama
 from quant import dequantize, nf4
 from weights import Config
 
-TABLE = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-         -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]                  # NF4's, as published
-ROUND = dict(hidden_size=40, head_dim=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=56, vocab_size=50, num_hidden_layers=1)
-RAGGED = ROUND | dict(hidden_size=22, head_dim=6, intermediate_size=34, attention_bias=True, tie_word_embeddings=False)
-Written = tuple[dict[str, Tensor], Tensor]              # a matrix: its tensors by suffix, and the numbers, float64[N, K]
+TABLE = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]  # NF4's, as published
+ROUND = dict(
+    hidden_size=40,
+    head_dim=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=56,
+    vocab_size=50,
+    num_hidden_layers=1,
+)
+RAGGED = ROUND | dict(
+    hidden_size=22, head_dim=6, intermediate_size=34, attention_bias=True, tie_word_embeddings=False
+)
+Written = tuple[
+    dict[str, Tensor], Tensor
+]  # a matrix: its tensors by suffix, and the numbers, float64[N, K]
 
 
 # ---- Writers, a number at a time
+
 
 def put(words: Tensor, at: tuple[int, int], number: int, bits: int, field: int) -> None:
     """A number into field `field` of a word, the lowest bits being field 0; words are int64 until `signed`."""
@@ -38,39 +67,73 @@ def signed(words: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def draw(draws: random.Random, bits: int, N: int, K: int, group: int, sym: bool, signs: bool, dtype: torch.dtype = torch.float16,
-         shuffled: list[int] | None = None) -> tuple[list[list[int]], list[list[int]], Tensor, list[int], Tensor]:
+def draw(
+    draws: random.Random,
+    bits: int,
+    N: int,
+    K: int,
+    group: int,
+    sym: bool,
+    signs: bool,
+    dtype: torch.dtype = torch.float16,
+    shuffled: list[int] | None = None,
+) -> tuple[list[list[int]], list[list[int]], Tensor, list[int], Tensor]:
     """Numbers q, zeros, scales [N, M] and the group of each column -> and what they stand for."""
     groups = [k // group for k in (shuffled or range(K))]
-    M, middle = max(groups) + 1, 0 if signs else 2**(bits - 1)
-    low, high = middle - 2**(bits - 1), middle + 2**(bits - 1) - 1
+    M, middle = max(groups) + 1, 0 if signs else 2 ** (bits - 1)
+    low, high = middle - 2 ** (bits - 1), middle + 2 ** (bits - 1) - 1
     q = [[draws.randint(low, high) for _ in range(K)] for _ in range(N)]
     zero = [[middle if sym else draws.randint(low, high) for _ in range(M)] for _ in range(N)]
-    scale = torch.tensor([[draws.uniform(0.5, 1) / 2**bits for _ in range(M)] for _ in range(N)]).to(dtype)
-    w = [[(q[n][k] - zero[n][groups[k]]) * scale[n, groups[k]].item() for k in range(K)] for n in range(N)]
+    scale = torch.tensor(
+        [[draws.uniform(0.5, 1) / 2**bits for _ in range(M)] for _ in range(N)]
+    ).to(dtype)
+    w = [
+        [(q[n][k] - zero[n][groups[k]]) * scale[n, groups[k]].item() for k in range(K)]
+        for n in range(N)
+    ]
     return q, zero, scale, groups, torch.tensor(w, dtype=torch.float64)
 
 
 def gptq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
     bits, size = how["bits"], how["group_size"] if how["group_size"] > 0 else K
-    q, zero, scale, groups, w = draw(draws, bits, N, K, size, how["sym"], False, shuffled=order if how["desc_act"] else None)
+    q, zero, scale, groups, w = draw(
+        draws, bits, N, K, size, how["sym"], False, shuffled=order if how["desc_act"] else None
+    )
     per, M = 32 // bits, scale.shape[1]
-    qweight, qzeros = torch.zeros(-(-K // per), N, dtype=torch.int64), torch.zeros(M, -(-N // per), dtype=torch.int64)
+    qweight, qzeros = (
+        torch.zeros(-(-K // per), N, dtype=torch.int64),
+        torch.zeros(M, -(-N // per), dtype=torch.int64),
+    )
     for n in range(N):
         for k in range(K):
             put(qweight, (k // per, n), q[n][k], bits, k % per)
         for m in range(M):
             put(qzeros, (m, n // per), zero[n][m], bits, n % per)
-    if how.get("checkpoint_format") != "gptq_v2":                                       # a zero of 0 borrows from the next
+    if how.get("checkpoint_format") != "gptq_v2":  # a zero of 0 borrows from the next
         qzeros = (qzeros - sum(1 << bits * field for field in range(per))) % 2**32
-    return dict(qweight=signed(qweight), qzeros=signed(qzeros), scales=scale.T.contiguous(),
-                g_idx=torch.tensor(groups, dtype=torch.int32)), w
+    return dict(
+        qweight=signed(qweight),
+        qzeros=signed(qzeros),
+        scales=scale.T.contiguous(),
+        g_idx=torch.tensor(groups, dtype=torch.int32),
+    ), w
 
 
 def awq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
-    q, zero, scale, _, w = draw(draws, 4, N, K, how["group_size"] if how["group_size"] > 0 else K, not how["zero_point"], False)
+    q, zero, scale, _, w = draw(
+        draws,
+        4,
+        N,
+        K,
+        how["group_size"] if how["group_size"] > 0 else K,
+        not how["zero_point"],
+        False,
+    )
     M = scale.shape[1]
-    qweight, qzeros = torch.zeros(K, -(-N // 8), dtype=torch.int64), torch.zeros(M, -(-N // 8), dtype=torch.int64)
+    qweight, qzeros = (
+        torch.zeros(K, -(-N // 8), dtype=torch.int64),
+        torch.zeros(M, -(-N // 8), dtype=torch.int64),
+    )
     for word in range(-(-N // 8)):
         for field, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
             if (n := 8 * word + column) < N:
@@ -81,12 +144,16 @@ def awq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[i
     return dict(qweight=signed(qweight), qzeros=signed(qzeros), scales=scale.T.contiguous()), w
 
 
-def compressed(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
+def compressed(
+    draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]
+) -> Written:
     weights = how["config_groups"]["group_0"]["weights"]
     bits, strategy, sym = weights["num_bits"], weights["strategy"], weights["symmetric"]
     size = weights["group_size"] if strategy == "group" else K
     if how["format"] == "float-quantized":
-        values = (torch.randn(N, K, generator=torch.Generator().manual_seed(draws.randint(0, 99))) * 100).to(torch.float8_e4m3fn)
+        values = (
+            torch.randn(N, K, generator=torch.Generator().manual_seed(draws.randint(0, 99))) * 100
+        ).to(torch.float8_e4m3fn)
         scale = torch.tensor([[draws.uniform(0.5, 1) / 300] for _ in range(N)]).bfloat16()
         scale = scale[0] if strategy == "tensor" else scale
         return dict(weight=values, weight_scale=scale), values.double() * scale.double()
@@ -99,12 +166,15 @@ def compressed(draws: random.Random, N: int, K: int, how: dict[str, Any], order:
         zeros = {} if sym else dict(weight_zero_point=torch.tensor(zero, dtype=torch.int8))
         return found | zeros | dict(weight=torch.tensor(q, dtype=torch.int8)), w
     per, M = 32 // bits, scale.shape[1]
-    packed, zeros = torch.zeros(N, -(-K // per), dtype=torch.int64), torch.zeros(-(-N // per), M, dtype=torch.int64)
+    packed, zeros = (
+        torch.zeros(N, -(-K // per), dtype=torch.int64),
+        torch.zeros(-(-N // per), M, dtype=torch.int64),
+    )
     for n in range(N):
         for k in range(K):
-            put(packed, (n, k // per), q[n][k] + 2**(bits - 1), bits, k % per)
+            put(packed, (n, k // per), q[n][k] + 2 ** (bits - 1), bits, k % per)
         for m in range(M):
-            put(zeros, (n // per, m), zero[n][m] + 2**(bits - 1), bits, n % per)
+            put(zeros, (n // per, m), zero[n][m] + 2 ** (bits - 1), bits, n % per)
     found |= dict(weight_packed=signed(packed), weight_shape=torch.tensor([N, K]))
     return found | ({} if sym else dict(weight_zero_point=signed(zeros))), w
 
@@ -118,39 +188,99 @@ def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[i
     if how["bnb_4bit_use_double_quant"]:
         table, absmax = torch.linspace(-1, 1, 256), [draws.randint(0, 255) for _ in range(blocks)]
         nested = torch.tensor([draws.uniform(0.05, 0.1) for _ in range(-(-blocks // 256))])
-        scale = [table[number].item() * nested[i // 256].item() + 0.4375 for i, number in enumerate(absmax)]
-        found |= {".absmax": torch.tensor(absmax, dtype=torch.uint8), ".nested_absmax": nested, ".nested_quant_map": table}
+        scale = [
+            table[number].item() * nested[i // 256].item() + 0.4375
+            for i, number in enumerate(absmax)
+        ]
+        found |= {
+            ".absmax": torch.tensor(absmax, dtype=torch.uint8),
+            ".nested_absmax": nested,
+            ".nested_quant_map": table,
+        }
         state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=0.4375)
     else:
         found[".absmax"] = torch.tensor(scale)
-    found[".quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    found[".quant_state.bitsandbytes__nf4"] = torch.tensor(
+        [*json.dumps(state).encode()], dtype=torch.uint8
+    )
     w = [TABLE[number] * scale[i // 64] for i, number in enumerate(flat)]
-    return {f"weight{name}": tensor for name, tensor in found.items()}, torch.tensor(w, dtype=torch.float64).view(N, K)
+    return {f"weight{name}": tensor for name, tensor in found.items()}, torch.tensor(
+        w, dtype=torch.float64
+    ).view(N, K)
 
 
-IN8 = dict(num_bits=8, type="int", dynamic=True, strategy="token", symmetric=True)         # inputs, each token
+IN8 = dict(
+    num_bits=8, type="int", dynamic=True, strategy="token", symmetric=True
+)  # inputs, each token
 WRITERS = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed, "bitsandbytes": bnb}
 
 
-def settings_of(method: str, bits: int = 4, group: int = 8, sym: bool = False, ordered: bool = False, **more: Any) -> dict[str, Any]:
+def settings_of(
+    method: str,
+    bits: int = 4,
+    group: int = 8,
+    sym: bool = False,
+    ordered: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
     """A `quantization_config`, as these programs write it."""
     if method == "gptq":
-        how = dict(bits=bits, group_size=group, desc_act=ordered, sym=sym, damp_percent=0.1, true_sequential=True)
+        how = dict(
+            bits=bits,
+            group_size=group,
+            desc_act=ordered,
+            sym=sym,
+            damp_percent=0.1,
+            true_sequential=True,
+        )
     elif method == "awq":
-        how = dict(bits=4, group_size=group, zero_point=not sym, version="gemm", modules_to_not_convert=None)
+        how = dict(
+            bits=4,
+            group_size=group,
+            zero_point=not sym,
+            version="gemm",
+            modules_to_not_convert=None,
+        )
     elif method == "bitsandbytes":
-        how = dict(load_in_4bit=True, _load_in_4bit=True, load_in_8bit=False, bnb_4bit_quant_type="nf4", llm_int8_threshold=6.0,
-                   bnb_4bit_use_double_quant=sym, bnb_4bit_quant_storage="uint8", bnb_4bit_compute_dtype="bfloat16",
-                   llm_int8_skip_modules=None)
+        how = dict(
+            load_in_4bit=True,
+            _load_in_4bit=True,
+            load_in_8bit=False,
+            bnb_4bit_quant_type="nf4",
+            llm_int8_threshold=6.0,
+            bnb_4bit_use_double_quant=sym,
+            bnb_4bit_quant_storage="uint8",
+            bnb_4bit_compute_dtype="bfloat16",
+            llm_int8_skip_modules=None,
+        )
     else:
         layout = more.pop("format", "pack-quantized")
         strategy = more.pop("strategy", "group" if group > 0 else "channel")
-        weights = dict(num_bits=bits, type="float" if layout == "float-quantized" else "int", symmetric=sym, group_size=group,
-                       strategy=strategy, dynamic=False, actorder="group" if ordered and strategy == "group" else None,
-                       block_structure=None, observer="minmax")
-        recipe = dict(targets=["Linear"], weights=weights, input_activations=more.pop("inputs", None), output_activations=None)
-        how = dict(config_groups=dict(group_0=recipe), format=layout, ignore=["lm_head"], kv_cache_scheme=None,
-                   quantization_status="compressed", global_compression_ratio=1.5)
+        weights = dict(
+            num_bits=bits,
+            type="float" if layout == "float-quantized" else "int",
+            symmetric=sym,
+            group_size=group,
+            strategy=strategy,
+            dynamic=False,
+            actorder="group" if ordered and strategy == "group" else None,
+            block_structure=None,
+            observer="minmax",
+        )
+        recipe = dict(
+            targets=["Linear"],
+            weights=weights,
+            input_activations=more.pop("inputs", None),
+            output_activations=None,
+        )
+        how = dict(
+            config_groups=dict(group_0=recipe),
+            format=layout,
+            ignore=["lm_head"],
+            kv_cache_scheme=None,
+            quantization_status="compressed",
+            global_compression_ratio=1.5,
+        )
     return dict(quant_method=method, **how) | more
 
 
@@ -166,11 +296,17 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
             place.copy_((place * (1 if "norm" in name else 12)).half())
             tensors[name] = place.half()
             continue
-        key = name.split("self_attn")[0] if any(x in name for x in ("q_proj", "k_proj", "v_proj")) else name.replace("gate", "up")
+        key = (
+            name.split("self_attn")[0]
+            if any(x in name for x in ("q_proj", "k_proj", "v_proj"))
+            else name.replace("gate", "up")
+        )
         order = orders.setdefault(key, draws.sample(range(K), K))
         found, w = WRITERS[how["quant_method"]](draws, N, K, how, order)
         place.copy_(w)
-        tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in found.items()}
+        tensors |= {
+            f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in found.items()
+        }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": how}))
     (folder / "generation_config.json").write_text("{}")
@@ -179,14 +315,43 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
 
 
 NESTED = settings_of("bitsandbytes", sym=True)
-HOW = st.builds(settings_of, st.sampled_from(["gptq", "awq", "bitsandbytes"]), st.sampled_from([4, 8]), st.sampled_from([-1, 8, 16, 24, 64]),
-                st.booleans(), st.booleans()) | st.builds(
-    settings_of, st.just("gptq"), st.sampled_from([4, 8]), st.just(16), st.booleans(), st.booleans(),
-    checkpoint_format=st.sampled_from(["gptq", "gptq_v2"])) | st.builds(
-    settings_of, st.just("compressed-tensors"), st.sampled_from([4, 8]), st.sampled_from([-1, 6, 16, 64]), st.booleans(), st.booleans(),
-    format=st.sampled_from(["pack-quantized", "int-quantized"])) | st.builds(
-    settings_of, st.just("compressed-tensors"), st.just(8), st.just(-1), st.just(True), format=st.just("float-quantized"),
-    strategy=st.sampled_from(["channel", "tensor"]))
+HOW = (
+    st.builds(
+        settings_of,
+        st.sampled_from(["gptq", "awq", "bitsandbytes"]),
+        st.sampled_from([4, 8]),
+        st.sampled_from([-1, 8, 16, 24, 64]),
+        st.booleans(),
+        st.booleans(),
+    )
+    | st.builds(
+        settings_of,
+        st.just("gptq"),
+        st.sampled_from([4, 8]),
+        st.just(16),
+        st.booleans(),
+        st.booleans(),
+        checkpoint_format=st.sampled_from(["gptq", "gptq_v2"]),
+    )
+    | st.builds(
+        settings_of,
+        st.just("compressed-tensors"),
+        st.sampled_from([4, 8]),
+        st.sampled_from([-1, 6, 16, 64]),
+        st.booleans(),
+        st.booleans(),
+        format=st.sampled_from(["pack-quantized", "int-quantized"]),
+    )
+    | st.builds(
+        settings_of,
+        st.just("compressed-tensors"),
+        st.just(8),
+        st.just(-1),
+        st.just(True),
+        format=st.just("float-quantized"),
+        strategy=st.sampled_from(["channel", "tensor"]),
+    )
+)
 
 
 @settings(deadline=None, max_examples=20)
@@ -204,26 +369,57 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
     assert llama.config == Config(**{**SMALL, **shape}, quantization=llama.config.quantization)
     torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
     expected = plain(tokens).float()
-    torch.testing.assert_close(Llama.load(folder, "cpu")(tokens), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    torch.testing.assert_close(
+        Llama.load(folder, "cpu")(tokens), expected, rtol=0, atol=1e-4 * expected.abs().max().item()
+    )
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))
     assert Config.load(folder) == llama.config
 
 
-@pytest.mark.parametrize("layout, inputs, strategy", [("int-quantized", IN8, "channel"), ("float-quantized", IN8 | dict(type="float"), "channel"),
-                                                      ("float-quantized", IN8 | dict(type="float"), "tensor")])
+@pytest.mark.parametrize(
+    "layout, inputs, strategy",
+    [
+        ("int-quantized", IN8, "channel"),
+        ("float-quantized", IN8 | dict(type="float"), "channel"),
+        ("float-quantized", IN8 | dict(type="float"), "tensor"),
+    ],
+)
 @torch.inference_mode()
 def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
     """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal steps, E4M3 has steps of a sixteenth of a number at most."""
-    plain, tokens = write(tmp_path, settings_of("compressed-tensors", 8, -1, True, format=layout, inputs=inputs, strategy=strategy)), torch.arange(1, 30)
+    plain, tokens = (
+        write(
+            tmp_path,
+            settings_of(
+                "compressed-tensors", 8, -1, True, format=layout, inputs=inputs, strategy=strategy
+            ),
+        ),
+        torch.arange(1, 30),
+    )
     llama, expected = Llama.load(tmp_path, "cpu", torch.float64), plain(tokens)
     assert 1e-5 < (llama(tokens) - expected).abs().max() / expected.abs().max() < 0.25
     x, w = torch.randn(3, 40, dtype=torch.float64), llama.layers[0].gate_up
     most = x.abs().amax(1, keepdim=True)
-    error = most / 127 / 2 * 1.02 if layout == "int-quantized" else x.abs() / 16 + most / 448 / 2**10 * 1.02
+    error = (
+        most / 127 / 2 * 1.02
+        if layout == "int-quantized"
+        else x.abs() / 16 + most / 448 / 2**10 * 1.02
+    )
     loss = (llama.ops.linear(x, w) - x @ dequantize(*w.weight, dtype=torch.float64).T).abs()
-    assert 0 < loss.max() and (loss <= error.expand_as(x) @ dequantize(*w.weight, dtype=torch.float64).abs().T * (1 + 1e-6)).all()
+    assert (
+        0 < loss.max()
+        and (
+            loss
+            <= error.expand_as(x) @ dequantize(*w.weight, dtype=torch.float64).abs().T * (1 + 1e-6)
+        ).all()
+    )
     fast = Llama.load(tmp_path, "cpu")
-    torch.testing.assert_close(fast.ops.linear(x.float(), fast.layers[0].gate_up).double(), llama.ops.linear(x.float().double(), w), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        fast.ops.linear(x.float(), fast.layers[0].gate_up).double(),
+        llama.ops.linear(x.float().double(), w),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_the_table_is_the_published_one():
@@ -231,12 +427,15 @@ def test_the_table_is_the_published_one():
 
 
 def test_double_quantization_of_many_blocks():
-    stored, w = bnb(random.Random(0), 132, 160, NESTED, [])                             # 330 blocks of 64
+    stored, w = bnb(random.Random(0), 132, 160, NESTED, [])  # 330 blocks of 64
     values, scale, _, _ = load_quantization(NESTED).parts(stored.get, 132, 160, 32)
-    torch.testing.assert_close(dequantize(values, scale, None, 160, 32).double(), w, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        dequantize(values, scale, None, 160, 32).double(), w, rtol=1e-6, atol=0
+    )
 
 
 # ---- What old or odd folders have, and what no folder may have
+
 
 def change(folder: Path, names: str, new: Any) -> None:
     """Tensors whose names end so: replaced by what `new` makes of them, dropped where it is None."""
@@ -251,23 +450,54 @@ def change(folder: Path, names: str, new: Any) -> None:
 def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
     """Tensors beside those whose names end so."""
     tensors = load_file(folder / "model.safetensors")
-    found = {f"{name.rpartition('.')[0]}.{suffix}": new(tensor) for name, tensor in tensors.items() if name.endswith(beside)}
+    found = {
+        f"{name.rpartition('.')[0]}.{suffix}": new(tensor)
+        for name, tensor in tensors.items()
+        if name.endswith(beside)
+    }
     save_file(tensors | found, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("how, harm", [
-    (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
-    (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
-    (settings_of("gptq", 8, 16), lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half())),
-    (settings_of("gptq", 4, 10**30), lambda f: None),
-    (settings_of("gptq", 4, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x11111111)),                    # not lowered
-    (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
-    (settings_of("awq", group=16, version="GEMM"), lambda f: None),
-    (settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]), lambda f: None),
-    (settings_of("compressed-tensors", 4, 16), lambda f: change(f, "zero_point", lambda t: torch.stack(
-        [(t >> 4 * i & 15) - 8 for i in range(8)], 1).flatten(0, 1).to(torch.int8))),
-    (settings_of("compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"),
-     lambda f: change(f, "weight_scale", lambda t: t[0].clone()))])
+@pytest.mark.parametrize(
+    "how, harm",
+    [
+        (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
+        (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
+        (
+            settings_of("gptq", 8, 16),
+            lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
+        ),
+        (settings_of("gptq", 4, 10**30), lambda f: None),
+        (
+            settings_of("gptq", 4, 16, True),
+            lambda f: change(f, "qzeros", lambda t: t + 0x11111111),
+        ),  # not lowered
+        (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
+        (settings_of("awq", group=16, version="GEMM"), lambda f: None),
+        (
+            settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]),
+            lambda f: None,
+        ),
+        (
+            settings_of("compressed-tensors", 4, 16),
+            lambda f: change(
+                f,
+                "zero_point",
+                lambda t: (
+                    torch.stack([(t >> 4 * i & 15) - 8 for i in range(8)], 1)
+                    .flatten(0, 1)
+                    .to(torch.int8)
+                ),
+            ),
+        ),
+        (
+            settings_of(
+                "compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"
+            ),
+            lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
+        ),
+    ],
+)
 @torch.inference_mode()
 def test_old_and_odd_folders(tmp_path, how, harm):
     plain = write(tmp_path, how)
@@ -286,41 +516,117 @@ def recipe(**more: Any) -> dict[str, Any]:
 GPTQ4, AWQ4, CT4, BNB = (settings_of(name) for name in WRITERS)
 
 
-@pytest.mark.parametrize("how, says", [
-    ([], "quantization_config is []; it must be an object"), ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
-    (dict(quant_method=["gptq"]), "quant_method is ['gptq']"), (dict(quant_method="fp8"), "quant_method is 'fp8'"),
-    (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"), (GPTQ4 | dict(bits=True), "bits is True"),
-    (GPTQ4 | dict(group_size=0), "group_size is 0; it must be a whole number above 0, or -1"),
-    (GPTQ4 | dict(group_size="128"), "group_size is '128'"), (GPTQ4 | dict(group_size=None), "group_size is None"),
-    (GPTQ4 | dict(checkpoint_format="marlin"), "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'"),
-    (GPTQ4 | dict(checkpoint_format="gptq_v2", format="gptq"), "format is 'gptq'; it must be None or 'gptq_v2'"),
-    (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"), (GPTQ4 | dict(lm_head=True), "lm_head is True"),
-    (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"), (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
-    (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
-    (AWQ4 | dict(version="gemv"), "version is 'gemv'"), (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
-    (AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]), "modules_to_not_convert is ['lm_head', 'model.layers.0']"),
-    (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
-    (BNB | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is 'fp4'; it must be 'nf4'"),
-    (BNB | dict(load_in_4bit=False, load_in_8bit=True), "load_in_4bit is False"),
-    (BNB | dict(bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage is 'bfloat16'"),
-    (BNB | dict(llm_int8_skip_modules=["model.layers.3.mlp"]), "llm_int8_skip_modules is ['model.layers.3.mlp']; all layers"),
-    (CT4 | dict(format="marlin-24"), "format is 'marlin-24'"), (CT4 | dict(format=["x"]), "format is ['x']"),
-    (CT4 | dict(ignore=["lm_head", "re:.*mlp.*"]), "ignore is ['lm_head', 're:.*mlp.*']"),
-    (CT4 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme is"), (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
-    (CT4 | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config: format is 'sparse-24-bitmask'"),
-    (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"), (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
-    (CT4 | dict(config_groups=dict(W4A16=["Linear"])), "config_groups is ['Linear']; it must be an object"),
-    (CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], weights=4))), "weights is 4; it must be an object"),
-    (CT4 | dict(config_groups=dict(a=dict(targets=["re:.*q_proj"]))), "targets is ['re:.*q_proj']"),
-    (recipe(num_bits=3), "num_bits is 3"), (recipe(type="float"), "type is 'float'; it must be 'int'"),
-    (recipe(strategy="block"), "strategy is 'block'"), (recipe(group_size=0), "group_size is 0"),
-    (recipe(actorder="other"), "actorder is 'other'"), (recipe(dynamic=True), "dynamic is True"),
-    (settings_of("compressed-tensors", 4, 8, inputs=IN8), "need weights of 8 bits that are symmetric and not packed"),
-    (settings_of("compressed-tensors", 8, -1, True, format="int-quantized", inputs=IN8 | dict(dynamic=False)), "dynamic is False"),
-    (settings_of("compressed-tensors", 8, -1, True, format="int-quantized", inputs=IN8 | dict(symmetric=False)), "symmetric is False"),
-    (settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8), "type is 'int'; it must be 'float'"),
-    (settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8 | dict(type="float", dynamic=False, strategy="tensor")),
-     "dynamic is False")])
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        ([], "quantization_config is []; it must be an object"),
+        ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
+        (dict(quant_method=["gptq"]), "quant_method is ['gptq']"),
+        (dict(quant_method="fp8"), "quant_method is 'fp8'"),
+        (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"),
+        (GPTQ4 | dict(bits=True), "bits is True"),
+        (GPTQ4 | dict(group_size=0), "group_size is 0; it must be a whole number above 0, or -1"),
+        (GPTQ4 | dict(group_size="128"), "group_size is '128'"),
+        (GPTQ4 | dict(group_size=None), "group_size is None"),
+        (
+            GPTQ4 | dict(checkpoint_format="marlin"),
+            "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'",
+        ),
+        (
+            GPTQ4 | dict(checkpoint_format="gptq_v2", format="gptq"),
+            "format is 'gptq'; it must be None or 'gptq_v2'",
+        ),
+        (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"),
+        (GPTQ4 | dict(lm_head=True), "lm_head is True"),
+        (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"),
+        (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
+        (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
+        (AWQ4 | dict(version="gemv"), "version is 'gemv'"),
+        (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
+        (
+            AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]),
+            "modules_to_not_convert is ['lm_head', 'model.layers.0']",
+        ),
+        (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
+        (BNB | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is 'fp4'; it must be 'nf4'"),
+        (BNB | dict(load_in_4bit=False, load_in_8bit=True), "load_in_4bit is False"),
+        (BNB | dict(bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage is 'bfloat16'"),
+        (
+            BNB | dict(llm_int8_skip_modules=["model.layers.3.mlp"]),
+            "llm_int8_skip_modules is ['model.layers.3.mlp']; all layers",
+        ),
+        (CT4 | dict(format="marlin-24"), "format is 'marlin-24'"),
+        (CT4 | dict(format=["x"]), "format is ['x']"),
+        (CT4 | dict(ignore=["lm_head", "re:.*mlp.*"]), "ignore is ['lm_head', 're:.*mlp.*']"),
+        (CT4 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme is"),
+        (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
+        (
+            CT4 | dict(sparsity_config=dict(format="sparse-24-bitmask")),
+            "sparsity_config: format is 'sparse-24-bitmask'",
+        ),
+        (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"),
+        (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
+        (
+            CT4 | dict(config_groups=dict(W4A16=["Linear"])),
+            "config_groups is ['Linear']; it must be an object",
+        ),
+        (
+            CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], weights=4))),
+            "weights is 4; it must be an object",
+        ),
+        (
+            CT4 | dict(config_groups=dict(a=dict(targets=["re:.*q_proj"]))),
+            "targets is ['re:.*q_proj']",
+        ),
+        (recipe(num_bits=3), "num_bits is 3"),
+        (recipe(type="float"), "type is 'float'; it must be 'int'"),
+        (recipe(strategy="block"), "strategy is 'block'"),
+        (recipe(group_size=0), "group_size is 0"),
+        (recipe(actorder="other"), "actorder is 'other'"),
+        (recipe(dynamic=True), "dynamic is True"),
+        (
+            settings_of("compressed-tensors", 4, 8, inputs=IN8),
+            "need weights of 8 bits that are symmetric and not packed",
+        ),
+        (
+            settings_of(
+                "compressed-tensors",
+                8,
+                -1,
+                True,
+                format="int-quantized",
+                inputs=IN8 | dict(dynamic=False),
+            ),
+            "dynamic is False",
+        ),
+        (
+            settings_of(
+                "compressed-tensors",
+                8,
+                -1,
+                True,
+                format="int-quantized",
+                inputs=IN8 | dict(symmetric=False),
+            ),
+            "symmetric is False",
+        ),
+        (
+            settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8),
+            "type is 'int'; it must be 'float'",
+        ),
+        (
+            settings_of(
+                "compressed-tensors",
+                8,
+                -1,
+                True,
+                format="float-quantized",
+                inputs=IN8 | dict(type="float", dynamic=False, strategy="tensor"),
+            ),
+            "dynamic is False",
+        ),
+    ],
+)
 def test_settings_that_are_not_honoured(how, says):
     with pytest.raises(ValueError) as error:
         load_quantization(how)
@@ -331,29 +637,67 @@ SORTED, SHUFFLED = settings_of("gptq", 4, 8), settings_of("gptq", 4, 8, ordered=
 
 
 def state_of(**more: Any) -> Any:
-    return lambda t: torch.tensor([*json.dumps(json.loads(bytes(t.tolist())) | more).encode()], dtype=torch.uint8)
+    return lambda t: torch.tensor(
+        [*json.dumps(json.loads(bytes(t.tolist())) | more).encode()], dtype=torch.uint8
+    )
 
 
 STATE = "quant_state.bitsandbytes__nf4"
 
 
-@pytest.mark.parametrize("how, names, new, says", [
-    (SORTED, "mlp.up_proj.qweight", None, r"tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is missing"),
-    (SORTED, "qweight", lambda t: t[:-1].clone(), r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]"),
-    (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
-    (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
-    (SORTED, "q_proj.g_idx", lambda t: t.float(), "q_proj.g_idx in .* is F32; weights must be I32"),
-    (SHUFFLED, "q_proj.g_idx", None, r"q_proj.g_idx \[40\] is missing"),
-    (settings_of("gptq", 8, 8), "model.norm.weight", None, "model.norm.weight .* is missing"),
-    (AWQ4, "qzeros", lambda t: t[:1].clone(), r"qzeros in .* is \[1, \d\]; config.json asks for"),
-    (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
-    (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
-    (settings_of("compressed-tensors", 4, 8, True), "weight_packed", lambda t: t.byte(), "weight_packed in .* is U8; weights must be I32"),
-    (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
-    (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
-    (BNB, STATE, lambda t: torch.zeros(10**5, dtype=torch.uint8), r"quant_state.* is \[100000\]; config.json asks for \[4096\]"),
-    (BNB, STATE, lambda t: torch.zeros(3, 3, dtype=torch.uint8), r"quant_state.* is \[3, 3\]")])
-def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path, monkeypatch, how, names, new, says):
+@pytest.mark.parametrize(
+    "how, names, new, says",
+    [
+        (
+            SORTED,
+            "mlp.up_proj.qweight",
+            None,
+            r"tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is missing",
+        ),
+        (
+            SORTED,
+            "qweight",
+            lambda t: t[:-1].clone(),
+            r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]",
+        ),
+        (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
+        (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
+        (
+            SORTED,
+            "q_proj.g_idx",
+            lambda t: t.float(),
+            "q_proj.g_idx in .* is F32; weights must be I32",
+        ),
+        (SHUFFLED, "q_proj.g_idx", None, r"q_proj.g_idx \[40\] is missing"),
+        (settings_of("gptq", 8, 8), "model.norm.weight", None, "model.norm.weight .* is missing"),
+        (
+            AWQ4,
+            "qzeros",
+            lambda t: t[:1].clone(),
+            r"qzeros in .* is \[1, \d\]; config.json asks for",
+        ),
+        (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
+        (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
+        (
+            settings_of("compressed-tensors", 4, 8, True),
+            "weight_packed",
+            lambda t: t.byte(),
+            "weight_packed in .* is U8; weights must be I32",
+        ),
+        (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
+        (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
+        (
+            BNB,
+            STATE,
+            lambda t: torch.zeros(10**5, dtype=torch.uint8),
+            r"quant_state.* is \[100000\]; config.json asks for \[4096\]",
+        ),
+        (BNB, STATE, lambda t: torch.zeros(3, 3, dtype=torch.uint8), r"quant_state.* is \[3, 3\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(
+    tmp_path, monkeypatch, how, names, new, says
+):
     write(tmp_path, how)
     change(tmp_path, names, new)
     monkeypatch.setattr("model.free_memory", lambda device: pytest.fail("the audit is over"))
@@ -361,26 +705,75 @@ def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path
         Llama.load(tmp_path, "cpu")
 
 
-@pytest.mark.parametrize("how, names, new, says", [
-    (SHUFFLED, "o_proj.g_idx", lambda t: t + 1, "o_proj: its g_idx must put 8 columns in each group"),
-    (SHUFFLED, "o_proj.g_idx", lambda t: torch.zeros_like(t), "o_proj: its g_idx must put 8 columns in each group"),
-    (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
-    (SHUFFLED, "k_proj.g_idx", lambda t: t.flip(0), "k_proj: its g_idx differs from that of .*q_proj, and both are one product"),
-    (SORTED, "q_proj.g_idx", lambda t: t.flip(0), "q_proj: its g_idx must .* one after the other, as config.json says"),
-    (settings_of("gptq", 8, 8, True), "down_proj.qzeros", lambda t: t + 1, "down_proj: its zeros are not all 128, and config.json says that sym is"),
-    (SORTED, "down_proj.scales", lambda t: t * math.nan, "down_proj: its scales must be finite"),
-    (AWQ4, "down_proj.scales", lambda t: t.double() + 1e-12, "down_proj: its scales must be .* no more precise than float32"),
-    (CT4, "up_proj.weight_shape", lambda t: t + 1, r"up_proj: its weight_shape is \[57, 41\]; config.json asks for \[56, 40\]"),
-    (BNB, "quant_map", lambda t: t.flip(0), "its quant_map is not NF4's"),
-    (BNB, "quant_map", lambda t: t * math.nan, "its quant_map is not NF4's"),
-    (BNB, STATE, lambda t: t + 1, "weight.quant_state.bitsandbytes__nf4 is not JSON"),
-    (BNB, STATE, lambda t: torch.full((4096,), ord("["), dtype=torch.uint8), "is not JSON"),
-    (BNB, STATE, lambda t: torch.tensor([ord("1")], dtype=torch.uint8), "its quant_state is 1; it must be an object"),
-    (BNB, STATE, state_of(blocksize=128), "blocksize is 128; it must be 64"),
-    (BNB, STATE, state_of(shape=[2, 2]), r"shape is \[2, 2\]; it must be \[\d+, \d+\]"),
-    (NESTED, STATE, state_of(nested_blocksize=64), "nested_blocksize is 64; it must be 256"),
-    (NESTED, STATE, state_of(nested_offset="x"), "nested_offset is 'x'"),
-    (NESTED, STATE, state_of(nested_offset=math.nan), "its scales must be finite")])
+@pytest.mark.parametrize(
+    "how, names, new, says",
+    [
+        (
+            SHUFFLED,
+            "o_proj.g_idx",
+            lambda t: t + 1,
+            "o_proj: its g_idx must put 8 columns in each group",
+        ),
+        (
+            SHUFFLED,
+            "o_proj.g_idx",
+            lambda t: torch.zeros_like(t),
+            "o_proj: its g_idx must put 8 columns in each group",
+        ),
+        (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
+        (
+            SHUFFLED,
+            "k_proj.g_idx",
+            lambda t: t.flip(0),
+            "k_proj: its g_idx differs from that of .*q_proj, and both are one product",
+        ),
+        (
+            SORTED,
+            "q_proj.g_idx",
+            lambda t: t.flip(0),
+            "q_proj: its g_idx must .* one after the other, as config.json says",
+        ),
+        (
+            settings_of("gptq", 8, 8, True),
+            "down_proj.qzeros",
+            lambda t: t + 1,
+            "down_proj: its zeros are not all 128, and config.json says that sym is",
+        ),
+        (
+            SORTED,
+            "down_proj.scales",
+            lambda t: t * math.nan,
+            "down_proj: its scales must be finite",
+        ),
+        (
+            AWQ4,
+            "down_proj.scales",
+            lambda t: t.double() + 1e-12,
+            "down_proj: its scales must be .* no more precise than float32",
+        ),
+        (
+            CT4,
+            "up_proj.weight_shape",
+            lambda t: t + 1,
+            r"up_proj: its weight_shape is \[57, 41\]; config.json asks for \[56, 40\]",
+        ),
+        (BNB, "quant_map", lambda t: t.flip(0), "its quant_map is not NF4's"),
+        (BNB, "quant_map", lambda t: t * math.nan, "its quant_map is not NF4's"),
+        (BNB, STATE, lambda t: t + 1, "weight.quant_state.bitsandbytes__nf4 is not JSON"),
+        (BNB, STATE, lambda t: torch.full((4096,), ord("["), dtype=torch.uint8), "is not JSON"),
+        (
+            BNB,
+            STATE,
+            lambda t: torch.tensor([ord("1")], dtype=torch.uint8),
+            "its quant_state is 1; it must be an object",
+        ),
+        (BNB, STATE, state_of(blocksize=128), "blocksize is 128; it must be 64"),
+        (BNB, STATE, state_of(shape=[2, 2]), r"shape is \[2, 2\]; it must be \[\d+, \d+\]"),
+        (NESTED, STATE, state_of(nested_blocksize=64), "nested_blocksize is 64; it must be 256"),
+        (NESTED, STATE, state_of(nested_offset="x"), "nested_offset is 'x'"),
+        (NESTED, STATE, state_of(nested_offset=math.nan), "its scales must be finite"),
+    ],
+)
 def test_numbers_that_make_no_sense(tmp_path, how, names, new, says):
     write(tmp_path, how)
     change(tmp_path, names, new)
@@ -398,7 +791,11 @@ def test_a_bias_that_config_json_does_not_have(tmp_path):
 def test_memory_is_counted_with_scales_and_each_order_once(tmp_path, monkeypatch):
     write(tmp_path, SHUFFLED)
     llama = Llama(Config.load(tmp_path), seed=None)
-    weights = [linear.weight for layer in llama.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    weights = [
+        linear.weight
+        for layer in llama.layers
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    ]
     needs = sum(w.nbytes for w in weights) + 4 * (50 * 40 + 3 * 40)
     monkeypatch.setattr("model.free_memory", lambda device: needs)
     Llama.load(tmp_path, "cpu", torch.float32)
@@ -410,7 +807,11 @@ def test_memory_is_counted_with_scales_and_each_order_once(tmp_path, monkeypatch
 def test_the_command_line(tmp_path, capsys):
     write(tmp_path, AWQ4 | dict(group_size=16), shape=ROUND | dict(vocab_size=261))
     assert cli(["--target", str(tmp_path), "--max-tokens", "5", "--temperature", "0", "Once"]) == 0
-    for how, says in ((AWQ4 | dict(version="gemv"), "version is 'gemv'; it must be"), (AWQ4, "qzeros"), (GPTQ4, "config.json asks for")):
+    for how, says in (
+        (AWQ4 | dict(version="gemv"), "version is 'gemv'; it must be"),
+        (AWQ4, "qzeros"),
+        (GPTQ4, "config.json asks for"),
+    ):
         config = json.loads((tmp_path / "config.json").read_text()) | dict(quantization_config=how)
         (tmp_path / "config.json").write_text(json.dumps(config))
         capsys.readouterr()

@@ -1,4 +1,5 @@
 """Choosing γ: the formula against simulation, and a chooser that finds what pays and never costs much."""
+
 import random
 
 import pytest
@@ -8,8 +9,16 @@ from hypothesis import strategies as st
 from gamma import Auto, Costs, Times, expected_tokens, mean_gains, speed_up
 
 
-def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise: float = 0.0, most: int = 8,
-             seed: int = 0, fixed: float = 0.0) -> tuple[float, list[int]]:
+def simulate(
+    alpha: float,
+    c: float,
+    wide: float = 0.0,
+    rounds: int = 500,
+    noise: float = 0.0,
+    most: int = 8,
+    seed: int = 0,
+    fixed: float = 0.0,
+) -> tuple[float, list[int]]:
     """(speed-up over plain decoding, γ by round): γ drafts cost fixed + c γ, a wider pass `wide` a token; α is hidden.
     As in a decoder, the first drafts after a round without any are not measured: they read what the drafter lacks."""
     costs, coin, taken, made, spent = Costs(), random.Random(seed), [0], 0, 0.0
@@ -28,8 +37,10 @@ def simulate(alpha: float, c: float, wide: float = 0.0, rounds: int = 500, noise
     return made / spent, taken[1:]
 
 
-@pytest.mark.parametrize("alpha, gamma, tokens", [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5),
-                                                  (0.9, 0, 1)])
+@pytest.mark.parametrize(
+    "alpha, gamma, tokens",
+    [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)],
+)
 def test_expected_tokens_by_hand(alpha, gamma, tokens):
     assert expected_tokens(alpha, gamma) == pytest.approx(tokens, abs=0.005)
 
@@ -38,12 +49,20 @@ def test_expected_tokens_by_hand(alpha, gamma, tokens):
 @given(st.floats(0, 0.95), st.integers(0, 6))
 def test_expected_tokens_by_simulation(alpha, gamma):
     coin = random.Random(1)
-    made = sum(1 + next((j for j in range(gamma) if coin.random() >= alpha), gamma) for _ in range(20_000)) / 20_000
+    made = (
+        sum(
+            1 + next((j for j in range(gamma) if coin.random() >= alpha), gamma)
+            for _ in range(20_000)
+        )
+        / 20_000
+    )
     assert made == pytest.approx(expected_tokens(alpha, gamma), rel=0.05)
 
 
 def test_speed_up_counts_drafts_and_wider_passes():
-    assert speed_up(0.7, 0, 0.5) == 1 and speed_up(0.7, 5, 0.1) == pytest.approx(2.94 / 1.5, abs=0.01)
+    assert speed_up(0.7, 0, 0.5) == 1 and speed_up(0.7, 5, 0.1) == pytest.approx(
+        2.94 / 1.5, abs=0.01
+    )
     assert speed_up(0.7, 3, 0.1, w=1.2) == pytest.approx(expected_tokens(0.7, 3) / 1.5)
 
 
@@ -81,15 +100,25 @@ def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
     costs.alpha = 0.9
     trusting, together = Auto(costs, weight=1000), lambda *alphas: mean_gains(costs, alphas, 8)
     # nothing as narrow as 4 rows was measured
-    assert trusting.choose(1, together(*[0.9] * 4)) == 0 and trusting.choose(1, together(*[0.9] * 8)) == 1
+    assert (
+        trusting.choose(1, together(*[0.9] * 4)) == 0
+        and trusting.choose(1, together(*[0.9] * 8)) == 1
+    )
     costs.drafts.saw(4, 4.0), costs.drafts.saw(4, 4.0)
     costs.trial = 1.0
-    assert trusting.choose(8, together(*[0.9] * 8)) == 1 and trusting.choose(1, together(*[0.8] * 24)) == 0
+    assert (
+        trusting.choose(8, together(*[0.9] * 8)) == 1
+        and trusting.choose(1, together(*[0.8] * 24)) == 0
+    )
     costs.alpha = 0.1
     doubter = Auto(costs, weight=1000)
     # texts made together choose one γ for all of them
     for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.7]):
-        assert doubter.choose(1, together(*alphas)) == trusting.choose(1, together(*alphas)) == int(alphas[0] > 0.5)
+        assert (
+            doubter.choose(1, together(*alphas))
+            == trusting.choose(1, together(*alphas))
+            == int(alphas[0] > 0.5)
+        )
 
 
 def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
@@ -97,16 +126,28 @@ def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
     assert taken[:10] == [0, 0, 1, 1, 1, 2, 2, 4, 4, 8]
 
 
-@pytest.mark.parametrize("alpha, c, wide, fixed", [(0.9, 0.05, 0.0, 0.0), (0.7, 0.1, 0.02, 0.0), (0.8, 0.2, 0.05, 0.0),
-                                                   (0.5, 0.05, 0.1, 0.0), (0.7, 0.09, 0.17, 0.3)])
+@pytest.mark.parametrize(
+    "alpha, c, wide, fixed",
+    [
+        (0.9, 0.05, 0.0, 0.0),
+        (0.7, 0.1, 0.02, 0.0),
+        (0.8, 0.2, 0.05, 0.0),
+        (0.5, 0.05, 0.1, 0.0),
+        (0.7, 0.09, 0.17, 0.3),
+    ],
+)
 def test_auto_comes_near_the_best_fixed_gamma(alpha, c, wide, fixed):
     best = max(speed_up(alpha, g, c, 1 + wide * g + fixed * (g > 0)) for g in range(9))
-    reached = sum(simulate(alpha, c, wide, 1500, 0.2, seed=seed, fixed=fixed)[0] for seed in range(4)) / 4
+    reached = (
+        sum(simulate(alpha, c, wide, 1500, 0.2, seed=seed, fixed=fixed)[0] for seed in range(4)) / 4
+    )
     assert reached > 0.95 * best > 1.1
 
 
-@pytest.mark.parametrize("alpha, c, wide", [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1),
-                                            (0.1, 3.0, 0.0)])
+@pytest.mark.parametrize(
+    "alpha, c, wide",
+    [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1), (0.1, 3.0, 0.0)],
+)
 def test_a_useless_draft_is_hardly_noticed(alpha, c, wide):
     reached = sum(simulate(alpha, c, wide, 512, 0.2, seed=seed)[0] for seed in range(4)) / 4
     assert reached > (0.96 if c < 1 else 0.93)
@@ -150,9 +191,9 @@ def test_any_gain_is_taken_and_a_trial_drafts_as_many_as_lose_least():
     for gamma, seconds in ((1, 0.5), (4, 0.6)) * 2:
         costs.drafts.saw(gamma, seconds)
     text = Auto(costs)
-    text.alpha = 0.5                                    # 1.02 times plain decoding with γ = 4
+    text.alpha = 0.5  # 1.02 times plain decoding with γ = 4
     assert text.choose(4) == 4
-    text.alpha = 0.45                                   # 0.94 times
+    text.alpha = 0.45  # 0.94 times
     assert text.choose(4) == 0
     text.idle = 60.0
     assert text.choose(4) == 4
@@ -174,6 +215,7 @@ def test_what_a_pass_adds_is_not_compared_with_all_widths_squared():
         def __lt__(self, other):
             Seconds.compared += 1
             return float(self) < other
+
     costs = known(**{f"n{n}": Seconds(n) for n in range(1, 101)})
     for n in range(1, 101):
         # an odd number of times, of which the median is one

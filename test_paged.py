@@ -1,4 +1,5 @@
 """The paged cache: every operation beside the same on Python lists, with planted collisions and faults; logits beside a cold run's."""
+
 import math
 import random
 from functools import cache
@@ -22,6 +23,7 @@ L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 
 class Colliding(tuple):
     """A key whose hash says almost nothing."""
+
     __slots__ = ()
 
     def __hash__(self) -> int:
@@ -31,8 +33,13 @@ class Colliding(tuple):
 @cache
 def numbers(*text: int) -> torch.Tensor:
     """k (and −v) of each token of a text in each layer: [L, len, G, D], different for every text and place."""
-    codes = [[float(hash((text[:i + 1], layer)) % 100003) for i in range(len(text))] for layer in range(L)]
-    return (torch.tensor(codes, dtype=torch.float64)[..., None, None] + torch.arange(G * D).view(G, D)).sin()
+    codes = [
+        [float(hash((text[: i + 1], layer)) % 100003) for i in range(len(text))]
+        for layer in range(L)
+    ]
+    return (
+        torch.tensor(codes, dtype=torch.float64)[..., None, None] + torch.arange(G * D).view(G, D)
+    ).sin()
 
 
 class PagedMachine(RuleBasedStateMachine):
@@ -42,7 +49,7 @@ class PagedMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cache = PagedCache(L, G, D, BLOCKS, S, max_len=22, dtype=torch.float64)
-        self.texts: dict[int, list[int]] = {}                                    # what each sequence has stored
+        self.texts: dict[int, list[int]] = {}  # what each sequence has stored
         poison(self.cache.keys), poison(self.cache.values)
 
     @initialize(collide=st.booleans())
@@ -52,8 +59,18 @@ class PagedMachine(RuleBasedStateMachine):
 
     def state(self):
         pool = self.cache.pool
-        return ({s: (list(t.tokens), list(t.blocks), list(t.chain)) for s, t in self.cache._texts.items()}, list(pool.free), list(pool.cached),
-                list(pool.references), dict(pool.published), dict(pool.known), self.cache.keys.parts[0].clone().view(torch.int64))
+        return (
+            {
+                s: (list(t.tokens), list(t.blocks), list(t.chain))
+                for s, t in self.cache._texts.items()
+            },
+            list(pool.free),
+            list(pool.cached),
+            list(pool.references),
+            dict(pool.published),
+            dict(pool.known),
+            self.cache.keys.parts[0].clone().view(torch.int64),
+        )
 
     def unchanged(self, before):
         after = self.state()
@@ -75,15 +92,26 @@ class PagedMachine(RuleBasedStateMachine):
         self.texts[seq] = tokens[:have]
 
     @precondition(lambda self: self.texts)
-    @rule(pieces=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=3), first=st.integers(0, 5))
+    @rule(
+        pieces=st.lists(
+            st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=3
+        ),
+        first=st.integers(0, 5),
+    )
     def extend(self, pieces, first):
         seqs = sorted(self.texts)
-        wanted = list({seqs[(first + i) % len(seqs)]: piece for i, piece in enumerate(pieces)}.items())
+        wanted = list(
+            {seqs[(first + i) % len(seqs)]: piece for i, piece in enumerate(pieces)}.items()
+        )
         before = self.state()
         fits = self.cache.fits([(seq, len(piece)) for seq, piece in wanted])
         self.unchanged(before)
         if not fits:
-            self.refused(CacheFull, "are free or cached: free a sequence|the limit is 22", lambda: self.cache.extend(wanted))
+            self.refused(
+                CacheFull,
+                "are free or cached: free a sequence|the limit is 22",
+                lambda: self.cache.extend(wanted),
+            )
             return
         free, cached, _ = self.cache.check()
         needed = self.cache._blocks_needed([(seq, len(piece)) for seq, piece in wanted])
@@ -95,15 +123,19 @@ class PagedMachine(RuleBasedStateMachine):
         starts = {seq: len(self.texts[seq]) for seq, _ in wanted}
         for seq, piece in wanted:
             self.texts[seq] = self.texts[seq] + piece
-        assert step.places.positions.tolist() == [i for seq, piece in wanted for i in range(starts[seq], starts[seq] + len(piece))]
+        assert step.places.positions.tolist() == [
+            i for seq, piece in wanted for i in range(starts[seq], starts[seq] + len(piece))
+        ]
         for layer in range(L):
-            new = torch.cat([numbers(*self.texts[seq])[layer, starts[seq]:] for seq, _ in wanted])
-            q = torch.randn(len(new), H, D, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
+            new = torch.cat([numbers(*self.texts[seq])[layer, starts[seq] :] for seq, _ in wanted])
+            q = torch.randn(
+                len(new), H, D, dtype=torch.float64, generator=torch.Generator().manual_seed(layer)
+            )
             out, at = ops_for("cpu").look_back(q, new, -new, step, layer), 0
             for seq, piece in wanted:
                 all_k = numbers(*self.texts[seq])[layer].transpose(0, 1)
-                expected = attention(q[at:at + len(piece)], all_k, -all_k)
-                assert torch.allclose(out[at:at + len(piece)], expected, atol=1e-12)
+                expected = attention(q[at : at + len(piece)], all_k, -all_k)
+                assert torch.allclose(out[at : at + len(piece)], expected, atol=1e-12)
                 at += len(piece)
 
     @precondition(lambda self: self.texts)
@@ -137,6 +169,7 @@ class PagedMachine(RuleBasedStateMachine):
     def refuse(self, i, tokens):
         def fail(count):
             raise MemoryError("planted")
+
         seq, take = self.pick(i), self.cache.pool.take
         n = len(self.texts[seq])
         self.cache.pool.take = fail
@@ -144,23 +177,42 @@ class PagedMachine(RuleBasedStateMachine):
             self.refused(MemoryError, "planted", lambda: self.cache.extend([(seq, tokens)]))
         self.cache.pool.take = take
         self.refused(ValueError, "at least one new token", lambda: self.cache.extend([(seq, [])]))
-        self.refused(ValueError, "occurs twice", lambda: self.cache.extend([(seq, [1]), (seq, [1])]))
-        self.refused(ValueError, f"has {n} tokens: it cannot be truncated to {n + 1}", lambda: self.cache.truncate(seq, n + 1))
-        self.refused(KeyError, "sequence 999 is not open", lambda: self.cache.extend([(seq, [1]), (999, [1])] if n < 22 else [(999, [1])]))
+        self.refused(
+            ValueError, "occurs twice", lambda: self.cache.extend([(seq, [1]), (seq, [1])])
+        )
+        self.refused(
+            ValueError,
+            f"has {n} tokens: it cannot be truncated to {n + 1}",
+            lambda: self.cache.truncate(seq, n + 1),
+        )
+        self.refused(
+            KeyError,
+            "sequence 999 is not open",
+            lambda: self.cache.extend([(seq, [1]), (999, [1])] if n < 22 else [(999, [1])]),
+        )
 
     @invariant()
     def everything_is_where_it_should_be(self):
         self.cache.check()
         for seq, tokens in self.texts.items():
             text = self.cache._texts[seq]
-            assert text.tokens == tokens and self.cache.length(seq) == len(tokens) and len(text.blocks) == -(-len(tokens) // S)
-            keys, values = (kept.parts[0][:, text.blocks].flatten(1, 2)[:, :len(tokens)] for kept in (self.cache.keys, self.cache.values))
+            assert (
+                text.tokens == tokens
+                and self.cache.length(seq) == len(tokens)
+                and len(text.blocks) == -(-len(tokens) // S)
+            )
+            keys, values = (
+                kept.parts[0][:, text.blocks].flatten(1, 2)[:, : len(tokens)]
+                for kept in (self.cache.keys, self.cache.values)
+            )
             assert torch.equal(keys, numbers(*tokens)) and torch.equal(values, -keys)
         used = {block: 0 for text in self.cache._texts.values() for block in text.blocks}
         for text in self.cache._texts.values():
             for i, block in enumerate(text.blocks):
                 used[block] = max(used[block], min(S, len(text.tokens) - i * S))
-        assert self.cache.waste() == pytest.approx(1 - sum(used.values()) / (len(used) * S) if used else 0)
+        assert self.cache.waste() == pytest.approx(
+            1 - sum(used.values()) / (len(used) * S) if used else 0
+        )
 
 
 TestPaged = PagedMachine.TestCase
@@ -168,6 +220,7 @@ TestPaged.settings = settings(max_examples=70, stateful_step_count=30, deadline=
 
 
 # ---- With a model
+
 
 @pytest.fixture(scope="module")
 def llama() -> Llama:
@@ -182,35 +235,65 @@ def paged(llama: Llama, blocks: int = 60, size: int = 4, **how) -> PagedCache:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 32), st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=4)), min_size=1, max_size=4), st.integers(0, 99))
+@given(
+    st.integers(1, 32),
+    st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 99),
+)
 def test_a_ragged_step_equals_the_contiguous_caches(size, texts, seed):
     """Prompts, chunks, single tokens and a few at once, in the same steps."""
-    llama = Llama(Config(**{**SMALL, "num_key_value_heads": 1 + seed % 2}), dtype=torch.float64, seed=seed)
-    tokens = [torch.randint(256, (n + sum(later),), generator=torch.Generator().manual_seed(seed + i)).tolist() for i, (n, later) in enumerate(texts)]
-    caches = (paged(llama, 4 * (-(-111 // size)), size, prefix_sharing=False), KVCache.of(llama, 96, len(texts)))
+    llama = Llama(
+        Config(**{**SMALL, "num_key_value_heads": 1 + seed % 2}), dtype=torch.float64, seed=seed
+    )
+    tokens = [
+        torch.randint(
+            256, (n + sum(later),), generator=torch.Generator().manual_seed(seed + i)
+        ).tolist()
+        for i, (n, later) in enumerate(texts)
+    ]
+    caches = (
+        paged(llama, 4 * (-(-111 // size)), size, prefix_sharing=False),
+        KVCache.of(llama, 96, len(texts)),
+    )
     caches[0].max_len = 96
     seqs = [[cache.open(text)[0] for text in tokens] for cache in caches]
     at = [0] * len(texts)
     for turn in range(5):
-        pieces = [(i, ([n, *later][turn:turn + 1] or [0])[0]) for i, (n, later) in enumerate(texts)]
+        pieces = [
+            (i, ([n, *later][turn : turn + 1] or [0])[0]) for i, (n, later) in enumerate(texts)
+        ]
         pieces = [(i, n) for i, n in pieces if n and at[i] + n <= 96]
         if not pieces:
             continue
-        new = torch.tensor([token for i, n in pieces for token in tokens[i][at[i]:at[i] + n]])
-        both = [llama(new, cache.extend([(seq[i], tokens[i][at[i]:at[i] + n]) for i, n in pieces])) for cache, seq in zip(caches, seqs)]
+        new = torch.tensor([token for i, n in pieces for token in tokens[i][at[i] : at[i] + n]])
+        both = [
+            llama(new, cache.extend([(seq[i], tokens[i][at[i] : at[i] + n]) for i, n in pieces]))
+            for cache, seq in zip(caches, seqs)
+        ]
         assert torch.allclose(*both, atol=1e-12)
         for i, n in pieces:
             at[i] += n
 
 
-def logits_after(llama: Llama, cache: PagedCache, tokens: list[int]) -> tuple[torch.Tensor, int, int]:
+def logits_after(
+    llama: Llama, cache: PagedCache, tokens: list[int]
+) -> tuple[torch.Tensor, int, int]:
     seq, have = cache.open(tokens)
-    out = llama(torch.tensor(tokens[have:]), cache.extend([(seq, tokens[have:])]), rows=slice(-1, None))
+    out = llama(
+        torch.tensor(tokens[have:]), cache.extend([(seq, tokens[have:])]), rows=slice(-1, None)
+    )
     return out[0], have, seq
 
 
 def test_a_prefix_hit_equals_a_cold_run(llama):
-    tokens, cache = torch.randint(256, (40,), generator=torch.Generator().manual_seed(1)).tolist(), paged(llama)
+    tokens, cache = (
+        torch.randint(256, (40,), generator=torch.Generator().manual_seed(1)).tolist(),
+        paged(llama),
+    )
     cold = llama(torch.tensor(tokens))
     for length, expected in ((40, 0), (40, 36), (37, 36), (36, 32), (21, 20), (4, 0), (5, 4)):
         logits, have, seq = logits_after(llama, cache, tokens[:length])
@@ -243,7 +326,7 @@ def test_the_least_recently_used_goes_first_and_beginnings_stay_longest(llama):
         cache.free(logits_after(llama, cache, text)[2])
     assert cache.check() == (0, 8, 0)
     seq, _ = cache.open([200] * 9)
-    cache.extend([(seq, [200] * 9)])                                             # takes three blocks: a's tail
+    cache.extend([(seq, [200] * 9)])  # takes three blocks: a's tail
     assert [cache.open(text + [1])[1] for text in (b, a)] == [16, 4]
 
 
@@ -262,7 +345,7 @@ def test_a_key_without_its_parent_would_be_wrong(llama):
 def test_what_may_be_truncated_is_not_found_yet(llama):
     cache = paged(llama)
     _, _, seq = logits_after(llama, cache, list(range(8)))
-    assert cache.open(list(range(9)))[1] == 0                                    # drafts, perhaps
+    assert cache.open(list(range(9)))[1] == 0  # drafts, perhaps
     cache.truncate(seq, 6)
     cache.extend([(seq, [50, 51])])
     assert cache.open(list(range(9)))[1] == 4 and cache.open([0, 1, 2, 3, 4, 5, 50, 51, 0])[1] == 4
@@ -276,8 +359,15 @@ def test_without_sharing_nothing_is_found(llama):
     assert cache.open(list(range(20)))[1] == 0 and cache.check()[1] == 0
 
 
-@pytest.mark.parametrize("wrong, says", [(dict(blocks=0), "blocks is 0"), (dict(block_size=0), "block_size is 0"), (dict(max_len=0), "max_len is 0"),
-                                         (dict(dtype=torch.int8), "torch.int8 is not supported")])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (dict(blocks=0), "blocks is 0"),
+        (dict(block_size=0), "block_size is 0"),
+        (dict(max_len=0), "max_len is 0"),
+        (dict(dtype=torch.int8), "torch.int8 is not supported"),
+    ],
+)
 def test_sizes_that_are_none(wrong, says):
     with pytest.raises(ValueError, match=says):
         PagedCache(**(dict(layers=1, kv_heads=1, head_dim=2, blocks=2) | wrong))
@@ -293,7 +383,12 @@ def test_blocks_that_fit():
     assert blocks_that_fit(10_000, one, cpu) == 10_000 // one
     all_of_it, half = (blocks_that_fit(share, one, cpu) for share in (1.0, 0.5))
     assert all_of_it > 1000 and half / all_of_it == pytest.approx(0.5, rel=0.2)
-    for memory, says in ((0, "it must be a share"), (-3, "it must be a share"), (math.nan, "it must be a share"), (100, "does not hold a block, which takes 3,072 bytes")):
+    for memory, says in (
+        (0, "it must be a share"),
+        (-3, "it must be a share"),
+        (math.nan, "it must be a share"),
+        (100, "does not hold a block, which takes 3,072 bytes"),
+    ):
         with pytest.raises(ValueError, match=says):
             blocks_that_fit(memory, one, cpu)
 
@@ -313,7 +408,7 @@ def test_a_block_that_is_written_anew_is_no_longer_found_by_what_it_held():
     cache = filled()
     seq, _ = cache.open(())
     cache.extend([(seq, [0] * 6)])
-    cache.extend([(seq, [0])])                                                       # publishes the two that are full
+    cache.extend([(seq, [0])])  # publishes the two that are full
     assert cache.open([0] * 8)[1] == 6
     cache = filled()
     seq, _ = cache.open(())
@@ -321,7 +416,9 @@ def test_a_block_that_is_written_anew_is_no_longer_found_by_what_it_held():
     cache.extend([(seq, [0])])
     cache.truncate(seq, 4)
     cache.extend([(seq, [1, 1, 1])])
-    assert cache.open([0] * 8)[1] == 3 and cache.open([0, 0, 0, 0, 1, 1, 1])[1] == 3  # the second: published only when it is extended again
+    assert (
+        cache.open([0] * 8)[1] == 3 and cache.open([0, 0, 0, 0, 1, 1, 1])[1] == 3
+    )  # the second: published only when it is extended again
 
 
 def test_what_comes_after_a_rewritten_block_has_another_identity():
@@ -330,12 +427,18 @@ def test_what_comes_after_a_rewritten_block_has_another_identity():
     a, _ = cache.open(())
     cache.extend([(a, [0] * 7)])
     b = cache.fork(a)
-    cache.extend([(a, [0]), ])
+    cache.extend(
+        [
+            (a, [0]),
+        ]
+    )
     cache.truncate(a, 1)
     cache.extend([(a, [1, 1, 0, 0, 0, 5, 5, 5])])
     cache.extend([(a, [5])])
     cache.extend([(b, [0])])
-    assert cache.open([0] * 6 + [5] * 4)[1] == 6 and cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
+    assert (
+        cache.open([0] * 6 + [5] * 4)[1] == 6 and cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
+    )
 
 
 def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
@@ -361,6 +464,7 @@ def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
 
 # ---- The block pool by itself: which block goes first, and what can be found
 
+
 def test_free_blocks_go_first_then_the_least_recently_used():
     pool = Pool(4)
     a, b, c = pool.take(3)
@@ -374,12 +478,17 @@ def test_free_blocks_go_first_then_the_least_recently_used():
     pool.release(found)
     assert found == b and list(pool.cached) == [a, c, b]
     taken = pool.take(2)
-    assert a in taken and len(pool.cached) == 2 and pool.find((0, (1,))) is None and pool.find((0, (3,))) is not None
+    assert (
+        a in taken
+        and len(pool.cached) == 2
+        and pool.find((0, (1,))) is None
+        and pool.find((0, (3,))) is not None
+    )
 
 
 def test_more_than_there_is_is_refused_before_anything_changed():
     pool = Pool(3)
-    block, = pool.take(1)
+    (block,) = pool.take(1)
     pool.publish(block, (0, (1,)))
     pool.release(block)
     with pytest.raises(CacheFull, match="4 more blocks are needed and 3 are free or cached"):
@@ -390,7 +499,7 @@ def test_more_than_there_is_is_refused_before_anything_changed():
 def test_an_identity_is_never_given_twice():
     pool, seen = Pool(1), set()
     for i in range(5):
-        block, = pool.take(1)
+        (block,) = pool.take(1)
         seen.add(pool.publish(block, (0, (i % 2,))))
         pool.release(block)
     assert len(seen) == 5
@@ -412,11 +521,15 @@ def test_a_block_has_one_identity_even_if_its_parent_comes_back_as_another():
     pool = Pool(4)
     first, twin, block, _ = pool.take(4)
     parent = pool.publish(first, (0, (1, 2)))
-    assert pool.publish(twin, (0, (1, 2))) == parent                     # its twin is not published, and goes by the other's identity
+    assert (
+        pool.publish(twin, (0, (1, 2))) == parent
+    )  # its twin is not published, and goes by the other's identity
     identity = pool.publish(block, (parent, (3, 4)))
-    pool.withdraw(first)                                                 # the parent goes; the twin is published in its place
+    pool.withdraw(first)  # the parent goes; the twin is published in its place
     again = pool.publish(twin, (0, (1, 2)))
     assert again != parent and pool.publish(block, (again, (3, 4))) == identity
-    assert len(pool.published) == len(pool.known) and all(pool.published[key] == b for b, (key, _) in pool.known.items())
+    assert len(pool.published) == len(pool.known) and all(
+        pool.published[key] == b for b, (key, _) in pool.known.items()
+    )
     pool.withdraw(block)
     assert pool.find((parent, (3, 4))) is None and pool.publish(block, (parent, (3, 4))) > identity

@@ -1,4 +1,5 @@
 """A mistake is one line on standard error and status 2; what is nobody's mistake keeps its traceback."""
+
 import ast
 import os
 import signal
@@ -32,9 +33,16 @@ def raising(error: BaseException) -> None:
 
 
 def test_the_status_says_how_it_went(capsys):
-    assert status(lambda: 3) == 3 and status(lambda: print("done")) == 0 and capsys.readouterr() == ("done\n", "")
-    for error, kinds in ((ValueError("it is 3:\n  it must be 4"), ()), (FileNotFoundError(2, "No such file", "x"), ()),
-                         (KeyError("x"), (KeyError,))):
+    assert (
+        status(lambda: 3) == 3
+        and status(lambda: print("done")) == 0
+        and capsys.readouterr() == ("done\n", "")
+    )
+    for error, kinds in (
+        (ValueError("it is 3:\n  it must be 4"), ()),
+        (FileNotFoundError(2, "No such file", "x"), ()),
+        (KeyError("x"), (KeyError,)),
+    ):
         assert status(lambda: raising(error), *kinds) == 2
         out, err = capsys.readouterr()
         assert not out and err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
@@ -53,20 +61,31 @@ def test_a_flag_that_is_not_there_is_one_line(capsys):
         with pytest.raises(SystemExit) as stop:
             parser.parse_args(flags)
         out, err = capsys.readouterr()
-        assert stop.value.code == 2 and not out and err.startswith("error: ") and err.endswith("(see --help)\n")
+        assert (
+            stop.value.code == 2
+            and not out
+            and err.startswith("error: ")
+            and err.endswith("(see --help)\n")
+        )
         assert err.count("\n") == 1
 
 
 # ---- A program of its own, which imports nothing but this page
+
 
 def started(redirect: str = "", before: str = "", work: str = "") -> subprocess.Popen[str]:
     """A small program, through a shell: PROGRAM, and where its streams go."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     source = PROGRAM.format(before=before, work=work)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.Popen(["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, source], cwd=ROOT,
-                            env=buffered, encoding="utf-8",
-                            preexec_fn=heard, **pipes)
+    return subprocess.Popen(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, source],
+        cwd=ROOT,
+        env=buffered,
+        encoding="utf-8",
+        preexec_fn=heard,
+        **pipes,
+    )
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -79,39 +98,95 @@ def test_a_signal_ends_a_program_without_a_traceback_whenever_it_comes(number, c
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
         # -number: 128 + number in a shell
-        assert (out, err) == ("", told) and process.returncode == (-number if process is importing else code)
+        assert (out, err) == ("", told) and process.returncode == (
+            -number if process is importing else code
+        )
 
 
 def test_every_program_begins_before_it_imports_what_takes_its_time():
-    programs = {path: source for path in PAGES if "\n    sys.exit(main(" in (source := path.read_text(encoding="utf-8"))}
+    programs = {
+        path: source
+        for path in PAGES
+        if "\n    sys.exit(main(" in (source := path.read_text(encoding="utf-8"))
+    }
     assert {"generate.py", "quant.py"} <= {path.name for path in programs}
     for path, source in programs.items():
         first = ast.parse(source).body[1]
-        assert ast.unparse(first) == "if __name__ == '__main__':\n    from shell import begin\n    begin()", path
-    done = subprocess.run([sys.executable, "-c",
-                           "import shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)"], cwd=ROOT,
-                          capture_output=True, text=True)
+        assert (
+            ast.unparse(first)
+            == "if __name__ == '__main__':\n    from shell import begin\n    begin()"
+        ), path
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "False False\n"
 
 
-@pytest.mark.skipif(not (os.path.exists("/dev/full") and stat.S_ISCHR(os.stat("/dev/full").st_mode)),
-                    reason="there is no /dev/full")
-@pytest.mark.parametrize("redirect, work, code, out, err", [
-    ("<&-", "", 0, "text so far\n", "working\n"), ("2>&-", "", 0, "text so far\n", ""),
-    ("2>/dev/full", "", 0, "text so far\n", ""),
-    (">&-", "", 2, "",
-     "error: standard output is closed, and what is made goes there: open it, or send it to /dev/null\n"),
-    (">/dev/full", "", 2, "", "working\nerror: [Errno 28] No space left on device: 'standard output'\n"),
-    ("", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('late')", 2, "text so far\n",
-     "working\nerror: [Errno 28] No space left on device: 'standard output'\n"),
-    ("", "r, w = __import__('os').pipe(); __import__('os').close(r); __import__('os').dup2(w, 1); print('late')", 0,
-     "text so far\n", "working\n"),
-    ("", "raise MemoryError", 2, "text so far\n",
-     "working\nerror: memory does not hold this: use a smaller model or fewer bits (--bits 8), "
-     "shorter texts, or fewer\n"),
-    ("", "raise OSError('x' * 10**6 + chr(27) + chr(10) + chr(0xd800))", 2, "text so far\n",
-     f"working\nerror: {'x' * (LONGEST * 2 // 3)} […] {'x' * (LONGEST // 4 - 3)}\\x1b \\ud800\n")])
-def test_streams_that_are_closed_or_full_and_messages_that_are_not_fit_to_be_shown(redirect, work, code, out, err):
+@pytest.mark.skipif(
+    not (os.path.exists("/dev/full") and stat.S_ISCHR(os.stat("/dev/full").st_mode)),
+    reason="there is no /dev/full",
+)
+@pytest.mark.parametrize(
+    "redirect, work, code, out, err",
+    [
+        ("<&-", "", 0, "text so far\n", "working\n"),
+        ("2>&-", "", 0, "text so far\n", ""),
+        ("2>/dev/full", "", 0, "text so far\n", ""),
+        (
+            ">&-",
+            "",
+            2,
+            "",
+            "error: standard output is closed, and what is made goes there: open it, or send it to /dev/null\n",
+        ),
+        (
+            ">/dev/full",
+            "",
+            2,
+            "",
+            "working\nerror: [Errno 28] No space left on device: 'standard output'\n",
+        ),
+        (
+            "",
+            "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('late')",
+            2,
+            "text so far\n",
+            "working\nerror: [Errno 28] No space left on device: 'standard output'\n",
+        ),
+        (
+            "",
+            "r, w = __import__('os').pipe(); __import__('os').close(r); __import__('os').dup2(w, 1); print('late')",
+            0,
+            "text so far\n",
+            "working\n",
+        ),
+        (
+            "",
+            "raise MemoryError",
+            2,
+            "text so far\n",
+            "working\nerror: memory does not hold this: use a smaller model or fewer bits (--bits 8), "
+            "shorter texts, or fewer\n",
+        ),
+        (
+            "",
+            "raise OSError('x' * 10**6 + chr(27) + chr(10) + chr(0xd800))",
+            2,
+            "text so far\n",
+            f"working\nerror: {'x' * (LONGEST * 2 // 3)} […] {'x' * (LONGEST // 4 - 3)}\\x1b \\ud800\n",
+        ),
+    ],
+)
+def test_streams_that_are_closed_or_full_and_messages_that_are_not_fit_to_be_shown(
+    redirect, work, code, out, err
+):
     process = started(redirect, work=work)
     assert process.communicate("", timeout=20) == (out, err) and process.returncode == code
 
@@ -125,7 +200,10 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path):
         raise KeyboardInterrupt
     with pytest.raises(OSError, match="could not be written"), whole(file) as new:
         new.with_name("other").write_text("what a library leaves where the disk is full")
-    assert file.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link"]
+    assert file.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [
+        "a.json",
+        "link",
+    ]
     with whole(link) as new:
         new.write_text("after")
     assert file.read_text() == "after" and link.is_symlink()

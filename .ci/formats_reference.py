@@ -5,6 +5,7 @@
 A random model is quantized and saved by the package, and its own dequantization gives the reference: logits must agree to 1e-5 of the largest. Where
 inputs have 8 bits, too, a package rounds by a scale of its own: the error that rounding adds must be as large as theirs.
 """
+
 import copy
 import sys
 import tempfile
@@ -17,7 +18,13 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.lifecycle import disable_quantization
 from compressed_tensors.quantization.utils import calculate_qparams
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, logging
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    logging,
+)
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -26,20 +33,61 @@ from model import Llama
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 warnings.simplefilter("ignore")
-SHAPE = dict(vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-             max_position_embeddings=128, tie_word_embeddings=False)
+SHAPE = dict(
+    vocab_size=320,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
 
 
-def recipe(bits: int, kind: str = "int", strategy: str = "group", symmetric: bool = True, inputs: bool = False, **more: object) -> QuantizationConfig:
-    weights = dict(num_bits=bits, type=kind, symmetric=symmetric, strategy=strategy, group_size=32 if strategy == "group" else None, **more)
-    tokens = dict(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True) if inputs else None
-    return QuantizationConfig(config_groups=dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=tokens)), ignore=["lm_head"])
+def recipe(
+    bits: int,
+    kind: str = "int",
+    strategy: str = "group",
+    symmetric: bool = True,
+    inputs: bool = False,
+    **more: object,
+) -> QuantizationConfig:
+    weights = dict(
+        num_bits=bits,
+        type=kind,
+        symmetric=symmetric,
+        strategy=strategy,
+        group_size=32 if strategy == "group" else None,
+        **more,
+    )
+    tokens = (
+        dict(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
+        if inputs
+        else None
+    )
+    return QuantizationConfig(
+        config_groups=dict(
+            group_0=dict(targets=["Linear"], weights=weights, input_activations=tokens)
+        ),
+        ignore=["lm_head"],
+    )
 
 
-CASES = {"INT4": recipe(4), "INT4 with zeros": recipe(4, symmetric=False), "INT4, rows": recipe(4, strategy="channel"),
-         "INT4 with zeros, rows": recipe(4, strategy="channel", symmetric=False), "INT4, act-order": recipe(4, actorder="weight"), "INT8, groups": recipe(8),
-         "INT8": recipe(8, strategy="channel"), "W8A8": recipe(8, strategy="channel", inputs=True), "FP8": recipe(8, "float", "channel"),
-         "FP8, a scale for all": recipe(8, "float", "tensor"), "FP8 × FP8": recipe(8, "float", "channel", inputs=True)}
+CASES = {
+    "INT4": recipe(4),
+    "INT4 with zeros": recipe(4, symmetric=False),
+    "INT4, rows": recipe(4, strategy="channel"),
+    "INT4 with zeros, rows": recipe(4, strategy="channel", symmetric=False),
+    "INT4, act-order": recipe(4, actorder="weight"),
+    "INT8, groups": recipe(8),
+    "INT8": recipe(8, strategy="channel"),
+    "W8A8": recipe(8, strategy="channel", inputs=True),
+    "FP8": recipe(8, "float", "channel"),
+    "FP8, a scale for all": recipe(8, "float", "tensor"),
+    "FP8 × FP8": recipe(8, "float", "channel", inputs=True),
+}
 
 
 def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -> LlamaForCausalLM:
@@ -47,7 +95,13 @@ def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -
     for layer in model.modules():
         if hasattr(layer, "weight_scale"):
             args, w = layer.quantization_scheme.weights, layer.weight.data
-            w = w.view(len(w), -1, 32) if args.strategy == "group" else w[:, None] if args.strategy == "channel" else w.reshape(1, 1, -1)
+            w = (
+                w.view(len(w), -1, 32)
+                if args.strategy == "group"
+                else w[:, None]
+                if args.strategy == "channel"
+                else w.reshape(1, 1, -1)
+            )
             scale, zero = calculate_qparams(w.amin(-1), w.amax(-1), args)
             layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
             layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
@@ -55,19 +109,25 @@ def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
-    compressor.decompress_model(model)                  # for the reference
+    compressor.decompress_model(model)  # for the reference
     return model
 
 
 def nf4(model: LlamaForCausalLM, double: bool, folder: Path) -> LlamaForCausalLM:
     model.save_pretrained(folder / "plain")
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
-    small = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=how, dtype=torch.float32, device_map="cpu")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
+    )
+    small = AutoModelForCausalLM.from_pretrained(
+        folder / "plain", quantization_config=how, dtype=torch.float32, device_map="cpu"
+    )
     small.save_pretrained(folder)
     layers = dict(model.named_modules())
     for name, layer in small.named_modules():
         if hasattr(getattr(layer, "weight", None), "quant_state"):
-            layers[name].weight.data.copy_(bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
+            layers[name].weight.data.copy_(
+                bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            )
     return model
 
 
@@ -77,20 +137,31 @@ def main() -> int:
     first, tokens, wrong = LlamaForCausalLM(LlamaConfig(**SHAPE)), torch.randint(320, (1, 60)), 0
     for weight in first.parameters():
         if weight.ndim == 2:
-            weight.normal_(std=SHAPE["hidden_size"]**-0.5)
-    writers = {name: (compressed, how) for name, how in CASES.items()} | {"NF4": (nf4, False), "NF4, double quantization": (nf4, True)}
+            weight.normal_(std=SHAPE["hidden_size"] ** -0.5)
+    writers = {name: (compressed, how) for name, how in CASES.items()} | {
+        "NF4": (nf4, False),
+        "NF4, double quantization": (nf4, True),
+    }
     rms = lambda x: x.square().mean().sqrt().item()
     for name, (write, how) in writers.items():
         with tempfile.TemporaryDirectory() as folder:
             model = write(copy.deepcopy(first), how, Path(folder))
-            theirs, ours = model(tokens).logits[0], Llama.load(folder, "cpu", torch.float32)(tokens[0])
-        plain = model.apply(disable_quantization)(tokens).logits[0]                         # with the weights alone rounded
+            theirs, ours = (
+                model(tokens).logits[0],
+                Llama.load(folder, "cpu", torch.float32)(tokens[0]),
+            )
+        plain = model.apply(disable_quantization)(tokens).logits[
+            0
+        ]  # with the weights alone rounded
         if torch.equal(theirs, plain):
             error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
             holds, found = error < 1e-5, f"{error:.1e} of the largest logit"
         else:
             ratio = rms(ours - plain) / rms(theirs - plain)
-            holds, found = 0.7 < ratio < 1.4, f"rounded inputs add {ratio:.2f} of the error that they add there"
+            holds, found = (
+                0.7 < ratio < 1.4,
+                f"rounded inputs add {ratio:.2f} of the error that they add there",
+            )
         print(f"{'ok   ' if holds else 'WRONG'} {name}: {found}", flush=True)
         wrong += not holds
     return 1 if wrong else 0

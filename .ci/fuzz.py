@@ -7,6 +7,7 @@ line. Otherwise it is status 2 and one line `error: …`, after notes at most, a
 traceback, or a minute without an end, is a failure, shown with its command line, as small as hypothesis can make it. The
 tests run a hundred (test_cli.py).
 """
+
 import contextlib
 import faulthandler
 import io
@@ -32,34 +33,167 @@ import cli
 from conftest import CHATML, write_model
 from generate import Model
 
-HANG = 60                                               # seconds
-NUMBERS = ["nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e999", "-0.0", "0", "1", "-1", "2", "3", "0.5", "0.9",
-           "1.5", "7", "1_0", " 2 ", "", "٣", "²",
-           "0x10", "2e0", "None", "auto", "true", str(10**18), str(2**31), str(2**63), str(2**64), str(-2**63 - 1),
-           str(10**400), "-" + "9" * 400, "9" * 4301]
+HANG = 60  # seconds
+NUMBERS = [
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "1e999",
+    "-0.0",
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "0.5",
+    "0.9",
+    "1.5",
+    "7",
+    "1_0",
+    " 2 ",
+    "",
+    "٣",
+    "²",
+    "0x10",
+    "2e0",
+    "None",
+    "auto",
+    "true",
+    str(10**18),
+    str(2**31),
+    str(2**63),
+    str(2**64),
+    str(-(2**63) - 1),
+    str(10**400),
+    "-" + "9" * 400,
+    "9" * 4301,
+]
 USUAL = ["1", "2", "3", "5"]
-TEXTS = ["", " ", "a", "Once upon a time", "x" * 95, "x" * 96, "x" * 5000, "\ud800", "a\udcffb", "\x00", "a\x00b",
-         "\n", "\r\n", "\x1b[31m", "\u2028", "\x85", "\ufeff",
-         "é世😀", "<|endoftext|>", "<|im_start|>user", "{", "-", "--", "--n", "%s%d{0}", "Tom " * 20]
-FLAGS = {"temperature": NUMBERS, "top-k": NUMBERS, "top-p": NUMBERS, "min-p": NUMBERS, "seed": NUMBERS,
-         "max-tokens": NUMBERS, "max-len": NUMBERS, "n": NUMBERS,
-         "gamma": NUMBERS, "max-batch": NUMBERS, "kv-memory": [*NUMBERS, "1e5", "1e6"], "stop": TEXTS,
-         "system": TEXTS, "verify": ["exact", "coupled", "x"],
-         "kv": ["paged", "contiguous", "\udcff"], "kv-bits": ["16", "8", "8/4", "4", "5"], "bits": ["16", "8", "4",
-         "fp8", "nf4", "3"], "tensor-parallel": ["0", "1", "-1", "65", "x", ""], "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
-         "dtype": ["float64", "float32", "bfloat16", "float16", "int8"], "draft": ["ngram", "self", "BASE", "OTHER",
-         "no-such", "", "\x00", "/dev/null"]}
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "Once upon a time",
+    "x" * 95,
+    "x" * 96,
+    "x" * 5000,
+    "\ud800",
+    "a\udcffb",
+    "\x00",
+    "a\x00b",
+    "\n",
+    "\r\n",
+    "\x1b[31m",
+    "\u2028",
+    "\x85",
+    "\ufeff",
+    "é世😀",
+    "<|endoftext|>",
+    "<|im_start|>user",
+    "{",
+    "-",
+    "--",
+    "--n",
+    "%s%d{0}",
+    "Tom " * 20,
+]
+FLAGS = {
+    "temperature": NUMBERS,
+    "top-k": NUMBERS,
+    "top-p": NUMBERS,
+    "min-p": NUMBERS,
+    "seed": NUMBERS,
+    "max-tokens": NUMBERS,
+    "max-len": NUMBERS,
+    "n": NUMBERS,
+    "gamma": NUMBERS,
+    "max-batch": NUMBERS,
+    "kv-memory": [*NUMBERS, "1e5", "1e6"],
+    "stop": TEXTS,
+    "system": TEXTS,
+    "verify": ["exact", "coupled", "x"],
+    "kv": ["paged", "contiguous", "\udcff"],
+    "kv-bits": ["16", "8", "8/4", "4", "5"],
+    "bits": ["16", "8", "4", "fp8", "nf4", "3"],
+    "tensor-parallel": ["0", "1", "-1", "65", "x", ""],
+    "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
+    "dtype": ["float64", "float32", "bfloat16", "float16", "int8"],
+    "draft": ["ngram", "self", "BASE", "OTHER", "no-such", "", "\x00", "/dev/null"],
+}
 SWITCHES = ["raw", "chat", "no-cache", "no-prefix-cache", "color", "json", "unknown", "help"]
-FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "gamma", "id", "system", "raw",
-          "chat", "prompt", "unknown")
-ODD = ["null", "true", "false", "NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "9" * 4301, "-1", "0", "1",
-       "2", "3", "0.5", "2.0", "1e2", '""', '"a"', '"x"', '["a"]', "[]",
-       "[3]", "{}", '{"a": 1}', "[[1]]", '"\\ud800"', '"\\u0000"', '[{"role": "user", "content": "hi"}]',
-       '[{"role": "user"}]', '"auto"', '["", "a"]', '["ab", "b", "abc"]']
-LINES = ["", " ", "\r", "[" * 100_000, '{"a":' * 100_000, "{", "nonsense", "\x00", "[]", "3", '"x"', "\ufeff",
-         '{"prompt": "a\u2028b\x85c", "max_tokens": 2}', "{" + '"prompt": "a", ' * 2 + '"seed": 1}',
-         '{"prompt": ' + "[" * 900 + "]" * 900 + "}", '{"prompt": "a", "id": ' + "[" * 985 + "]" * 985 + "}",
-         '{"prompt": "%s"}' % ("y" * 100_000)]
+FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "stop",
+    "gamma",
+    "id",
+    "system",
+    "raw",
+    "chat",
+    "prompt",
+    "unknown",
+)
+ODD = [
+    "null",
+    "true",
+    "false",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "1" + "0" * 400,
+    "9" * 4301,
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "0.5",
+    "2.0",
+    "1e2",
+    '""',
+    '"a"',
+    '"x"',
+    '["a"]',
+    "[]",
+    "[3]",
+    "{}",
+    '{"a": 1}',
+    "[[1]]",
+    '"\\ud800"',
+    '"\\u0000"',
+    '[{"role": "user", "content": "hi"}]',
+    '[{"role": "user"}]',
+    '"auto"',
+    '["", "a"]',
+    '["ab", "b", "abc"]',
+]
+LINES = [
+    "",
+    " ",
+    "\r",
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    "{",
+    "nonsense",
+    "\x00",
+    "[]",
+    "3",
+    '"x"',
+    "\ufeff",
+    '{"prompt": "a\u2028b\x85c", "max_tokens": 2}',
+    "{" + '"prompt": "a", ' * 2 + '"seed": 1}',
+    '{"prompt": ' + "[" * 900 + "]" * 900 + "}",
+    '{"prompt": "a", "id": ' + "[" * 985 + "]" * 985 + "}",
+    '{"prompt": "%s"}' % ("y" * 100_000),
+]
 
 
 def request(draw: random.Random) -> str:
@@ -80,16 +214,27 @@ def command(draw: random.Random, folder: Path) -> tuple[list[str], str]:
     if draw.random() < 0.4:
         lines = "\n".join(request(draw) for _ in range(draw.randrange(6)))
         file = folder / "prompts.jsonl"
-        file.write_bytes(draw.choice(["", "", "",
-        "\ufeff"]).encode() + lines.encode(errors="surrogatepass") + draw.choice([b"", b"\n", b"\r\n"] * 3 + [b"\xff"]))
+        file.write_bytes(
+            draw.choice(["", "", "", "\ufeff"]).encode()
+            + lines.encode(errors="surrogatepass")
+            + draw.choice([b"", b"\n", b"\r\n"] * 3 + [b"\xff"])
+        )
         file, typed = (file, typed) if draw.random() < 0.8 else ("-", lines)
-        arguments += ["--prompts", str(file if draw.random() < 0.95 else draw.choice([folder, "/dev/null", "", "\x00",
-        "\udcff", folder / "none"]))]
+        arguments += [
+            "--prompts",
+            str(
+                file
+                if draw.random() < 0.95
+                else draw.choice([folder, "/dev/null", "", "\x00", "\udcff", folder / "none"])
+            ),
+        ]
     else:
         arguments += draw.choice([["--", draw.choice(TEXTS)], ["Hi"], ["Hi"], ["-"], []])
     flags = []
     for name in draw.sample(list(FLAGS), draw.choice([0, 1, 1, 2, 2, 3, 4])):
-        value = draw.choice(USUAL if FLAGS[name] is NUMBERS and draw.random() < 0.6 else FLAGS[name])
+        value = draw.choice(
+            USUAL if FLAGS[name] is NUMBERS and draw.random() < 0.6 else FLAGS[name]
+        )
         flags.append(f"--{name}={names.get(value, value)}")
     if draw.random() < 0.4:
         flags.append(f"--{draw.choice(SWITCHES)}")
@@ -104,8 +249,12 @@ class Heard(io.TextIOWrapper):
     """A standard stream that keeps what was written."""
 
     def __init__(self, said: str = "") -> None:
-        super().__init__(io.BytesIO(said.encode(errors="surrogatepass")), encoding="utf-8",
-        errors="surrogateescape" if said else "strict", newline=None if said else "")
+        super().__init__(
+            io.BytesIO(said.encode(errors="surrogatepass")),
+            encoding="utf-8",
+            errors="surrogateescape" if said else "strict",
+            newline=None if said else "",
+        )
 
     def text(self) -> str:
         self.flush()
@@ -137,8 +286,11 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
     if status == 2:
         if out or not last.startswith("error: ") or not err.endswith("\n"):
             return "status 2 is one line on standard error, and no output"
-        if rest := [line for line in err.splitlines()[:-1] if not line.startswith(("note: ", "keys and values: ",
-        "colours: "))]:
+        if rest := [
+            line
+            for line in err.splitlines()[:-1]
+            if not line.startswith(("note: ", "keys and values: ", "colours: "))
+        ]:
             return f"more than one line: {rest[0]!r}"
         return "a line of more than 1,200 characters" if len(last) > 1200 else ""
     if status not in (0, 1):
@@ -147,10 +299,17 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
         return ""
     if "--prompts" in arguments or "--json" in arguments:
         try:
-            results = [json.loads(line, parse_constant=lambda name: 1 // 0) for line in out.split("\n")[:-1]]
+            results = [
+                json.loads(line, parse_constant=lambda name: 1 // 0)
+                for line in out.split("\n")[:-1]
+            ]
         except (ValueError, ZeroDivisionError) as error:
             return f"the output is not JSON: {error}"
-        if not out.endswith("\n") and out or sorted(r["index"] for r in results) != list(range(len(results))):
+        if (
+            not out.endswith("\n")
+            and out
+            or sorted(r["index"] for r in results) != list(range(len(results)))
+        ):
             return "there is not a result for each"
         bad = any(result["finish_reason"] == "error" for result in results)
         return "" if bad == (status == 1) else "a status that does not say how it went"
@@ -167,6 +326,7 @@ def models() -> Iterator[Path]:
         if key not in known:
             known[key] = load(cls, *how)
         return known[key]
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "base")
@@ -183,17 +343,26 @@ def fuzz(count: int, seed: int) -> Counter[int]:
     """Status -> how often. AssertionError: what was wrong, with its command line."""
     counts = Counter[int]()
     with models() as folder:
+
         @hypothesis.seed(seed)
-        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(st.randoms(use_true_random=False))
         def one(draw: random.Random) -> None:
             arguments, typed = command(draw, folder)
             status, out, err = ran(arguments, typed)
             shown = [a if len(a) < 200 else f"{a[:100]}…" for a in arguments]
             fault = wrong(arguments, status, out, err)
-            assert not fault, (f"{fault}\n  {shlex.join(shown)!r} < {typed[:100]!r}\n  {status}\n"
-                               f"  {out[-300:]!r}\n  {err[-600:]!r}")
+            assert not fault, (
+                f"{fault}\n  {shlex.join(shown)!r} < {typed[:100]!r}\n  {status}\n"
+                f"  {out[-300:]!r}\n  {err[-600:]!r}"
+            )
             counts[status] += 1
+
         one()
     return counts
 
@@ -201,7 +370,10 @@ def fuzz(count: int, seed: int) -> Counter[int]:
 def main(count: str = "10000", seed: str = "0") -> int:
     torch.set_num_threads(1)
     start = time.time()
-    often = ", ".join(f"{times} with status {status}" for status, times in fuzz(int(count), int(seed)).most_common())
+    often = ", ".join(
+        f"{times} with status {status}"
+        for status, times in fuzz(int(count), int(seed)).most_common()
+    )
     print(f"{count} command lines in {time.time() - start:.0f} s: {often}")
     return 0
 

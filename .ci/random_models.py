@@ -3,6 +3,7 @@
 Needs transformers. `python .ci/random_models.py` writes test_data/: the models and the logits that transformers gives them, which
 test_model.py compares ours with, offline. transformers_reference.py makes others, live.
 """
+
 import json
 import shutil
 import sys
@@ -13,9 +14,24 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-BASE = dict(vocab_size=43, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=False)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+BASE = dict(
+    vocab_size=43,
+    hidden_size=24,
+    intermediate_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 CASES: dict[str, dict[str, Any]] = {
     "mha": dict(num_key_value_heads=4),
     "gqa2-tied": dict(tie_word_embeddings=True),
@@ -27,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "sharded": dict(num_hidden_layers=3),
 }
-TOKENS = 60                                              # past the original length of the scaled model
+TOKENS = 60  # past the original length of the scaled model
 
 
 def make(case: str, seed: int, **changes: Any) -> LlamaForCausalLM:
@@ -50,13 +66,18 @@ def save(case: str, model: LlamaForCausalLM, folder: Path) -> None:
 def move_rope(folder: Path, place: str) -> None:
     """Put the rotary settings where configs of another age have them."""
     config = json.loads((folder / "config.json").read_text())
-    rope = {**(config.pop("rope_scaling", None) or {}), **(config.pop("rope_parameters", None) or {})}
+    rope = {
+        **(config.pop("rope_scaling", None) or {}),
+        **(config.pop("rope_parameters", None) or {}),
+    }
     rope.setdefault("rope_theta", config.pop("rope_theta", 10000.0))
     if place == "rope_parameters":
         config["rope_parameters"] = rope
     else:
         config["rope_theta"] = rope.pop("rope_theta")
-        config["rope_scaling"] = {("type" if k == "rope_type" and place == "type" else k): v for k, v in rope.items()}
+        config["rope_scaling"] = {
+            ("type" if k == "rope_type" and place == "type" else k): v for k, v in rope.items()
+        }
         if rope.get("rope_type", "default") == "default":
             config["rope_scaling"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -69,9 +90,14 @@ def main() -> None:
         model = make(case, seed)
         save(case, model, root / case)
         move_rope(root / case, ("rope_parameters", "rope_scaling", "type")[seed % 3])
-        tokens = torch.randint(0, BASE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(
+            0, BASE["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(seed)
+        )
         with torch.no_grad():
-            expected |= {f"{case}.tokens": tokens, f"{case}.logits": model(tokens[None]).logits[0].contiguous()}
+            expected |= {
+                f"{case}.tokens": tokens,
+                f"{case}.logits": model(tokens[None]).logits[0].contiguous(),
+            }
     save_file(expected, root / "expected.safetensors")
 
 

@@ -4,6 +4,7 @@
 
 DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw; SMOLLM2 is a model folder.
 """
+
 import itertools
 import json
 import random
@@ -20,7 +21,12 @@ from tokenizer import Tokenizer
 
 CONVERSATIONS = [
     [("user", "Hello")],
-    [("system", "You are brief."), ("user", "What is 2 + 2?"), ("assistant", "4"), ("user", "  And 3 + 3?\n\n")],
+    [
+        ("system", "You are brief."),
+        ("user", "What is 2 + 2?"),
+        ("assistant", "4"),
+        ("user", "  And 3 + 3?\n\n"),
+    ],
     [("user", "Grüße, 世界 😀\n\tcode: {x: 1}"), ("assistant", "ok")],
     [("user", "a" * 300 + " 1234567890"), ("assistant", " spaced "), ("user", "'s it's I'LL")],
 ]
@@ -29,9 +35,17 @@ CONVERSATIONS = [
 def random_texts(n: int, seed: int = 0) -> list[str]:
     """Texts of every plane of Unicode, of white space, digits and apostrophes, in all mixtures."""
     draw = random.Random(seed)
-    kinds = [lambda: chr(draw.randrange(32, 127)), lambda: draw.choice(" \n\t\r  　"), lambda: draw.choice("0123456789'’sSdDLl"),
-             lambda: chr(draw.randrange(0x20, 0x2FFF)), lambda: chr(draw.randrange(0x10000, 0x110000)), lambda: chr(draw.randrange(0xE000, 0x10000)),
-             lambda: draw.choice(["é", "ß", "中", "한", "🙂", "👩‍🚀", "ﬁ", "٣", "Ⅷ", "½", "\x00", "\x7f"])]
+    kinds = [
+        lambda: chr(draw.randrange(32, 127)),
+        lambda: draw.choice(" \n\t\r  　"),
+        lambda: draw.choice("0123456789'’sSdDLl"),
+        lambda: chr(draw.randrange(0x20, 0x2FFF)),
+        lambda: chr(draw.randrange(0x10000, 0x110000)),
+        lambda: chr(draw.randrange(0xE000, 0x10000)),
+        lambda: draw.choice(
+            ["é", "ß", "中", "한", "🙂", "👩‍🚀", "ﬁ", "٣", "Ⅷ", "½", "\x00", "\x7f"]
+        ),
+    ]
     return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 40))) for _ in range(n)]
 
 
@@ -41,34 +55,69 @@ def every_character() -> list[str]:
     Left out are 13 digits, new in Unicode 17: `Digits` of `tokenizers` knows them, its regular expressions and tiktoken's do not.
     """
     new = {*range(0x11DE0, 0x11DEA), *range(0x16FF4, 0x16FF7)}
-    planes = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000), *range(0x40000, 0x110000, 97)]
+    planes = [
+        *range(0xD800),
+        *range(0xE000, 0x40000),
+        *range(0xE0000, 0xE1000),
+        *range(0x40000, 0x110000, 97),
+    ]
     characters = [chr(c) for c in planes if c not in new]
-    return ["\n".join(f"a{c}b {c}{c}1{c} .'{c}s" for c in characters[i:i + 1000]) for i in range(0, len(characters), 1000)]
+    return [
+        "\n".join(f"a{c}b {c}{c}1{c} .'{c}s" for c in characters[i : i + 1000])
+        for i in range(0, len(characters), 1000)
+    ]
 
 
 def compare_merges(n: int, seed: int = 0) -> None:
     """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes, bytes that are missing."""
-    draw, level = random.Random(seed), dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    draw, level = (
+        random.Random(seed),
+        dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False),
+    )
     for _ in range(n):
-        letters = "abcd"[:draw.randrange(1, 5)]
+        letters = "abcd"[: draw.randrange(1, 5)]
         known, merges = list(letters), []
         for _ in range(draw.randrange(1, 25)):
             merges.append([draw.choice(known), draw.choice(known)])
             known.append("".join(merges[-1]))
         merges = [pair for pair in merges if len("".join(pair)) < 9]
         draw.shuffle(merges)
-        tokens = {*map(chr, range(33, 127)), *map("".join, merges), *("".join(draw.choices(letters + "x", k=draw.randrange(2, 6))) for _ in range(3))}
-        vocab = {text: id for id, text in enumerate(sorted(tokens - {"x"}, key=lambda _: draw.random()))}
-        model = dict(type="BPE", vocab=vocab, merges=merges + merges[:2], ignore_merges=draw.random() < 0.5)
+        tokens = {
+            *map(chr, range(33, 127)),
+            *map("".join, merges),
+            *("".join(draw.choices(letters + "x", k=draw.randrange(2, 6))) for _ in range(3)),
+        }
+        vocab = {
+            text: id for id, text in enumerate(sorted(tokens - {"x"}, key=lambda _: draw.random()))
+        }
+        model = dict(
+            type="BPE", vocab=vocab, merges=merges + merges[:2], ignore_merges=draw.random() < 0.5
+        )
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "tokenizer.json")
-            file.write_text(json.dumps(dict(version="1.0", added_tokens=[], normalizer=None, pre_tokenizer=level, post_processor=None,
-                                            decoder=level, model=model)))
+            file.write_text(
+                json.dumps(
+                    dict(
+                        version="1.0",
+                        added_tokens=[],
+                        normalizer=None,
+                        pre_tokenizer=level,
+                        post_processor=None,
+                        decoder=level,
+                        model=model,
+                    )
+                )
+            )
             ours, reference = Tokenizer.load(folder), Reference.from_file(str(file))
-        for length in [*range(1, 30), 600]:             # tiktoken merges pieces of 500 bytes and more by another algorithm
+        for length in [
+            *range(1, 30),
+            600,
+        ]:  # tiktoken merges pieces of 500 bytes and more by another algorithm
             text = "".join(draw.choices(letters + "x", [5] * len(letters) + [1], k=length))
             if reference.encode(text).ids != ours.encode(text):
-                sys.exit(f"{json.dumps(model)}: {text!r}\n  tokenizers {reference.encode(text).ids}\n  ours       {ours.encode(text)}")
+                sys.exit(
+                    f"{json.dumps(model)}: {text!r}\n  tokenizers {reference.encode(text).ids}\n  ours       {ours.encode(text)}"
+                )
     print(f"{n} untrained lists of merges: equal on {30 * n} texts")
 
 
@@ -76,13 +125,17 @@ def compare(name: str, ours: Tokenizer, reference: Reference, texts: list[str]) 
     specials = list(ours.specials)
     for text in texts:
         if any(special in text for special in specials):
-            continue                                    # there the library finds control tokens, which we never do
+            continue  # there the library finds control tokens, which we never do
         expected, got = reference.encode(text, add_special_tokens=False).ids, ours.encode(text)
         if expected != got:
-            sys.exit(f"{name}: {text[:80]!r}\n  tokenizers {expected[:40]}\n  ours       {got[:40]}")
+            sys.exit(
+                f"{name}: {text[:80]!r}\n  tokenizers {expected[:40]}\n  ours       {got[:40]}"
+            )
         if not ours.missing_bytes & set(text.encode()) and ours.decode(got) != text:
             sys.exit(f"{name}: {text[:80]!r} does not come back")
-    print(f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; bytes that the vocabulary lacks: {len(ours.missing_bytes)}")
+    print(
+        f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; bytes that the vocabulary lacks: {len(ours.missing_bytes)}"
+    )
 
 
 def compare_chats(folder: Path, ours: Tokenizer) -> None:
@@ -90,9 +143,14 @@ def compare_chats(folder: Path, ours: Tokenizer) -> None:
     for turns, more in itertools.product(CONVERSATIONS, (True, False)):
         messages = [{"role": role, "content": content} for role, content in turns]
         text = reference.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
-        expected, got = reference(text, add_special_tokens=False).input_ids, ours.chat(messages, add_generation_prompt=more)
+        expected, got = (
+            reference(text, add_special_tokens=False).input_ids,
+            ours.chat(messages, add_generation_prompt=more),
+        )
         if expected != got:
-            sys.exit(f"{folder.name}: {messages}\n  transformers {expected}\n  ours         {got}\n  {text!r}\n  {ours.decode(got, special=True)!r}")
+            sys.exit(
+                f"{folder.name}: {messages}\n  transformers {expected}\n  ours         {got}\n  {text!r}\n  {ours.decode(got, special=True)!r}"
+            )
     print(f"{folder.name}: {2 * len(CONVERSATIONS)} chat prompts equal those of transformers")
 
 
@@ -103,14 +161,27 @@ def main(data: Path, smollm2: Path) -> None:
     llama3 = Reference.from_file(str(data / "llama3" / "tokenizer.json"))
     ours = Tokenizer.load(data / "llama3")
     compare("Llama 3, tokenizer.json", ours, llama3, texts)
-    with tempfile.TemporaryDirectory() as folder:       # the other format alone, with the names of the control tokens
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # the other format alone, with the names of the control tokens
         for file in ("tokenizer.model", "tokenizer_config.json"):
             shutil.copy(data / "llama3" / file, folder)
         ranks = Tokenizer.load(folder)
     compare("Llama 3, tokenizer.model", ranks, llama3, texts)
-    if ranks.specials != ours.specials or ranks.prompt("x") != ours.prompt("x") or ours.prompt("x") != llama3.encode("x").ids:
-        sys.exit("Llama 3's two formats disagree on the control tokens, or on what a text begins with")
-    compare("SmolLM2", Tokenizer.load(smollm2), Reference.from_file(str(smollm2 / "tokenizer.json")), texts)
+    if (
+        ranks.specials != ours.specials
+        or ranks.prompt("x") != ours.prompt("x")
+        or ours.prompt("x") != llama3.encode("x").ids
+    ):
+        sys.exit(
+            "Llama 3's two formats disagree on the control tokens, or on what a text begins with"
+        )
+    compare(
+        "SmolLM2",
+        Tokenizer.load(smollm2),
+        Reference.from_file(str(smollm2 / "tokenizer.json")),
+        texts,
+    )
     compare_chats(data / "llama3", ours)
     compare_chats(smollm2, Tokenizer.load(smollm2))
 

@@ -20,6 +20,7 @@ itself, and a folder `building-…`, which the first compilation an hour later r
 Invariant: what is loaded was compiled by this user, from this source, for this CPU.
 Not covered: systems other than Linux; libraries that another user compiled; removing libraries of older sources.
 """
+
 import ctypes
 import hashlib
 import os
@@ -36,16 +37,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-LIMIT, ANSWER = 120.0, 20.0                             # seconds for a compilation, and for a compiler's macros
-ROOM, STALE = 4 << 20, 3600                             # bytes that a compilation may need; age of leftovers
-UNASKED = re.compile("__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)")   # compilers use these
+LIMIT, ANSWER = 120.0, 20.0  # seconds for a compilation, and for a compiler's macros
+ROOM, STALE = 4 << 20, 3600  # bytes that a compilation may need; age of leftovers
+UNASKED = re.compile(
+    "__(S?SSE|AVX|AMX|FMA|XOP|F16C|BMI|LZCNT|POPCNT|MOVBE|ARM_FEATURE)"
+)  # compilers use these
 
 
 class CompilerError(OSError):
     """There is no compiler, or it failed: another folder would not help."""
 
 
-def compile_library(source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()) -> ctypes.CDLL:
+def compile_library(
+    source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()
+) -> ctypes.CDLL:
     """The compiled source. linked: libraries that it needs, -l… or files. OSError: why it cannot be had."""
     command, macros = _compiler()
     depends, refused = repr((source, command, macros, [*flags], [*linked])), list[str]()
@@ -53,7 +58,9 @@ def compile_library(source: str, flags: Sequence[str] = (), linked: Sequence[str
     for folder in _folders():
         try:
             _claim(folder)
-            return _loaded(_kept(folder / name) or _made(folder / name, source, command, flags, linked))
+            return _loaded(
+                _kept(folder / name) or _made(folder / name, source, command, flags, linked)
+            )
         except CompilerError:
             raise
         except OSError as error:
@@ -73,32 +80,51 @@ def _compiler() -> tuple[list[str], list[str]]:
     macros = [_macros([*command, f"-march={cpu}"]) for cpu in dict.fromkeys(("native", march))]
     has, used = ({line.split()[1] for line in lines} for lines in (macros[0], macros[-1]))
     if lacks := sorted(name.strip("_") for name in used - has if UNASKED.match(name)):
-        raise CompilerError(f"this CPU cannot run LLAMA_MARCH={march}: it has no {', '.join(lacks)}")
+        raise CompilerError(
+            f"this CPU cannot run LLAMA_MARCH={march}: it has no {', '.join(lacks)}"
+        )
     return [*command, f"-march={march}"], macros[-1]
 
 
 def _macros(command: list[str]) -> list[str]:
-    told = _run([*command, "-dM", "-E", "-x", "c", "-"], ANSWER, "#include <limits.h>\n").splitlines()
+    told = _run(
+        [*command, "-dM", "-E", "-x", "c", "-"], ANSWER, "#include <limits.h>\n"
+    ).splitlines()
     if not told or not all(line.startswith("#define ") for line in told):
-        raise CompilerError(f"no C compiler: {command[0]} is something else (gcc, or what CC names)")
+        raise CompilerError(
+            f"no C compiler: {command[0]} is something else (gcc, or what CC names)"
+        )
     return told
 
 
 def _run(command: list[str], seconds: float, given: str = "", **environment: str) -> str:
     """What a command prints. When its time is over, or at a Ctrl-C, it ends, and so do all processes that it began."""
     env, pipe = os.environ | {"LC_ALL": "C"} | environment, subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    ) as process:
         try:
-            out, errors = (told.decode(errors="replace") for told in process.communicate(given.encode(), seconds))
+            out, errors = (
+                told.decode(errors="replace")
+                for told in process.communicate(given.encode(), seconds)
+            )
         except BaseException as error:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise CompilerError(f"the C compiler failed: {command[0]} took more than {seconds:g} s") from None
+                raise CompilerError(
+                    f"the C compiler failed: {command[0]} took more than {seconds:g} s"
+                ) from None
             raise
     if process.returncode:
-        lines = [f"{command[0]} ended with status {process.returncode}", *filter(str.strip, errors.splitlines())]
-        first = next((line for line in lines if re.search("error: |undefined reference|cannot find", line)), lines[-1])
+        lines = [
+            f"{command[0]} ended with status {process.returncode}",
+            *filter(str.strip, errors.splitlines()),
+        ]
+        first = next(
+            (line for line in lines if re.search("error: |undefined reference|cannot find", line)),
+            lines[-1],
+        )
         raise CompilerError(f"the C compiler failed: {first.split('error: ')[-1].strip()}")
     return out
 
@@ -124,7 +150,9 @@ def _claim(folder: Path) -> None:
 def _kept(path: Path) -> bytes | None:
     """A library that lies there whole, and was put there by this user."""
     try:
-        with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        with open(
+            path, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ) as file:
             found, content = os.fstat(file.fileno()), file.read()
     except OSError:
         return None
@@ -138,7 +166,8 @@ def _seal(path: Path, content: bytes) -> bytes:
 
 def _locked(folder: Path) -> BinaryIO:
     """Lock the folder until the file is closed. Waits at most LIMIT seconds, and not where locks do not work."""
-    import fcntl                                        # not everywhere
+    import fcntl  # not everywhere
+
     file, until = open(folder / "lock", "ab"), time.monotonic() + LIMIT
     while time.monotonic() < until:
         try:
@@ -151,7 +180,9 @@ def _locked(folder: Path) -> BinaryIO:
     return file
 
 
-def _made(path: Path, source: str, command: list[str], flags: Sequence[str], linked: Sequence[str]) -> bytes:
+def _made(
+    path: Path, source: str, command: list[str], flags: Sequence[str], linked: Sequence[str]
+) -> bytes:
     """The library, compiled and kept, unless another process had it ready before."""
     with _locked(path.parent):
         if content := _kept(path):
@@ -162,11 +193,24 @@ def _made(path: Path, source: str, command: list[str], flags: Sequence[str], lin
                     shutil.rmtree(old)
         with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as scratch:
             with tempfile.TemporaryFile(dir=scratch) as room:
-                os.posix_fallocate(room.fileno(), 0, ROOM)      # a full disk says so here, not in a compiler's words
-            unlinked, made, sealed = (Path(scratch, f"library.{kind}") for kind in ("o", "so", "sealed"))
-            _run([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", str(unlinked)], LIMIT, source, TMPDIR=scratch)
+                os.posix_fallocate(
+                    room.fileno(), 0, ROOM
+                )  # a full disk says so here, not in a compiler's words
+            unlinked, made, sealed = (
+                Path(scratch, f"library.{kind}") for kind in ("o", "so", "sealed")
+            )
+            _run(
+                [*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", str(unlinked)],
+                LIMIT,
+                source,
+                TMPDIR=scratch,
+            )
             # Without the flags: -fopenmp would add an OpenMP of the compiler's choice. "defs": what is missing says so.
-            _run([*command, "-shared", "-Wl,-z,defs", str(unlinked), *linked, "-o", str(made)], LIMIT, TMPDIR=scratch)
+            _run(
+                [*command, "-shared", "-Wl,-z,defs", str(unlinked), *linked, "-o", str(made)],
+                LIMIT,
+                TMPDIR=scratch,
+            )
             if not made.exists():
                 raise CompilerError(f"the C compiler failed: {command[0]} wrote nothing")
             content = made.read_bytes()
@@ -177,7 +221,7 @@ def _made(path: Path, source: str, command: list[str], flags: Sequence[str], lin
 
 
 def _loaded(content: bytes) -> ctypes.CDLL:
-    memory = os.memfd_create("library")                 # never closed: what is loaded is known by this number
+    memory = os.memfd_create("library")  # never closed: what is loaded is known by this number
     with open(memory, "wb", closefd=False) as file:
         file.write(content)
     return ctypes.CDLL(f"/proc/self/fd/{memory}")

@@ -29,6 +29,7 @@ Not covered: float64, float16, groups that do not fall into stretches of at most
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size · F intermediate_size
     H, G query and key/value heads · D head_dim · V vocab_size
 """
+
 import ctypes
 import os
 import platform
@@ -43,13 +44,24 @@ from cpu.compiled import compile_library
 from kernels import Linear, Step
 from quant import Quantized, nf4, unpack4
 
-SOURCES = [Path(__file__).with_name(f"{name}.c") for name in ("blocks", "integers", "products", "native")]
-WIDE, STRETCH = 16, 128                                 # rows of W in a panel, and columns of a sum
-KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", torch.float8_e4m3fn, "zeros")    # as blocks.c counts
+SOURCES = [
+    Path(__file__).with_name(f"{name}.c") for name in ("blocks", "integers", "products", "native")
+]
+WIDE, STRETCH = 16, 128  # rows of W in a panel, and columns of a sum
+KINDS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int8,
+    4,
+    "nf4",
+    torch.float8_e4m3fn,
+    "zeros",
+)  # as blocks.c counts
 P, L = ctypes.c_void_p, ctypes.c_long
 
 
 # ---- The library -----------------------------------------------------------------------------------------------------
+
 
 def library() -> ctypes.CDLL | None:
     """The compiled source, or None where it cannot be had."""
@@ -104,6 +116,7 @@ def address(x: Tensor | Record | None) -> ctypes.c_void_p:
 
 class At:
     """The type of a C parameter: the address of a tensor or a record, or NULL for None."""
+
     from_param = staticmethod(address)
 
 
@@ -123,6 +136,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 # ---- Products --------------------------------------------------------------------------------------------------------
 
+
 def unquantized(weight: Tensor | Quantized) -> Quantized:
     """A weight as Quantized; a plain matrix has no scales. With at most one scale a row, a group is whole stretches."""
     w = Quantized(weight, None, None, weight.shape[1], 0) if isinstance(weight, Tensor) else weight
@@ -140,17 +154,23 @@ def kind(w: Quantized) -> torch.dtype | str | int:
 def multiplies(weight: Tensor | Quantized, x: torch.dtype = torch.float32) -> bool:
     """Whether C multiplies x, of this dtype, by this matrix."""
     w = unquantized(weight)
-    part = min(w.group, STRETCH)                        # columns that are multiplied at a time
-    return (w.values.device.type == "cpu" and kind(w) in KINDS and x in (torch.float32, torch.bfloat16)
-            and w.group % part == part % (8 if w.values.dtype == torch.uint8 else 1) == 0
-            and library() is not None)
+    part = min(w.group, STRETCH)  # columns that are multiplied at a time
+    return (
+        w.values.device.type == "cpu"
+        and kind(w) in KINDS
+        and x in (torch.float32, torch.bfloat16)
+        and w.group % part == part % (8 if w.values.dtype == torch.uint8 else 1) == 0
+        and library() is not None
+    )
 
 
 class Weight(Record):
     """W [N, K] as blocks.c reads it: addresses, and the tensors that lie there."""
 
-    _fields_ = [*((name, P) for name in ("w", "scale", "zero", "bias", "order")),
-                *((name, L) for name in ("N", "K", "group", "kind", "exact", "inputs"))]
+    _fields_ = [
+        *((name, P) for name in ("w", "scale", "zero", "bias", "order")),
+        *((name, L) for name in ("N", "K", "group", "kind", "exact", "inputs")),
+    ]
 
     @classmethod
     def of(cls, linear: Linear) -> "Weight":
@@ -159,15 +179,20 @@ class Weight(Record):
         values, scale, zero, K, group, order, inputs = w
         exact = scale is not None and scale.dtype != torch.bfloat16
         scale = scale.float() if exact else scale
-        if values.dtype == torch.uint8:                 # columns 0 to 3 of eight in the lower halves of four bytes
-            q = unpack4(torch.nn.functional.pad(values, (0, -values.shape[1] % 4))).view(len(values), -1, 2, 4)
+        if values.dtype == torch.uint8:  # columns 0 to 3 of eight in the lower halves of four bytes
+            q = unpack4(torch.nn.functional.pad(values, (0, -values.shape[1] % 4))).view(
+                len(values), -1, 2, 4
+            )
             values = (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
-        if values.dtype == torch.float8_e4m3fn:         # C reads float16 of 2^-8 the number, and no NaN
+        if values.dtype == torch.float8_e4m3fn:  # C reads float16 of 2^-8 the number, and no NaN
             values = values.view(torch.int8)
             scale = (256 * scale).masked_fill_((values & 127 == 127).any(1, True), torch.nan)
-        parts = [panels(values, {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)),
-                 *(None if part is None else panels(part) for part in (scale, zero)),
-                 None if bias is None else bias.detach().float(), order]
+        parts = [
+            panels(values, {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)),
+            *(None if part is None else panels(part) for part in (scale, zero)),
+            None if bias is None else bias.detach().float(),
+            order,
+        ]
         self = cls(*map(address, parts), len(values), K, group, KINDS.index(kind(w)), exact, inputs)
         self.held, self.library = [part for part in parts if part is not None], library()
         return self
@@ -185,14 +210,18 @@ def panels(x: Tensor, unit: int = 1) -> Tensor:
     N, K = x.shape
     if N % WIDE or K % unit:
         x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
-    x = x.detach().view(torch.int32) if unit > 1 else x.detach()                # a unit is four bytes, and moves as one
+    x = (
+        x.detach().view(torch.int32) if unit > 1 else x.detach()
+    )  # a unit is four bytes, and moves as one
     return x.view(-1, WIDE, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
     """x Wᵀ + bias. x: [T, K], float32 or bfloat16; sums are float32 -> [T, N], as x."""
     if x.shape[1] != weight.K:
-        raise ValueError(f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns")
+        raise ValueError(
+            f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns"
+        )
     y = torch.empty(len(x), weight.N)
     if len(x):
         weight.library.product(x.float().contiguous(), weight, y, len(x))
@@ -201,10 +230,16 @@ def product(x: Tensor, weight: Weight) -> Tensor:
 
 # ---- Between the products, as kernels.Ops has them -------------------------------------------------------------------
 
+
 def serves(*tensors: Tensor | None) -> bool:
     """Whether there is C for these tensors: float32 on a CPU, without gradients."""
-    return library() is not None and all(x is None or x.dtype == torch.float32 and x.device.type == "cpu"
-                                         and not (x.requires_grad and torch.is_grad_enabled()) for x in tensors)
+    return library() is not None and all(
+        x is None
+        or x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not (x.requires_grad and torch.is_grad_enabled())
+        for x in tensors
+    )
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -223,7 +258,9 @@ def swiglu(x: Tensor) -> Tensor:
 
 def soften(logits: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature) [B, V], V > 0; temperature 0: one-hot, first maximum. NaN in rows not finite."""
-    library().soften_rows(logits.contiguous(), probs := torch.empty(logits.shape), *logits.shape, temperature)
+    library().soften_rows(
+        logits.contiguous(), probs := torch.empty(logits.shape), *logits.shape, temperature
+    )
     return probs
 
 
@@ -237,26 +274,43 @@ def race(probs: Tensor, streams: Tensor) -> Tensor:
 
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
+
 class _Kept(Record):
     _fields_ = [("numbers", P), ("scale", P), ("kind", L)]
 
 
 class _Step(Record):
-    _fields_ = [("keys", _Kept), ("values", _Kept), ("tables", P), ("S", L), ("block", L), ("head", L),
-                ("positions", P), ("slots", P), ("starts", P), ("most", L), ("work", L), ("layer", L)]
+    _fields_ = [
+        ("keys", _Kept),
+        ("values", _Kept),
+        ("tables", P),
+        ("S", L),
+        ("block", L),
+        ("head", L),
+        ("positions", P),
+        ("slots", P),
+        ("starts", P),
+        ("most", L),
+        ("work", L),
+        ("layer", L),
+    ]
 
 
 def reads(*stores: Any) -> bool:
     """Whether `attend` reads these keys and values: on a CPU, not of 4 bits, the tokens of a head side by side."""
     parts = [store.parts[0] for store in stores]
-    return all(x.dtype in KINDS[:3] and x.device.type == "cpu" and x.stride(2) == x.shape[4] for x in parts)
+    return all(
+        x.dtype in KINDS[:3] and x.device.type == "cpu" and x.stride(2) == x.shape[4] for x in parts
+    )
 
 
 def places(step: Step) -> _Step:
     """Where the tokens of a step belong, for C: made once a step. It holds addresses of the step's tensors."""
     if (made := vars(step).get("native")) is None:
         made = step.native = _Step.from_buffer_copy(_layout(step.cache))
-        made.positions, made.slots, made.starts, _, made.tables = map(torch.Tensor.data_ptr, step.places)
+        made.positions, made.slots, made.starts, _, made.tables = map(
+            torch.Tensor.data_ptr, step.places
+        )
         made.S, made.most = step.block_size, step.shape[2]
         made.work = sum((stop - start) * stop for _, start, stop in step.spans)
     return made
@@ -267,12 +321,17 @@ def _layout(cache: Any) -> _Step:
     if "native" not in vars(cache):
         keys, values = cache.keys.parts, cache.values.parts
         layer, block, _, head, _ = (distance // keys[0].shape[4] for distance in keys[0].stride())
-        kept = [_Kept(address(x), *map(address, scale or [None]), KINDS.index(x.dtype)) for x, *scale in (keys, values)]
+        kept = [
+            _Kept(address(x), *map(address, scale or [None]), KINDS.index(x.dtype))
+            for x, *scale in (keys, values)
+        ]
         cache.native = _Step(*kept, block=block, head=head, layer=layer)
     return cache.native
 
 
-def attend(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: int, layer: int) -> Tensor:
+def attend(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: int, layer: int
+) -> Tensor:
     """qkv: float32[T, H + 2 G, D]; without cos and sin, q and k are rotated already -> [T, H, D]."""
     T, heads, D = qkv.shape
     out = torch.empty(T, heads - 2 * G, D)
@@ -282,6 +341,7 @@ def attend(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: i
 
 # ---- All layers in one call ------------------------------------------------------------------------------------------
 
+
 class _Layer(Record):
     _fields_ = [(name, P) for name in ("input_norm", "post_norm", "qkv", "o", "gate_up", "down")]
 
@@ -289,21 +349,41 @@ class _Layer(Record):
 class Layers(Record):
     """All layers of a float32 model, and its last norm: addresses, and what lies there."""
 
-    _fields_ = [*((name, P) for name in ("layers", "norm", "embed", "head")), *((name, L) for name in "LHGD"),
-                ("eps", ctypes.c_float)]
+    _fields_ = [
+        *((name, P) for name in ("layers", "norm", "embed", "head")),
+        *((name, L) for name in "LHGD"),
+        ("eps", ctypes.c_float),
+    ]
 
     @classmethod
     def of(cls, llama: Any) -> "Layers | None":
         """None if C cannot do all products, or the model is not float32."""
         every = [[getattr(layer, name) for name, _ in _Layer._fields_] for layer in llama.layers]
         products = [llama.embed, llama.head, *(part for _, _, *parts in every for part in parts)]
-        if not every or not serves(llama.norm) or not all(isinstance(part, Weight) for part in products):
+        if (
+            not every
+            or not serves(llama.norm)
+            or not all(isinstance(part, Weight) for part in products)
+        ):
             return None
-        c, layers = llama.config, (_Layer * len(every))(*(_Layer(*map(address, parts)) for parts in every))
-        self = cls(ctypes.addressof(layers), *map(address, (llama.norm, llama.embed, llama.head)), len(every),
-                   c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rms_norm_eps)
+        c, layers = (
+            llama.config,
+            (_Layer * len(every))(*(_Layer(*map(address, parts)) for parts in every)),
+        )
+        self = cls(
+            ctypes.addressof(layers),
+            *map(address, (llama.norm, llama.embed, llama.head)),
+            len(every),
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.rms_norm_eps,
+        )
         self.held, (_, _, qkv, _, gate_up, _) = [layers, llama.norm, products, every], every[0]
-        self.room, self.logits = 2 * (qkv.K + max(gate_up.N, qkv.N)), llama.head.N      # for a token; for all
+        self.room, self.logits = (
+            2 * (qkv.K + max(gate_up.N, qkv.N)),
+            llama.head.N,
+        )  # for a token; for all
         return self
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
@@ -312,19 +392,48 @@ class Layers(Record):
         library().layers(self, x, out, room, cos, sin, places(step), len(x))
         return out
 
-    def drafts(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step, temperature: float, streams: Tensor,
-               V: int) -> tuple[Tensor, Tensor]:
+    def drafts(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: Step,
+        temperature: float,
+        streams: Tensor,
+        V: int,
+    ) -> tuple[Tensor, Tensor]:
         """The next k tokens of a text, int64[k], and their distributions, softmax(logits / temperature): float32[k, V].
 
         x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; step: of T + k − 1 tokens;
         streams: int64[k, 1], one for each pick.
         """
         (T, C), k = x.shape, len(streams)
-        room, drafted = torch.empty(T * (self.room + C) + self.logits), torch.zeros(k, dtype=torch.int64)
+        room, drafted = (
+            torch.empty(T * (self.room + C) + self.logits),
+            torch.zeros(k, dtype=torch.int64),
+        )
         q = torch.empty(k, V)
-        library().drafts(self, x, room, cos, sin, places(step), T, temperature, streams.contiguous(), drafted, q, k, V)
+        library().drafts(
+            self,
+            x,
+            room,
+            cos,
+            sin,
+            places(step),
+            T,
+            temperature,
+            streams.contiguous(),
+            drafted,
+            q,
+            k,
+            V,
+        )
         return drafted, q
 
 
 if __name__ == "__main__":
-    print(f"there is no C here: {why_not()}. Everything runs as PyTorch does it." if why_not() else "there is C here.")
+    print(
+        f"there is no C here: {why_not()}. Everything runs as PyTorch does it."
+        if why_not()
+        else "there is C here."
+    )

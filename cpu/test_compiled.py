@@ -1,4 +1,5 @@
 """What may be wrong where C is compiled: the compiler, the folder, what lies there, who else is at it, or ended."""
+
 import fcntl
 import os
 import platform
@@ -20,10 +21,14 @@ import pytest
 from conftest import heard
 from cpu import compiled
 
-pytestmark = pytest.mark.skipif(platform.system() != "Linux" or shutil.which("gcc") is None, reason="no gcc here")
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or shutil.which("gcc") is None, reason="no gcc here"
+)
 SOURCE = "int more(int x) { return x + MORE; }"
-HERE = Path(compiled.__file__).parent                   # a module there, without its package, which imports PyTorch
-PROGRAM = f"import compiled; print(compiled.compile_library({SOURCE!r}, ['-O0', '-DMORE=1']).more(1))"
+HERE = Path(compiled.__file__).parent  # a module there, without its package, which imports PyTorch
+PROGRAM = (
+    f"import compiled; print(compiled.compile_library({SOURCE!r}, ['-O0', '-DMORE=1']).more(1))"
+)
 
 
 def more(n: int = 1, *linked: str) -> int:
@@ -41,8 +46,10 @@ def reason() -> str:
 
 def script(path: Path, compiling: str) -> str:
     """A compiler that does something else, or before, when it is to compile or to link; as CC names it."""
-    path.write_text(f'#!/bin/sh\ncase "$*" in *" -c "* | *" -shared "*) {compiling};; esac\nexec gcc "$@"\n')
-    os.chmod(path, 0o755)                                                        # (beside another test, in which Path.chmod does nothing)
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "* | *" -shared "*) {compiling};; esac\nexec gcc "$@"\n'
+    )
+    os.chmod(path, 0o755)  # (beside another test, in which Path.chmod does nothing)
     return shlex.quote(str(path))
 
 
@@ -78,6 +85,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         if path:
             path.write_bytes(content)
         return told
+
     monkeypatch.setattr(compiled, "_run", run)
 
 
@@ -88,14 +96,28 @@ def test_it_is_compiled_once_and_for_what_it_depends_on(folder, tmp_path, monkey
     finally:
         os.umask(before)
     (first,) = kept(folder)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert (
+        stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(first.stat().st_mode) == 0o600
+    )
     monkeypatch.setattr(compiled, "_made", mock.Mock(side_effect=compiled._made))
     assert more() == 1 and not compiled._made.called
-    assert str(folder) not in Path("/proc/self/maps").read_text()                # a folder without execution would do
-    same, compiler, asked = nullcontext(), mock.patch.dict(os.environ, CC="env WITH=arguments gcc"), compiled._macros
-    newer = mock.patch.object(compiled, "_macros", lambda command: [*asked(command), "#define NEWER 1"])
+    assert (
+        str(folder) not in Path("/proc/self/maps").read_text()
+    )  # a folder without execution would do
+    same, compiler, asked = (
+        nullcontext(),
+        mock.patch.dict(os.environ, CC="env WITH=arguments gcc"),
+        compiled._macros,
+    )
+    newer = mock.patch.object(
+        compiled, "_macros", lambda command: [*asked(command), "#define NEWER 1"]
+    )
     cpu = [mock.patch.dict(os.environ, LLAMA_MARCH="x86-64")] * (platform.machine() == "x86_64")
-    for n, linked, changed in ((2, (), same), (2, ("-lm",), same), *((1, (), new) for new in (compiler, newer, *cpu))):
+    for n, linked, changed in (
+        (2, (), same),
+        (2, ("-lm",), same),
+        *((1, (), new) for new in (compiler, newer, *cpu)),
+    ):
         before = len(kept(folder))
         with changed:
             assert more(n, *linked) == n and len(kept(folder)) == before + 1
@@ -104,12 +126,20 @@ def test_it_is_compiled_once_and_for_what_it_depends_on(folder, tmp_path, monkey
 def damage(other: bytes, outside: Path) -> list[Callable[[Path], object]]:
     """All that may have happened to a file that was kept."""
     cut = [lambda path, n=n: os.truncate(path, n) for n in (0, 20, 5000)]
-    other_bytes = [lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"), lambda path: path.write_bytes(other),
-                   lambda path: path.write_bytes(b"?" + path.read_bytes()[1:])]
-    others = [lambda path: path.chmod(0o620), lambda path: path.chmod(0o602),
-              lambda path: os.geteuid() or os.chown(path, 12345, -1)]
-    no_file = [lambda path: (path.rename(outside), path.symlink_to(outside)),
-               lambda path: (path.unlink(), os.mkfifo(path))]
+    other_bytes = [
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+        lambda path: path.write_bytes(other),
+        lambda path: path.write_bytes(b"?" + path.read_bytes()[1:]),
+    ]
+    others = [
+        lambda path: path.chmod(0o620),
+        lambda path: path.chmod(0o602),
+        lambda path: os.geteuid() or os.chown(path, 12345, -1),
+    ]
+    no_file = [
+        lambda path: (path.rename(outside), path.symlink_to(outside)),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+    ]
     return [*cut, *other_bytes, *others, *no_file]
 
 
@@ -125,7 +155,7 @@ def test_what_is_not_whole_or_not_ours_is_compiled_anew(folder, tmp_path, rememb
         assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_uid == os.geteuid()
         assert len(kept(folder)) == 2
     path.unlink()
-    path.mkdir()                                                                 # nothing can be put in its place
+    path.mkdir()  # nothing can be put in its place
     assert more(1) == 1 and len(kept(tmp_path / "tmp" / f"llama-native-{os.geteuid()}")) == 1
 
 
@@ -144,9 +174,13 @@ def test_a_folder_is_nobody_elses_or_another_is_taken(folder, tmp_path, remember
 
     folder.mkdir(mode=0o777, parents=True)
     folder.chmod(0o777)
-    with mock.patch.object(Path, "chmod"):                                       # which some file systems ignore
+    with mock.patch.object(Path, "chmod"):  # which some file systems ignore
         assert taken() == beside
-    assert compiled._claim(folder) is None and stat.S_IMODE(folder.stat().st_mode) == 0o700 and taken() == folder
+    assert (
+        compiled._claim(folder) is None
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        and taken() == folder
+    )
     folder.symlink_to(elsewhere)
     assert taken() == beside and not kept(elsewhere)
     for cache in (tmp_path / "file", "/proc", "/dev/null/x"):
@@ -171,26 +205,50 @@ def test_a_folder_is_nobody_elses_or_another_is_taken(folder, tmp_path, remember
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert taken() == beside and not kept(folder)
     beside.touch()
-    assert reason() == f"there is no place for a library: {folder}: No space left on device; {beside}: File exists"
+    assert (
+        reason()
+        == f"there is no place for a library: {folder}: No space left on device; {beside}: File exists"
+    )
 
 
-@pytest.mark.parametrize("CC, told", [
-    ("/no/such/compiler", "no C compiler: there is no /no/such/compiler (gcc, or what CC names)"),
-    ("gcc '", "no C compiler: CC is \"gcc '\" (No closing quotation)"), ("/usr", "no C compiler: there is no /usr"),
-    ("true", "no C compiler: true is something else"), ("echo", "no C compiler: echo is something else"),
-    ("false", "the C compiler failed: false ended with status 1"),
-    ("gcc --no-such-flag", "the C compiler failed: unrecognized command-line option")])
+@pytest.mark.parametrize(
+    "CC, told",
+    [
+        (
+            "/no/such/compiler",
+            "no C compiler: there is no /no/such/compiler (gcc, or what CC names)",
+        ),
+        ("gcc '", 'no C compiler: CC is "gcc \'" (No closing quotation)'),
+        ("/usr", "no C compiler: there is no /usr"),
+        ("true", "no C compiler: true is something else"),
+        ("echo", "no C compiler: echo is something else"),
+        ("false", "the C compiler failed: false ended with status 1"),
+        ("gcc --no-such-flag", "the C compiler failed: unrecognized command-line option"),
+    ],
+)
 def test_what_is_no_compiler_is_the_reason(CC, told, folder, monkeypatch):
     monkeypatch.setenv("CC", CC)
     assert reason().startswith(told) and not kept(folder)
 
 
-@pytest.mark.parametrize("compiling, told", [
-    ("exit 0", "wrote nothing"), ("kill -9 $$", "ended with status -9"), ("echo >&2; exit 3", "ended with status 3"),
-    ("echo error: $LC_ALL >&2; exit 1", "failed: C")])
-def test_a_compiler_that_does_not_compile_is_the_reason(compiling, told, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "compiling, told",
+    [
+        ("exit 0", "wrote nothing"),
+        ("kill -9 $$", "ended with status -9"),
+        ("echo >&2; exit 3", "ended with status 3"),
+        ("echo error: $LC_ALL >&2; exit 1", "failed: C"),
+    ],
+)
+def test_a_compiler_that_does_not_compile_is_the_reason(
+    compiling, told, folder, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CC", script(tmp_path / "compiler", compiling))
-    assert reason().startswith("the C compiler failed: ") and reason().endswith(told) and not kept(folder)
+    assert (
+        reason().startswith("the C compiler failed: ")
+        and reason().endswith(told)
+        and not kept(folder)
+    )
 
 
 def test_a_blank_name_is_no_name(monkeypatch):
@@ -198,9 +256,15 @@ def test_a_blank_name_is_no_name(monkeypatch):
     assert more() == 1
 
 
-@pytest.mark.parametrize("source, told", [
-    ("int f(", "expected"), ('#error "not this"', "not this"), ("#include <no/such.h>", "no/such.h: No such file"),
-    ("int g(void); int f(void) { return g(); }", "undefined reference to `g'")])
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ("int f(", "expected"),
+        ('#error "not this"', "not this"),
+        ("#include <no/such.h>", "no/such.h: No such file"),
+        ("int g(void); int f(void) { return g(); }", "undefined reference to `g'"),
+    ],
+)
 def test_what_does_not_compile_says_why(source, told, folder):
     with pytest.raises(compiled.CompilerError, match=told) as error:
         compiled.compile_library(source, ("-O0",))
@@ -221,10 +285,12 @@ def gone(pid: int) -> bool:
 
 def test_a_compiler_that_hangs_ends_with_all_that_it_began(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "LIMIT", 0.3)
-    monkeypatch.setenv("CC", script(tmp_path / "compiler", f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait"))
+    monkeypatch.setenv(
+        "CC", script(tmp_path / "compiler", f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait")
+    )
     assert reason().endswith("compiler took more than 0.3 s")
     assert gone(int((tmp_path / "pid").read_text())) and not kept(folder)
-    (tmp_path / "compiler").write_text("#!/bin/sh\nsleep 60\n")                  # not even a name
+    (tmp_path / "compiler").write_text("#!/bin/sh\nsleep 60\n")  # not even a name
     monkeypatch.setattr(compiled, "ANSWER", 0.1)
     assert reason().endswith("compiler took more than 0.1 s")
 
@@ -233,14 +299,18 @@ def test_a_march_is_one_that_this_cpu_can_run(monkeypatch):
     if platform.machine() != "x86_64":
         pytest.skip("x86-64's names")
     monkeypatch.setenv("LLAMA_MARCH", "x86-64")
-    macros = compiled.compile_library("int avx(void) {\n#ifdef __AVX__\nreturn 1;\n#else\nreturn 0;\n#endif\n}")
+    macros = compiled.compile_library(
+        "int avx(void) {\n#ifdef __AVX__\nreturn 1;\n#else\nreturn 0;\n#endif\n}"
+    )
     assert macros.avx() == 0
-    beyond = ["#define __AVX999__ 1", "#define __SGX__ 1"]                       # the last is nothing that C becomes
-    monkeypatch.setattr(compiled, "_macros", lambda command: ["#define __SSE__ 1"] + beyond * ("64" in command[-1]))
+    beyond = ["#define __AVX999__ 1", "#define __SGX__ 1"]  # the last is nothing that C becomes
+    monkeypatch.setattr(
+        compiled, "_macros", lambda command: ["#define __SSE__ 1"] + beyond * ("64" in command[-1])
+    )
     assert reason() == "this CPU cannot run LLAMA_MARCH=x86-64: it has no AVX999"
     monkeypatch.undo()
     monkeypatch.setenv("LLAMA_MARCH", "no-such-cpu")
-    assert reason().startswith("the C compiler failed: ")                        # in the compiler's own words
+    assert reason().startswith("the C compiler failed: ")  # in the compiler's own words
 
 
 def test_nobody_waits_for_ever(folder, monkeypatch):
@@ -254,18 +324,32 @@ def test_nobody_waits_for_ever(folder, monkeypatch):
 
 # ---- Several processes --------------------------------------------------------------------------------------------
 
+
 def begin(place: Path, compiler: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"XDG_CACHE_HOME": str(place), "TMPDIR": str(place), "CC": compiler, "LLAMA_MARCH": ""}
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(place),
+        "TMPDIR": str(place),
+        "CC": compiler,
+        "LLAMA_MARCH": "",
+    }
     command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
-    return subprocess.Popen(command, cwd=HERE, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)
+    return subprocess.Popen(
+        command, cwd=HERE, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard
+    )
 
 
 def at_once(n: int) -> tuple[list[tuple[str, str]], int, int]:
     """What n processes say that start at once, how often they compiled or linked, and how many files that left."""
     with tempfile.TemporaryDirectory() as place:
         compiler = script(Path(place, "compiler"), f"echo once >> {place}/log; sleep 0.1")
-        said = [process.communicate() for process in [begin(Path(place), compiler) for _ in range(n)]]
-        return said, len(Path(place, "log").read_text().split()), len(kept(Path(place, "llama-native")))
+        said = [
+            process.communicate() for process in [begin(Path(place), compiler) for _ in range(n)]
+        ]
+        return (
+            said,
+            len(Path(place, "log").read_text().split()),
+            len(kept(Path(place, "llama-native"))),
+        )
 
 
 @pytest.mark.meanwhile(at_once, 5)
@@ -278,7 +362,9 @@ def ended(by: int) -> tuple[int, bool, list[str], list[str]]:
     of that the next one left, an hour later."""
     with tempfile.TemporaryDirectory() as place:
         pid, folder = Path(place, "pid"), Path(place, "llama-native")
-        slow = f"touch $TMPDIR/temporary; echo $$ > {place}/new; mv {place}/new {pid}; exec sleep 60"
+        slow = (
+            f"touch $TMPDIR/temporary; echo $$ > {place}/new; mv {place}/new {pid}; exec sleep 60"
+        )
         process = begin(Path(place), script(Path(place, "compiler"), slow))
         while process.poll() is None and not pid.exists():
             time.sleep(0.01)
@@ -290,8 +376,16 @@ def ended(by: int) -> tuple[int, bool, list[str], list[str]]:
         left = [path.name[:9] for path in kept(folder)]
         for path in folder.glob("building-*"):
             os.utime(path, (0, 0))
-        assert begin(Path(place), "gcc").communicate() == ("2\n", "") and not Path(place, "temporary").exists()
-        return process.returncode, with_it, left, [path.name[:9] for path in folder.glob("building-*")]
+        assert (
+            begin(Path(place), "gcc").communicate() == ("2\n", "")
+            and not Path(place, "temporary").exists()
+        )
+        return (
+            process.returncode,
+            with_it,
+            left,
+            [path.name[:9] for path in folder.glob("building-*")],
+        )
 
 
 @pytest.mark.meanwhile(ended, signal.SIGINT)

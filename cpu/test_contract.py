@@ -1,4 +1,5 @@
 """A CPU's operations keep the contract, with C and without."""
+
 import pytest
 
 from cpu import CPU, native

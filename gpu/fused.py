@@ -9,6 +9,7 @@ product, storing, attention, its merge, o product, norm, gate and up product, sw
 
 Invariant: kernels compute in float32 and round where kernels.Ops rounds, so 16-bit results differ from its results only
 by the order of a sum. Not covered: gradients and float64."""
+
 import torch
 import triton
 import triton.language as tl
@@ -24,31 +25,44 @@ def _add_norm(x, delta, weight, total, y, C, eps, SIZE: tl.constexpr):
     kept, row = at < C, tl.program_id(0).to(tl.int64) * C
     here = tl.load(x + row + at, mask=kept, other=0)
     if delta is not None:
-        here = (here.to(tl.float32) + tl.load(delta + row + at, mask=kept, other=0).to(tl.float32)).to(here.dtype)
+        here = (
+            here.to(tl.float32) + tl.load(delta + row + at, mask=kept, other=0).to(tl.float32)
+        ).to(here.dtype)
         tl.store(total + row + at, here, mask=kept)
     wide = here.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(here.dtype)
-    tl.store(y + row + at, normed.to(tl.float32) * tl.load(weight + at, mask=kept, other=0).to(tl.float32), mask=kept)
+    tl.store(
+        y + row + at,
+        normed.to(tl.float32) * tl.load(weight + at, mask=kept, other=0).to(tl.float32),
+        mask=kept,
+    )
 
 
 @triton.jit
 def _turned(here, other, cos, sin, kept):
     near = here.to(tl.float32) * tl.load(cos, mask=kept, other=0).to(tl.float32)
-    return near.to(here.dtype).to(tl.float32) + other.to(tl.float32) * tl.load(sin, mask=kept, other=0).to(tl.float32)
+    return near.to(here.dtype).to(tl.float32) + other.to(tl.float32) * tl.load(
+        sin, mask=kept, other=0
+    ).to(tl.float32)
 
 
 @triton.jit
 def _rotate(x, cos, sin, y, heads, row, head, D, HEADS: tl.constexpr, HALF: tl.constexpr):
     """A program has HEADS heads of a token, both halves of each. row, head: strides of x; y is contiguous."""
-    t, h, i = (tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None],
-               tl.arange(0, HALF)[None, :])
+    t, h, i = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None],
+        tl.arange(0, HALF)[None, :],
+    )
     half = D // 2
     kept = (h < heads) & (i < half)
-    source, target = x + t * row + h * head + i, y + (t * heads + h) * D + i              # [HEADS, HALF]
+    source, target = x + t * row + h * head + i, y + (t * heads + h) * D + i  # [HEADS, HALF]
     one, two = tl.load(source, mask=kept, other=0), tl.load(source + half, mask=kept, other=0)
     turn = t * D + i
     tl.store(target, _turned(one, two, cos + turn, sin + turn, i < half), mask=kept)
-    tl.store(target + half, _turned(two, one, cos + turn + half, sin + turn + half, i < half), mask=kept)
+    tl.store(
+        target + half, _turned(two, one, cos + turn + half, sin + turn + half, i < half), mask=kept
+    )
 
 
 @triton.jit
@@ -56,9 +70,16 @@ def _swiglu(x, y, F, SIZE: tl.constexpr):
     """A program has SIZE numbers of a token."""
     t, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     kept = at < F
-    gate, up = tl.load(x + t * 2 * F + at, mask=kept, other=0), tl.load(x + t * 2 * F + F + at, mask=kept, other=0)
+    gate, up = (
+        tl.load(x + t * 2 * F + at, mask=kept, other=0),
+        tl.load(x + t * 2 * F + F + at, mask=kept, other=0),
+    )
     wide = gate.to(tl.float32)
-    tl.store(y + t * F + at, (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32) * up.to(tl.float32), mask=kept)
+    tl.store(
+        y + t * F + at,
+        (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32) * up.to(tl.float32),
+        mask=kept,
+    )
 
 
 def norm_shape(C: int) -> tuple[int, int]:
@@ -67,10 +88,16 @@ def norm_shape(C: int) -> tuple[int, int]:
     return size, max(1, min(16, size // 512))
 
 
-def fused_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """x + delta, and its RMSNorm: [T, C] each. x, delta: [T, C]; with delta None, x and its RMSNorm."""
     (T, C), x = x.shape, x.contiguous()
-    y, total, (size, num_warps) = torch.empty_like(x), x if delta is None else torch.empty_like(x), norm_shape(C)
+    y, total, (size, num_warps) = (
+        torch.empty_like(x),
+        x if delta is None else torch.empty_like(x),
+        norm_shape(C),
+    )
     if T:
         delta = None if delta is None else delta.contiguous()
         _add_norm[T,](x, delta, weight, total, y, C, eps, size, num_warps=num_warps)
@@ -82,8 +109,19 @@ def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     T, heads, D = x.shape
     y = torch.empty(T, heads, D, device=x.device, dtype=x.dtype)
     if T:
-        _rotate[T, triton.cdiv(heads, 8)](x, cos, sin, y, heads, x.stride(0), x.stride(1), D, 8,
-                                          triton.next_power_of_2(D // 2), num_warps=4)
+        _rotate[T, triton.cdiv(heads, 8)](
+            x,
+            cos,
+            sin,
+            y,
+            heads,
+            x.stride(0),
+            x.stride(1),
+            D,
+            8,
+            triton.next_power_of_2(D // 2),
+            num_warps=4,
+        )
     return y
 
 
@@ -98,17 +136,33 @@ def fused_swiglu(x: Tensor) -> Tensor:
 
 # ---- The demonstration: the kernels' resources, compiled without a GPU -----------------------------------------------
 
+
 def compile_fused(C: int, F: int, D: int, arch: int = 90) -> list[tuple[str, int, int, int]]:
     """Registers, spills and shared memory of each kernel, for a model of this size in bfloat16."""
     size, num_warps = norm_shape(C)
-    types = {"x delta weight total y cos sin": "*bf16", "C F D row head": "i32:16", "eps": "fp32", "heads": "i32"}
-    fixed = {_add_norm: (dict(SIZE=size), num_warps), _swiglu: (dict(SIZE=1024), 4),
-             _rotate: (dict(HEADS=8, HALF=triton.next_power_of_2(D // 2)), 4)}
-    return [(kernel.__name__, *compile_for(kernel, types, constants, arch, warps)[:3])
-            for kernel, (constants, warps) in fixed.items()]
+    types = {
+        "x delta weight total y cos sin": "*bf16",
+        "C F D row head": "i32:16",
+        "eps": "fp32",
+        "heads": "i32",
+    }
+    fixed = {
+        _add_norm: (dict(SIZE=size), num_warps),
+        _swiglu: (dict(SIZE=1024), 4),
+        _rotate: (dict(HEADS=8, HALF=triton.next_power_of_2(D // 2)), 4),
+    }
+    return [
+        (kernel.__name__, *compile_for(kernel, types, constants, arch, warps)[:3])
+        for kernel, (constants, warps) in fixed.items()
+    ]
 
 
 if __name__ == "__main__":
     sizes = {"8B": (4096, 14336, 128), "1B": (2048, 8192, 64)}
-    found = ((name, arch, *kernel) for name in sizes for arch in SHARED for kernel in compile_fused(*sizes[name], arch))
+    found = (
+        (name, arch, *kernel)
+        for name in sizes
+        for arch in SHARED
+        for kernel in compile_fused(*sizes[name], arch)
+    )
     print_table("model sm kernel registers spills shared", found)

@@ -19,6 +19,7 @@ Not covered: graphs for prompts, and for texts with very different numbers of ne
 
     B sequences of a bucket · k the largest γ of a round · V vocabulary · T tokens of a step
 """
+
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
@@ -31,7 +32,7 @@ from torch import Tensor
 from kernels import Places, Span, Step
 from sampling import SETTINGS
 
-MOST = 17                                               # the most tokens of a text in a recorded step: 16 drafts and 1
+MOST = 17  # the most tokens of a text in a recorded step: 16 drafts and 1
 Run = Callable[[], object]
 
 
@@ -65,8 +66,8 @@ class Recorded:
 
 class Bucket(NamedTuple):
     sequences: int
-    each: int                                           # new tokens of a sequence
-    blocks: int                                         # of a sequence
+    each: int  # new tokens of a sequence
+    blocks: int  # of a sequence
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,7 +82,9 @@ def rounded(n: int) -> int:
 
 def bucket_of(step: Step, sequences: int, each: int) -> Bucket:
     """The shape of the recording for this step, rounded up so that many steps share it."""
-    return Bucket(rounded(sequences), each, rounded(max(len(blocks) for blocks, _, _ in step.spans)))
+    return Bucket(
+        rounded(sequences), each, rounded(max(len(blocks) for blocks, _, _ in step.spans))
+    )
 
 
 def place_for(step: Step, bucket: Bucket) -> Step:
@@ -94,7 +97,11 @@ def place_for(step: Step, bucket: Bucket) -> Step:
 
 def refill(step: Step, bucket: Bucket, spans: Sequence[Span]) -> None:
     """Put other texts into the step's tensors. ValueError, before any change, if they do not fit the bucket."""
-    shape = len(spans), max(stop - start for _, start, stop in spans), max(len(blocks) for blocks, _, _ in spans)
+    shape = (
+        len(spans),
+        max(stop - start for _, start, stop in spans),
+        max(len(blocks) for blocks, _, _ in spans),
+    )
     if any(size > most for size, most in zip(shape, bucket)):
         raise ValueError(f"texts of {Bucket(*shape)} do not fit {bucket}: take a larger bucket")
     step.fill(spans)
@@ -105,7 +112,9 @@ def following(step: Step, stop: Tensor) -> Step:
     made, B, S = copy(step), len(stop), step.block_size
     _, _, _, lengths, tables = step.places
     place = torch.minimum(lengths, stop - 1).clamp(min=0)
-    slots = torch.where(lengths < stop, tables.gather(1, (place // S)[:, None].long())[:, 0] * S + place % S, -1)
+    slots = torch.where(
+        lengths < stop, tables.gather(1, (place // S)[:, None].long())[:, 0] * S + place % S, -1
+    )
     starts = torch.arange(B + 1, dtype=torch.int32, device=step.device)
     made.places = Places(lengths.long(), slots, starts, torch.minimum(lengths + 1, stop), tables)
     made.counts = [1] * B
@@ -118,10 +127,16 @@ class Passes:
 
     def __init__(self) -> None:
         self.passes: dict[Bucket, tuple[Tensor, Step, Recorded]] = {}
-        self.logits: dict[int, Tensor] = {}             # [T, V] for each T
+        self.logits: dict[int, Tensor] = {}  # [T, V] for each T
 
-    def __call__(self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step,
-                 rows: Tensor | slice | None) -> Tensor:
+    def __call__(
+        self,
+        plain: Callable[..., Tensor],
+        llama: Any,
+        tokens: Tensor,
+        step: Step,
+        rows: Tensor | slice | None,
+    ) -> Tensor:
         """tokens: int64[T] -> logits [R, V] of the tokens at `rows`. Recorded where rows is None, in short steps."""
         each = max(step.counts)
         if rows is not None or each > MOST or each * len(step.spans) > 2 * len(tokens):
@@ -133,29 +148,38 @@ class Passes:
         logits = self.logits[T]
         if bucket not in self.passes:
             held, places = torch.zeros(T, dtype=torch.int64, device=device), place_for(step, bucket)
-            self.passes[bucket] = held, places, Recorded(lambda: logits.copy_(plain(held, places, None)))
+            self.passes[bucket] = (
+                held,
+                places,
+                Recorded(lambda: logits.copy_(plain(held, places, None))),
+            )
         held, places, run = self.passes[bucket]
-        held[:len(tokens)] = tokens
+        held[: len(tokens)] = tokens
         refill(places, bucket, step.spans)
         run()
-        return logits[:len(tokens)].clone()
+        return logits[: len(tokens)].clone()
 
 
 class Inputs(NamedTuple):
     """The inputs of a round's drafts, except the step's places: views of one buffer."""
-    tokens: Tensor                                      # int64[2 B]: unread tokens, end to end
-    gammas: Tensor                                      # int64[B]
-    stops: Tensor                                       # int64[B]: text lengths up to which room is reserved
-    coins: Tensor                                       # int64[B · (k + 1), 3]: seeds, positions, roles
-    settings: Tensor                                    # float64[4, B]
+
+    tokens: Tensor  # int64[2 B]: unread tokens, end to end
+    gammas: Tensor  # int64[B]
+    stops: Tensor  # int64[B]: text lengths up to which room is reserved
+    coins: Tensor  # int64[B · (k + 1), 3]: seeds, positions, roles
+    settings: Tensor  # float64[4, B]
 
     @classmethod
-    def empty(cls, B: int, k: int, device: torch.device | str, pinned: bool = False) -> tuple[Tensor, "Inputs"]:
+    def empty(
+        cls, B: int, k: int, device: torch.device | str, pinned: bool = False
+    ) -> tuple[Tensor, "Inputs"]:
         """The buffer, int64, and its views. B texts, up to k drafts each."""
         sizes = 2 * B, B, B, 3 * B * (k + 1), len(SETTINGS) * B
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
         tokens, gammas, stops, coins, settings = buffer.split(sizes)
-        return buffer, cls(tokens, gammas, stops, coins.view(-1, 3), settings.view(torch.float64).view(-1, B))
+        return buffer, cls(
+            tokens, gammas, stops, coins.view(-1, 3), settings.view(torch.float64).view(-1, B)
+        )
 
 
 class Drafts:
@@ -163,47 +187,77 @@ class Drafts:
 
     def __init__(self) -> None:
         self.rounds: dict[Any, tuple[Tensor, Step, tuple[Tensor, Tensor], Recorded]] = {}
-        self.drafted: dict[Any, tuple[Tensor, Tensor]] = {}                     # for each B, k, V and dtype
+        self.drafted: dict[Any, tuple[Tensor, Tensor]] = {}  # for each B, k, V and dtype
 
-    def __call__(self, model: Callable[..., Tensor], cache: Any, seqs: Sequence[int],
-                 unread: Sequence[Sequence[int]], round: Any, publish: bool = True) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        model: Callable[..., Tensor],
+        cache: Any,
+        seqs: Sequence[int],
+        unread: Sequence[Sequence[int]],
+        round: Any,
+        publish: bool = True,
+    ) -> tuple[Tensor, Tensor]:
         """As drafters.write_drafts, with at most two unread tokens of each text. model: an unrecorded pass."""
-        live, n, k = [b for b, gamma in enumerate(round.gammas) if gamma], len(round.gammas), max(round.gammas)
-        step = cache.extend([(seqs[b], [*unread[b], *[-1] * (round.gammas[b] - 1)]) for b in live], publish)
+        live, n, k = (
+            [b for b, gamma in enumerate(round.gammas) if gamma],
+            len(round.gammas),
+            max(round.gammas),
+        )
+        step = cache.extend(
+            [(seqs[b], [*unread[b], *[-1] * (round.gammas[b] - 1)]) for b in live], publish
+        )
         uses = tuple(any(value is not None for value in round.settings(name)) for name in SETTINGS)
         bucket = bucket_of(step, n, 2)
         key = bucket, k, uses, round.coupled, round.coin, round.vocab, round.dtype
         if key not in self.rounds:
-            self.rounds[key] = self._prepare(model, place_for(step, bucket), bucket.sequences, round, k, uses)
+            self.rounds[key] = self._prepare(
+                model, place_for(step, bucket), bucket.sequences, round, k, uses
+            )
         held, first, (drafted, q), run = self.rounds[key]
         spans = [((), 0, 0)] * n
         for b, (blocks, start, _) in zip(live, step.spans):
             spans[b] = blocks, start, start + len(unread[b])
         refill(first, bucket, spans)
-        held.copy_(filled(round, unread, [stop for _, _, stop in spans], bucket.sequences), non_blocking=True)
+        held.copy_(
+            filled(round, unread, [stop for _, _, stop in spans], bucket.sequences),
+            non_blocking=True,
+        )
         run()
         return drafted[:n], q[:n]
 
-    def _prepare(self, model: Callable[..., Tensor], first: Step, B: int, round: Any, k: int,
-                 uses: Sequence[bool]) -> tuple[Tensor, Step, tuple[Tensor, Tensor], Recorded]:
+    def _prepare(
+        self,
+        model: Callable[..., Tensor],
+        first: Step,
+        B: int,
+        round: Any,
+        k: int,
+        uses: Sequence[bool],
+    ) -> tuple[Tensor, Step, tuple[Tensor, Tensor], Recorded]:
         V, device, coin, own, ops = round.vocab, round.device, round.coin, round.own, round.ops
         held, inputs = Inputs.empty(B, k, device)
         if (shape := (B, k, V, round.dtype)) not in self.drafted:
-            self.drafted[shape] = (torch.empty(B, k, dtype=torch.int64, device=device),
-                                   torch.empty(B, k, V, dtype=round.dtype, device=device))
+            self.drafted[shape] = (
+                torch.empty(B, k, dtype=torch.int64, device=device),
+                torch.empty(B, k, V, dtype=round.dtype, device=device),
+            )
         drafted, q = self.drafted[shape]
 
         def run() -> None:
             step, tokens = first, inputs.tokens
-            rows = first.places.starts[1:].long() - 1                           # each text's last unread token
+            rows = first.places.starts[1:].long() - 1  # each text's last unread token
             coins = coin(*inputs.coins.unbind(1))
             columns = [row if used else None for row, used in zip(inputs.settings, uses)]
             for j in range(k):
-                probs = ops.probabilities(model(tokens, step, rows)[:, :V], *columns)           # [B, V]
+                probs = ops.probabilities(model(tokens, step, rows)[:, :V], *columns)  # [B, V]
                 rows, wanted = None, inputs.gammas > j
-                drafted[:, j] = torch.where(wanted, coins[own + j::k + 1].pick(probs), -1)
+                drafted[:, j] = torch.where(wanted, coins[own + j :: k + 1].pick(probs), -1)
                 q[:, j] = torch.where(wanted[:, None], probs, 0)
-                step, tokens = following(step, inputs.stops.int()), drafted[:, j].clamp(min=0)      # −1: no draft
+                step, tokens = (
+                    following(step, inputs.stops.int()),
+                    drafted[:, j].clamp(min=0),
+                )  # −1: no draft
 
         return held, first, (drafted, q), Recorded(run)
 
@@ -213,10 +267,12 @@ def filled(round: Any, unread: Sequence[Sequence[int]], lengths: Sequence[int], 
     k, n = max(round.gammas), len(lengths)
     host, inputs = Inputs.empty(B, k, "cpu", round.device.type == "cuda")
     tokens = [token for gamma, new in zip(round.gammas, unread) if gamma for token in new]
-    inputs.tokens[:len(tokens)] = torch.tensor(tokens)
+    inputs.tokens[: len(tokens)] = torch.tensor(tokens)
     inputs.gammas[:n] = torch.tensor(round.gammas)
-    inputs.stops[:n] = torch.tensor([length + max(0, gamma - 1) for length, gamma in zip(lengths, round.gammas)])
-    inputs.coins[:len(round.places)] = torch.tensor(round.places)
+    inputs.stops[:n] = torch.tensor(
+        [length + max(0, gamma - 1) for length, gamma in zip(lengths, round.gammas)]
+    )
+    inputs.coins[: len(round.places)] = torch.tensor(round.places)
     for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
         values = [neutral if value is None else value for value in round.settings(name)]
         row[:n] = torch.tensor(values, dtype=torch.float64)
@@ -226,5 +282,11 @@ def filled(round: Any, unread: Sequence[Sequence[int]], lengths: Sequence[int], 
 # ---- The demonstration: how few shapes there are ---------------------------------------------------------------------
 
 if __name__ == "__main__":
-    shapes = {Bucket(rounded(texts), 1, rounded(blocks)) for texts in range(1, 65) for blocks in range(1, 257)}
-    print(f"1 to 64 texts of up to 4,096 tokens, in blocks of 16, decode in {len(shapes)} shapes, not {64 * 256:,}")
+    shapes = {
+        Bucket(rounded(texts), 1, rounded(blocks))
+        for texts in range(1, 65)
+        for blocks in range(1, 257)
+    }
+    print(
+        f"1 to 64 texts of up to 4,096 tokens, in blocks of 16, decode in {len(shapes)} shapes, not {64 * 256:,}"
+    )

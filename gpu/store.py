@@ -11,6 +11,7 @@ to even: to add and subtract 2²³ · 1.5 rounds as the machine does. Costs: a l
 
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
+
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -25,7 +26,7 @@ from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
 from quant import FAR, MOST4, MOST8, TINY, WIDTHS
 
-WHOLE = tl.constexpr(12582912.0)                        # 1.5 · 2^23
+WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23
 
 
 @triton.jit
@@ -41,31 +42,55 @@ def _round_up(x):
 
 
 @triton.jit
-def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
-         SIZE: tl.constexpr, TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
+def _put(
+    x,
+    at,
+    inside,
+    pool,
+    pool_scale,
+    pool_zero,
+    vector,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TINY: tl.constexpr,
+    FAR: tl.constexpr,
+    MOST8: tl.constexpr,
+    MOST4: tl.constexpr,
+):
     """Quantize a vector x: [WIDE / 2, 2], valid where `inside`, and write it. SIZE: numbers of a group in 4 bits."""
     if BITS == 16:
         tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
     if BITS == 8:
         scale = _round_up(tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 127.0), TINY), MOST8))
-        tl.store(pool + vector * D + at, _round(tl.div_rn(x, scale + tl.zeros_like(x))).to(tl.int8), inside)
+        tl.store(
+            pool + vector * D + at,
+            _round(tl.div_rn(x, scale + tl.zeros_like(x))).to(tl.int8),
+            inside,
+        )
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
         M: tl.constexpr = (D + SIZE - 1) // SIZE
-        parts: tl.constexpr = 1 if M == 1 else PARTS                              # zeros count 1 / parts of a grid step
+        parts: tl.constexpr = 1 if M == 1 else PARTS  # zeros count 1 / parts of a grid step
         group = tl.arange(0, WIDE // SIZE)[:, None, None]
         pair = tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
-        x, inside = x.reshape(WIDE // SIZE, SIZE // 2, 2), inside.reshape(WIDE // SIZE, SIZE // 2, 2)
-        inside |= group >= M                                                      # beyond all groups: 0
+        x, inside = (
+            x.reshape(WIDE // SIZE, SIZE // 2, 2),
+            inside.reshape(WIDE // SIZE, SIZE // 2, 2),
+        )
+        inside |= group >= M  # beyond all groups: 0
         low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)[:, None, None]
         high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)[:, None, None]
         far = tl.maximum(high, -low)
-        scale = tl.maximum(tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY)
+        scale = tl.maximum(
+            tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY
+        )
         scale = _round_up(tl.where(far > 1e38, MOST4, scale))
         zero = -_round(tl.div_rn(low, scale) * parts)
         steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)) + zero * (1.0 / parts))
         steps = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.uint8)
-        first, second = tl.split(steps)                                           # [WIDE / SIZE, SIZE / 2] each
+        first, second = tl.split(steps)  # [WIDE / SIZE, SIZE / 2] each
         tl.store(pool + vector * (D // 2) + pair, first | (second << 4), pair < D // 2)
         tl.store(pool_scale + vector * M + group, scale.to(tl.bfloat16), group < M)
         tl.store(pool_zero + vector * M + group, zero.to(tl.int16), group < M)
@@ -74,19 +99,63 @@ def _put(x, at, inside, pool, pool_scale, pool_zero, vector, D: tl.constexpr, WI
 @triton.jit
 def _turned(x, cos, sin, at, inside, D: tl.constexpr):
     """The vectors at x with dimension pairs (i, i + D / 2) turned, rounded as Ops.rotate rounds. at: indices from x."""
-    own, other = tl.load(x + at, inside, 0), tl.load(x + (at - at % D) + (at % D + D // 2) % D, inside, 0)
-    half = (own.to(tl.float32) * tl.load(cos + at % D, inside, 0).to(tl.float32)).to(own.dtype).to(tl.float32)
-    return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(own.dtype)
+    own, other = (
+        tl.load(x + at, inside, 0),
+        tl.load(x + (at - at % D) + (at % D + D // 2) % D, inside, 0),
+    )
+    half = (
+        (own.to(tl.float32) * tl.load(cos + at % D, inside, 0).to(tl.float32))
+        .to(own.dtype)
+        .to(tl.float32)
+    )
+    return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(
+        own.dtype
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_scale, v_zero, q_token, q_head, k_token,
-           k_head, v_token, v_head, S, block_stride, token_stride, head_stride, G: tl.constexpr, R: tl.constexpr,
-           ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-           TURN: tl.constexpr, TINY: tl.constexpr, FAR: tl.constexpr, MOST8: tl.constexpr, MOST4: tl.constexpr):
+def _store(
+    q,
+    k,
+    v,
+    turned,
+    cos,
+    sin,
+    slots,
+    keys,
+    k_scale,
+    k_zero,
+    values,
+    v_scale,
+    v_zero,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    S,
+    block_stride,
+    token_stride,
+    head_stride,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    TURN: tl.constexpr,
+    TINY: tl.constexpr,
+    FAR: tl.constexpr,
+    MOST8: tl.constexpr,
+    MOST4: tl.constexpr,
+):
     """A program for (token, key/value head): it stores key and value, and with TURN rotates the head's R queries."""
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = 2 * tl.arange(0, WIDE // 2)[:, None] + tl.arange(0, 2)[None, :]          # pairs, as 4 bits are packed
+    at = (
+        2 * tl.arange(0, WIDE // 2)[:, None] + tl.arange(0, 2)[None, :]
+    )  # pairs, as 4 bits are packed
     inside = at < D
     slot = tl.load(slots + t)
     if TURN:
@@ -95,22 +164,64 @@ def _store(q, k, v, turned, cos, sin, slots, keys, k_scale, k_zero, values, v_sc
         row, d = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
         inner = (row < R) & (d < D)
         head = g * R + row
-        tl.store(turned + (t * G * R + head) * D + d, _turned(q + t * q_token + head * q_head, cos, sin, d, inner, D),
-                 inner)
+        tl.store(
+            turned + (t * G * R + head) * D + d,
+            _turned(q + t * q_token + head * q_head, cos, sin, d, inner, D),
+            inner,
+        )
         x = _turned(k + t * k_token + g * k_head, cos, sin, at, inside, D)
     else:
         x = tl.load(k + t * k_token + g * k_head + at, inside, 0)
     if slot >= 0:
         vector = (slot // S).to(tl.int64) * block_stride + slot % S * token_stride + g * head_stride
-        _put(x.to(tl.float32), at, inside, keys, k_scale, k_zero, vector, D, WIDE, K_BITS, min(GROUP, WIDE), TINY, FAR,
-             MOST8, MOST4)
+        _put(
+            x.to(tl.float32),
+            at,
+            inside,
+            keys,
+            k_scale,
+            k_zero,
+            vector,
+            D,
+            WIDE,
+            K_BITS,
+            min(GROUP, WIDE),
+            TINY,
+            FAR,
+            MOST8,
+            MOST4,
+        )
         y = tl.load(v + t * v_token + g * v_head + at, inside, 0)
-        _put(y.to(tl.float32), at, inside, values, v_scale, v_zero, vector, D, WIDE, V_BITS, WIDE, TINY, FAR, MOST8,
-             MOST4)
+        _put(
+            y.to(tl.float32),
+            at,
+            inside,
+            values,
+            v_scale,
+            v_zero,
+            vector,
+            D,
+            WIDE,
+            V_BITS,
+            WIDE,
+            TINY,
+            FAR,
+            MOST8,
+            MOST4,
+        )
 
 
-def store_vectors(k: Tensor, v: Tensor, keys: LayerStore, values: LayerStore, slots: Tensor, S: int,
-                  q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor | None:
+def store_vectors(
+    k: Tensor,
+    v: Tensor,
+    keys: LayerStore,
+    values: LayerStore,
+    slots: Tensor,
+    S: int,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor | None:
     """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens.
 
     With q: [T, H, D] and cos, sin: [T, 1, D], q and k are rotated first -> q, rotated.
@@ -120,21 +231,54 @@ def store_vectors(k: Tensor, v: Tensor, keys: LayerStore, values: LayerStore, sl
     turned = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     strides = [*((0, 0) if q is None else q.stride()[:2]), *k.stride()[:2], *v.stride()[:2]]
     rows, wide = triton.next_power_of_2(R), max(2, triton.next_power_of_2(D))
-    _store[(T, G)](q, k, v, turned, cos, sin, slots, *keys[:3], *values[:3], *strides, S, *keys.strides, G, R, rows, D,
-                   wide, keys.bits, values.bits, q is not None, TINY, FAR, MOST8, MOST4, num_warps=1)
+    _store[(T, G)](
+        q,
+        k,
+        v,
+        turned,
+        cos,
+        sin,
+        slots,
+        *keys[:3],
+        *values[:3],
+        *strides,
+        S,
+        *keys.strides,
+        G,
+        R,
+        rows,
+        D,
+        wide,
+        keys.bits,
+        values.bits,
+        q is not None,
+        TINY,
+        FAR,
+        MOST8,
+        MOST4,
+        num_warps=1,
+    )
     return turned
 
 
 # ---- The demonstration: the kernel's resources for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation ----------------
 
+
 def store_table(archs: Sequence[int] = tuple(SHARED)) -> list[list[Any]]:
     """A row for each kernel: architecture, head size, bits of keys and values, registers, spills, shared memory."""
     found, limits = [], dict(TINY=TINY, FAR=FAR, MOST8=MOST8, MOST4=MOST4)
     for arch, D, (K, V) in product(archs, (128, 64), WIDTHS.values()):
-        types = {"q k v turned cos sin": "*bf16", "slots": "*i32", "S block_stride": "i32:16", "token_stride": "i32"}
+        types = {
+            "q k v turned cos sin": "*bf16",
+            "slots": "*i32",
+            "S block_stride": "i32:16",
+            "token_stride": "i32",
+        }
         types |= dict(zip(_store.arg_names[7:13], STORED[K] + STORED[V]))
-        types |= dict.fromkeys(_store.arg_names[13:19], "i32:16")                # strides of q, k and v
-        fixed = limits | dict(G=8, R=4, ROWS=4, D=D, WIDE=D, K_BITS=K, V_BITS=V, TURN=True, head_stride=1)
+        types |= dict.fromkeys(_store.arg_names[13:19], "i32:16")  # strides of q, k and v
+        fixed = limits | dict(
+            G=8, R=4, ROWS=4, D=D, WIDE=D, K_BITS=K, V_BITS=V, TURN=True, head_stride=1
+        )
         found.append([arch, D, f"{K}/{V}", *compile_for(_store, types, fixed, arch, 1)[:3]])
     return found
 

@@ -1,4 +1,5 @@
 """CUDA graphs: a tape records what is launched on a CPU, with its numbers, as a graph does on a GPU."""
+
 import gc
 import weakref
 from collections import Counter
@@ -46,10 +47,22 @@ class Kernels(GPU):
 
 
 OPS = torch.ops.aten
-WAITS = (OPS._local_scalar_dense, OPS.nonzero, OPS.masked_select, OPS.equal,    # ask the device,
-         OPS.lift_fresh)                                                        # or bring numbers from the host
-TINY = dict(vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8)
+WAITS = (
+    OPS._local_scalar_dense,
+    OPS.nonzero,
+    OPS.masked_select,
+    OPS.equal,  # ask the device,
+    OPS.lift_fresh,
+)  # or bring numbers from the host
+TINY = dict(
+    vocab_size=67,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
 
 
 def refuse(what: object) -> None:
@@ -64,7 +77,9 @@ class Tape(TorchDispatchMode):
         self.done: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = [x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool]
+        masks = [
+            x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool
+        ]
         if func.overloadpacket in WAITS or masks and "index" in func.name():
             refuse(func)
         made = func(*args, **(kwargs or {}))
@@ -73,6 +88,7 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **(kwargs or {})))):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
         self.done.append(again)
         return made
 
@@ -92,8 +108,13 @@ LAUNCH = InterpretedFunction.run
 
 def record(run: Callable[[], object]) -> Callable[[], None]:
     tape = Tape()
-    with (mock.patch.object(InterpretedFunction, "run", lambda *args, **more: tape.launch(*args, **more)),
-          mock.patch.object(Tensor, "tolist", lambda x: refuse("tolist")), tape):
+    with (
+        mock.patch.object(
+            InterpretedFunction, "run", lambda *args, **more: tape.launch(*args, **more)
+        ),
+        mock.patch.object(Tensor, "tolist", lambda x: refuse("tolist")),
+        tape,
+    ):
         run()
     return lambda: [again() for again in tape.done] and None
 
@@ -112,8 +133,10 @@ def asked() -> Iterator[list[None]]:
     """-> a list that grows whenever numbers are brought to the host."""
     times: list[None] = []
     tolist, item = Tensor.tolist, Tensor.item
-    with (mock.patch.object(Tensor, "tolist", lambda x: times.append(None) or tolist(x)),
-          mock.patch.object(Tensor, "item", lambda x: times.append(None) or item(x))):
+    with (
+        mock.patch.object(Tensor, "tolist", lambda x: times.append(None) or tolist(x)),
+        mock.patch.object(Tensor, "item", lambda x: times.append(None) or item(x)),
+    ):
         yield times
 
 
@@ -144,10 +167,14 @@ def test_a_recorded_pass_is_the_models():
         for counts in ((6, 1, 1), (1, 1), (1, 1), (2, 2), (1, 2), (1,)):
             new = [torch.randint(67, (n,), generator=generator).tolist() for n in counts]
             tokens = torch.tensor(sum(new, []), device=DEVICE)
-            ours, theirs = (kept.extend([(pair[which], piece) for pair, piece in zip(seqs, new)])
-                            for which, kept in enumerate((cache, other)))
-            torch.testing.assert_close(llama(tokens, ours), plain(tokens, theirs), atol=1e-4, rtol=1e-4)
-        assert len(made) == 3                           # 1, 1 in 2 blocks; 2, 2 and what fits in it, in 3; 1 alone
+            ours, theirs = (
+                kept.extend([(pair[which], piece) for pair, piece in zip(seqs, new)])
+                for which, kept in enumerate((cache, other))
+            )
+            torch.testing.assert_close(
+                llama(tokens, ours), plain(tokens, theirs), atol=1e-4, rtol=1e-4
+            )
+        assert len(made) == 3  # 1, 1 in 2 blocks; 2, 2 and what fits in it, in 3; 1 alone
         step = cache.extend([(mine, [1]) for mine, _ in seqs[:2]])
         rows = llama(torch.tensor([1] * 2, device=DEVICE), step, rows=slice(-1, None))
         assert len(rows) == 1 and len(made) == 3
@@ -156,8 +183,10 @@ def test_a_recorded_pass_is_the_models():
 @torch.inference_mode()
 def test_each_model_and_each_cache_has_its_own_recordings_and_logits_stay():
     ops, token = Kernels(), torch.tensor([5], device=DEVICE)
-    models = [(loud(seed, ops, num_hidden_layers=3 - seed), loud(seed, Ops(), num_hidden_layers=3 - seed))
-              for seed in (1, 2)]
+    models = [
+        (loud(seed, ops, num_hidden_layers=3 - seed), loud(seed, Ops(), num_hidden_layers=3 - seed))
+        for seed in (1, 2)
+    ]
     with recorded() as made:
         found, expected = [], []
         for cache in (cache_of(models[0][0], "rows"), cache_of(models[0][0], "rows")):
@@ -183,7 +212,12 @@ def test_recorded_drafts_are_those_that_are_written_one_by_one():
         for ops, llama in models.items():
             step = caches[ops].extend(list(zip(seqs[ops], texts)))
             llama(torch.tensor(sum(texts, []), device=DEVICE), step, rows=slice(1))
-        for gammas, unread in (((3, 3), (1, 2)), ((3, 1), (2, 1)), ((0, 3), (1, 1)), ((3, 0), (1, 1))):
+        for gammas, unread in (
+            ((3, 3), (1, 2)),
+            ((3, 1), (2, 1)),
+            ((0, 3), (1, 1)),
+            ((3, 0), (1, 1)),
+        ):
             new = [torch.randint(67, (n,), generator=generator).tolist() for n in unread]
             settings = plain if gammas == (3, 3) else filters
             requests = [Request([*text, *piece], s) for text, piece, s in zip(texts, new, settings)]
@@ -197,10 +231,10 @@ def test_recorded_drafts_are_those_that_are_written_one_by_one():
             lengths = [[cache.length(seq) for seq in seqs[ops]] for ops, cache in caches.items()]
             assert lengths[0] == lengths[1]
             for i, (length, gamma, piece, text) in enumerate(zip(before, gammas, new, texts)):
-                for ops, cache in caches.items():                               # the drafts are rejected
+                for ops, cache in caches.items():  # the drafts are rejected
                     cache.truncate(seqs[ops][i], length + len(piece) if gamma else length)
                 text += piece if gamma else []
-        assert len(made) == 2                                                   # without a filter, and with it
+        assert len(made) == 2  # without a filter, and with it
 
 
 @pytest.mark.parametrize("gammas", [(3, 0, 3), (0, 3, 3)])
@@ -214,18 +248,32 @@ def test_beside_texts_that_draft_fewer_and_padding(gammas):
             cache = PagedCache.of(llama, 60, 4, 40)
             seqs = [cache.open(())[0] for _ in gammas]
             for n, seq in enumerate(seqs, 4):
-                llama(torch.arange(n, device=DEVICE), cache.extend([(seq, range(n))]), rows=slice(1))
-            requests = [Request([*range(n), 9], Settings(1.0, seed=n)) for n, _ in enumerate(seqs, 4)]
-            round = Round(requests, gammas, 67, DEVICE, coin=partial(Keyed, picks=ops.pick), ops=ops)
+                llama(
+                    torch.arange(n, device=DEVICE), cache.extend([(seq, range(n))]), rows=slice(1)
+                )
+            requests = [
+                Request([*range(n), 9], Settings(1.0, seed=n)) for n, _ in enumerate(seqs, 4)
+            ]
+            round = Round(
+                requests, gammas, 67, DEVICE, coin=partial(Keyed, picks=ops.pick), ops=ops
+            )
             found += ops.draft(write_drafts, llama, cache, seqs, [[9]] * len(gammas), round)
     drafted, q, expected, p = found
     assert torch.equal(drafted, expected)
     torch.testing.assert_close(q, p, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("bad, coupled, prompt, ops", [
-    ("target", False, 2, Ops()), ("target", False, 2, Kernels()), ("target", True, 2, Kernels()),
-    ("draft", False, 2, Kernels()), ("draft", False, 5, Kernels()), ("both", True, 2, Kernels())])
+@pytest.mark.parametrize(
+    "bad, coupled, prompt, ops",
+    [
+        ("target", False, 2, Ops()),
+        ("target", False, 2, Kernels()),
+        ("target", True, 2, Kernels()),
+        ("draft", False, 2, Kernels()),
+        ("draft", False, 5, Kernels()),
+        ("both", True, 2, Kernels()),
+    ],
+)
 def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(bad, coupled, prompt, ops):
     """The target's, the draft's that are recorded, and those that are not: where it has much to read."""
     target, draft = loud(1, ops), loud(2, ops)
@@ -233,8 +281,17 @@ def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(bad, coupled, 
         if bad in (name, "both"):
             llama.norm.fill_(torch.nan)
     with recorded():
-        decoder = Decoder(target, cache_of(target, "blocks"), 67, ModelDrafter(draft, cache_of(draft, "rows")), coupled)
-        requests = [Request(range(prompt), Settings(t, seed=0, gamma=gamma)) for t, gamma in ((1.0, 2), (0.0, 0))]
+        decoder = Decoder(
+            target,
+            cache_of(target, "blocks"),
+            67,
+            ModelDrafter(draft, cache_of(draft, "rows")),
+            coupled,
+        )
+        requests = [
+            Request(range(prompt), Settings(t, seed=0, gamma=gamma))
+            for t, gamma in ((1.0, 2), (0.0, 0))
+        ]
         for request in requests:
             decoder.open(request)
         with asked() as times, pytest.raises(ValueError, match="logits are not finite"):
@@ -243,17 +300,23 @@ def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait(bad, coupled, 
         assert [decoder.cache.length(request.seq) for request in requests] == [0, 0]
 
 
-@pytest.mark.parametrize("layout, draft, coupled", [("rows", "self", False), ("blocks", "model", True)])
+@pytest.mark.parametrize(
+    "layout, draft, coupled", [("rows", "self", False), ("blocks", "model", True)]
+)
 def test_texts_made_of_recordings_are_those_without(layout, draft, coupled):
     """Greedy, coupled and by rejection: the same texts, token for token, with prefixes shared and settled."""
 
     def texts(ops: Ops) -> list[list[int]]:
         target, other = loud(5, ops), loud(6, ops)
         cache, draft_cache = cache_of(target, layout), cache_of(other, layout)
-        drafter = ModelDrafter(other, draft_cache) if draft == "model" else SelfDrafter(other, cache)
+        drafter = (
+            ModelDrafter(other, draft_cache) if draft == "model" else SelfDrafter(other, cache)
+        )
         decoder = Decoder(target, cache, 67, drafter, coupled=coupled, budget=40)
-        requests = [Request([1 + i] * 5 + [i], Settings(t, seed=i, max_tokens=30, gamma=2))
-                    for i, t in ((1, 0.0), (2, 1.0))]
+        requests = [
+            Request([1 + i] * 5 + [i], Settings(t, seed=i, max_tokens=30, gamma=2))
+            for i, t in ((1, 0.0), (2, 1.0))
+        ]
         for request in requests:
             decoder.open(request)
         for _ in range(4):
@@ -274,6 +337,7 @@ def test_texts_made_of_recordings_are_those_without(layout, draft, coupled):
 
 class Padded(GPU):
     """Padding, which is of no text, is read as some text; the distributions are those of the reference."""
+
     probabilities = Ops.probabilities
 
     def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Any, layer: int) -> Tensor:
@@ -283,6 +347,7 @@ class Padded(GPU):
 
 class Table(Toy):
     """A toy whose passes go through `Ops.forward`."""
+
     config, ops, texts = Config(**{**SMALL, "vocab_size": 2}), Padded(), 3**5
 
     def __call__(self, tokens: Tensor, step: Any, rows: Any = None) -> Tensor:
@@ -297,11 +362,19 @@ class Only(Walk):
 
     def __call__(self, seeds: Tensor, positions: Tensor, roles: Tensor) -> WalkingCoin:
         rows = zip(seeds.tolist(), positions.tolist(), roles.tolist())
-        return WalkingCoin([self.branches[seed] if length and (role - 1) // 2 < min(2, 3 - length) else Branch(())
-                            for seed, length, role in rows])
+        return WalkingCoin(
+            [
+                self.branches[seed]
+                if length and (role - 1) // 2 < min(2, 3 - length)
+                else Branch(())
+                for seed, length, role in rows
+            ]
+        )
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the walking coin is on the host: nothing can be recorded")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="the walking coin is on the host: nothing can be recorded"
+)
 def test_the_law_of_the_recorded_path_is_the_targets_own():
     """By enumeration, with the steps, the room and the drafts of the recorded path, done again instead of recorded."""
     target, draft = Table(2, 5, seed=1), Table(2, 5, seed=2)
@@ -317,9 +390,15 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
             decoder.step(work)
         return [tuple(request.tokens[1:]) for request in requests]
 
-    with mock.patch.object(graphs, "record", lambda run: recordings.append(run) or run), mock.patch("proof.Walk", Only):
+    with (
+        mock.patch.object(graphs, "record", lambda run: recordings.append(run) or run),
+        mock.patch("proof.Walk", Only),
+    ):
         law = enumerate_law(run)
-    assert recordings and distance(law, own_law(target, (1,), 3, (), lambda logits: logits.softmax(-1))) < 1e-6
+    assert (
+        recordings
+        and distance(law, own_law(target, (1,), 3, (), lambda logits: logits.softmax(-1))) < 1e-6
+    )
 
 
 @pytest.fixture
@@ -338,13 +417,20 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     @contextmanager
     def capture(graph: Graph, pool: tuple[int, int], **how: Any) -> Iterator[None]:
-        assert pool not in books.users or books.users[pool] > 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        assert pool not in books.users or books.users[pool] > 0, (
+            "use_count > 0 INTERNAL ASSERT FAILED"
+        )
         books.users[pool] += 1
         weakref.finalize(graph, books.users.subtract, [pool])
         yield
 
-    for name, value in dict(MemPool=Pool, CUDAGraph=Graph, graph=capture, graph_pool_handle=lambda: (0, next(ids)),
-                            current_device=lambda: books.device).items():
+    for name, value in dict(
+        MemPool=Pool,
+        CUDAGraph=Graph,
+        graph=capture,
+        graph_pool_handle=lambda: (0, next(ids)),
+        current_device=lambda: books.device,
+    ).items():
         monkeypatch.setattr(torch.cuda, name, value)
     graphs.memory.cache_clear()
     yield books
@@ -406,6 +492,11 @@ def test_filters_can_be_recorded():
 
 
 def test_a_tape_refuses_what_waits():
-    for waits in (lambda x: x.tolist(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0]), lambda x: bool(x.any())):
+    for waits in (
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.tensor([1.0]),
+        lambda x: bool(x.any()),
+    ):
         with pytest.raises(RuntimeError, match="cannot be recorded"):
             record(lambda: waits(torch.ones(3)))

@@ -1,5 +1,6 @@
 """Kernels are compiled for the kinds of their arguments, by Triton's own rule: all that a server needs are few, and a
 warm-up can launch them."""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,16 +29,28 @@ from request import Request, Settings
 from speculative import Decoder
 from weights import Config
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted in place of the interpreter's")
-SHAPE = dict(vocab_size=70, hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2,
-             head_dim=32, num_hidden_layers=1, max_position_embeddings=1024)
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="launches are counted in place of the interpreter's"
+)
+SHAPE = dict(
+    vocab_size=70,
+    hidden_size=256,
+    intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_hidden_layers=1,
+    max_position_embeddings=1024,
+)
 
 
 @cache
 def binder(kernel: InterpretedFunction) -> Any:
     """Triton's own: arguments -> their kinds."""
     compiled = JITFunction(kernel.fn, **kernel.kwargs)
-    return create_function_from_signature(compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32)))
+    return create_function_from_signature(
+        compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
 
 
 @contextmanager
@@ -45,12 +58,18 @@ def counted() -> Iterator[dict[str, set[str]]]:
     """Nothing is launched -> the variants that would be compiled, of each kernel."""
     found: dict[str, set[str]] = {}
 
-    def launch(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def launch(
+        kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
         _, kinds, options = binder(kernel)(*args, **options)
         found.setdefault(kernel.fn.__name__, set()).add(f"{kinds} {options}")
 
-    with (mock.patch.object(InterpretedFunction, "run", launch), mock.patch.object(graphs, "record", lambda run: run),
-          mock.patch("torch.empty", torch.zeros), mock.patch("torch.empty_like", torch.zeros_like)):
+    with (
+        mock.patch.object(InterpretedFunction, "run", launch),
+        mock.patch.object(graphs, "record", lambda run: run),
+        mock.patch("torch.empty", torch.zeros),
+        mock.patch("torch.empty_like", torch.zeros_like),
+    ):
         yield found
 
 
@@ -61,8 +80,18 @@ def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
     batch = Batcher(Decoder(llama, cache, 67, drafter, budget=100), 70)
     for i in range(count):
         prompt = [draw(3)] * draw(400 if i % 16 == 0 else 30)
-        batch.add(Request(prompt, Settings([1.0, 0.0][i % 2], top_p=[None, 0.9][i // 128], seed=i, max_tokens=draw(12),
-                                           gamma=i % 4)))
+        batch.add(
+            Request(
+                prompt,
+                Settings(
+                    [1.0, 0.0][i % 2],
+                    top_p=[None, 0.9][i // 128],
+                    seed=i,
+                    max_tokens=draw(12),
+                    gamma=i % 4,
+                ),
+            )
+        )
     while batch.waiting or batch.running:
         batch.step()
 
@@ -71,13 +100,22 @@ def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
 @torch.inference_mode()
 def test_what_a_warm_up_launches_is_all_that_is_compiled(bits, kv):
     plain, config = Llama(Config(**SMALL | SHAPE), seed=1), Config(**SMALL | SHAPE)
-    llama = Llama(config.quantized(Quantization(bits, group=32)) if bits < 16 else config, seed=None, ops=GPU())
+    llama = Llama(
+        config.quantized(Quantization(bits, group=32)) if bits < 16 else config,
+        seed=None,
+        ops=GPU(),
+    )
     llama.fill(plain.places().items())
     cache = PagedCache.of(llama.prepare(), 400, 4, bits=kv)
     with counted() as first:
         warm_up(llama, cache)
     with counted() as later:
-        serve(llama, cache, ModelDrafter(llama, PagedCache.of(llama, 400, 4, bits=kv)) if bits == 16 else None, 256)
+        serve(
+            llama,
+            cache,
+            ModelDrafter(llama, PagedCache.of(llama, 400, 4, bits=kv)) if bits == 16 else None,
+            256,
+        )
     assert {"_attend", "_merge", "_store", "_edge"} <= later.keys() <= first.keys()
     for name in later.keys():
         assert later[name] <= first[name], name
@@ -92,15 +130,27 @@ def test_a_layer_is_nine_launches(bits, tokens, length, launched):
     integers a sum of the shares for each product. Counted as what a third layer adds to two."""
     found = []
     for count in (2, 3):
-        config = Config(**SMALL | SHAPE | dict(num_hidden_layers=count, max_position_embeddings=8192))
-        llama = Llama(config.quantized(Quantization(bits, group=32)) if bits < 16 else config, seed=None, ops=GPU(records=False))
+        config = Config(
+            **SMALL | SHAPE | dict(num_hidden_layers=count, max_position_embeddings=8192)
+        )
+        llama = Llama(
+            config.quantized(Quantization(bits, group=32)) if bits < 16 else config,
+            seed=None,
+            ops=GPU(records=False),
+        )
         cache = PagedCache.of(llama.prepare(), 600, 16)
         seq, _ = cache.open(())
         cache.extend([(seq, [1] * (length - tokens))]) if length > tokens else None
         step, launch = cache.extend([(seq, [1] * tokens)]), Mock()
-        with (mock.patch.object(InterpretedFunction, "run", launch), mock.patch("torch.empty", torch.zeros),
-              mock.patch("torch.empty_like", torch.zeros_like), mock.patch("torch.nn.functional.linear", lambda x, w, b=None:
-                                                                           (launch(), x.new_zeros(len(x), len(w)))[1])):
+        with (
+            mock.patch.object(InterpretedFunction, "run", launch),
+            mock.patch("torch.empty", torch.zeros),
+            mock.patch("torch.empty_like", torch.zeros_like),
+            mock.patch(
+                "torch.nn.functional.linear",
+                lambda x, w, b=None: (launch(), x.new_zeros(len(x), len(w)))[1],
+            ),
+        ):
             llama(torch.ones(tokens, dtype=torch.int64), step)
         found.append(launch.call_count)
     assert found[1] - found[0] == launched + 4 * (bits < 16 and tokens > 8)
@@ -111,4 +161,4 @@ def test_the_kernel_of_the_core_has_two_variants():
     llama = Llama(Config(**SMALL | SHAPE), seed=1, ops=Flash())
     with counted() as found:
         serve(llama, PagedCache.of(llama, 400, 4), None, 64)
-    assert len(found.pop("_flash")) == 2 and not found                                  # of 16 and of 64 rows
+    assert len(found.pop("_flash")) == 2 and not found  # of 16 and of 64 rows

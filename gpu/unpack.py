@@ -15,6 +15,7 @@ A byte holds two neighbours, in the product's order. Invariant: `_steps` is exac
 
     N vectors of a tile · M groups of a key · D head size, WIDE the power of 2 from it on
 """
+
 import triton
 import triton.language as tl
 
@@ -42,15 +43,26 @@ V4 = tl.constexpr("""{ .reg .b32 l, h; shl.b32 l, $4, 3; shr.u32 h, $4, 1;
 @triton.jit
 def _halves(x, dtype: tl.constexpr):
     """int32[N, K], two 16-bit numbers each -> [N, 2 K]."""
-    low, high = (x & 0xFFFF).to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
+    low, high = (
+        (x & 0xFFFF).to(tl.int16).to(dtype, bitcast=True),
+        (x >> 16).to(tl.int16).to(dtype, bitcast=True),
+    )
     return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
 
 
 @triton.jit
-def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def _steps(
+    pointer,
+    vectors,
+    seen,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Some stored vectors, [N, WIDE]: their integers, or in 16 bits their numbers. Columns from D on, and rows that are
     not `seen`, are undefined."""
-    PART: tl.constexpr = 2 if BITS == 4 else 1                                    # numbers of a loaded element
+    PART: tl.constexpr = 2 if BITS == 4 else 1  # numbers of a loaded element
     at = tl.arange(0, WIDE // PART)
     mask = seen[:, None]
     if D < WIDE:
@@ -58,7 +70,7 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
     x = tl.load(pointer + vectors[:, None] * (D // PART) + at[None, :], mask, 0)
     if BITS == 8 and dtype == tl.float16:
         x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
-    elif BITS == 8 and dtype == tl.bfloat16:              # impure: else the compiler takes a slow way
+    elif BITS == 8 and dtype == tl.bfloat16:  # impure: else the compiler takes a slow way
         x = tl.inline_asm_elementwise(V8, "=r,=r,r", [x], tl.bfloat16, False, 4)
     elif BITS == 4 and dtype == tl.bfloat16:
         x = _halves(tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4), dtype)
@@ -70,22 +82,34 @@ def _steps(pointer, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, BITS: tl
 
 
 @triton.jit
-def _numbers(pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr):
+def _numbers(
+    pointer, scale, zero, vectors, seen, D: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
+):
     """Keys of 4 bits, dequantized: [N, WIDE], 0 from column D on and in rows that are not `seen`."""
     bits: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
-    bias: tl.constexpr = 0 if dtype == tl.float32 else 16                         # of `_steps`
+    bias: tl.constexpr = 0 if dtype == tl.float32 else 16  # of `_steps`
     M: tl.constexpr = (D + GROUP - 1) // GROUP
-    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS                           # zeros count these parts of a step
+    part: tl.constexpr = 1.0 if M == 1 else 1.0 / PARTS  # zeros count these parts of a step
     group = tl.arange(0, WIDE // GROUP)
-    at, mask = vectors[:, None] * M + group[None, :], seen[:, None] & (group < M)[None, :]    # [N, WIDE / GROUP]
+    at, mask = (
+        vectors[:, None] * M + group[None, :],
+        seen[:, None] & (group < M)[None, :],
+    )  # [N, WIDE / GROUP]
     zeros = tl.load(zero + at, mask, 0).to(tl.float32) * part + bias
     scales = tl.load(scale + at, mask, 0).to(tl.float32)
-    x = _steps(pointer, vectors, seen, D, WIDE, 4, bits).to(tl.float32).reshape(vectors.shape[0], WIDE // GROUP, GROUP)
+    x = (
+        _steps(pointer, vectors, seen, D, WIDE, 4, bits)
+        .to(tl.float32)
+        .reshape(vectors.shape[0], WIDE // GROUP, GROUP)
+    )
     return ((x - zeros[:, :, None]) * scales[:, :, None]).to(dtype).reshape(vectors.shape[0], WIDE)
 
 
-if __name__ == "__main__":                              # attention by bits: how many instructions of some kinds
+if __name__ == "__main__":  # attention by bits: how many instructions of some kinds
     from gpu.flash import compile_attention
+
     kinds = "cvt. prmt. lop3. sub. mma."
     made = ((name, compile_attention(90, "8B", bits, 16)) for name, bits in quant.WIDTHS.items())
-    print_table(f"K/V {kinds}", ([name, *map(report.count, kinds.split())] for name, report in made))
+    print_table(
+        f"K/V {kinds}", ([name, *map(report.count, kinds.split())] for name, report in made)
+    )

@@ -25,6 +25,7 @@ Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar e
 
     T rows (tokens of a step) · K in_features · N out_features · M groups, J bytes of a row · B groups at a time
 """
+
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -38,10 +39,10 @@ from triton import knobs
 from gpu.crosscompile import SHARED, STORED, compile_for, print_table, processors
 from quant import Kind, Quantized, int8, round_fp8
 
-ROWS = 64                                               # the most rows of x for `_few` and `_many`
-FEW = 8                                                 # the most rows of x for `_few`
-SLAB = 1 << 27                                          # weights that are dequantized at a time
-PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}          # bfloat16 parts of a number of x
+ROWS = 64  # the most rows of x for `_few` and `_many`
+FEW = 8  # the most rows of x for `_few`
+SLAB = 1 << 27  # weights that are dequantized at a time
+PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bfloat16 parts of a number of x
 
 # A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register; lop3 0xEA: (a & b) | c.
 NIBBLES = tl.constexpr("""{ .reg .b32 t, u; prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
@@ -60,8 +61,9 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 def _nibbles(p, GPU: tl.constexpr):
     """Bytes -> 128 + the number in the lower half, 128 + that in the upper half: bfloat16 both."""
     if GPU:
-        low, high = tl.inline_asm_elementwise(NIBBLES, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16),
-                                              is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
     else:
         low, high = ((p & 15) + 128).to(tl.float32), ((p >> 4) + 128).to(tl.float32)
     return low, high
@@ -78,7 +80,9 @@ def _halves(pair, X: tl.constexpr):
 @triton.jit
 def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
     """total + a v, with a in bfloat16 and v split into PIECES bfloat16 parts that add up to it."""
-    kind: tl.constexpr = tl.bfloat16 if GPU else tl.float32                    # the interpreter multiplies no bfloat16
+    kind: tl.constexpr = (
+        tl.bfloat16 if GPU else tl.float32
+    )  # the interpreter multiplies no bfloat16
     piece = v.to(tl.bfloat16)
     total = tl.dot(a.to(kind), piece.to(kind), total)
     for _ in tl.static_range(PIECES - 1):
@@ -89,26 +93,44 @@ def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
-         B: tl.constexpr, BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
-         GPU: tl.constexpr):
+def _few(
+    x,
+    w,
+    scale,
+    zero,
+    bias,
+    y,
+    T,
+    N,
+    K,
+    M,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
+    X: tl.constexpr,
+    PIECES: tl.constexpr,
+    EVEN: tl.constexpr,
+    GPU: tl.constexpr,
+):
     """ROWS rows of W, all columns, B groups at a time: these rows' part of y = x Wᵀ + bias, [T, N]."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)                        # rows of W; beyond N, the last row again
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # rows of W; beyond N, the last row again
     t = tl.arange(0, COLS)
     row, token = tl.minimum(n, N - 1), tl.minimum(t, T - 1)
-    J = K * BITS // 8                                     # bytes of a row of W; x has a number or a pair for each
-    SIZE: tl.constexpr = GROUP * BITS // 8                                          # bytes of a group
+    J = K * BITS // 8  # bytes of a row of W; x has a number or a pair for each
+    SIZE: tl.constexpr = GROUP * BITS // 8  # bytes of a group
     weights, rows = w + row[None, :, None].to(tl.int64) * J, x + token[None, None, :] * J
     total, nothing = tl.zeros((B, ROWS, COLS), tl.float32), tl.zeros((B, ROWS, COLS), tl.float32)
-    m = tl.arange(0, B)[:, None]                                                    # [B, 1]
-    grid = row[None, :].to(tl.int64) * M + m                                        # [B, ROWS]
+    m = tl.arange(0, B)[:, None]  # [B, 1]
+    grid = row[None, :].to(tl.int64) * M + m  # [B, ROWS]
     if BITS == 4:
         s, z = tl.load(scale + grid, m < M, 0), tl.load(zero + grid, m < M, 0)
     for start in tl.range(0, M, B):
         m = start + tl.arange(0, B)[:, None]
-        at = m * SIZE + tl.arange(0, SIZE)[None, :]                                 # [B, SIZE]
-        p = _load(weights + at[:, None, :], (at < J)[:, None, :], EVEN)             # [B, ROWS, SIZE]
-        v = _load(rows + at[:, :, None], (at < J)[:, :, None], EVEN)                # [B, SIZE, COLS]
+        at = m * SIZE + tl.arange(0, SIZE)[None, :]  # [B, SIZE]
+        p = _load(weights + at[:, None, :], (at < J)[:, None, :], EVEN)  # [B, ROWS, SIZE]
+        v = _load(rows + at[:, :, None], (at < J)[:, :, None], EVEN)  # [B, SIZE, COLS]
         if BITS == 8:
             total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
         else:
@@ -116,11 +138,11 @@ def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.co
             even, odd = _halves(v, X)
             grid += B
             next_s, next_z = tl.load(scale + grid, m + B < M, 0), tl.load(zero + grid, m + B < M, 0)
-            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)                       # [B, COLS]
+            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)  # [B, COLS]
             product = _dot(high, odd, _dot(low, even, nothing, PIECES, GPU), PIECES, GPU)
             product -= (z.to(tl.float32) + 128)[:, :, None] * sums[:, None, :]
             total, s, z = total + s.to(tl.float32)[:, :, None] * product, next_s, next_z
-    out = tl.sum(total, 0)                                                          # [ROWS, COLS]
+    out = tl.sum(total, 0)  # [ROWS, COLS]
     if BITS == 8:
         out *= tl.load(scale + row).to(tl.float32)[:, None]
     if bias is not None:
@@ -129,8 +151,25 @@ def _few(x, w, scale, zero, bias, y, T, N, K, M, ROWS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit(do_not_specialize=["T"])
-def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
-          BITS: tl.constexpr, X: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, GPU: tl.constexpr):
+def _many(
+    x,
+    w,
+    scale,
+    zero,
+    parts,
+    T,
+    N,
+    K,
+    M,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    X: tl.constexpr,
+    PIECES: tl.constexpr,
+    EVEN: tl.constexpr,
+    GPU: tl.constexpr,
+):
     """ROWS rows of W times a share of the groups -> partial sums, parts[share]: float32[T, N]. 8 bits: not scaled."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, share, shares = tl.arange(0, COLS), tl.program_id(1), tl.num_programs(1)
@@ -142,16 +181,25 @@ def _many(x, w, scale, zero, parts, T, N, K, M, ROWS: tl.constexpr, COLS: tl.con
     total = tl.zeros((ROWS, COLS), tl.float32)
     for m in tl.range(M * share // shares, M * (share + 1) // shares):
         at = m * SIZE + tl.arange(0, SIZE)
-        p = _load(weights + at[None, :], (at < J)[None, :], EVEN)                   # [ROWS, SIZE]
-        v = _load(rows + at[:, None], (at < J)[:, None], EVEN)                      # [SIZE, COLS]
+        p = _load(weights + at[None, :], (at < J)[None, :], EVEN)  # [ROWS, SIZE]
+        v = _load(rows + at[:, None], (at < J)[:, None], EVEN)  # [SIZE, COLS]
         if BITS == 8:
             total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
         else:
             low, high = _nibbles(p, GPU)
             even, odd = _halves(v, X)
-            s, z = tl.load(scale + grid + m).to(tl.float32), tl.load(zero + grid + m).to(tl.float32) + 128      # [ROWS]
-            sums = tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)   # [COLS]
-            product = _dot(high, odd, _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES, GPU), PIECES, GPU)
+            s, z = (
+                tl.load(scale + grid + m).to(tl.float32),
+                tl.load(zero + grid + m).to(tl.float32) + 128,
+            )  # [ROWS]
+            sums = tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)  # [COLS]
+            product = _dot(
+                high,
+                odd,
+                _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES, GPU),
+                PIECES,
+                GPU,
+            )
             total += s[:, None] * (product - z[:, None] * sums[None, :])
     at = (share * T + t)[None, :].to(tl.int64) * N + n[:, None]
     tl.store(parts + at, total, mask=(t < T)[None, :] & (n < N)[:, None])
@@ -163,7 +211,9 @@ def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
     t, n = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), tl.float32)
     for share in range(shares):
-        total += tl.load(parts + (share * tl.num_programs(0) + t).to(tl.int64) * N + n, mask=n < N, other=0)
+        total += tl.load(
+            parts + (share * tl.num_programs(0) + t).to(tl.int64) * N + n, mask=n < N, other=0
+        )
     if scale is not None:
         total *= tl.load(scale + n, mask=n < N, other=0).to(tl.float32)
     if bias is not None:
@@ -172,9 +222,11 @@ def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(w, scale, zero, out, K, M, GROUP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
+def _dequantize(
+    w, scale, zero, out, K, M, GROUP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr
+):
     """As quant.dequantize. A program has B groups of a row of W."""
-    n, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)[:, None]              # [B, 1]
+    n, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)[:, None]  # [B, 1]
     SIZE: tl.constexpr = GROUP * BITS // 8
     at, column = m * SIZE + tl.arange(0, SIZE)[None, :], m * GROUP + tl.arange(0, GROUP)[None, :]
     p = tl.load(w + n * (K * BITS // 8) + at, at < K * BITS // 8, 0.0)
@@ -189,11 +241,12 @@ def _dequantize(w, scale, zero, out, K, M, GROUP: tl.constexpr, B: tl.constexpr,
 
 class Cut(NamedTuple):
     """How a product is cut into programs."""
-    rows: int                                           # rows of W of a program
-    cols: int                                           # T, rounded up
-    group: int                                   # columns that are multiplied together; 4 bits: that share a scale
-    at_once: int                                        # groups at a time by `_few`; 0: `_many`, one after the other
-    shares: int                                         # programs that share the columns
+
+    rows: int  # rows of W of a program
+    cols: int  # T, rounded up
+    group: int  # columns that are multiplied together; 4 bits: that share a scale
+    at_once: int  # groups at a time by `_few`; 0: `_many`, one after the other
+    shares: int  # programs that share the columns
     num_warps: int
     num_stages: int
 
@@ -206,18 +259,24 @@ def can_multiply(K: int, bits: Kind, group: int, dtype: torch.dtype) -> bool:
 def can_serve(w: Quantized, dtype: torch.dtype) -> bool:
     """Whether this page multiplies x of this dtype by w."""
     N, K, grouped = len(w.values), w.columns, w.zero is not None or w.scale.shape[1] > 1
-    if w.values.is_cuda and w.bits == "fp8":                # with a scale for each row of x, from sm_90 on
-        if torch.cuda.get_device_capability(w.values.device) < ((9, 0) if w.inputs == 8 else (8, 9)):
+    if w.values.is_cuda and w.bits == "fp8":  # with a scale for each row of x, from sm_90 on
+        if torch.cuda.get_device_capability(w.values.device) < (
+            (9, 0) if w.inputs == 8 else (8, 9)
+        ):
             return False
-    if w.inputs == 8:                                       # float32 x by FP8 would become bfloat16
-        return N % 16 == K % 16 == 0 and dtype in PIECES and (w.bits == 8 or dtype == torch.bfloat16)
-    return can_multiply(K, w.bits, w.group, dtype) and (w.bits == 4 or w.bits != "nf4" and not grouped)
+    if w.inputs == 8:  # float32 x by FP8 would become bfloat16
+        return (
+            N % 16 == K % 16 == 0 and dtype in PIECES and (w.bits == 8 or dtype == torch.bfloat16)
+        )
+    return can_multiply(K, w.bits, w.group, dtype) and (
+        w.bits == 4 or w.bits != "nf4" and not grouped
+    )
 
 
 def tensor_core_product(x: Tensor, w: Quantized) -> Tensor:
     """quant.rounded_product for a W that `can_serve` admits: [T, K] -> [T, N]."""
     T, by = len(x), w.scale.float().T
-    if w.bits == 8:                                         # cuBLAS requires more than 16 rows
+    if w.bits == 8:  # cuBLAS requires more than 16 rows
         values, scale = int8(F.pad(x, (0, 0, 0, max(0, 17 - T))))
         return (torch._int_mm(values, w.values.T) * scale.float() * by)[:T].to(x.dtype)
     values, scale = round_fp8(x)
@@ -231,69 +290,128 @@ def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int
         return Cut(32 if N > 48 * processors else 16, 8, group, columns // group, 1, 8, 4)
     cols, group = max(16, triton.next_power_of_2(T)), group if bits == 4 else 128
     tiles, M = triton.cdiv(N, 128), triton.cdiv(K, group)
-    return Cut(128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4)
+    return Cut(
+        128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4
+    )
 
 
 def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
     """The constants that both kernels are compiled for."""
-    return dict(ROWS=cut.rows, COLS=cut.cols, GROUP=cut.group, BITS=bits, X=getattr(tl, str(dtype).split(".")[1]),
-                PIECES=PIECES[dtype], EVEN=K % (cut.group * max(1, cut.at_once)) == 0, GPU=not knobs.runtime.interpret)
+    return dict(
+        ROWS=cut.rows,
+        COLS=cut.cols,
+        GROUP=cut.group,
+        BITS=bits,
+        X=getattr(tl, str(dtype).split(".")[1]),
+        PIECES=PIECES[dtype],
+        EVEN=K % (cut.group * max(1, cut.at_once)) == 0,
+        GPU=not knobs.runtime.interpret,
+    )
 
 
-def as_numbers(values: Tensor, scale: Tensor, zero: Tensor | None, K: int, group: int, dtype: torch.dtype) -> Tensor:
+def as_numbers(
+    values: Tensor, scale: Tensor, zero: Tensor | None, K: int, group: int, dtype: torch.dtype
+) -> Tensor:
     """quant.dequantize for a W that `can_multiply` admits: [N, K] in `dtype`."""
-    out, bits = torch.empty(len(values), K, dtype=dtype, device=values.device), 8 if zero is None else 4
+    out, bits = (
+        torch.empty(len(values), K, dtype=dtype, device=values.device),
+        8 if zero is None else 4,
+    )
     M = triton.cdiv(K, group := 128 if bits == 8 else group)
-    _dequantize[len(values), triton.cdiv(M, 2048 // group)](values, scale, zero, out, K, M, group, 2048 // group, bits)
+    _dequantize[len(values), triton.cdiv(M, 2048 // group)](
+        values, scale, zero, out, K, M, group, 2048 // group, bits
+    )
     return out
 
 
-def weight_only_product(x: Tensor, values: Tensor, scale: Tensor, zero: Tensor | None, group: int,
-                        bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def weight_only_product(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """x Wᵀ + bias for a W that `can_multiply` admits. x: [T, K]; values, scale, zero: quant.Quantized's -> [T, N]."""
     (T, K), (N, _), bits = x.shape, values.shape, 8 if zero is None else 4
     if T == 0:
         return x.new_empty(0, N)
     if T > ROWS:
-        tile = max(1, SLAB // K // 16) * 16                                      # rows of W
-        parts = zip(*([None] * N if part is None else part.split(tile) for part in (values, scale, zero, bias)))
+        tile = max(1, SLAB // K // 16) * 16  # rows of W
+        parts = zip(
+            *(
+                [None] * N if part is None else part.split(tile)
+                for part in (values, scale, zero, bias)
+            )
+        )
         y = [F.linear(x, as_numbers(*some, K, group, x.dtype), own) for *some, own in parts]
         return torch.cat(y, -1) if len(y) > 1 else y[0]
     cut, x = plan_product(T, N, K, bits, group, processors(x.device)), x.contiguous()
     y = x.new_empty(T, N) if out is None else out
     pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
     rows, sizes = x if bits == 8 else x.view(-1).view(pairs), (T, N, K, triton.cdiv(K, cut.group))
-    fixed = kernel_constants(cut, K, bits, x.dtype) | dict(num_warps=cut.num_warps, num_stages=cut.num_stages)
+    fixed = kernel_constants(cut, K, bits, x.dtype) | dict(
+        num_warps=cut.num_warps, num_stages=cut.num_stages
+    )
     if cut.at_once:
-        _few[triton.cdiv(N, cut.rows),](rows, values, scale, zero, bias, y, *sizes, B=cut.at_once, **fixed)
+        _few[triton.cdiv(N, cut.rows),](
+            rows, values, scale, zero, bias, y, *sizes, B=cut.at_once, **fixed
+        )
     else:
         parts = torch.empty(cut.shares, T, N, device=x.device)
-        _many[triton.cdiv(N, cut.rows), cut.shares](rows, values, scale, zero, parts, *sizes, **fixed)
-        _add_up[T, triton.cdiv(N, 512)](parts, scale if bits == 8 else None, bias, y, N, cut.shares, 512)
+        _many[triton.cdiv(N, cut.rows), cut.shares](
+            rows, values, scale, zero, parts, *sizes, **fixed
+        )
+        _add_up[T, triton.cdiv(N, 512)](
+            parts, scale if bits == 8 else None, bias, y, N, cut.shares, 512
+        )
     return y
 
 
 # ---- The demonstration: the kernels' resources, compiled without a GPU -----------------------------------------------
 
-SHAPES = {"8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate, up": (28672, 4096), "8B down": (4096, 14336),
-          "8B head": (128256, 4096), "1B qkv": (3072, 2048), "1B o": (2048, 2048), "1B gate, up": (16384, 2048),
-          "1B down": (2048, 8192), "1B head": (128256, 2048)}
+SHAPES = {
+    "8B qkv": (6144, 4096),
+    "8B o": (4096, 4096),
+    "8B gate, up": (28672, 4096),
+    "8B down": (4096, 14336),
+    "8B head": (128256, 4096),
+    "1B qkv": (3072, 2048),
+    "1B o": (2048, 2048),
+    "1B gate, up": (16384, 2048),
+    "1B down": (2048, 8192),
+    "1B head": (128256, 2048),
+}
 
 
-def compile_product(T: int, N: int, K: int, bits: Kind, group: int = 128, dtype: str = "bf16",
-                    arch: int = 90) -> list[int]:
+def compile_product(
+    T: int, N: int, K: int, bits: Kind, group: int = 128, dtype: str = "bf16", arch: int = 90
+) -> list[int]:
     """`Report`'s first four, programs of a multiprocessor, `mma` and `wgmma` of the kernel for this product."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     cut, pairs = plan_product(T, N, K, bits, group), "*i64" if dtype == "fp32" else "*i32"
-    types = dict(zip(("w", "scale", "zero"), STORED[bits])) | {"parts": "*fp32", "T M": "i32", "N K": "i32:16"}
+    types = dict(zip(("w", "scale", "zero"), STORED[bits])) | {
+        "parts": "*fp32",
+        "T M": "i32",
+        "N K": "i32:16",
+    }
     types |= {"x": pairs if bits == 4 else f"*{dtype}", "bias": None, "y out": f"*{dtype}"}
-    fixed = kernel_constants(cut, K, 4 if bits == 4 else 8, kind) | dict(B=cut.at_once or 2048 // cut.group)
-    kernel, warps = (_dequantize, 4) if T > ROWS else (_few if cut.at_once else _many, cut.num_warps)
+    fixed = kernel_constants(cut, K, 4 if bits == 4 else 8, kind) | dict(
+        B=cut.at_once or 2048 // cut.group
+    )
+    kernel, warps = (
+        (_dequantize, 4) if T > ROWS else (_few if cut.at_once else _many, cut.num_warps)
+    )
     report = compile_for(kernel, types, fixed, arch, warps, cut.num_stages)
     return [*report[:4], report.programs, report.count("mma.sync"), report.count("wgmma.mma")]
 
 
 if __name__ == "__main__":
-    print_table("sm product bits rows registers spills shared ahead programs mma wgmma",
-                ([arch, name, bits, T, *compile_product(T, *SHAPES[name], bits, 128, "bf16", arch)]
-                 for arch, name, bits, T in product(SHARED, ("8B o", "8B head"), (4, 8), (1, 64, 512))))
+    print_table(
+        "sm product bits rows registers spills shared ahead programs mma wgmma",
+        (
+            [arch, name, bits, T, *compile_product(T, *SHAPES[name], bits, 128, "bf16", arch)]
+            for arch, name, bits, T in product(SHARED, ("8B o", "8B head"), (4, 8), (1, 64, 512))
+        ),
+    )

@@ -12,6 +12,7 @@ would on a GPU:
 Invariant: numbers are those of the CPU's operations and the interpreter's kernels.
 Not covered: streams, free memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
 """
+
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-HERE, OPS, has_kernel = torch.device("cpu"), torch.ops.aten, torch._C._dispatch_has_kernel_for_dispatch_key
+HERE, OPS, has_kernel = (
+    torch.device("cpu"),
+    torch.ops.aten,
+    torch._C._dispatch_has_kernel_for_dispatch_key,
+)
 COPIES = (OPS._to_copy, OPS.copy_)
-ASKS = (OPS._local_scalar_dense, OPS.nonzero, OPS.masked_select, OPS.equal)     # results or sizes on the host
+ASKS = (
+    OPS._local_scalar_dense,
+    OPS.nonzero,
+    OPS.masked_select,
+    OPS.equal,
+)  # results or sizes on the host
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }"""
 
@@ -40,23 +50,39 @@ def build_device() -> None:
 
     inference_mode becomes no_grad. RuntimeError if this machine or build does not allow it.
     """
-    import torch._dynamo                                # before inference_mode changes
+    import torch._dynamo  # before inference_mode changes
+
     if torch.backends.cuda.is_built() or shutil.which("g++") is None:
-        raise RuntimeError("no device: this needs g++ and PyTorch's CPU build, which asks no driver for devices")
+        raise RuntimeError(
+            "no device: this needs g++ and PyTorch's CPU build, which asks no driver for devices"
+        )
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
         source.write_text(GUARD)
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", source, "-o", library, f"-L{root}/lib"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            f"-I{root}/include",
+            source,
+            "-o",
+            library,
+            f"-L{root}/lib",
+        ]
         made = subprocess.run([*command, "-lc10"], capture_output=True, text=True)
         if made.returncode:
             raise RuntimeError(f"no device: {made.stderr[:300]}")
         torch.ops.load_library(library)
-    torch.inference_mode = lambda mode=True: torch.no_grad()             # tensors of inference_mode cannot be wrapped
+    torch.inference_mode = lambda mode=True: (
+        torch.no_grad()
+    )  # tensors of inference_mode cannot be wrapped
 
 
 class There(Tensor):
     """A tensor that says it is on cuda:0. `here` is the CPU tensor that holds its numbers."""
+
     here: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -89,7 +115,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.tape: list[Callable[[], None]] | None = None               # of a recording under way
+        self.tape: list[Callable[[], None]] | None = None  # of a recording under way
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -102,25 +128,43 @@ class Device(TorchDispatchMode):
         name, wanted = func.overloadpacket, kwargs.get("device")
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         theirs = {id(x.here): x for x in tensors if isinstance(x, There)}
-        if theirs and name not in COPIES and any(x.dim() for x in tensors if not isinstance(x, There)):
+        if (
+            theirs
+            and name not in COPIES
+            and any(x.dim() for x in tensors if not isinstance(x, There))
+        ):
             shapes = ", ".join(f"{type(x).__name__}{list(x.shape)}" for x in tensors)
             raise RuntimeError(f"{func}: on the host and on the device are {shapes}")
         if theirs and self.asks(func, args, wanted):
             self.wait()
-        args, kwargs = tree_map(here, args), {key: here(x) for key, x in kwargs.items() if key != "pin_memory"}
+        args, kwargs = (
+            tree_map(here, args),
+            {key: here(x) for key, x in kwargs.items() if key != "pin_memory"},
+        )
         kwargs |= {"device": HERE} if wanted is not None else {}
         done = func(*args, **kwargs)
         if name is OPS._local_scalar_dense or not (theirs if wanted is None else is_cuda(wanted)):
             return done
         self.launched(lambda: func(*args, **kwargs), done)
-        return tree_map(lambda x: theirs[id(x)] if id(x) in theirs else There(x) if isinstance(x, Tensor) else x, done)
+        return tree_map(
+            lambda x: (
+                theirs[id(x)] if id(x) in theirs else There(x) if isinstance(x, Tensor) else x
+            ),
+            done,
+        )
 
     @staticmethod
     def asks(func: Any, args: Any, wanted: Any) -> bool:
         """Whether the host waits for this operation: its result, or the size of its result, is needed on the host."""
         if func.overloadpacket in COPIES:
-            return wanted == HERE if func.overloadpacket is OPS._to_copy else not isinstance(args[0], There)
-        masks = [x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool]
+            return (
+                wanted == HERE
+                if func.overloadpacket is OPS._to_copy
+                else not isinstance(args[0], There)
+            )
+        masks = [
+            x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool
+        ]
         return func.overloadpacket in ASKS or "index" in func.name() and bool(masks)
 
     def kernel(self, launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -131,15 +175,18 @@ class Device(TorchDispatchMode):
         def again() -> None:
             with _disable_current_modes():
                 launch(*map(here, args), **kwargs)
+
         again()
         self.launched(again, None)
 
     def launched(self, again: Callable[[], Any], done: Any) -> None:
         """If a recording is under way, add a launch: a replay computes again and fills the same result tensors."""
+
         def repeat() -> None:
             for old, new in zip(tree_leaves(done), tree_leaves(again())):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
         if self.tape is not None:
             self.tape.append(repeat)
 
@@ -154,6 +201,7 @@ class Device(TorchDispatchMode):
             with _disable_current_modes():
                 for repeat in tape:
                     repeat()
+
         return replay
 
     def wait(self) -> None:
@@ -162,7 +210,9 @@ class Device(TorchDispatchMode):
         while frame.f_code.co_filename == __file__ or "-packages" in frame.f_code.co_filename:
             frame = frame.f_back
         if self.tape is not None:
-            raise RuntimeError(f"{frame.f_code.co_name} waits for the device, which cannot be recorded")
+            raise RuntimeError(
+                f"{frame.f_code.co_name} waits for the device, which cannot be recorded"
+            )
         self.waits.append(frame.f_code.co_name)
 
 
@@ -171,11 +221,18 @@ def event(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(record=lambda: None, elapsed_time=lambda later: 1.0)
 
 
-CUDA = dict(_lazy_init=lambda: None, is_available=lambda: True, synchronize=lambda *_: None, empty_cache=lambda: None,
-            set_device=lambda index: None,
-            is_current_stream_capturing=lambda: False, get_device_capability=lambda *_: (9, 0), Event=event,
-            mem_get_info=lambda *_: (1 << 30, 1 << 30),
-            get_device_properties=lambda *_: SimpleNamespace(multi_processor_count=132))
+CUDA = dict(
+    _lazy_init=lambda: None,
+    is_available=lambda: True,
+    synchronize=lambda *_: None,
+    empty_cache=lambda: None,
+    set_device=lambda index: None,
+    is_current_stream_capturing=lambda: False,
+    get_device_capability=lambda *_: (9, 0),
+    Event=event,
+    mem_get_info=lambda *_: (1 << 30, 1 << 30),
+    get_device_properties=lambda *_: SimpleNamespace(multi_processor_count=132),
+)
 
 
 @contextmanager
@@ -184,7 +241,13 @@ def pretended() -> Iterator[list[str]]:
     from triton.runtime.interpreter import InterpretedFunction
 
     from gpu import graphs
-    device, launch, tolist, pointer = Device(), InterpretedFunction.run, Tensor.tolist, Tensor.data_ptr
+
+    device, launch, tolist, pointer = (
+        Device(),
+        InterpretedFunction.run,
+        Tensor.tolist,
+        Tensor.data_ptr,
+    )
     tensor, generator = torch.tensor, torch.Generator
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> Tensor:
@@ -196,10 +259,13 @@ def pretended() -> Iterator[list[str]]:
             device.wait()
         return tolist(here(x))
 
-    patches = {torch.cuda: CUDA, graphs: dict(record=device.record),
-               InterpretedFunction: dict(run=lambda *args, **more: device.kernel(launch, *args, **more)),
-               torch: dict(tensor=make, Generator=lambda device=None: generator()),
-               Tensor: dict(pin_memory=lambda x: x, data_ptr=lambda x: pointer(here(x)), tolist=numbers)}
+    patches = {
+        torch.cuda: CUDA,
+        graphs: dict(record=device.record),
+        InterpretedFunction: dict(run=lambda *args, **more: device.kernel(launch, *args, **more)),
+        torch: dict(tensor=make, Generator=lambda device=None: generator()),
+        Tensor: dict(pin_memory=lambda x: x, data_ptr=lambda x: pointer(here(x)), tolist=numbers),
+    }
     with ExitStack() as changed:
         for owner, names in patches.items():
             changed.enter_context(mock.patch.multiple(owner, **names))

@@ -9,6 +9,7 @@ prompt is timed in rows or in blocks of 16 tokens, for the whole prompt at once 
 
 Invariant: a measurement that fails or cannot run has a note in its place, and the others go on.
 """
+
 import time
 from functools import cache, partial
 from itertools import product
@@ -30,8 +31,11 @@ from request import Request, Settings
 from sampling import Keyed
 from weights import Config
 
-FILTERS: dict[str, dict[str, float]] = {"no filter": {}, "top-p 0.9": dict(top_p=0.9),
-                                        "top-k 50, top-p 0.9": dict(top_k=50, top_p=0.9)}
+FILTERS: dict[str, dict[str, float]] = {
+    "no filter": {},
+    "top-p 0.9": dict(top_p=0.9),
+    "top-k 50, top-p 0.9": dict(top_k=50, top_p=0.9),
+}
 KINDS = (("16", "rows"), ("16", "blocks"), ("8", "blocks"), ("8/4", "blocks"), ("4", "blocks"))
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -43,11 +47,18 @@ def random_qkv(config: Config, tokens: int, scale: Scale, seed: int = 0) -> list
     return [x.contiguous() for x in qkv.split((H, G, G), 1)]
 
 
-def layer_cache(config: Config, layout: str, texts: int, longest: int, scale: Scale, kv: str, ops: Ops) -> Any:
+def layer_cache(
+    config: Config, layout: str, texts: int, longest: int, scale: Scale, kv: str, ops: Ops
+) -> Any:
     """A cache of one layer; layout: rows or blocks, kv: bits of keys and values."""
     G, D, *where = config.num_key_value_heads, config.head_dim, scale.device, scale.dtype
-    return (KVCache(1, G, D, longest, texts, *where, WIDTHS[kv], ops) if layout == "rows" else
-            PagedCache(1, G, D, texts * -(-longest // 16), 16, longest, *where, False, WIDTHS[kv], ops))
+    return (
+        KVCache(1, G, D, longest, texts, *where, WIDTHS[kv], ops)
+        if layout == "rows"
+        else PagedCache(
+            1, G, D, texts * -(-longest // 16), 16, longest, *where, False, WIDTHS[kv], ops
+        )
+    )
 
 
 def draw_tokens(ops: Ops, logits: Tensor, **filters: float) -> Tensor:
@@ -57,6 +68,7 @@ def draw_tokens(ops: Ops, logits: Tensor, **filters: float) -> Tensor:
 
 
 # ---- Are they right? -------------------------------------------------------------------------------------------------
+
 
 def smoke_rows(scale: Scale, roof: Roof) -> Rows:
     yield "Is everything right?", ("", "off by", "at most", "", "seconds")
@@ -72,33 +84,69 @@ def checks(scale: Scale) -> Rows:
     """(what is compared, the largest error allowed, a function that measures the error; call it before the next)."""
     ops, plain, exact = ops_for(scale.device), Ops(), 1e-4 if scale.dtype == torch.float32 else 1e-2
     for (name, config), kinds in zip(scale.models, (KINDS, KINDS[1::2])):
-        C, q, cos, sin = config.hidden_size, *random_qkv(config, 100, scale)[:1], *random_numbers(
-            scale, 2, 100, 1, config.head_dim)
+        C, q, cos, sin = (
+            config.hidden_size,
+            *random_qkv(config, 100, scale)[:1],
+            *random_numbers(scale, 2, 100, 1, config.head_dim),
+        )
         (x, delta), weight = random_numbers(scale, 2, 100, C), random_numbers(scale, C, C) / C**0.5
-        for what, run, given in (("norm", lambda ops, *x: ops.add_norm(*x, 1e-5)[1], (x, delta, weight[0])),
-                                 ("rotation", lambda ops, *x: ops.rotate(*x), (q, cos, sin)),
-                                 ("SwiGLU", lambda ops, x: ops.swiglu(x), (x,))):
-            yield f"{name}, {what}", exact, lambda: relative(run(ops, *given), run(plain, *(x.float() for x in given)))
-        layouts = (8, 16), (4, 16), ("fp8", 16), ("nf4", 16), (8, 8), ("fp8", 8)          # bits of W, of x
-        for (bits, inputs), T in product(layouts, (1, 16, 100)):    # rows: one, some, and more than the kernel takes
+        for what, run, given in (
+            ("norm", lambda ops, *x: ops.add_norm(*x, 1e-5)[1], (x, delta, weight[0])),
+            ("rotation", lambda ops, *x: ops.rotate(*x), (q, cos, sin)),
+            ("SwiGLU", lambda ops, x: ops.swiglu(x), (x,)),
+        ):
+            yield (
+                f"{name}, {what}",
+                exact,
+                lambda: relative(run(ops, *given), run(plain, *(x.float() for x in given))),
+            )
+        layouts = (8, 16), (4, 16), ("fp8", 16), ("nf4", 16), (8, 8), ("fp8", 8)  # bits of W, of x
+        for (bits, inputs), T in product(
+            layouts, (1, 16, 100)
+        ):  # rows: one, some, and more than the kernel takes
             kept = Linear(quantize(weight, bits)._replace(inputs=inputs))
-            yield f"{name}, {T} rows{' of 8 bits' * (inputs == 8)} by {bits} bits", exact, lambda: relative(
-                ops.linear(x[:T], ops.prepare(kept, scale.dtype, "o")), plain.linear(x[:T].float(), kept))
+            yield (
+                f"{name}, {T} rows{' of 8 bits' * (inputs == 8)} by {bits} bits",
+                exact,
+                lambda: relative(
+                    ops.linear(x[:T], ops.prepare(kept, scale.dtype, "o")),
+                    plain.linear(x[:T].float(), kept),
+                ),
+            )
         for kv, layout in kinds:
             both = cache(partial(three_texts, config, kv, layout, scale))
-            yield f"{name}, stored, KV {kv} in {layout}", 1e-3, lambda: relative(*(stored for stored, _ in both()))
-            yield f"{name}, attention, KV {kv} in {layout}", exact, lambda: relative(*(out for _, out in both()))
+            yield (
+                f"{name}, stored, KV {kv} in {layout}",
+                1e-3,
+                lambda: relative(*(stored for stored, _ in both())),
+            )
+            yield (
+                f"{name}, attention, KV {kv} in {layout}",
+                exact,
+                lambda: relative(*(out for _, out in both())),
+            )
     logits = 4 * random_numbers(scale, 16, config.vocab_size)
     for name, filters in FILTERS.items():
         drawn = partial(draw_tokens, logits=logits, **filters)
         yield f"tokens drawn, {name}", 0, lambda: (drawn(ops) != drawn(plain)).sum().item()
     ways = dict.fromkeys(("recorded", "not recorded")) | {"with drafts": "tiny-draft"}
     for kv, (how, draft) in product(("16", "8", "8/4", "4"), ways.items()):
-        yield f"texts of tiny, KV {kv}, {how}", 0, lambda: sum(
-            a != b for a, b in zip(texts(scale, scale.device, kv, draft, "not" not in how), texts(scale, "cpu", kv)))
+        yield (
+            f"texts of tiny, KV {kv}, {how}",
+            0,
+            lambda: sum(
+                a != b
+                for a, b in zip(
+                    texts(scale, scale.device, kv, draft, "not" not in how), texts(scale, "cpu", kv)
+                )
+            ),
+        )
     if scale.device == "cuda":
-        yield "kernels compiled after a warm-up", 0, lambda: compiled_after_warm_up(
-            Model.load("tiny", scale.device, torch.float32))
+        yield (
+            "kernels compiled after a warm-up",
+            0,
+            lambda: compiled_after_warm_up(Model.load("tiny", scale.device, torch.float32)),
+        )
 
 
 def compiled_after_warm_up(model: Model) -> int:
@@ -106,9 +154,14 @@ def compiled_after_warm_up(model: Model) -> int:
     from triton import knobs
 
     from gpu import warm_up
+
     compiled, engine = list[Any](), Engine(model, None, 400, 100, 4)
-    requests = [Request([1] * n, Settings(0.7 * (n % 2), top_k=n % 3 or None, seed=n, max_tokens=6), model.ends)
-                for n in (1, 7, 20, 70)]
+    requests = [
+        Request(
+            [1] * n, Settings(0.7 * (n % 2), top_k=n % 3 or None, seed=n, max_tokens=6), model.ends
+        )
+        for n in (1, 7, 20, 70)
+    ]
     warm_up(model.llama, engine.caches[0])
     before = knobs.runtime.jit_post_compile_hook
     knobs.runtime.jit_post_compile_hook = lambda *_, **how: compiled.append(how)
@@ -127,19 +180,27 @@ def three_texts(config: Config, kv: str, layout: str, scale: Scale) -> list[tupl
         seqs = [kept.open(())[0] for _ in range(3)]
         for counts in ((n, n // 8, n // 16), (1, 4, n // 5)):
             step = kept.extend([(seq, range(count)) for seq, count in zip(seqs, counts)])
-            out = ops.look_back(*map(cast, random_qkv(config, sum(counts), scale, counts[0])), step, 0)
-        stored = [store.read(0, torch.cat(step.seen), torch.float32) for store in (kept.keys, kept.values)]
+            out = ops.look_back(
+                *map(cast, random_qkv(config, sum(counts), scale, counts[0])), step, 0
+            )
+        stored = [
+            store.read(0, torch.cat(step.seen), torch.float32) for store in (kept.keys, kept.values)
+        ]
         found.append((torch.cat(stored), out))
     return found
 
 
 @cache
-def texts(scale: Scale, device: str, kv: str, draft: str | None = None, records: bool = True) -> list[list[int]]:
+def texts(
+    scale: Scale, device: str, kv: str, draft: str | None = None, records: bool = True
+) -> list[list[int]]:
     """Greedy texts of tiny, prompts included."""
     model, small = (name and Model.load(name, device, torch.float32) for name in ("tiny", draft))
     for one in filter(None, (model, small)):
-        one.llama.ops.records = records                 # gpu/__init__.py: whether passes are recorded
-    settings = Settings(0.0, seed=0, max_tokens=(count := min(32, scale.count)), gamma=3 if draft else 0)
+        one.llama.ops.records = records  # gpu/__init__.py: whether passes are recorded
+    settings = Settings(
+        0.0, seed=0, max_tokens=(count := min(32, scale.count)), gamma=3 if draft else 0
+    )
     requests = [Request(model.encode(prompt), settings, model.ends) for prompt in OWN[:2]]
     longest = count + max(len(one.tokens) for one in requests)
     at_once(Engine(model, small, 2 * longest, longest, 2, kv_bits=kv), requests)
@@ -148,8 +209,12 @@ def texts(scale: Scale, device: str, kv: str, draft: str | None = None, records:
 
 # ---- How fast are they? ----------------------------------------------------------------------------------------------
 
+
 def kernel_rows(scale: Scale, roof: Roof) -> Rows:
-    yield "Kernels alone", ("", "ms", "of the read bandwidth", "of the rate of products", "times the speed")
+    yield (
+        "Kernels alone",
+        ("", "ms", "of the read bandwidth", "of the rate of products", "times the speed"),
+    )
     for _, config in scale.models:
         yield from prefill_rows(config, scale, roof)
     for rows in (query_rows, product_rows, sampling_rows):
@@ -161,7 +226,12 @@ def prefill_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
     H, D, ops = config.num_attention_heads, config.head_dim, ops_for(scale.device)
     for n in scale.prompts:
         qkv, first = random_qkv(config, n, scale), 0.0
-        for layout, new in (("rows", n), ("blocks", n), ("rows", min(512, n // 2)), ("blocks", min(512, n // 2))):
+        for layout, new in (
+            ("rows", n),
+            ("blocks", n),
+            ("rows", min(512, n // 2)),
+            ("blocks", min(512, n // 2)),
+        ):
             cache, past = layer_cache(config, layout, 1, n, scale, "16", ops), n - new
             seq, _ = cache.open(())
             if past:
@@ -171,15 +241,28 @@ def prefill_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
             rate = 2 * (n * n - past * past) * H * D / ours
             first, beside = first or rate, [f"{rate / first:.2f} of the first"] if first else []
             for name, backend in [] if past else BACKENDS.items():
-                theirs = tried(partial(library_seconds, backend, [x.transpose(0, 1)[None] for x in qkv], scale))
-                beside += [f"no {name}: {theirs[:60]}" if isinstance(theirs, str) else f"{theirs / ours:.2f} of {name}"]
-            yield [f"attention, {new} queries, {n} keys, d = {D}, {layout}", 1e3 * ours, "", f"{rate / roof[1]:.0%}",
-                   ", ".join(beside)]
+                theirs = tried(
+                    partial(library_seconds, backend, [x.transpose(0, 1)[None] for x in qkv], scale)
+                )
+                beside += [
+                    f"no {name}: {theirs[:60]}"
+                    if isinstance(theirs, str)
+                    else f"{theirs / ours:.2f} of {name}"
+                ]
+            yield [
+                f"attention, {new} queries, {n} keys, d = {D}, {layout}",
+                1e3 * ours,
+                "",
+                f"{rate / roof[1]:.0%}",
+                ", ".join(beside),
+            ]
 
 
 def library_seconds(backend: SDPBackend, qkv: list[Tensor], scale: Scale) -> float:
     with sdpa_kernel(backend):
-        return device_seconds(partial(F.scaled_dot_product_attention, *qkv, is_causal=True, enable_gqa=True), scale)
+        return device_seconds(
+            partial(F.scaled_dot_product_attention, *qkv, is_causal=True, enable_gqa=True), scale
+        )
 
 
 def query_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
@@ -189,27 +272,53 @@ def query_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
         cache = layer_cache(config, layout, texts, past, scale, kv, ops)
         seqs = [cache.open(())[0] for _ in range(texts)]
         for i, seq in enumerate(seqs):
-            ops.look_back(*random_qkv(config, past - 1, scale, i), cache.extend([(seq, range(past - 1))]), 0)
+            ops.look_back(
+                *random_qkv(config, past - 1, scale, i), cache.extend([(seq, range(past - 1))]), 0
+            )
         new, step = random_qkv(config, texts, scale), cache.extend([(seq, [0]) for seq in seqs])
-        spent, G = device_seconds(partial(ops.look_back, *new, step, 0), scale), config.num_key_value_heads
-        first, read = first or spent, kv_bytes(1, G, config.head_dim, texts * past, scale.dtype, WIDTHS[kv])
-        yield [f"attention, {texts} x 1 query, {past} keys, d = {config.head_dim}, {layout}, KV {kv}",
-               1e3 * spent, f"{read / spent / roof[0]:.0%}", "", f"{first / spent:.2f} of the first"]
+        spent, G = (
+            device_seconds(partial(ops.look_back, *new, step, 0), scale),
+            config.num_key_value_heads,
+        )
+        first, read = (
+            first or spent,
+            kv_bytes(1, G, config.head_dim, texts * past, scale.dtype, WIDTHS[kv]),
+        )
+        yield [
+            f"attention, {texts} x 1 query, {past} keys, d = {config.head_dim}, {layout}, KV {kv}",
+            1e3 * spent,
+            f"{read / spent / roof[0]:.0%}",
+            "",
+            f"{first / spent:.2f} of the first",
+        ]
 
 
 def product_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
     """The gate and up product, over more layers than a GPU's cache holds; speed-ups over 16 bits."""
-    first, ops, K, N = dict[int, float](), ops_for(scale.device), config.hidden_size, 2 * config.intermediate_size
+    first, ops, K, N = (
+        dict[int, float](),
+        ops_for(scale.device),
+        config.hidden_size,
+        2 * config.intermediate_size,
+    )
     weight = random_numbers(scale, N, K) / K**0.5
     for bits in (16, 8, "fp8", 4):
-        kept = [weight.clone() if bits == 16 else quantize(weight, bits) for _ in range(scale.turns)]
+        kept = [
+            weight.clone() if bits == 16 else quantize(weight, bits) for _ in range(scale.turns)
+        ]
         layers, size = [ops.prepare(Linear(one), scale.dtype, "o") for one in kept], kept[0].nbytes
         for T in (1, 8, 64):
             x = random_numbers(scale, T, K, seed=T)
-            spent = device_seconds(lambda: [ops.linear(x, layer) for layer in layers], scale) / len(layers)
-            yield [f"product, {T} rows of {K} to {N}, {bits} bits", 1e3 * spent,
-                   f"{size / spent / roof[0]:.0%}", f"{2 * T * N * K / spent / roof[1]:.0%}",
-                   f"{first.setdefault(T, spent) / spent:.2f} of 16 bits"]
+            spent = device_seconds(lambda: [ops.linear(x, layer) for layer in layers], scale) / len(
+                layers
+            )
+            yield [
+                f"product, {T} rows of {K} to {N}, {bits} bits",
+                1e3 * spent,
+                f"{size / spent / roof[0]:.0%}",
+                f"{2 * T * N * K / spent / roof[1]:.0%}",
+                f"{first.setdefault(T, spent) / spent:.2f} of 16 bits",
+            ]
 
 
 def sampling_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
@@ -218,10 +327,17 @@ def sampling_rows(config: Config, scale: Scale, roof: Roof) -> Rows:
     for B in (scale.streams[0], scale.streams[-1]):
         logits = 4 * random_numbers(scale, B, V)
         for name, filters in FILTERS.items():
-            ours, theirs = (device_seconds(partial(run, logits, **filters), scale)
-                            for run in (partial(draw_tokens, ops), by_sorting))
-            yield [f"sampling, {B} of {V} candidates, {name}", 1e3 * ours, f"{logits.nbytes / ours / roof[0]:.0%}", "",
-                   f"{theirs / ours:.2f} of plain operations"]
+            ours, theirs = (
+                device_seconds(partial(run, logits, **filters), scale)
+                for run in (partial(draw_tokens, ops), by_sorting)
+            )
+            yield [
+                f"sampling, {B} of {V} candidates, {name}",
+                1e3 * ours,
+                f"{logits.nbytes / ours / roof[0]:.0%}",
+                "",
+                f"{theirs / ours:.2f} of plain operations",
+            ]
 
 
 def by_sorting(logits: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
@@ -232,4 +348,6 @@ def by_sorting(logits: Tensor, top_k: int | None = None, top_p: float = 1.0) -> 
     probs, tokens = probs.sort(descending=True)
     probs = probs[:, :top_k] / probs[:, :top_k].sum(-1, keepdim=True)
     probs = torch.where(probs.cumsum(-1) - probs < top_p, probs, 0)
-    return tokens.gather(1, (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True))[:, 0]
+    return tokens.gather(
+        1, (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+    )[:, 0]

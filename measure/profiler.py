@@ -12,6 +12,7 @@ A phase inside another phase counts only as itself, so the lines add up to the w
 layer by layer, which is slower, so that attention can be timed. On a GPU the end of a phase waits for the device, but
 not while a CUDA graph is captured; a replay is one launch, and counts for the phase that launched it.
 """
+
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,10 @@ class Phases:
 
     def lines(self) -> list[str]:
         all_of_it = sum(self.seconds.values()) or 1.0
-        return [f"{phase:10}{self.seconds[phase]:8.3f} s {self.seconds[phase] / all_of_it:6.1%}" for phase in PHASES]
+        return [
+            f"{phase:10}{self.seconds[phase]:8.3f} s {self.seconds[phase] / all_of_it:6.1%}"
+            for phase in PHASES
+        ]
 
 
 class Timed:
@@ -86,15 +90,17 @@ class Timed:
 @contextmanager
 def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
     """Trace the work of these models into this file, and print a line for each phase."""
-    check_file(Path(file))                              # refuses a file that cannot be written, before the work
+    check_file(Path(file))  # refuses a file that cannot be written, before the work
     stopped, phases, own = None, Phases(), [llama.ops for llama in models]
     for llama in models:
         llama.ops = Timed(llama.ops, phases)
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()) as trace:
+    with profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    ) as trace:
         phases.start = time.perf_counter()
         try:
             yield
-        except KeyboardInterrupt as error:              # print what was measured
+        except KeyboardInterrupt as error:  # print what was measured
             stopped = error
         finally:
             phases.turn()

@@ -1,4 +1,5 @@
 """One run of the embedded pair, as `--color` shows it at a terminal: each piece of text with its origin and time."""
+
 import time
 from typing import Any
 

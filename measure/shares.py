@@ -10,6 +10,7 @@ there is the cost of waiting for each other.
 Invariant: both sides make the same step, one new token after `PAST` others.
 Not covered: several machines; batches.
 """
+
 import json
 import subprocess
 import sys
@@ -29,14 +30,18 @@ from parallel import traffic
 from processes import hush, joined
 from weights import Config, find
 
-PAST = 100                                              # tokens read before
+PAST = 100  # tokens read before
 
 
 def seconds_of_processes(config: Config, n: int, device: str, dtype: str, count: int) -> float:
     """Of n processes, the median of `count` tokens. RuntimeError with what the program said."""
     shape = json.dumps(asdict(config))
-    done = subprocess.run([sys.executable, "-m", "measure.shares", str(n), device, dtype, str(count), shape],
-                          cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "measure.shares", str(n), device, dtype, str(count), shape],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"{n} processes: {done.stderr.strip().splitlines()[-1]}")
     return float(done.stdout)
@@ -48,8 +53,12 @@ def measure(config: Config, device: torch.device, dtype: torch.dtype, count: int
     llama = Llama(config, device, dtype).prepare()
     cache, times, tokens = KVCache.of(llama, PAST + count + 3), [], [1] * PAST
     seq, _ = cache.open(())
-    for _ in range(count + 3):                          # the prompt, and two tokens that warm up
-        logits = llama(torch.tensor(tokens, device=llama.device), cache.extend([(seq, tokens)]), rows=slice(-1, None))
+    for _ in range(count + 3):  # the prompt, and two tokens that warm up
+        logits = llama(
+            torch.tensor(tokens, device=llama.device),
+            cache.extend([(seq, tokens)]),
+            rows=slice(-1, None),
+        )
         tokens = [int(logits.argmax())]
         times.append(time.perf_counter())
     return median(b - a for a, b in zip(times[2:], times[3:]))
@@ -59,17 +68,30 @@ def compared(config: Config, n: int, turns: int, *how: Any) -> dict[str, Any]:
     """Tokens a second of one process and of n, the ratio of those measured in turns, and a token's bytes for others."""
     spent = [[seconds_of_processes(config, each, *how) for each in (1, n)] for _ in range(turns)]
     one, many = (1 / median(times) for times in zip(*spent))
-    return dict(processes=n, one=one, many=many, ratio=median(a / b for a, b in spent),
-                bytes=traffic(config, n, getattr(torch, how[1]).itemsize))
+    return dict(
+        processes=n,
+        one=one,
+        many=many,
+        ratio=median(a / b for a, b in spent),
+        bytes=traffic(config, n, getattr(torch, how[1]).itemsize),
+    )
 
 
 def parallel(effort: Effort) -> list[dict[str, Any]]:
     """The shape of tiny, and, but for one turn, wide layers, which have more to compute between two sums."""
     tiny = Config.load(find("tiny"))
-    wide = replace(tiny, hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=32,
-                   num_key_value_heads=8)
-    return [dict(name=name) | compared(config, 2, effort.turns, "cpu", "float32", effort.count)
-            for name, config in (("tiny", tiny), ("two layers of 2048", wide))[:effort.turns]]
+    wide = replace(
+        tiny,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    return [
+        dict(name=name) | compared(config, 2, effort.turns, "cpu", "float32", effort.count)
+        for name, config in (("tiny", tiny), ("two layers of 2048", wide))[: effort.turns]
+    ]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
 """Without a GPU: the coin, random models, errors and peers on toy shapes; and on a GPU, the CPU's own tokens."""
+
 import json
 from dataclasses import replace
 from functools import partial
@@ -51,12 +52,14 @@ def test_random_models_are_finite_and_of_the_size_of_their_bits(bits):
 
 def test_the_shapes_are_those_of_the_models():
     from model import Llama
+
     for config, billions in ((gpumodels.LLAMA_8B, 8.03), (gpumodels.LLAMA_1B, 1.236)):
         count = sum(place.numel() for place in Llama(config, "meta", seed=None).places().values())
         assert abs(count / 1e9 - billions) < 0.005
 
 
 # ---- Right
+
 
 @torch.inference_mode()
 def test_a_wrong_kernel_and_one_that_fails_are_lines_beside_the_others(monkeypatch):
@@ -76,19 +79,23 @@ def test_a_wrong_kernel_and_one_that_fails_are_lines_beside_the_others(monkeypat
     wrong = {name: off for name, off, most, verdict, _ in rows if verdict == "WRONG"}
     assert len(wrong) == 2 + 2 + 5 + 2 and note == "11 are WRONG" and len(rows) > 40
     assert wrong["toy, SwiGLU"] == "OSError: no such thing"
-    assert all(off == pytest.approx(0.003, rel=0.01) for name, off in wrong.items() if "attention" in name)
+    assert all(
+        off == pytest.approx(0.003, rel=0.01) for name, off in wrong.items() if "attention" in name
+    )
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("records", [True, False])
 def test_texts_are_the_cpus(records):
     pytest.importorskip("gpu")
-    plain, drafted = (gpukernels.texts(QUICK, "cpu", "8/4", draft, records) for draft in (None, "tiny-draft"))
+    plain, drafted = (
+        gpukernels.texts(QUICK, "cpu", "8/4", draft, records) for draft in (None, "tiny-draft")
+    )
     assert plain == drafted and all(len(text) > QUICK.count for text in plain)
 
 
 def test_by_sorting_has_the_law_of_sampling():
-    logits = (4 * gpumodels.random_numbers(QUICK, 1, 16)).expand(2000, -1)                    # one row, many times
+    logits = (4 * gpumodels.random_numbers(QUICK, 1, 16)).expand(2000, -1)  # one row, many times
     for setting in gpukernels.FILTERS.values():
         law = probabilities(logits[:1], 0.6, **setting)[0]
         drawn = torch.bincount(gpukernels.by_sorting(logits, **setting), minlength=16) / 2000
@@ -105,17 +112,22 @@ def test_on_a_gpu_a_recording_is_clocked(monkeypatch):
     graphs, done = pytest.importorskip("gpu.graphs"), []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "record", lambda run: lambda: done.append("replay"))
-    gpumodels.device_seconds(lambda: done.append("run"), replace(QUICK, device="cuda", turns=2), atleast=0)
+    gpumodels.device_seconds(
+        lambda: done.append("run"), replace(QUICK, device="cuda", turns=2), atleast=0
+    )
     assert done[0] == "run" and set(done[1:]) == {"replay"}
 
 
 # ---- Rows
 
+
 @torch.inference_mode()
 def test_by_the_clock_the_formula_is_that_of_the_gamma_that_was_taken():
     target, draft = (gpumodels.random_model(config, 16, QUICK) for _, config in QUICK.models)
     for gamma, streams in ((2, 1), (None, 2)):
-        _, taken, told, gain, formula, share = gpucases.speculate(target, draft, 0.7, gamma, streams, QUICK)
+        _, taken, told, gain, formula, share = gpucases.speculate(
+            target, draft, 0.7, gamma, streams, QUICK
+        )
         assert taken == "2" if gamma else 0 <= float(taken.removeprefix("by the clock: ")) < 8
         assert told == str(streams) and float(formula) > 0
         assert float(share) == pytest.approx(float(gain) / float(formula), rel=0.1)
@@ -128,7 +140,10 @@ def test_what_is_built_and_recorded_first_is_not_counted(monkeypatch):
     def slow_at_first(engine, requests):
         calls.append(engine)
         served = own(engine, requests)
-        return served._replace(gaps=[1.0] * len(served.gaps) if len(calls) > 2 else [1e6 * len(calls)])
+        return served._replace(
+            gaps=[1.0] * len(served.gaps) if len(calls) > 2 else [1e6 * len(calls)]
+        )
+
     monkeypatch.setattr(gpucases, "at_once", slow_at_first)
     with torch.inference_mode():
         *_, gain, _, _ = gpucases.speculate(target, draft, 0.7, 2, 1, QUICK)
@@ -173,9 +188,23 @@ def test_beside_peers_what_is_not_there_or_fails_is_named(monkeypatch):
 def test_what_is_compiled_after_a_warm_up_is_counted(monkeypatch):
     gpu, knobs = pytest.importorskip("gpu"), pytest.importorskip("triton").knobs
     order, made, tiny = [], gpukernels.at_once, Model.load("tiny", "cpu", torch.float32)
-    monkeypatch.setattr(gpu, "warm_up", lambda llama, cache: order.append((llama is tiny.llama, knobs.runtime.jit_post_compile_hook)))
-    monkeypatch.setattr(gpukernels, "at_once", lambda *work: (made(*work), knobs.runtime.jit_post_compile_hook(fn="late")))
-    assert gpukernels.compiled_after_warm_up(tiny) == 1 and order == [(True, None)] and knobs.runtime.jit_post_compile_hook is None
+    monkeypatch.setattr(
+        gpu,
+        "warm_up",
+        lambda llama, cache: order.append(
+            (llama is tiny.llama, knobs.runtime.jit_post_compile_hook)
+        ),
+    )
+    monkeypatch.setattr(
+        gpukernels,
+        "at_once",
+        lambda *work: (made(*work), knobs.runtime.jit_post_compile_hook(fn="late")),
+    )
+    assert (
+        gpukernels.compiled_after_warm_up(tiny) == 1
+        and order == [(True, None)]
+        and knobs.runtime.jit_post_compile_hook is None
+    )
 
 
 def test_the_model_of_a_step_counts_bytes_launches_and_waits():
@@ -197,7 +226,12 @@ def test_rows_are_told_and_kept_as_they_come(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(gpucases.CASES, "decode", rows)
     with pytest.raises(KeyboardInterrupt):
-        gpucases.run_case("decode", True, lambda found: kept.append(json.dumps(found["gpu"]["decode"])))
+        gpucases.run_case(
+            "decode", True, lambda found: kept.append(json.dumps(found["gpu"]["decode"]))
+        )
     first, second = map(json.loads, kept)
-    assert first["rows"] == second["rows"] == [["one", "0.333"]] and len(second["notes"]) == len(first["notes"]) + 1
+    assert (
+        first["rows"] == second["rows"] == [["one", "0.333"]]
+        and len(second["notes"]) == len(first["notes"]) + 1
+    )
     assert capsys.readouterr().err.splitlines()[-2:] == ["one  0.333", "a note"]

@@ -1,4 +1,5 @@
 """Peers: who is not there is named; ratios are of the same prompts; a model's name has no folder."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -27,13 +28,18 @@ def test_a_peer_beside_ours_in_turns(monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda name: True)
     monkeypatch.setattr(peers, "read_bandwidth", lambda: read_bandwidth(16))
     own = peers.ours("tiny", 16)
+
     def twice(prompts, count):
         tokens, first, total = own.make(prompts, count)
         return peers.Made(tokens, 2 * first, 2 * total)
+
     monkeypatch.setattr(peers, "transformers", lambda target: peers.Contestant("a peer", twice))
     rows = peers.against("transformers", "tiny", None, QUICK)
     (label, first), (_, second), (_, third) = rows.items()
-    assert label.startswith("tiny, ") and label.split(", ")[-2] in ("float32", "bfloat16 in float32")
+    assert label.startswith("tiny, ") and label.split(", ")[-2] in (
+        "float32",
+        "bfloat16 in float32",
+    )
     assert first["texts"] == first["same_texts"] == 1 and first["bandwidth"] > 0 < first["seconds"]
     assert second["ours"].startswith("INT8 in ") and third["ours"].startswith("INT4 in ")
     assert all(0.8 < first[name] < 5 for name in ("ratio", "prompt32", "prompt128", "together"))
@@ -43,16 +49,19 @@ def test_the_ratio_is_the_median_over_prompts_and_the_bandwidth_what_is_read():
     one = peers.Contestant("ours", None, bytes=1000)
     made = lambda seconds, last=3: peers.Made([1, 2, last], 1.0, 1.0 + seconds)
     turns = [(made(2.0), made(1.0)), (made(9.0), made(1.0)), (made(3.0), made(1.0, last=4))]
-    row = peers.row("m", one, peers.Contestant("theirs", None), turns, roofs=[4000.0, 4000.0, 8000.0])
+    row = peers.row(
+        "m", one, peers.Contestant("theirs", None), turns, roofs=[4000.0, 4000.0, 8000.0]
+    )
     assert row["ratio"] == 3.0 and row["tokens_per_second"] == 2.0
     assert row["bandwidth"] == 0.5 and row["same_texts"] == 2
 
 
 def test_seconds_are_from_the_first_token_to_the_last(monkeypatch):
     def generate(tokens, streamer, max_new_tokens, **_):
-        for _ in range(1 + max_new_tokens):                         # the prompt, and each token
+        for _ in range(1 + max_new_tokens):  # the prompt, and each token
             streamer.put(None)
         return torch.cat((tokens, torch.tensor([[7, 8, 9]])), 1)
+
     monkeypatch.setattr(peers.time, "perf_counter", iter([10.0, 12.0, 13.0, 15.0]).__next__)
     peer = SimpleNamespace(device="cpu", generate=generate)
     assert peers.reply(peer, [[1, 2]], 3) == ([7, 8, 9], 2.0, 5.0)
@@ -60,10 +69,15 @@ def test_seconds_are_from_the_first_token_to_the_last(monkeypatch):
 
 def test_a_name_has_no_folder(tmp_path):
     (tmp_path / "SmolLM2").mkdir()
-    assert peers.label(str(tmp_path / "SmolLM2")) == "SmolLM2" and peers.label("owner/model") == "owner/model"
+    assert (
+        peers.label(str(tmp_path / "SmolLM2")) == "SmolLM2"
+        and peers.label("owner/model") == "owner/model"
+    )
 
 
-@pytest.mark.skipif(not peers.installed("transformers"), reason="needs transformers: pip install transformers")
+@pytest.mark.skipif(
+    not peers.installed("transformers"), reason="needs transformers: pip install transformers"
+)
 @torch.inference_mode()
 def test_transformers_serves_random_weights_alone_and_together():
     peer = peers.RandomTransformers(TOY, "cpu", torch.float32)

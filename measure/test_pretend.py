@@ -1,4 +1,5 @@
 """The whole program as on a GPU, by measure/conftest.py: the CPU's texts, no tensor of the host there, one wait a step."""
+
 import io
 import json
 import tempfile
@@ -13,24 +14,47 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from conftest import program, write_model
 from measure import conftest as pretend
 
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-             head_dim=16)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+)
 DRAFTS = ["--draft", "DRAFT", "--gamma", "2"]
-CASES = {"greedy, in rows": ["--temperature", "0", "--kv", "contiguous"], "several": ["--n", "2", "--kv-bits", "8/4"],
-         "n-grams": ["--draft", "ngram", "--gamma", "2"],
-         "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
-         "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
-         "FP8": ["--bits", "fp8"], "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
-         "without a cache": ["--no-cache"], "float64": ["--dtype", "float64"]}
-WAITS = {"_pass", "write_drafts"}                       # once; where a draft has much to read
+CASES = {
+    "greedy, in rows": ["--temperature", "0", "--kv", "contiguous"],
+    "several": ["--n", "2", "--kv-bits", "8/4"],
+    "n-grams": ["--draft", "ngram", "--gamma", "2"],
+    "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
+    "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
+    "FP8": ["--bits", "fp8"],
+    "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
+    "without a cache": ["--no-cache"],
+    "float64": ["--dtype", "float64"],
+}
+WAITS = {"_pass", "write_drafts"}  # once; where a draft has much to read
 
 
 def text(device: str, arguments: list[str]) -> str:
     """What the program prints."""
     from cli import main
+
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
-        status = main(["--device", device, "--max-tokens", "6", "--seed", "3", *arguments, "hello hello hello"])
+        status = main(
+            [
+                "--device",
+                device,
+                "--max-tokens",
+                "6",
+                "--seed",
+                "3",
+                *arguments,
+                "hello hello hello",
+            ]
+        )
     assert status == 0, err.seek(0) or err.read()
     out.seek(0)
     return out.read()
@@ -39,14 +63,22 @@ def text(device: str, arguments: list[str]) -> str:
 def runs() -> dict[str, Any]:
     """Each case: [is it the CPU's text, where it waited, for how many steps]."""
     from speculative import Decoder
+
     found, steps, step = {}, [], Decoder._pass
     Decoder._pass = lambda self, *work: steps.append(None) or step(self, *work)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        target, draft = write_model(Path(folder, "a"), **SHAPE), write_model(Path(folder, "b"), seed=3, **SHAPE)
+        target, draft = (
+            write_model(Path(folder, "a"), **SHAPE),
+            write_model(Path(folder, "b"), seed=3, **SHAPE),
+        )
         for name, arguments in CASES.items():
-            arguments = ["--target", str(target), *(["--dtype", "float32"] if "--dtype" not in arguments else []),
-                         *(str(draft) if x == "DRAFT" else x for x in arguments)]
+            arguments = [
+                "--target",
+                str(target),
+                *(["--dtype", "float32"] if "--dtype" not in arguments else []),
+                *(str(draft) if x == "DRAFT" else x for x in arguments),
+            ]
             wanted = text("cpu", arguments)
             steps.clear()
             with pretend.pretended() as waits:
@@ -59,12 +91,19 @@ def wrong() -> list[str]:
     said = []
     with pretend.pretended() as waits:
         x, record = torch.arange(3, device="cuda"), pretend.PRESENT[-1].record
-        for mistake in (lambda: x + torch.ones(3), lambda: torch.cat((x, torch.tensor([1]))),
-                        lambda: record(lambda: (x + 1).tolist())):
+        for mistake in (
+            lambda: x + torch.ones(3),
+            lambda: torch.cat((x, torch.tensor([1]))),
+            lambda: record(lambda: (x + 1).tolist()),
+        ):
             with pytest.raises(RuntimeError) as error:
                 mistake()
             said.append(str(error.value))
-        assert (x + torch.tensor(1)).sum().item() == 6 and x[x > 1].cpu().tolist() == [2] and waits == ["wrong"] * 3
+        assert (
+            (x + torch.tensor(1)).sum().item() == 6
+            and x[x > 1].cpu().tolist() == [2]
+            and waits == ["wrong"] * 3
+        )
         replay = record(lambda: x.add_(1))
         replay()
         assert x.tolist() == [2, 3, 4]
@@ -94,7 +133,10 @@ def in_a_process(*functions: str) -> dict[str, Any]:
 def test_the_program_as_on_a_gpu(name, meanwhile):
     same, waits, steps = meanwhile()["runs"][name]
     assert same and waits.count("_pass") == steps > 1 and set(waits) <= WAITS
-    assert steps == 3 or name not in ("greedy, in rows", "float64")                 # a prompt, four tokens ahead, one
+    assert steps == 3 or name not in (
+        "greedy, in rows",
+        "float64",
+    )  # a prompt, four tokens ahead, one
 
 
 @pytest.mark.meanwhile(in_a_process, "runs", "wrong")

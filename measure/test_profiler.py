@@ -1,4 +1,5 @@
 """Phases: they add up to the whole, name the trace, and leave no trace in the program."""
+
 import json
 import os
 import time
@@ -15,7 +16,7 @@ main = partial(cli.main, profiled=profiler.profiled)
 
 
 def test_a_phase_inside_another_counts_as_itself(monkeypatch):
-    spent = [0.0]                                       # the clock, which goes on by what is appended
+    spent = [0.0]  # the clock, which goes on by what is appended
     monkeypatch.setattr(time, "perf_counter", lambda: sum(spent))
     watch = profiler.Phases()
     inner = watch.within("attend")(lambda: spent.append(2.0))
@@ -24,7 +25,13 @@ def test_a_phase_inside_another_counts_as_itself(monkeypatch):
     spent.append(5.0)
     watch.turn()
     assert watch.seconds == {"verify": 4.0, "attend": 2.0, "the rest": 5.0}
-    assert [line.split()[0] for line in watch.lines()] == ["draft", "verify", "attend", "sample", "the"]
+    assert [line.split()[0] for line in watch.lines()] == [
+        "draft",
+        "verify",
+        "attend",
+        "sample",
+        "the",
+    ]
 
 
 def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
@@ -39,8 +46,19 @@ def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_command_writes_a_trace_with_the_phases_by_name(dtype, tmp_path, capsys):
     file = tmp_path / "trace.json"
-    plain = ["--dtype", dtype, "--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8",
-             "Once upon a time"]
+    plain = [
+        "--dtype",
+        dtype,
+        "--draft",
+        "tiny-draft",
+        "--gamma",
+        "2",
+        "--seed",
+        "1",
+        "--max-tokens",
+        "8",
+        "Once upon a time",
+    ]
     assert main(plain) == 0
     text = capsys.readouterr().out
     assert main(["--profile", str(file), *plain]) == 0
@@ -64,6 +82,7 @@ def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_replaced(tmp_pa
 def test_ctrl_c_leaves_the_trace_of_what_was_done(base, tmp_path, capsys, monkeypatch):
     def interrupted(self, work):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(Decoder, "step", interrupted)
     assert main(["--target", str(base), "--profile", str(tmp_path / "trace.json"), "Tom"]) == 130
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,5 @@
 """Steps: every width in the same turns, sizes that the context has room for, and an older CPU in rows of its own."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,14 @@ def test_a_step_is_of_the_rows_that_it_says(monkeypatch):
     sizes, llama = [weight_bytes(llama) for llama in models.values()], models["INT4"]
     assert 1.8 < sizes[0] / sizes[1] < 4 and 1.5 < sizes[1] / sizes[2] < 2
     forward = type(llama.ops).forward
-    monkeypatch.setattr(type(llama.ops), "forward", lambda self, plain, llama, tokens, step, rows: asked.append(
-        (len(tokens), step.spans[0][2], rows)) or forward(self, plain, llama, tokens, step, rows))
+    monkeypatch.setattr(
+        type(llama.ops),
+        "forward",
+        lambda self, plain, llama, tokens, step, rows: (
+            asked.append((len(tokens), step.spans[0][2], rows))
+            or forward(self, plain, llama, tokens, step, rows)
+        ),
+    )
     assert steps.step_seconds(llama, 9, 5) > 0 and steps.step_seconds(llama, 0, 7) > 0
     assert asked == [(9, 9, slice(-1, None)), (5, 14, None), (7, 7, slice(-1, None))]
 
@@ -29,12 +36,17 @@ def test_a_step_is_of_the_rows_that_it_says(monkeypatch):
 def test_a_row_for_each_width_and_cpu(march, told, monkeypatch):
     monkeypatch.setenv("LLAMA_MARCH", march)
     monkeypatch.delenv("LLAMA_NATIVE", raising=False)
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200), weight_dtype=torch.bfloat16)
+    model = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=200), weight_dtype=torch.bfloat16
+    )
     monkeypatch.setattr(steps, "of_all_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
     monkeypatch.setattr(steps, "step_seconds", lambda llama, past, new: float(new))
     rows = steps.steps(QUICK, "a/folder", "folder")
     assert [row["width"] for row in rows.values()] == ["bfloat16", "INT8", "INT4"]
     assert all(key.startswith(f"folder, {told}, ") for key in rows)
-    assert all(row["rows64"] == 1 and row["prompt128_seconds"] == 128 and "rows256" not in row for row in rows.values())
+    assert all(
+        row["rows64"] == 1 and row["prompt128_seconds"] == 128 and "rows256" not in row
+        for row in rows.values()
+    )
     (table,) = report.sections(dict(steps=rows))
     assert table.rows[0][3] == "1 s" and table.rows[1][3] == "1x" and table.rows[1][-1] == ""

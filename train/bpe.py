@@ -9,6 +9,7 @@ their count, and a merge changes only the pieces that hold its pair.
 
 Sennrich et al. 2016 (arXiv:1508.07909) for BPE; Radford et al. 2019 (GPT-2) for bytes as the alphabet and the split.
 """
+
 import json
 import shutil
 import sys
@@ -19,7 +20,12 @@ from pathlib import Path
 from vocabulary import GPT2_SPLIT, alphabet, compile_split
 
 END = "<|endoftext|>"
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")     # of a tokenizer
+FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)  # of a tokenizer
 Pair = tuple[bytes, bytes]
 
 
@@ -28,7 +34,10 @@ def learn(texts: Iterable[str], size: int) -> list[Pair]:
     if size < 256:
         raise ValueError(f"a byte-level vocabulary has at least 256 tokens, not {size}")
     pieces = [(spell(piece), count) for piece, count in count_pieces(texts).items()]
-    pairs, holders = Counter[Pair](), defaultdict[Pair, set[int]](set)      # count of a pair; pieces that have held it
+    pairs, holders = (
+        Counter[Pair](),
+        defaultdict[Pair, set[int]](set),
+    )  # count of a pair; pieces that have held it
 
     def tally(i: int, sign: int) -> None:
         tokens, count = pieces[i]
@@ -64,7 +73,7 @@ def merge(tokens: list[bytes], pair: Pair) -> list[bytes]:
     """`tokens` with every occurrence of the pair joined, from left to right."""
     out, i = list[bytes](), 0
     while i < len(tokens):
-        joined = tuple(tokens[i:i + 2]) == pair
+        joined = tuple(tokens[i : i + 2]) == pair
         out.append(b"".join(pair) if joined else tokens[i])
         i += 1 + joined
     return out
@@ -80,24 +89,60 @@ def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
     """tokenizer.json and tokenizer_config.json, as Hugging Face reads them -> the number of tokens, END the last."""
     letters = {byte: letter for letter, byte in alphabet().items()}
     words = [["".join(letters[byte] for byte in token) for token in pair] for pair in merges]
-    texts = dict.fromkeys([*(letters[byte] for byte in range(256)), *map("".join, words)])    # without repeats
-    end = dict(id=len(texts), content=END, single_word=False, lstrip=False, rstrip=False, normalized=False,
-               special=True)
+    texts = dict.fromkeys(
+        [*(letters[byte] for byte in range(256)), *map("".join, words)]
+    )  # without repeats
+    end = dict(
+        id=len(texts),
+        content=END,
+        single_word=False,
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+        special=True,
+    )
     split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                 fuse_unk=False, byte_fallback=False, ignore_merges=False,
-                 vocab={text: id for id, text in enumerate(texts)}, merges=[" ".join(pair) for pair in words])
-    tokenizer = dict(version="1.0", truncation=None, padding=None, added_tokens=[end], normalizer=None,
-                     pre_tokenizer=split, post_processor=None, decoder=split, model=model)
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=END, model_max_length=max_length,
-                  clean_up_tokenization_spaces=False)
+    model = dict(
+        type="BPE",
+        dropout=None,
+        unk_token=None,
+        continuing_subword_prefix=None,
+        end_of_word_suffix=None,
+        fuse_unk=False,
+        byte_fallback=False,
+        ignore_merges=False,
+        vocab={text: id for id, text in enumerate(texts)},
+        merges=[" ".join(pair) for pair in words],
+    )
+    tokenizer = dict(
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[end],
+        normalizer=None,
+        pre_tokenizer=split,
+        post_processor=None,
+        decoder=split,
+        model=model,
+    )
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token=END,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     return len(texts) + 1
 
 
 # ---- The demonstration: the first merges of a text, and how it shrinks -----------------------------------------------
+
 
 def main(file: str = __file__) -> None:
     text = Path(file).read_text(encoding="utf-8")

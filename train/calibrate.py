@@ -28,6 +28,7 @@ SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K] · G K/V heads · R query heads of each · D head size
 """
+
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -45,21 +46,21 @@ from quant import Kind, Quantized, dequantize, grid4, pack4, quantize, rounded_p
 from shell import say
 from weights import Config
 
-DAMP = 0.1                              # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
+DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
 PRODUCTS = ("qkv", "o", "gate_up", "down")
-LayerInput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], Step]                  # x, delta, rope, step
+LayerInput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], Step]  # x, delta, rope, step
 
 
 class Moments:
     """The statistics of a product's inputs that calibration needs."""
 
     def __init__(self, columns: int, device: torch.device | str = "cpu"):
-        self.hessian = torch.zeros(columns, columns, device=device)                     # Σ 2 xᵀx: [K, K]
-        self.total, self.tokens = torch.zeros(columns, device=device), 0                # Σ |x|: [K]
-        self.largest = torch.zeros(columns, device=device)                              # max |x|: [K]
-        self.some = torch.zeros(0, columns, device=device)                              # every eighth token's: [., K]
+        self.hessian = torch.zeros(columns, columns, device=device)  # Σ 2 xᵀx: [K, K]
+        self.total, self.tokens = torch.zeros(columns, device=device), 0  # Σ |x|: [K]
+        self.largest = torch.zeros(columns, device=device)  # max |x|: [K]
+        self.some = torch.zeros(0, columns, device=device)  # every eighth token's: [., K]
 
-    def add(self, x: Tensor) -> None:                                                   # [T, K]
+    def add(self, x: Tensor) -> None:  # [T, K]
         x = x.float()
         self.hessian.addmm_(x.T, x, alpha=2)
         self.total, self.tokens = self.total + x.abs().sum(0), self.tokens + len(x)
@@ -91,7 +92,9 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     for damp in (DAMP, 10 * DAMP, 100 * DAMP):
         damped = hessian + torch.diag(damp * diagonal.mean() + (diagonal == 0))
         with suppress(torch.linalg.LinAlgError):
-            return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+            return torch.linalg.cholesky(
+                torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True
+            )
     raise ValueError("the Hessian has no Cholesky factor: are the calibration inputs finite?")
 
 
@@ -107,41 +110,53 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128, block: int = 1
         e = torch.zeros(N, stop - start, dtype=w.dtype, device=w.device)
         for k in range(start, stop):
             g = k // group
-            if bits == 4 and k % group == 0:                                # from `stop` on, `free` lacks moves
-                ahead = free[:, k:k + group].clone()
+            if bits == 4 and k % group == 0:  # from `stop` on, `free` lacks moves
+                ahead = free[:, k : k + group].clone()
                 if k + group > stop:
-                    ahead[:, stop - k:] -= e @ U[start:stop, stop:k + group]
+                    ahead[:, stop - k :] -= e @ U[start:stop, stop : k + group]
                 scale[:, g, None], zero[:, g, None] = grid4(ahead, group)
             s, z = scale[:, g].to(w.dtype), 0 if zero is None else zero[:, g]
             q[:, k] = ((free[:, k] / s).round() + z).clamp_(low, high)
             e[:, k - start] = (free[:, k] - (q[:, k] - z) * s) / U[k, k]
-            free[:, k + 1:stop] -= e[:, k - start, None] * U[k, k + 1:stop]
+            free[:, k + 1 : stop] -= e[:, k - start, None] * U[k, k + 1 : stop]
         free[:, stop:] -= e @ U[start:stop, stop:]
-    found = rounded._replace(values=q.to(torch.int8) if bits == 8 else pack4(q.to(torch.uint8)), scale=scale, zero=zero)
+    found = rounded._replace(
+        values=q.to(torch.int8) if bits == 8 else pack4(q.to(torch.uint8)), scale=scale, zero=zero
+    )
     return better(w, hessian, found, rounded)
 
 
 def better(w: Tensor, hessian: Tensor, found: Quantized, rounded: Quantized) -> Quantized:
     """Row by row, `found` where its error is smaller, else `rounded` (also where an error is NaN)."""
     left, lost = (errors(w - dequantize(*q, dtype=w.dtype), hessian) for q in (found, rounded))
-    parts = (a if a is None else torch.where((left < lost)[:, None], a, b) for a, b in zip(found[:3], rounded[:3]))
+    parts = (
+        a if a is None else torch.where((left < lost)[:, None], a, b)
+        for a, b in zip(found[:3], rounded[:3])
+    )
     return Quantized(*parts, found.columns, found.group)
 
 
 @torch.no_grad()
-def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 128, steps: int = 10) -> Tensor:
+def awq(
+    w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 128, steps: int = 10
+) -> Tensor:
     """AWQ's scale s of each input channel: [K], with the smallest error of rounding W diag(s); all 1 if none helps."""
     mean = magnitude.float().clamp(min=1e-4 * magnitude.max().item() + 1e-30)
     powers = (mean.pow(a / steps) for a in range(1, steps + 1))
-    centred = [s / (s.max().sqrt() * s.min().sqrt()) for s in powers]                   # around 1
+    centred = [s / (s.max().sqrt() * s.min().sqrt()) for s in powers]  # around 1
     cost = lambda s: errors(w - dequantize(*quantize(w * s, bits, group)) / s, hessian).sum().item()
     return min([torch.ones_like(mean), *centred], key=cost)
 
 
 @torch.no_grad()
-def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tensor], steps: int = 10) -> Tensor:
+def smooth(
+    w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tensor], steps: int = 10
+) -> Tensor:
     """SmoothQuant's scale s of each input channel: [K], with the smallest error of an INT8 x Wᵀ; 1s if none helps."""
-    most_x, most_w = (most.float().clamp(min=1e-4 * most.max().item() + 1e-30) for most in (largest, w.abs().amax(0)))
+    most_x, most_w = (
+        most.float().clamp(min=1e-4 * most.max().item() + 1e-30)
+        for most in (largest, w.abs().amax(0))
+    )
     scales = (share(most_x.pow(a / steps) / most_w.pow(1 - a / steps)) for a in range(1, steps + 1))
     cost = lambda s: (rounded_product(x / s, quantize(w * s, 8)) - x @ w.T).square().sum().item()
     return min([torch.ones_like(most_x), *scales], key=cost)
@@ -149,7 +164,8 @@ def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tens
 
 class Observed:
     """The operations `ops`, with the last input of each product and each norm kept, by the id of its weight."""
-    forward, draft = Ops.forward, Ops.draft             # layer by layer
+
+    forward, draft = Ops.forward, Ops.draft  # layer by layer
 
     def __init__(self, ops: Ops):
         self.ops, self.inputs = ops, dict[int, Tensor]()
@@ -161,14 +177,19 @@ class Observed:
         self.inputs[id(weight)] = x
         return self.ops.linear(x, weight)
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         self.inputs[id(weight)], y = self.ops.add_norm(x, delta, weight, eps)
         return self.inputs[id(weight)], y
 
 
 def prepared(llama: Llama, layer: Layer) -> Layer:
     """The layer with its products in the format that this machine multiplies fastest."""
-    return replace(layer, **{name: llama.ops.prepare(getattr(layer, name), llama.dtype, name) for name in PRODUCTS})
+    return replace(
+        layer,
+        **{name: llama.ops.prepare(getattr(layer, name), llama.dtype, name) for name in PRODUCTS},
+    )
 
 
 def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str, Moments]:
@@ -182,7 +203,11 @@ def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str
     for text in texts:
         x, delta = observed.through(fast, *text, 0)
         for name, stream in zip(PRODUCTS, (None, ops.inputs[id(layer.post_norm)], None, x + delta)):
-            length = 1 if stream is None else stream.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-10)
+            length = (
+                1
+                if stream is None
+                else stream.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-10)
+            )
             seen[name].add(ops.inputs[id(getattr(fast, name))] / length)
     return seen
 
@@ -190,22 +215,46 @@ def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str
 def fold(layer: Layer, config: Config, seen: dict[str, Moments]) -> None:
     """AWQ, SmoothQuant: multiply each product's weight by its s, and divide the weight before it. The layer's output
     stays the same; `seen` follows. config: the model's, with the quantization to come."""
-    how, G, D, F = config.quantization, config.num_key_value_heads, config.head_dim, config.intermediate_size
-    R, v, up = config.num_attention_heads // G, slice(-G * D, None), slice(F, None)     # v: rows of qkv; up: of gate_up
-    shared = lambda x: x.view(G, R, D).mean(1, keepdim=True).expand(G, R, D).reshape(-1)    # by heads that share a v
-    for name, before, rows in (("down", layer.gate_up, up), ("o", layer.qkv, v),
-                               ("gate_up", [layer.post_norm], slice(None)), ("qkv", [layer.input_norm], slice(None))):
-        weight, now, share = getattr(layer, name).weight, seen[name], shared if name == "o" else lambda x: x
-        s = (smooth(weight.float(), now.largest, now.some, share) if how.method == "smoothquant" else
-             awq(weight.float(), now.hessian, share(now.magnitude), how.bits, how.group))
+    how, G, D, F = (
+        config.quantization,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.intermediate_size,
+    )
+    R, v, up = (
+        config.num_attention_heads // G,
+        slice(-G * D, None),
+        slice(F, None),
+    )  # v: rows of qkv; up: of gate_up
+    shared = lambda x: (
+        x.view(G, R, D).mean(1, keepdim=True).expand(G, R, D).reshape(-1)
+    )  # by heads that share a v
+    for name, before, rows in (
+        ("down", layer.gate_up, up),
+        ("o", layer.qkv, v),
+        ("gate_up", [layer.post_norm], slice(None)),
+        ("qkv", [layer.input_norm], slice(None)),
+    ):
+        weight, now, share = (
+            getattr(layer, name).weight,
+            seen[name],
+            shared if name == "o" else lambda x: x,
+        )
+        s = (
+            smooth(weight.float(), now.largest, now.some, share)
+            if how.method == "smoothquant"
+            else awq(weight.float(), now.hessian, share(now.magnitude), how.bits, how.group)
+        )
         weight.mul_(s)
         seen[name].divide(s)
         s = s.view(G, R, D)[:, 0].reshape(-1) if name == "o" else s
-        for whole in (part for part in before if part is not None):                     # there may be no bias
+        for whole in (part for part in before if part is not None):  # there may be no bias
             whole[rows].div_(s.view(-1, *[1] * (whole.ndim - 1)))
 
 
-def smaller(linear: Linear, bits: Kind, group: int, hessian: Tensor | None = None, inputs: int = 16) -> Linear:
+def smaller(
+    linear: Linear, bits: Kind, group: int, hessian: Tensor | None = None, inputs: int = 16
+) -> Linear:
     """`linear` with a quantized weight, by GPTQ if there is a Hessian. 16 bits: unchanged."""
     if bits == 16:
         return linear
@@ -215,8 +264,12 @@ def smaller(linear: Linear, bits: Kind, group: int, hessian: Tensor | None = Non
 
 
 @torch.no_grad()
-def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = (),
-                   progress: Callable[[str], None] = lambda line: None) -> Llama:
+def quantize_model(
+    llama: Llama,
+    how: Quantization,
+    texts: Sequence[Tensor] = (),
+    progress: Callable[[str], None] = lambda line: None,
+) -> Llama:
     """The model with quantized weights. `llama` loses its layers, one after the other. Neither model is prepared.
     texts: pieces of the calibration text, int64[T] each. ValueError if the method needs texts, and there are none."""
     if how.method != "rtn" and not texts:
@@ -235,20 +288,31 @@ def quantize_model(llama: Llama, how: Quantization, texts: Sequence[Tensor] = ()
         if "awq" in how.method or how.method == "smoothquant":
             fold(layer, result.config, seen)
         hessians = {name: moments.hessian for name, moments in seen.items() if "gptq" in how.method}
-        weights = {name: smaller(getattr(layer, name), how.bits, how.group, hessians.get(name), how.activations)
-                   for name in PRODUCTS}
+        weights = {
+            name: smaller(
+                getattr(layer, name), how.bits, how.group, hessians.get(name), how.activations
+            )
+            for name in PRODUCTS
+        }
         result.layers.append(replace(layer, **weights))
         if read:
             fast = prepared(llama, result.layers[i])
             read = [(*llama.through(fast, *text, i), *text[2:]) for text in read]
     result.embed = smaller(llama.embed, how.head_bits, how.group)
-    result.head = result.embed if llama.head is llama.embed else smaller(llama.head, how.head_bits, how.group)
+    result.head = (
+        result.embed if llama.head is llama.embed else smaller(llama.head, how.head_bits, how.group)
+    )
     return result
 
 
-def quantized(name: str | Path, how: Quantization | None, texts: Sequence[Tensor] = (),
-              device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-              progress: Callable[[str], None] = say) -> Llama:
+def quantized(
+    name: str | Path,
+    how: Quantization | None,
+    texts: Sequence[Tensor] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str], None] = say,
+) -> Llama:
     """The model of this name, quantized layer by layer, not prepared. how None: as it is."""
     llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
     return llama if how is None else quantize_model(llama, how, texts, progress)

@@ -14,6 +14,7 @@ Cost: 15 products for each matrix and step, three an iteration.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon); Kingma & Ba 2015, Adam (arXiv:1412.6980).
 """
+
 import torch
 from torch import Tensor
 
@@ -41,12 +42,18 @@ class Optimizer:
     def __init__(self, llama: Llama, matrix_rate: float = 0.02, rate: float = 0.004):
         self.llama, self.matrix_rate, self.rate = llama, matrix_rate, rate
         with torch.no_grad():
-            self.places = llama.places()                        # views: q, k and v share a parameter
-        self.state = {f"{kind}.{name}": torch.zeros_like(place) for name, place in self.places.items()
-                      for kind in (("momentum",) if self._by_muon(name) else ("mean", "square"))}
+            self.places = llama.places()  # views: q, k and v share a parameter
+        self.state = {
+            f"{kind}.{name}": torch.zeros_like(place)
+            for name, place in self.places.items()
+            for kind in (("momentum",) if self._by_muon(name) else ("mean", "square"))
+        }
 
     def _by_muon(self, name: str) -> bool:
-        return self.places[name].dim() == 2 and name not in ("model.embed_tokens.weight", "lm_head.weight")
+        return self.places[name].dim() == 2 and name not in (
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+        )
 
     @torch.no_grad()
     def step(self, factor: float, steps: int) -> None:
@@ -59,7 +66,10 @@ class Optimizer:
                 momentum = self.state[f"momentum.{name}"].mul_(0.95).add_(grad)
                 tall = max(1, place.shape[0] / place.shape[1]) ** 0.5
                 place.mul_(1 - 0.01 * factor)
-                place.sub_(orthogonal(grad + 0.95 * momentum, dtype), alpha=self.matrix_rate * factor * tall)
+                place.sub_(
+                    orthogonal(grad + 0.95 * momentum, dtype),
+                    alpha=self.matrix_rate * factor * tall,
+                )
             else:
                 mean = self.state[f"mean.{name}"].lerp_(grad, 0.1)
                 square = self.state[f"square.{name}"].lerp_(grad * grad, 0.05)

@@ -6,6 +6,7 @@
 
 Invariant: a folder is there whole, or not at all.
 """
+
 import argparse
 import json
 import shutil
@@ -30,34 +31,49 @@ from train.calibrate import quantized, size
 from train.stories import hold_out, read_file
 from weights import EXACT, Checkpoint, Config, find, read_json
 
-METHODS = ("rtn", "awq", "gptq", "awq+gptq")           # of whole numbers, from the cheapest to the best
+METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of whole numbers, from the cheapest to the best
 
 
 def save(llama: Llama, source: Path, out: Path) -> None:
     """Write a quantized model's folder. Unquantized tensors have the dtype of `source`; its other files are copied."""
     dtype = Checkpoint(source).dtypes[0]
     kept = lambda name, place: name.endswith("_scale") or place.dtype in EXACT
-    tensors = {name: place.to("cpu", place.dtype if kept(name, place) else dtype, copy=True)
-               for name, place in llama.places().items()}
+    tensors = {
+        name: place.to("cpu", place.dtype if kept(name, place) else dtype, copy=True)
+        for name, place in llama.places().items()
+    }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     copy_files(source, out, (*FILES, "chat_template.jinja", "generation_config.json"))
-    config = read_json(source / "config.json") | {"quantization_config": llama.config.to_dict()["quantization_config"]}
+    config = read_json(source / "config.json") | {
+        "quantization_config": llama.config.to_dict()["quantization_config"]
+    }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def pieces(file: str, tokenizer: Tokenizer, length: int, count: int, calibrate: bool = False) -> list[Tensor]:
+def pieces(
+    file: str, tokenizer: Tokenizer, length: int, count: int, calibrate: bool = False
+) -> list[Tensor]:
     """Up to `count` pieces of up to `length` tokens of a text, from its beginning; with calibrate, spread over it. From
     a file of stories (stories.py), pieces are of the held-out stories; with calibrate, of the others."""
     if END in (text := read_file(file)):
-        text = END.join(hold_out([story for part in text.split(END) if (story := part.strip())])[0 if calibrate else 1])
+        text = END.join(
+            hold_out([story for part in text.split(END) if (story := part.strip())])[
+                0 if calibrate else 1
+            ]
+        )
     end = [tokenizer.specials[END]] if END in tokenizer.specials else []
-    ended = lambda part: [token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)]
+    ended = lambda part: [
+        token for story in part.split(END) for token in (*tokenizer.prompt(story.strip()), *end)
+    ]
     encode = lambda part: ended(part) if END in part else tokenizer.prompt(part)
-    size = 8 * length                                   # characters: about twice those of `length` tokens
+    size = 8 * length  # characters: about twice those of `length` tokens
     if calibrate:
-        found = [torch.tensor(encode(text[len(text) * i // count:][:size]))[:length] for i in range(count)]
+        found = [
+            torch.tensor(encode(text[len(text) * i // count :][:size]))[:length]
+            for i in range(count)
+        ]
     else:
-        found = list(torch.tensor(encode(text[:size * count])).split(length))[:count]
+        found = list(torch.tensor(encode(text[: size * count])).split(length))[:count]
     if not (found := [piece for piece in found if len(piece) > 1]):
         raise ValueError(f"{file} holds no text: at least two tokens are needed")
     return found
@@ -67,16 +83,52 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("quant.py", "Store a model's weights in 8 or 4 bits.")
     add = p.add_argument
     add("name", help="the model: an alias, a Hub id or a folder")
-    add("--bits", type=number_or_word, default=8, choices=[*STORED], help="of the layers' weights (8)")
-    add("--method", default="rtn", choices=[*METHODS, "smoothquant"],
-        help="round to nearest (rtn, the default), or calibrated on --data; smoothquant: with --activations 8")
-    add("--activations", type=int, choices=[16, 8], help="8: round what comes into a layer's products, too (16)")
-    add("--group", type=int, choices=[32, 64, 128], help="numbers that share a scale in 4 bits (128; nf4: 64)")
-    add("--head-bits", type=int, default=8, choices=[16, 8, 4], help="of the embedding and the head (8)")
+    add(
+        "--bits",
+        type=number_or_word,
+        default=8,
+        choices=[*STORED],
+        help="of the layers' weights (8)",
+    )
+    add(
+        "--method",
+        default="rtn",
+        choices=[*METHODS, "smoothquant"],
+        help="round to nearest (rtn, the default), or calibrated on --data; smoothquant: with --activations 8",
+    )
+    add(
+        "--activations",
+        type=int,
+        choices=[16, 8],
+        help="8: round what comes into a layer's products, too (16)",
+    )
+    add(
+        "--group",
+        type=int,
+        choices=[32, 64, 128],
+        help="numbers that share a scale in 4 bits (128; nf4: 64)",
+    )
+    add(
+        "--head-bits",
+        type=int,
+        default=8,
+        choices=[16, 8, 4],
+        help="of the embedding and the head (8)",
+    )
     add("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
-    add("--pieces", type=int, default=32, metavar="N", help="calibrate with N pieces of 512 tokens all over it (32)")
+    add(
+        "--pieces",
+        type=int,
+        default=32,
+        metavar="N",
+        help="calibrate with N pieces of 512 tokens all over it (32)",
+    )
     add("--out", metavar="DIR", help="the new folder")
-    add("--table", metavar="FILE", help="write nothing; print the perplexity of this text with all bits and methods")
+    add(
+        "--table",
+        metavar="FILE",
+        help="write nothing; print the perplexity of this text with all bits and methods",
+    )
     add("--tokens", type=int, default=8192, metavar="N", help="of it, the first N tokens (8192)")
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     args = p.parse_args(arguments)
@@ -95,30 +147,49 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def store_or_measure(args: argparse.Namespace) -> None:
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
-    how = Quantization(args.bits, args.group or GROUPS.get(args.bits, 128), args.head_bits, args.method, activations)
-    for flag, value, least, most in (("pieces", args.pieces, 1, 2**16), ("tokens", args.tokens, 2, 2**31)):
+    how = Quantization(
+        args.bits,
+        args.group or GROUPS.get(args.bits, 128),
+        args.head_bits,
+        args.method,
+        activations,
+    )
+    for flag, value, least, most in (
+        ("pieces", args.pieces, 1, 2**16),
+        ("tokens", args.tokens, 2, 2**31),
+    ):
         if not least <= value <= most:
-            raise ValueError(f"--{flag} is {value}: it must be at least {least} and at most {most:,}")
+            raise ValueError(
+                f"--{flag} is {value}: it must be at least {least} and at most {most:,}"
+            )
     if (args.out is None) == (args.table is None):
         raise ValueError("give either --out, the folder to write, or --table, a text to measure on")
     if how.method != "rtn" and args.data is None and args.table is None:
         raise ValueError(f"--method {how.method} looks at text: give some with --data FILE")
     source, device = find(args.name), find_device(args.device)
-    length = min(1024, Config.load(source).quantized(how).max_position_embeddings)      # or it is refused now
-    calibration = pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True) if args.data else []
+    length = min(
+        1024, Config.load(source).quantized(how).max_position_embeddings
+    )  # or it is refused now
+    calibration = (
+        pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True)
+        if args.data
+        else []
+    )
     if args.table is not None:
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
-        recipes = perplexity.recipes(METHODS if calibration else METHODS[:1], head_bits=args.head_bits)
+        recipes = perplexity.recipes(
+            METHODS if calibration else METHODS[:1], head_bits=args.head_bits
+        )
         perplexity.table(args.name, texts, calibration, recipes, device, say)
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
-    out.mkdir(parents=True, exist_ok=True)              # or it is refused now
+    out.mkdir(parents=True, exist_ok=True)  # or it is refused now
     try:
         llama = quantized(source, how, calibration, device)
         save(llama, source, out)
-    except BaseException:                               # no half-written folder stays
+    except BaseException:  # no half-written folder stays
         shutil.rmtree(out, ignore_errors=True)
         raise
     say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
@@ -126,4 +197,7 @@ def store_or_measure(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    return status(lambda: store_or_measure(parse_flags(arguments)) if arguments else perplexity.main(), SafetensorError)
+    return status(
+        lambda: store_or_measure(parse_flags(arguments)) if arguments else perplexity.main(),
+        SafetensorError,
+    )

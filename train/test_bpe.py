@@ -1,4 +1,5 @@
 """Merges are those of the plain algorithm, which counts everything anew each time; and the files work."""
+
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,11 @@ TEXTS = st.lists(st.text(alphabet="ab c'sé1", max_size=25), min_size=1, max_siz
 
 
 def slow(texts: list[str], size: int) -> list[Pair]:
-    words = [[bytes([b]) for b in piece.encode()] for text in texts for piece in regex.findall(GPT2_SPLIT, text)]
+    words = [
+        [bytes([b]) for b in piece.encode()]
+        for text in texts
+        for piece in regex.findall(GPT2_SPLIT, text)
+    ]
     learned: list[Pair] = []
     while 256 + len({a + b for a, b in learned}) < size:
         count = Counter(pair for word in words for pair in zip(word, word[1:]))
@@ -42,7 +47,10 @@ def test_the_files_are_a_tokenizer_with_every_byte(tmp_path: Path) -> None:
     merges = learn(texts, 286)
     size = save_tokenizer(tmp_path, merges, 64)
     tok = Tokenizer.load(tmp_path)
-    assert tok.vocab_size == size == 256 + len({a + b for a, b in merges}) + 1 and not tok.missing_bytes
+    assert (
+        tok.vocab_size == size == 256 + len({a + b for a, b in merges}) + 1
+        and not tok.missing_bytes
+    )
     assert tok.specials == {END: size - 1}
     for text in [*texts, "\x00 anything 😀", END]:
         assert tok.decode(tok.encode(text)) == text

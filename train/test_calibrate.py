@@ -1,4 +1,5 @@
 """GPTQ is the paper's algorithm, AWQ changes only the rounding, and neither is ever worse than rounding."""
+
 import re
 
 import pytest
@@ -33,7 +34,10 @@ from weights import Config
 def inputs(T: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
     """Channels that depend on each other, and are of different size: what rounding does not see."""
     generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(K, K, generator=generator, dtype=dtype) * torch.rand(K, generator=generator, dtype=dtype) ** 3
+    mix = (
+        torch.randn(K, K, generator=generator, dtype=dtype)
+        * torch.rand(K, generator=generator, dtype=dtype) ** 3
+    )
     return torch.randn(T, K, generator=generator, dtype=dtype) @ mix
 
 
@@ -44,28 +48,45 @@ def weight(N: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
 def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """The paper's algorithm word for word, in float64: each column is rounded, then leaves the inverse Hessian."""
     w, (N, K) = w.clone(), w.shape
-    inverse = torch.linalg.inv(hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype))
+    inverse = torch.linalg.inv(
+        hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype)
+    )
     integers, scale, zero = torch.empty(N, K), quantize(w, 8).scale[:, 0], torch.zeros(N)
     for k in range(K):
         if bits == 4 and k % group == 0:
-            of_group = quantize(w[:, k:k + group], 4, group)
+            of_group = quantize(w[:, k : k + group], 4, group)
             scale, zero = of_group.scale[:, 0], of_group.zero[:, 0]
         for row in range(N):
             s, z = scale[row].item(), zero[row].item()
-            q = min(max(round(w[row, k].item() / s) + z, -127 if bits == 8 else 0), 127 if bits == 8 else 15)
+            q = min(
+                max(round(w[row, k].item() / s) + z, -127 if bits == 8 else 0),
+                127 if bits == 8 else 15,
+            )
             integers[row, k] = q
             error = (w[row, k].item() - (q - z) * s) / inverse[k, k].item()
-            w[row, k + 1:] -= error * inverse[k, k + 1:]
-        inverse = inverse - inverse[:, k:k + 1] @ inverse[k:k + 1] / inverse[k, k]          # column and row k are 0 now
+            w[row, k + 1 :] -= error * inverse[k, k + 1 :]
+        inverse = (
+            inverse - inverse[:, k : k + 1] @ inverse[k : k + 1] / inverse[k, k]
+        )  # column and row k are 0 now
     return integers
 
 
 def integers(q: Quantized) -> torch.Tensor:
-    return (q.values if q.zero is None else unpack4(q.values)[:, :q.columns]).float()
+    return (q.values if q.zero is None else unpack4(q.values)[:, : q.columns]).float()
 
 
-@pytest.mark.parametrize("bits, K, group, block", [(4, 40, 32, 128), (4, 33, 8, 5), (4, 70, 32, 16), (4, 24, 24, 7),
-                                                   (4, 37, 128, 8), (8, 40, 32, 16), (8, 25, 1, 128)])
+@pytest.mark.parametrize(
+    "bits, K, group, block",
+    [
+        (4, 40, 32, 128),
+        (4, 33, 8, 5),
+        (4, 70, 32, 16),
+        (4, 24, 24, 7),
+        (4, 37, 128, 8),
+        (8, 40, 32, 16),
+        (8, 25, 1, 128),
+    ],
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_gptq_gives_the_integers_of_the_plain_algorithm(monkeypatch, bits, K, group, block, seed):
     monkeypatch.setattr(calibrate, "better", lambda w, hessian, found, rounded: found)
@@ -77,17 +98,26 @@ def test_gptq_gives_the_integers_of_the_plain_algorithm(monkeypatch, bits, K, gr
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.sampled_from([1, 5, 32]), st.integers(1, 60),
-       st.integers(0, 99), st.sampled_from(["plain", "same", "dead", "zero", "tiny", "large"]))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.sampled_from([8, 4]),
+    st.sampled_from([1, 5, 32]),
+    st.integers(1, 60),
+    st.integers(0, 99),
+    st.sampled_from(["plain", "same", "dead", "zero", "tiny", "large"]),
+)
 def test_no_row_is_worse_than_rounding(N, K, bits, group, T, seed, kind):
     w, x = weight(N, K, seed, torch.float32), inputs(T, K, seed, torch.float32)
     if kind == "same":
-        x[:] = x[:1]                                                             # H of rank 1
+        x[:] = x[:1]  # H of rank 1
     x = x * {"zero": 0.0, "tiny": 1e-15, "large": 1e8}.get(kind, 1.0)
     if kind == "dead":
         x[:, ::2] = 0
     h = 2 * x.T @ x
-    found, rounded = (w - dequantize(*q) for q in (gptq(w, h, bits, group, 16), quantize(w, bits, group)))
+    found, rounded = (
+        w - dequantize(*q) for q in (gptq(w, h, bits, group, 16), quantize(w, bits, group))
+    )
     assert found.isfinite().all() and (errors(found, h) <= errors(rounded, h)).all()
 
 
@@ -98,14 +128,18 @@ def test_a_row_that_gptq_makes_worse_keeps_rounding_to_the_bit():
     q, rounded = gptq(w, h, 4, 12), quantize(w, 4, 12)
     same = (q.values == rounded.values).all(1)
     assert 3 < same.sum() < 200
-    assert torch.equal(q.scale[same], rounded.scale[same]) and torch.equal(q.zero[same], rounded.zero[same])
+    assert torch.equal(q.scale[same], rounded.scale[same]) and torch.equal(
+        q.zero[same], rounded.zero[same]
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gptq_is_better_where_channels_depend_on_each_other(bits):
     w, x = weight(50, 64, 0, torch.float32), inputs(1000, 64, 0, torch.float32)
     h = 2 * x.T @ x
-    found, rounded = (errors(w - dequantize(*q), h).sum() for q in (gptq(w, h, bits, 32), quantize(w, bits, 32)))
+    found, rounded = (
+        errors(w - dequantize(*q), h).sum() for q in (gptq(w, h, bits, 32), quantize(w, bits, 32))
+    )
     assert found < 0.75 * rounded
 
 
@@ -138,6 +172,7 @@ def test_a_hessian_too_singular_for_float32_gets_more_of_its_diagonal(monkeypatc
         if len(tried) == 1:
             raise torch.linalg.LinAlgError("not positive-definite")
         return factor(x, **how)
+
     monkeypatch.setattr(torch.linalg, "cholesky", fussy)
     u = calibrate.inverse_factor(torch.eye(3) * 2)
     torch.testing.assert_close(u.T @ u, torch.eye(3) / (2 + 2 * 10 * DAMP))
@@ -145,9 +180,15 @@ def test_a_hessian_too_singular_for_float32_gets_more_of_its_diagonal(monkeypatc
 
 # ---- AWQ
 
+
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([8, 4]), st.integers(0, 99),
-       st.sampled_from(["plain", "dead", "zero"]))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.sampled_from([8, 4]),
+    st.integers(0, 99),
+    st.sampled_from(["plain", "dead", "zero"]),
+)
 def test_awq_is_never_worse_than_rounding(N, K, bits, seed, kind):
     w, x = weight(N, K, seed, torch.float32), inputs(50, K, seed, torch.float32)
     x *= 0 if kind == "zero" else 1
@@ -160,7 +201,10 @@ def test_awq_is_never_worse_than_rounding(N, K, bits, seed, kind):
 
 
 def test_awq_spares_the_channels_that_are_large():
-    w, x = weight(64, 64, 0, torch.float32), torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
+    w, x = (
+        weight(64, 64, 0, torch.float32),
+        torch.randn(500, 64, generator=torch.Generator().manual_seed(0)),
+    )
     x[:, [3, 40]] *= 50
     h = 2 * x.T @ x
     s = awq(w, h, x.abs().mean(0), 4, 64)
@@ -170,7 +214,10 @@ def test_awq_spares_the_channels_that_are_large():
 
 
 def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
-    llama, generator = Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=seed), torch.Generator().manual_seed(seed)
+    llama, generator = (
+        Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=seed),
+        torch.Generator().manual_seed(seed),
+    )
     for place in llama.places().values():
         if place.ndim == 1:
             place.add_(0.3 * torch.randn(place.shape, dtype=dtype, generator=generator))
@@ -182,8 +229,15 @@ def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
 def begun(llama: Llama, *texts: torch.Tensor) -> list[LayerInput]:
     """What the first layer gets."""
     steps = [Step.alone(1, len(text)) for text in texts]
-    return [(llama.ops.embed(text, llama.embed, llama.dtype), None, llama.rope(step.places.positions), step)
-            for text, step in zip(texts, steps)]
+    return [
+        (
+            llama.ops.embed(text, llama.embed, llama.dtype),
+            None,
+            llama.rope(step.places.positions),
+            step,
+        )
+        for text, step in zip(texts, steps)
+    ]
 
 
 def through(llama: Llama, layer: Layer, texts: list[LayerInput]) -> list[LayerInput]:
@@ -191,23 +245,39 @@ def through(llama: Llama, layer: Layer, texts: list[LayerInput]) -> list[LayerIn
     return [(*llama.through(layer, *text, 0), *text[2:]) for text in texts]
 
 
-SHAPES = [dict(), dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False),
-          dict(num_key_value_heads=1, intermediate_size=33)]
+SHAPES = [
+    dict(),
+    dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False),
+    dict(num_key_value_heads=1, intermediate_size=33),
+]
 
 
-@pytest.mark.parametrize("how", [Quantization(4, 32), Quantization(8, method="smoothquant", activations=8)])
+@pytest.mark.parametrize(
+    "how", [Quantization(4, 32), Quantization(8, method="smoothquant", activations=8)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
     """With any scales, grouped heads, and biases. Heads that share values share the scale of o_proj's inputs."""
-    monkeypatch.setattr(calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double())
+    monkeypatch.setattr(
+        calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double()
+    )
     llama, text = model(**shape), torch.arange(30)
-    before, weights, layer = llama(text), {n: p.clone() for n, p in llama.places().items()}, llama.layers[1]
+    before, weights, layer = (
+        llama(text),
+        {n: p.clone() for n, p in llama.places().items()},
+        llama.layers[1],
+    )
     seen = observe(llama, layer, through(llama, llama.layers[0], begun(llama, text)))
     fold(layer, llama.config.quantized(how), seen)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
-    changed = {name for name, place in llama.places().items() if not torch.equal(place, weights[name])}
-    products = [*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down"))]
+    changed = {
+        name for name, place in llama.places().items() if not torch.equal(place, weights[name])
+    }
+    products = [
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+    ]
     every = ["input_layernorm", "post_attention_layernorm", *products]
     assert changed >= {f"model.layers.1.{name}.weight" for name in every}
     assert all(name.startswith("model.layers.1.") for name in changed)
@@ -222,11 +292,15 @@ def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
     qkv_in = ops.add_norm(start, None, layer.input_norm, c.rms_norm_eps)[1]
     qkv = ops.linear(qkv_in, layer.qkv).unflatten(1, (-1, c.head_dim))
     o_in = ops.attend(qkv, c.num_key_value_heads, *rope, step, 0).flatten(1)
-    middle, gate_up_in = ops.add_norm(start, ops.linear(o_in, layer.o), layer.post_norm, c.rms_norm_eps)
+    middle, gate_up_in = ops.add_norm(
+        start, ops.linear(o_in, layer.o), layer.post_norm, c.rms_norm_eps
+    )
     down_in = ops.swiglu(ops.linear(gate_up_in, layer.gate_up))
     end = middle + ops.linear(down_in, layer.down)
     length = lambda x: x.square().mean(1, keepdim=True).sqrt()
-    for name, x in zip(PRODUCTS, (qkv_in, o_in / length(middle), gate_up_in, down_in / length(end))):
+    for name, x in zip(
+        PRODUCTS, (qkv_in, o_in / length(middle), gate_up_in, down_in / length(end))
+    ):
         torch.testing.assert_close(seen[name].hessian.double(), 2 * x.T @ x, rtol=1e-4, atol=1e-4)
     assert llama.ops is before
 
@@ -244,22 +318,34 @@ def test_who_is_observed_computes_the_same_to_the_bit(dtype):
     found = [llama(text), llama(text, cache.extend([(seq, text.tolist())]))]
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
     assert llama.ops.inputs.keys() >= {id(llama.norm), id(llama.head)}
-    kept = {name for name in dir(Ops) if not name.startswith("_")} - {"linear", "add_norm", "forward", "draft"}
+    kept = {name for name in dir(Ops) if not name.startswith("_")} - {
+        "linear",
+        "add_norm",
+        "forward",
+        "draft",
+    }
     assert all(getattr(llama.ops, name) == getattr(before, name) for name in kept)
 
 
 # ---- SmoothQuant
 
+
 def test_smoothing_spares_inputs_of_8_bits_the_channels_that_are_large():
     """The error of a product of integers, beside that without folding."""
-    w, x = weight(64, 96, 0, torch.float32), torch.randn(500, 96, generator=torch.Generator().manual_seed(0))
+    w, x = (
+        weight(64, 96, 0, torch.float32),
+        torch.randn(500, 96, generator=torch.Generator().manual_seed(0)),
+    )
     x[:, [3, 40]] *= 100
     s = smooth(w, x.abs().amax(0), x, lambda s: s)
-    lost = [(rounded_product(x / s, quantize(w * s, 8)) - x @ w.T).norm() for s in (torch.ones(96), s)]
+    lost = [
+        (rounded_product(x / s, quantize(w * s, 8)) - x @ w.T).norm() for s in (torch.ones(96), s)
+    ]
     assert lost[1] < 0.25 * lost[0]
 
 
 # ---- Models
+
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
@@ -267,11 +353,23 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", [Quantization(8), Quantization(4, 32), Quantization(4, 64, 16, "gptq"),
-                                 Quantization(8, 32, 8, "gptq"), Quantization(4, 32, 4, "awq"),
-                                 Quantization(4, 32, 16, "awq+gptq"), Quantization("fp8"), Quantization("nf4", 32),
-                                 Quantization("nf4", 64, 8, "awq"), Quantization(8, activations=8), Quantization("fp8", activations=8),
-                                 Quantization(8, method="smoothquant", activations=8)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        Quantization(8),
+        Quantization(4, 32),
+        Quantization(4, 64, 16, "gptq"),
+        Quantization(8, 32, 8, "gptq"),
+        Quantization(4, 32, 4, "awq"),
+        Quantization(4, 32, 16, "awq+gptq"),
+        Quantization("fp8"),
+        Quantization("nf4", 32),
+        Quantization("nf4", 64, 8, "awq"),
+        Quantization(8, activations=8),
+        Quantization("fp8", activations=8),
+        Quantization(8, method="smoothquant", activations=8),
+    ],
+)
 @torch.inference_mode()
 def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     texts, lines = [torch.arange(40), torch.arange(100, 160)], []
@@ -280,9 +378,15 @@ def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     assert lines == ["layer 1 of 2", "layer 2 of 2"] and not used.layers
     assert small.config.quantization == how
     assert not any(place.is_meta for place in (*small.places().values(), small.frequencies))
-    assert all(isinstance(getattr(layer, name).weight, Quantized) for layer in small.layers for name in PRODUCTS)
+    assert all(
+        isinstance(getattr(layer, name).weight, Quantized)
+        for layer in small.layers
+        for name in PRODUCTS
+    )
     assert {layer.down.weight.inputs for layer in small.layers} == {how.activations}
-    assert divergence(expected, small(torch.arange(60))) < (0.01 if how.bits == 8 and how.head_bits > 4 else 0.7)
+    assert divergence(expected, small(torch.arange(60))) < (
+        0.01 if how.bits == 8 and how.head_bits > 4 else 0.7
+    )
 
 
 @torch.inference_mode()
@@ -315,5 +419,7 @@ def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then
 
 def test_calibration_needs_text():
     for method in ("gptq", "awq", "awq+gptq"):
-        with pytest.raises(ValueError, match=rf"{re.escape(method)} looks at text, and there is none"):
+        with pytest.raises(
+            ValueError, match=rf"{re.escape(method)} looks at text, and there is none"
+        ):
             quantize_model(model(), Quantization(4, 32, 8, method))

@@ -1,4 +1,5 @@
 """Learning: α and KL, steps that resume exactly, the command line, and the pair in this repository."""
+
 import json
 import math
 from collections import Counter
@@ -14,18 +15,32 @@ from kernels import Step
 from model import Llama
 from tokenizer import Tokenizer
 from train import bpe, distill
-from train.distill import Hyperparameters, Training, acceptance, divergence, evaluate, new_model, sample_corpus
+from train.distill import (
+    Hyperparameters,
+    Training,
+    acceptance,
+    divergence,
+    evaluate,
+    new_model,
+    sample_corpus,
+)
 from train.stories import Corpus
 from weights import Config
 
 END = 256
 CONFIG = Config(**SMALL)
-STORIES = [f"Once there was a {size} {animal}. It was {mood}. The end." for size in ("big", "small", "tiny")
-           for animal in ("cat", "dog", "bee", "cow") for mood in ("sad", "glad")]
+STORIES = [
+    f"Once there was a {size} {animal}. It was {mood}. The end."
+    for size in ("big", "small", "tiny")
+    for animal in ("cat", "dog", "bee", "cow")
+    for mood in ("sad", "glad")
+]
 
 
 def some_text(length: int = 2000) -> Corpus:
-    tokens = torch.tensor([byte for story in STORIES for byte in (*story.encode(), END)]).repeat(4)[:length]
+    tokens = torch.tensor([byte for story in STORIES for byte in (*story.encode(), END)]).repeat(4)[
+        :length
+    ]
     return Corpus(tokens, END, int((tokens != END).sum()))
 
 
@@ -41,8 +56,12 @@ def weights(llama: Llama) -> dict[str, Tensor]:
 
 # ---- α, KL, steps --------------------------------------------------------------------------------------------------
 
+
 def test_alpha_and_kl_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
+    p, q = (
+        torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]),
+        torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.5, 0.25]]),
+    )
     torch.testing.assert_close(acceptance(p.log(), q.log()), torch.tensor([0.7, 0.25]))
     kl = [0.5 * math.log(0.5 / 0.2) + 0.2 * math.log(0.2 / 0.5), math.log(4)]
     assert divergence(p.clamp(1e-30).log(), q.log()).item() == pytest.approx(sum(kl) / 2, rel=1e-5)
@@ -53,10 +72,14 @@ def test_the_last_steps_raise_alpha_itself(monkeypatch) -> None:
     kinds: list[str] = []
     for name in ("divergence", "acceptance"):
         real = getattr(distill, name)
-        monkeypatch.setattr(distill, name, lambda p, q, name=name, real=real: kinds.append(name) or real(p, q))
+        monkeypatch.setattr(
+            distill, name, lambda p, q, name=name, real=real: kinds.append(name) or real(p, q)
+        )
     run = training(target=new_model(CONFIG, 3), overlap=0.5)
     losses = [run.step() for _ in range(8)]
-    assert kinds == ["divergence"] * 4 + ["acceptance"] * 4 and all(0 < loss < 1 for loss in losses[4:])
+    assert kinds == ["divergence"] * 4 + ["acceptance"] * 4 and all(
+        0 < loss < 1 for loss in losses[4:]
+    )
     torch.manual_seed(0)
     p, q = torch.randn(5, 9), torch.randn(5, 9, requires_grad=True)
     (1 - acceptance(p, q).mean()).backward()
@@ -67,8 +90,12 @@ def test_a_model_agrees_with_itself() -> None:
     llama = new_model(CONFIG, 3)
     logits = llama(torch.arange(50))
     assert divergence(logits, logits).item() == pytest.approx(0, abs=1e-6)
-    assert evaluate(llama, some_text(), llama, length=64, count=3)["acceptance"] == pytest.approx(1, abs=1e-5)
-    assert evaluate(new_model(CONFIG, 4), some_text(), llama, length=64, count=3)["acceptance"] < 0.999
+    assert evaluate(llama, some_text(), llama, length=64, count=3)["acceptance"] == pytest.approx(
+        1, abs=1e-5
+    )
+    assert (
+        evaluate(new_model(CONFIG, 4), some_text(), llama, length=64, count=3)["acceptance"] < 0.999
+    )
 
 
 def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
@@ -77,14 +104,18 @@ def test_bits_a_byte_count_the_bytes_of_the_text() -> None:
     llama.embed.weight.data.zero_()
     found = evaluate(llama, text, length=64)
     assert found["bits/token"] == pytest.approx(math.log2(261), rel=1e-5)
-    assert found["bits/byte"] == pytest.approx(math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5)
+    assert found["bits/byte"] == pytest.approx(
+        math.log2(261) * len(text.tokens) / text.bytes, rel=1e-5
+    )
 
 
 def test_a_batch_is_its_sequences_one_by_one() -> None:
     llama = new_model(CONFIG, 5)
     tokens = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
-    alone = torch.stack([llama(row) for row in tokens])                                      # [B, N, V]
-    torch.testing.assert_close(llama(tokens.flatten(), Step.alone(3, 12)).view_as(alone), alone, atol=1e-5, rtol=1e-4)
+    alone = torch.stack([llama(row) for row in tokens])  # [B, N, V]
+    torch.testing.assert_close(
+        llama(tokens.flatten(), Step.alone(3, 12)).view_as(alone), alone, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_a_model_tells_what_it_would() -> None:
@@ -92,19 +123,24 @@ def test_a_model_tells_what_it_would() -> None:
     llama = new_model(CONFIG, 6)
     llama.embed.weight.data[7] *= 0
     llama.norm.data.zero_()
-    assert Counter(sample_corpus(llama, 8, 40, END, 0).tokens.tolist())[END] < 20        # uniform: the ends added, and few more
+    assert (
+        Counter(sample_corpus(llama, 8, 40, END, 0).tokens.tolist())[END] < 20
+    )  # uniform: the ends added, and few more
     first, again, other = (sample_corpus(llama, 3, 20, END, seed).tokens for seed in (1, 1, 2))
     assert torch.equal(first, again) and len(first) == 3 * 21
     texts = [tuple(text) for corpus in (first, other) for text in corpus.view(3, 21).tolist()]
-    assert len({*texts}) == 6                           # no text twice, in one corpus or in two
+    assert len({*texts}) == 6  # no text twice, in one corpus or in two
 
 
 # ---- Learning ------------------------------------------------------------------------------------------------------
 
+
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
     factors = [Hyperparameters(steps=100, warmup=10, decay=0.4).factor(i) for i in range(100)]
     assert factors[0] == pytest.approx(0.1) and set(factors[9:61]) == {1.0}
-    assert factors[60:] == sorted(factors[60:], reverse=True) and factors[-1] == pytest.approx(1 / 40)
+    assert factors[60:] == sorted(factors[60:], reverse=True) and factors[-1] == pytest.approx(
+        1 / 40
+    )
 
 
 def test_the_loss_falls() -> None:
@@ -134,9 +170,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) 
     assert all(torch.equal(place, after[name]) for name, place in weights(whole.student).items())
 
 
-def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_shape_or_a_broken_one_is_refused_and_nothing_changed(
+    tmp_path: Path,
+) -> None:
     training().save(tmp_path / "state")
-    other = Training(new_model(replace(CONFIG, num_hidden_layers=1), 1), some_text(), None, None, Hyperparameters())
+    other = Training(
+        new_model(replace(CONFIG, num_hidden_layers=1), 1),
+        some_text(),
+        None,
+        None,
+        Hyperparameters(),
+    )
     before = weights(other.student)
     with pytest.raises(ValueError, match="another shape"):
         other.resume(tmp_path / "state")
@@ -159,11 +203,24 @@ def stories(tmp_path: Path) -> str:
 
 
 def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
-        tmp_path: Path, stories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, stories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, draft, merged = (str(tmp_path / name) for name in ("target", "draft", "merged"))
 
     def run(flags: str, out: str, data: tuple[str, ...] = ("--data", stories)) -> None:
-        assert distill.main([*flags.split(), *data, "--out", out, *SIZES, *([] if "--from " in flags else SHAPE)]) == 0
+        assert (
+            distill.main(
+                [
+                    *flags.split(),
+                    *data,
+                    "--out",
+                    out,
+                    *SIZES,
+                    *([] if "--from " in flags else SHAPE),
+                ]
+            )
+            == 0
+        )
 
     run("--from-scratch --vocab 300 --layers 2 --steps 6", target)
     assert Llama.load(target, dtype=torch.float32).config.vocab_size == 300
@@ -173,30 +230,47 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
     run(f"--from {target} --kv-heads 1 --steps 3", merged)
     printed = capsys.readouterr().out
     assert [line.split(":")[0] for line in printed.splitlines()] == [
-        "before the merge (2 key/value heads)", "cache of 1024 tokens in bfloat16", "before", "after"]
+        "before the merge (2 key/value heads)",
+        "cache of 1024 tokens in bfloat16",
+        "before",
+        "after",
+    ]
     assert Config.load(Path(merged)).num_key_value_heads == 1
-    run(f"--target {target} --steps 6 --tales 8", draft, data=())                                        # goes on
+    run(f"--target {target} --steps 6 --tales 8", draft, data=())  # goes on
     captured = capsys.readouterr()
     assert "going on after step 4" in captured.err and "step     6 of 6" in captured.err
     assert "acceptance" in captured.out
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    (["--from-scratch"], "no text to learn from"),
-    (["--target", "tiny", "--alone"], "no text to learn from"),
-    (["--target", "tiny", "--own", "0"], "no text to learn from"),
-    (["--from-scratch", "--data", "/dev/zero"], "a folder or a device"),
-    (["--from-scratch", "--data", "nowhere.txt"], "no such file"),
-    (["--from-scratch", "--data", __file__], "stories; at least 10"),
-    (["--from-scratch", "--data", __file__, "--device", "tpu"], "device 'tpu'"),
-    (["--target", "nobody-has-this"], "neither a folder"),
-    (["--from-scratch", "--data", "STORIES", "--width", "30"], "not a multiple of --heads"),
-    (["--from-scratch", "--data", "STORIES", "--vocab", "200"], "at least 256"),
-    (["--from-scratch", "--data", "STORIES", "--length", "100000"], "too short"),
-    (["--from", "MODEL", "--data", "STORIES", "--kv-heads", "3"], "divisor of 2"),
-    (["--from", "MODEL", "--target", "OTHER", "--data", "STORIES"], "share its target's vocabulary")])
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: Path, flags: list[str], says: str,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--from-scratch"], "no text to learn from"),
+        (["--target", "tiny", "--alone"], "no text to learn from"),
+        (["--target", "tiny", "--own", "0"], "no text to learn from"),
+        (["--from-scratch", "--data", "/dev/zero"], "a folder or a device"),
+        (["--from-scratch", "--data", "nowhere.txt"], "no such file"),
+        (["--from-scratch", "--data", __file__], "stories; at least 10"),
+        (["--from-scratch", "--data", __file__, "--device", "tpu"], "device 'tpu'"),
+        (["--target", "nobody-has-this"], "neither a folder"),
+        (["--from-scratch", "--data", "STORIES", "--width", "30"], "not a multiple of --heads"),
+        (["--from-scratch", "--data", "STORIES", "--vocab", "200"], "at least 256"),
+        (["--from-scratch", "--data", "STORIES", "--length", "100000"], "too short"),
+        (["--from", "MODEL", "--data", "STORIES", "--kv-heads", "3"], "divisor of 2"),
+        (
+            ["--from", "MODEL", "--target", "OTHER", "--data", "STORIES"],
+            "share its target's vocabulary",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    tmp_path: Path,
+    stories: str,
+    base: Path,
+    flags: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if "OTHER" in flags:
         write_model(tmp_path / "other", vocab_size=270)
     names = {"STORIES": stories, "MODEL": str(base), "OTHER": str(tmp_path / "other")}
@@ -206,19 +280,38 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, stories: str, base: P
     assert last.startswith("error: ") and says in last
 
 
-@pytest.mark.parametrize("flags", [
-    ["--steps", "0"], ["--own", "1.5"], ["--from-scratch", "--target", "tiny"], ["--layers", "x"],
-    ["--own", "nan"], ["--seed", "9" * 18], ["--width", "9" * 18], ["--head-dim", "8", "--from", "tiny"],
-    ["--vocab", "300", "--target", "tiny"], ["--alone", "--from-scratch"], ["--tokenizer", "tiny", "--target", "tiny"],
-    ["--vocab", "300", "--from-scratch", "--tokenizer", "tiny"], ["--tales", "9", "--from-scratch"], ["--own", "0.9", "--alone"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--steps", "0"],
+        ["--own", "1.5"],
+        ["--from-scratch", "--target", "tiny"],
+        ["--layers", "x"],
+        ["--own", "nan"],
+        ["--seed", "9" * 18],
+        ["--width", "9" * 18],
+        ["--head-dim", "8", "--from", "tiny"],
+        ["--vocab", "300", "--target", "tiny"],
+        ["--alone", "--from-scratch"],
+        ["--tokenizer", "tiny", "--target", "tiny"],
+        ["--vocab", "300", "--from-scratch", "--tokenizer", "tiny"],
+        ["--tales", "9", "--from-scratch"],
+        ["--own", "0.9", "--alone"],
+    ],
+)
 def test_flags_that_cannot_be_meant(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         distill.parse(flags)
     out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and flags[0] in err
+    assert (
+        (stop.value.code, out, err.count("\n")) == (2, "", 1)
+        and err.startswith("error: ")
+        and flags[0] in err
+    )
 
 
 # ---- The pair in this repository -----------------------------------------------------------------------------------
+
 
 def embedded(name: str) -> Path:
     if not (ROOT / "models" / name / "model.safetensors").exists():
@@ -227,7 +320,9 @@ def embedded(name: str) -> Path:
 
 
 def size(llama: Llama) -> int:
-    return sum(place.numel() for place in Llama(llama.config, device="meta", seed=None).places().values())
+    return sum(
+        place.numel() for place in Llama(llama.config, device="meta", seed=None).places().values()
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-draft"])
@@ -247,13 +342,18 @@ def test_the_draft_is_of_its_targets_family() -> None:
     target, draft = (Llama.load(folder, dtype=torch.float32) for folder in folders)
     assert size(draft) <= size(target) / 10
     assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 20e6
-    assert folders[0].joinpath("tokenizer.json").read_bytes() == folders[1].joinpath("tokenizer.json").read_bytes()
+    assert (
+        folders[0].joinpath("tokenizer.json").read_bytes()
+        == folders[1].joinpath("tokenizer.json").read_bytes()
+    )
     tokens = torch.tensor(Tokenizer.load(folders[0]).encode(STORY))
     assert acceptance(target(tokens), draft(tokens)).mean() > 0.45
 
 
-STORY = ("Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
-         "One day, she saw a big dog. The dog was very friendly.")
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big dog. The dog was very friendly."
+)
 
 
 def test_the_embedded_model_knows_stories() -> None:

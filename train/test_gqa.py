@@ -1,4 +1,5 @@
 """Heads merged: equal ones without a trace, others into their mean."""
+
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,10 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
     llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
     merged = merge_heads(llama, kv_heads)
     source, place = (m.places()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
-    n = 4 // kv_heads                                                                       # heads of a group
-    expected = torch.stack([sum(source[(g * n + i) * D:][:D] for i in range(n)) / n for g in range(kv_heads)])
+    n = 4 // kv_heads  # heads of a group
+    expected = torch.stack(
+        [sum(source[(g * n + i) * D :][:D] for i in range(n)) / n for g in range(kv_heads)]
+    )
     torch.testing.assert_close(place.view(kv_heads, D, C), expected)
     with torch.no_grad():
         for name, place in llama.places().items():
@@ -28,7 +31,9 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
                 heads = place.view(kv_heads, 4 // kv_heads, D, -1)
                 heads.copy_(heads[:, :1].expand_as(heads))
     tokens = torch.arange(30)
-    torch.testing.assert_close(merge_heads(llama, kv_heads)(tokens), llama(tokens), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        merge_heads(llama, kv_heads)(tokens), llama(tokens), atol=1e-6, rtol=1e-6
+    )
 
 
 def test_the_cache_shrinks_by_the_same_factor() -> None:

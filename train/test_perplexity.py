@@ -1,4 +1,5 @@
 """The table of what the bits cost: perplexity through the cache beside the plain formula, and what a method saves."""
+
 import pytest
 import torch
 
@@ -36,14 +37,18 @@ def test_perplexity_is_the_plain_formula_however_a_text_is_cut(llama, monkeypatc
 
 
 @torch.inference_mode()
-def test_of_a_text_that_a_model_told_every_token_counts_by_its_probability(llama, folder, monkeypatch):
+def test_of_a_text_that_a_model_told_every_token_counts_by_its_probability(
+    llama, folder, monkeypatch
+):
     other = Llama.load(folder, "cpu", torch.float32, bits=4)
     p, q = (torch.cat([model(text[:-1]).softmax(-1) for text in TEXTS]) for model in (llama, other))
     for chunk in (256, 7):
         monkeypatch.setattr("train.perplexity.CHUNK", chunk)
         for model, law in ((llama, p), (other, q)):
             plain = -(p * law.log()).sum(-1).mean()
-            assert perplexity(model, TEXTS, author=llama) == pytest.approx(plain.exp().item(), rel=1e-5)
+            assert perplexity(model, TEXTS, author=llama) == pytest.approx(
+                plain.exp().item(), rel=1e-5
+            )
 
 
 @torch.inference_mode()
@@ -55,7 +60,11 @@ def test_what_is_measured_is_what_decoding_with_these_bits_gives(llama, name, mo
     for text in TEXTS:
         seq, _ = cache.open(())
         for token, after in zip(text.tolist(), text[1:].tolist()):
-            losses.append(-llama(torch.tensor([token]), cache.extend([(seq, [token])]))[0].log_softmax(-1)[after])
+            losses.append(
+                -llama(torch.tensor([token]), cache.extend([(seq, [token])]))[0].log_softmax(-1)[
+                    after
+                ]
+            )
         cache.free(seq)
     by_hand = torch.stack(losses).mean().exp().item()
     assert perplexity(llama, TEXTS, WIDTHS[name]) == pytest.approx(by_hand, rel=1e-5)
@@ -69,21 +78,37 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
     others = ["FP8 rtn", "NF4 rtn, groups of 64", "W8A8 rtn", "W8A8 smoothquant"]
-    fours = [f"INT4 {method}, groups of {group}"
-             for group in (32, 64, 128) for method in ("rtn", "awq", "gptq", "awq+gptq")]
-    assert kinds == (["16 bits"] * widths + ["INT8 rtn"] + ["INT8 awq+gptq"] * widths + others + fours
-                     + ["INT4 awq+gptq, groups of 128"] * (widths - 1))
+    fours = [
+        f"INT4 {method}, groups of {group}"
+        for group in (32, 64, 128)
+        for method in ("rtn", "awq", "gptq", "awq+gptq")
+    ]
+    assert kinds == (
+        ["16 bits"] * widths
+        + ["INT8 rtn"]
+        + ["INT8 awq+gptq"] * widths
+        + others
+        + fours
+        + ["INT4 awq+gptq, groups of 128"] * (widths - 1)
+    )
     assert lines[2].endswith("+0.00 %") and all(line.endswith("%") for line in lines[3:])
     c = llama.config
     for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
-        token = kv_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits) / 1024
+        token = (
+            kv_bytes(
+                c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits
+            )
+            / 1024
+        )
         assert line[30:35].strip() == name
         assert f"{size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
 
 
 def test_a_row_is_what_it_is_alone(folder):
     text, rtn = [torch.arange(90) * 7 % 256], Recipe(Quantization(4, 32), ["8"])
-    rows = table(folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu")
+    rows = table(
+        folder, text, [], [Recipe(None, ["16", "8"]), Recipe(Quantization(8), ["16"]), rtn], "cpu"
+    )
     assert table(folder, text, [], [rtn], "cpu")[0] == rows[-1]
     eight = perplexity(Llama.load(folder, "cpu", torch.float32, bits=8), text)
     assert rows[2].perplexity == eight != rows[0].perplexity
@@ -93,40 +118,87 @@ def test_a_row_is_what_it_is_alone(folder):
 
 def test_what_a_method_saves_is_of_what_rounding_with_the_same_bits_and_group_lost():
     row = lambda perplexity, how=None, width="16": Row(how, width, 1, 1.0, perplexity)
-    rows = [row(10.0), row(10.5, width="8"), row(14.0, Quantization(4, 32)), row(18.0, Quantization(4, 128)),
-            row(10.4, Quantization(8))]
+    rows = [
+        row(10.0),
+        row(10.5, width="8"),
+        row(14.0, Quantization(4, 32)),
+        row(18.0, Quantization(4, 128)),
+        row(10.4, Quantization(8)),
+    ]
     assert saved(row(12.0, Quantization(4, 128, method="gptq")), rows) == pytest.approx(0.75)
     assert saved(row(12.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(0.5)
     assert saved(row(16.0, Quantization(4, 32, method="awq")), rows) == pytest.approx(-0.5)
-    for nothing in (rows[0], rows[1], rows[3], row(12.0, Quantization(4, 64, method="gptq")),
-                    row(12.0, Quantization(4, 128, method="gptq"), "8")):
+    for nothing in (
+        rows[0],
+        rows[1],
+        rows[3],
+        row(12.0, Quantization(4, 64, method="gptq")),
+        row(12.0, Quantization(4, 128, method="gptq"), "8"),
+    ):
         assert saved(nothing, rows) is None
-    assert saved(row(9.0, Quantization(8, method="gptq")), [row(10.0), row(10.0, Quantization(8))]) is None
+    assert (
+        saved(row(9.0, Quantization(8, method="gptq")), [row(10.0), row(10.0, Quantization(8))])
+        is None
+    )
 
 
 def test_the_recipes_have_every_width_where_it_matters():
     found = recipes(("rtn", "gptq"), (64, 128), head_bits=16)
-    assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [["16"]] * 7 + [list(WIDTHS)]
-    assert [r.how for r in found[:3]] == [None, Quantization(8, 128, 16), Quantization(8, 128, 16, "gptq")]
+    assert [list(r.widths) for r in found] == [list(WIDTHS), ["16"], list(WIDTHS)] + [
+        ["16"]
+    ] * 7 + [list(WIDTHS)]
+    assert [r.how for r in found[:3]] == [
+        None,
+        Quantization(8, 128, 16),
+        Quantization(8, 128, 16, "gptq"),
+    ]
     assert found[-1].how == Quantization(4, 128, 16, "gptq")
-    assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 2 + [["16"]] * 3 + [list(WIDTHS)]
+    assert [list(r.widths) for r in recipes(("rtn",), (128,))] == [list(WIDTHS)] * 2 + [
+        ["16"]
+    ] * 3 + [list(WIDTHS)]
 
 
 def losses() -> list[float]:
     """What each way costs the embedded model on texts that it told itself, as a share of its perplexity."""
     target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = sample_corpus(target, 64, 72, target.config.eos_token_ids[0], seed=1).tokens.roll(1).view(64, -1)
-    ways = (None, Quantization(8), Quantization("fp8"), Quantization(8, activations=8),
-            Quantization(8, method="smoothquant", activations=8), Quantization("nf4", 64), Quantization(4),
-            Quantization(4, method="gptq"))                                                     # groups of 128
-    rows = table("tiny", list(told[:40]), list(told[40:]), [Recipe(how, ["16"]) for how in ways], "cpu", author=target)
+    told = (
+        sample_corpus(target, 64, 72, target.config.eos_token_ids[0], seed=1)
+        .tokens.roll(1)
+        .view(64, -1)
+    )
+    ways = (
+        None,
+        Quantization(8),
+        Quantization("fp8"),
+        Quantization(8, activations=8),
+        Quantization(8, method="smoothquant", activations=8),
+        Quantization("nf4", 64),
+        Quantization(4),
+        Quantization(4, method="gptq"),
+    )  # groups of 128
+    rows = table(
+        "tiny",
+        list(told[:40]),
+        list(told[40:]),
+        [Recipe(how, ["16"]) for how in ways],
+        "cpu",
+        author=target,
+    )
     assert rows[5].bytes <= rows[6].bytes
     return [row.perplexity / rows[0].perplexity - 1 for row in rows[1:]]
 
 
 @pytest.mark.meanwhile(program, "-c", "from train.test_perplexity import losses; print(*losses())")
-def test_on_the_embedded_model_eight_bits_are_nearly_free_and_gptq_recovers_half_of_what_rounding_loses(meanwhile):
+def test_on_the_embedded_model_eight_bits_are_nearly_free_and_gptq_recovers_half_of_what_rounding_loses(
+    meanwhile,
+):
     done = meanwhile()
     assert done.returncode == 0, done.stderr
     int8, fp8, both, smooth, nf4, int4, gptq = map(float, done.stdout.splitlines()[-1].split())
-    assert 0 < int8 < 0.0005 and 0 < fp8 < 0.003 and smooth < both < 0.001 and nf4 < int4 and gptq < 0.5 * int4
+    assert (
+        0 < int8 < 0.0005
+        and 0 < fp8 < 0.003
+        and smooth < both < 0.001
+        and nf4 < int4
+        and gptq < 0.5 * int4
+    )

@@ -1,4 +1,5 @@
 """Stories from files, and the pieces of them that training sees."""
+
 import lzma
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from train.bpe import END
 from train.stories import Corpus, hold_out, read_stories
 
 STORIES = [f"Story {i} is {'long ' * (i % 4)}\nand ends." for i in range(23)]
-TEXT = Corpus(torch.cat([torch.tensor([*story.encode(), 256]) for story in STORIES]), 256, sum(map(len, STORIES)))
+TEXT = Corpus(
+    torch.cat([torch.tensor([*story.encode(), 256]) for story in STORIES]),
+    256,
+    sum(map(len, STORIES)),
+)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.xz"])
@@ -20,8 +25,17 @@ def test_stories_are_what_stands_between_ends(tmp_path: Path, name: str) -> None
     assert read_stories([str(file), str(file)]) == STORIES * 2
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"one story", "1 stories; at least 10"), (b"\xff\xfe", "cannot be read as UTF-8"), (None, "no such file")])
-def test_what_is_no_file_of_stories_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"one story", "1 stories; at least 10"),
+        (b"\xff\xfe", "cannot be read as UTF-8"),
+        (None, "no such file"),
+    ],
+)
+def test_what_is_no_file_of_stories_is_refused(
+    tmp_path: Path, content: bytes | None, says: str
+) -> None:
     file = tmp_path / "a.txt"
     if content is not None:
         file.write_bytes(content)
@@ -36,18 +50,29 @@ def test_every_tenth_is_held_out() -> None:
 
 def test_crops_depend_on_the_step_alone_and_lie_in_the_text() -> None:
     text = TEXT
-    assert torch.equal(text.crops(4, 16, 9), text.crops(4, 16, 9)) and not torch.equal(text.crops(4, 16, 9), text.crops(4, 16, 10))
+    assert torch.equal(text.crops(4, 16, 9), text.crops(4, 16, 9)) and not torch.equal(
+        text.crops(4, 16, 9), text.crops(4, 16, 10)
+    )
     everywhere = {tuple(piece.tolist()) for piece in text.tokens.unfold(0, 17, 1)}
-    assert all(tuple(crop.tolist()) in everywhere for step in range(20) for crop in text.crops(8, 16, step))
+    assert all(
+        tuple(crop.tolist()) in everywhere for step in range(20) for crop in text.crops(8, 16, step)
+    )
     with pytest.raises(ValueError, match="too short"):
         text.crops(1, 5000, 0)
 
 
 def test_half_of_the_crops_begin_a_story() -> None:
-    begins = [bool((crop[:6] == torch.tensor([*b"Story "])).all()) for step in range(50) for crop in TEXT.crops(8, 16, step)]
+    begins = [
+        bool((crop[:6] == torch.tensor([*b"Story "])).all())
+        for step in range(50)
+        for crop in TEXT.crops(8, 16, step)
+    ]
     assert 0.4 < sum(begins) / len(begins) < 0.65
 
 
 def test_windows_predict_each_token_once() -> None:
     windows = TEXT.windows(16, 1000)
-    assert torch.equal(windows[:, 1:].flatten(), TEXT.tokens[1:1 + 16 * len(windows)]) and len(TEXT.tokens) - 16 * len(windows) <= 16
+    assert (
+        torch.equal(windows[:, 1:].flatten(), TEXT.tokens[1 : 1 + 16 * len(windows)])
+        and len(TEXT.tokens) - 16 * len(windows) <= 16
+    )
