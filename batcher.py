@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from errors import UserError
 from kvcache import CacheFull
 from request import Request
 from speculative import Decoder, Scheduled
@@ -34,7 +35,7 @@ class Batcher:
 
     def __init__(self, decoder: Decoder, max_batch: int = 16):
         if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
+            raise UserError(f"max_batch is {max_batch}: it must be at least 1")
         self.decoder, self.max_batch = decoder, max_batch
         self.waiting, self.running = deque[Request](), list[Request]()  # both: oldest first
         self.steps, self.again = 0, 0  # steps so far; the step that next tries the queue's first
@@ -43,13 +44,13 @@ class Batcher:
         """ValueError if this request could never be served."""
         longest, most = len(request.tokens) + request.left - 1, self.decoder.cache.max_len
         if longest > most:
-            raise ValueError(
+            raise UserError(
                 f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a "
                 f"cache of {longest} tokens, and it has {most}: shorten the prompt, ask for fewer, or "
                 "give the cache more memory"
             )
         if (gamma := request.settings.gamma or 0) >= self.decoder.budget:
-            raise ValueError(
+            raise UserError(
                 f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: draft fewer"
             )
 

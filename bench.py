@@ -14,7 +14,7 @@ Not covered: the quality of texts, but for perplexity.
 """
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
-    from shell import begin
+    from app.shell import begin
 
     begin()
 
@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from app.shell import Parser, check_file, say, status, whole, write
+from errors import UserError
 from kvcache import CacheFull
 from measure import gpucases, pair, peers, pictures, report, traffic
 from measure.pair import QUICK, Effort
@@ -33,7 +35,6 @@ from measure.report import Results
 from measure.session import session
 from measure.shares import parallel
 from measure.steps import steps
-from shell import Parser, check_file, say, status, whole, write
 
 HERE = Path(__file__).parent
 DOCUMENTS = [HERE / name for name in ("README.md", "TOUR.md", "results/README.md")]
@@ -107,13 +108,13 @@ def load_results(path: Path) -> Results:
     try:
         found = json.loads((HERE / path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not JSON ({error}): name the results of another run, or a new file"
         ) from None
     if not isinstance(found, dict) or not all(
         isinstance(found.get(name, {}), dict) for name in KEPT
     ):
-        raise ValueError(f"{path} holds no results of a run: name others, or a new file")
+        raise UserError(f"{path} holds no results of a run: name others, or a new file")
     return found
 
 
@@ -132,7 +133,7 @@ def keep(path: Path, results: Results) -> None:
 def named(readme: str) -> Path:
     """The path of the results that README.md shows."""
     if (found := report.MARKED.search(readme)) is None:
-        raise ValueError(
+        raise UserError(
             "README.md names no results: it needs the line <!-- figures of results/NAME.json -->, "
             "and <!-- end of figures -->"
         )
@@ -166,7 +167,7 @@ def answer(args: argparse.Namespace) -> None:
             put(path.relative_to(HERE), text)
         return say("README.md, TOUR.md, results/README.md and their pictures are written")
     if args.data and not Path(args.data).is_file():
-        raise ValueError(f"--data {args.data} is not a file that is there: name a text")
+        raise UserError(f"--data {args.data} is not a file that is there: name a text")
     effort, out = QUICK if args.quick else Effort(), args.out
     if out or not args.quick:
         load_results(

@@ -21,9 +21,9 @@ if not torch.cuda.is_available():
         "1"  # before anybody imports Triton: its kernels are then run as Python
     )
 
+from checkpoint.config import Config
 from model import Llama
 from proof import Toy
-from weights import Config
 
 if find_spec("cpu"):  # the tests of the core run without it, too
     from cpu import native
@@ -31,7 +31,7 @@ if find_spec("cpu"):  # the tests of the core run without it, too
 ROOT = Path(__file__).parent
 PAGES = [
     page
-    for folder in ("", "cpu", "gpu", "train", "measure")
+    for folder in ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")
     for page in sorted((ROOT / folder).glob("*.py"))
     if not page.name.startswith(("test_", "conftest"))
     and page.read_text(encoding="utf-8").count("\n") > 3

@@ -14,7 +14,7 @@ coarsely: another chunk size or another γ may change a near-tie.)
 """
 
 if __name__ == "__main__":  # imports take their time: a signal ends them in silence
-    from shell import begin
+    from app.shell import begin
 
     begin()
 
@@ -27,7 +27,11 @@ from typing import Any
 import torch
 
 from batcher import Batcher
+from checkpoint.config import Config, end_tokens
+from checkpoint.files import read_json
+from checkpoint.hub import find_folder
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from errors import UserError, brief
 from kernels import free_memory
 from kvcache import KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
@@ -35,10 +39,8 @@ from paged import PagedCache, blocks_that_fit
 from quant import Kind, widths
 from request import Message, Request, Result, Settings, Writer
 from sampling import SETTINGS, check_settings
-from shell import brief
 from speculative import Decoder
 from tokenizer import Tokenizer
-from weights import Config, end_tokens, find, read_json
 
 BLOCK = 16  # tokens of a block
 CHUNK = 512  # tokens of a step, at most
@@ -84,7 +86,7 @@ class Model:
         folder: Path | None = None,
     ):
         if (needed := tokenizer.vocab_size) > (rows := llama.config.vocab_size):
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer has {needed} tokens, the model {rows}: they belong to different models"
             )
         self.llama, self.tokenizer, self.recommended, self.folder = (
@@ -104,15 +106,15 @@ class Model:
         bits: Kind = 16,
     ) -> "Model":
         """An alias, a Hub id or a folder; bits: see quant.STORED. Raises FileNotFoundError or ValueError."""
-        folder = find(name)
+        folder = find_folder(name)
         tokenizer, file = Tokenizer.load(folder), folder / "generation_config.json"
         recommended = read_json(file) if os.path.lexists(file) else {}  # checked at use, but for:
         try:
             end_tokens(recommended)
             if not isinstance(sample := recommended.get("do_sample", False), bool | None):
-                raise ValueError(f"do_sample is {sample!r}; it must be true or false")
+                raise UserError(f"do_sample is {sample!r}; it must be true or false")
         except ValueError as error:
-            raise ValueError(f"{file}: {brief(error)}") from None
+            raise UserError(f"{file}: {brief(error)}") from None
         return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, recommended, folder)
 
     def int4_copy(self) -> Llama:
@@ -129,14 +131,14 @@ class Model:
             else ""
         )
         if why:
-            raise ValueError(
+            raise UserError(
                 f"{why}, and the INT4 copy (--draft self) needs weights in 16 bits: use --bits 16, or "
                 "another draft or folder"
             )
         try:
             copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
         except ValueError as error:  # several processes cannot share its groups
-            raise ValueError(
+            raise UserError(
                 f"the INT4 copy (--draft self): {error}; or name another draft"
             ) from None
         copy.embed, copy.head = self.llama.embed, self.llama.head
@@ -155,7 +157,7 @@ class Model:
         try:
             check_settings(**own)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"generation_config.json: {brief(error)}; or ask for another yourself"
             ) from None
         new = int.from_bytes(os.urandom(4), "little")
@@ -191,11 +193,11 @@ class Model:
             )
         )
         if not 1 < limit <= most:
-            raise ValueError(
+            raise UserError(
                 f"max_len is {limit}: it must be from 2 to {most}, the model's limit, as memory allows"
             )
         if not 0 < prompt < limit:
-            raise ValueError(
+            raise UserError(
                 f"the prompt has {prompt} tokens, and must have from 1 to {limit - 1}: change it, or "
                 f"raise --max-len (the model's limit is {most}, and memory must hold it)"
             )
@@ -214,7 +216,7 @@ class Model:
                     if system is None
                     else "a system message"
                 )
-                raise ValueError(
+                raise UserError(
                     f"{what} needs a chat template: leave it out, or use an Instruct model without --raw"
                 )
             return self.tokenizer.prompt(prompt)
@@ -250,7 +252,7 @@ def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> 
         return model.int4_copy()
     loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
     if difference := model.tokenizer.difference(loaded.tokenizer):
-        raise ValueError(
+        raise UserError(
             f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
         )
     return loaded
@@ -306,7 +308,7 @@ class Engine:
             ),
         ):
             if wrong:
-                raise ValueError(rule)
+                raise UserError(rule)
         if not use_cache:
             self.caches: list[Any] = [NoCache(device)]
         elif kv == "contiguous":
@@ -408,7 +410,7 @@ def generate(
     `Engine`. show: called with each new piece. Several processes that torch.distributed has joined (torchrun,
     dist.init_process_group) all make the same call. Raises ValueError, FileNotFoundError or CacheFull."""
     if verify not in ("exact", "coupled"):
-        raise ValueError(f"verify is {verify!r}: it must be exact or coupled")
+        raise UserError(f"verify is {verify!r}: it must be exact or coupled")
     asked = Settings(**settings)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
     request = model.request(prompt, asked, system, chat, max_len, kv_bits)
@@ -432,7 +434,7 @@ def generate(
 if __name__ == "__main__":
     import sys
 
-    from cli import main
+    from app.cli import main
 
     def profiled(*args: Any) -> Any:
         from measure import profiler  # only for --profile: a slow import

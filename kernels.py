@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sampling
+from errors import UserError
 from parallel import Alone, parallelize
 from quant import Quantized, rounded_product
 from sampling import Setting
@@ -193,9 +194,9 @@ def find_device(name: torch.device | str | None = None) -> torch.device:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
         also = " or cuda" if torch.cuda.is_available() else ""
-        raise ValueError(f"device {str(name)!r} is not on this machine: use cpu{also}") from None
+        raise UserError(f"device {str(name)!r} is not on this machine: use cpu{also}") from None
     if (device := torch.device(name)).type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(name)!r} is not supported: use cpu or cuda")
+        raise UserError(f"device {str(name)!r} is not supported: use cpu or cuda")
     return device
 
 

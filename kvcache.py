@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from errors import UserError
 from kernels import Ops, Step, free_memory, ops_for
 from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
@@ -35,7 +36,7 @@ def layout(
     """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros. bits 16: in `dtype`.
     group: GROUP for a key, None for a value. ValueError for an odd D in 4 bits."""
     if bits == 4 and D % 2:
-        raise ValueError(
+        raise UserError(
             f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits"
         )
     M = -(-D // (group or D))
@@ -156,9 +157,9 @@ class Cache:
     ):
         for name, size in (sizes | {"max_len": max_len}).items():
             if size < 1:
-                raise ValueError(f"{name} is {size}: a cache needs at least 1")
+                raise UserError(f"{name} is {size}: a cache needs at least 1")
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
+            raise UserError(
                 f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16"
             )
         L, N, S, G, D = sizes.values()
@@ -200,9 +201,9 @@ class Cache:
         """Make room for the tokens of each (seq, tokens): `Ops.attend` fills it. −1: a draft still on the device.
         publish: share full blocks first (paged.py). CacheFull, ValueError, KeyError before anything has changed."""
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
-            raise ValueError("a step needs at least one new token of every sequence in it")
+            raise UserError("a step needs at least one new token of every sequence in it")
         if len({seq for seq, _ in requests}) < len(requests):
-            raise ValueError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
+            raise UserError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
         for seq, tokens in requests:
             if (have := self.length(seq)) + len(tokens) > self.max_len:
                 raise CacheFull(
@@ -222,7 +223,7 @@ class Cache:
 
     def truncate(self, seq: int, length: int) -> None:
         if not 0 <= length <= self.length(seq):
-            raise ValueError(
+            raise UserError(
                 f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}"
             )
         del self._texts[seq].tokens[length:]

@@ -30,10 +30,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats import Quantization
+from checkpoint.config import Config, inverse_frequencies
+from checkpoint.formats import Quantization
+from checkpoint.hub import find_folder
+from checkpoint.tensors import Checkpoint
+from errors import UserError
 from kernels import Linear, Ops, Step, find_device, free_memory, ops_for
 from quant import GROUPS, Kind, Quantized, quantize, stored_bits
-from weights import Checkpoint, Config, find, inverse_frequencies
 
 OLD = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tensors of old checkpoints, not needed
@@ -112,7 +115,7 @@ class Llama:
     @torch.no_grad()
     def _randomize(self, seed: int) -> None:
         if self.config.quantization is not None:
-            raise ValueError(
+            raise UserError(
                 "a quantized model has no random weights: make it with seed=None, and fill it"
             )
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -181,13 +184,13 @@ class Llama:
         device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable: plain weights with
         gradients; otherwise weights are prepared. bits: other than 16 rounds the weights of a model in 16 or 32 bits.
         """
-        config, checkpoint = Config.load(folder := find(name)), Checkpoint(folder)
+        config, checkpoint = Config.load(folder := find_folder(name)), Checkpoint(folder)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
         rules = dict(ignore=OLD, twice=tied, how=config.quantization)
         sources = cls(config, "meta", seed=None).places()
         checkpoint.audit(sources, **rules)  # before any memory is asked for
         if trainable and (config.quantization or bits != 16):
-            raise ValueError(
+            raise UserError(
                 f"{name}: quantized weights cannot be trained or changed: "
                 "use the model in 16 or 32 bits that they were made from"
             )
@@ -202,7 +205,7 @@ class Llama:
         }
         needs = sum(place.nbytes for place in places.values())
         if needs > (free := free_memory(device)):
-            raise ValueError(
+            raise UserError(
                 f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
                 "free: use fewer --bits, another --device, or a smaller model"
             )

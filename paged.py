@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from errors import UserError
 from kernels import Ops, free_memory
 from kvcache import Cache, CacheFull, Text
 from quant import Bits
@@ -96,7 +97,7 @@ def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
         int(memory * free_memory(device) if memory <= 1 else memory) // one if memory > 0 else 0
     )  # NaN: 0
     if blocks < 1:
-        raise ValueError(
+        raise UserError(
             f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} "
             "bytes; it must be a share of what is free (up to 1), or a number of bytes"
         )

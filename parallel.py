@@ -32,7 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from processes import asked_to_stop, several, stop_together
+from app.processes import asked_to_stop, several, stop_together
+from errors import UserError
 
 SUMMED, GATHERED = (
     ("o", "down"),
@@ -45,7 +46,7 @@ def share_config(config: Any, n: int) -> Any:
     c, how, G = config, config.quantization, config.num_key_value_heads
     group = how.together if how is not None else 1
     if how is not None and how.ordered:
-        raise ValueError(
+        raise UserError(
             f"the columns of each matrix are stored in another order (act-order), which {n} processes "
             "cannot share: use one process, or another checkpoint"
         )
@@ -56,7 +57,7 @@ def share_config(config: Any, n: int) -> Any:
         ("vocab_size", c.vocab_size, c.vocab_size >= n),
     ):
         if not divides:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {size}, which {n} processes cannot share: start another number of them"
             )
     for name, size in (
@@ -64,7 +65,7 @@ def share_config(config: Any, n: int) -> Any:
         ("num_attention_heads · head_dim", c.query_size),
     ):
         if size % (n * group):
-            raise ValueError(
+            raise UserError(
                 f"{name} is {size}, and weights of {how.bits} bits have groups of {group}, which {n} "
                 f"processes cannot share: start another number of them, or use 16 or 8 bits"
             )

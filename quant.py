@@ -25,7 +25,7 @@ NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (220
 """
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
-    from shell import begin
+    from app.shell import begin
 
     begin()
 
@@ -36,6 +36,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from errors import UserError
 
 TINY = 1e-30  # the smallest scale; smaller numbers become 0
 FAR = 2000  # the most grid steps from 0 to a grid: float32 stays precise
@@ -245,11 +247,11 @@ def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
     """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale, and `group` is not used.
     ValueError for unknown bits, a group below 1, or a weight that is not a matrix of finite numbers."""
     if bits not in STORED:
-        raise ValueError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, STORED))}")
+        raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, STORED))}")
     if group < 1:
-        raise ValueError(f"group is {group}: at least one number must share a scale")
+        raise UserError(f"group is {group}: at least one number must share a scale")
     if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
-        raise ValueError(
+        raise UserError(
             f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: "
             "it must be a matrix of floating-point numbers"
         )
@@ -258,7 +260,7 @@ def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
         if not (
             rows.sum(dtype=torch.float32).isfinite() or rows.isfinite().all()
         ):  # the sum is quicker
-            raise ValueError(
+            raise UserError(
                 f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
             )
         parts.append(
@@ -312,7 +314,7 @@ GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
 def widths(name: str | int) -> Bits:
     """'16', '8', '8/4' or '4' -> bits of keys and of values. ValueError for others."""
     if str(name) not in WIDTHS:
-        raise ValueError(
+        raise UserError(
             f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
         )
     return WIDTHS[str(name)]

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint.files import parse_json
+from errors import UserError
 from kernels import Ops, send
 from sampling import SETTINGS, TEXT, Keyed, Setting, check_settings, draft_role
 from tokenizer import Tokenizer
-from weights import parse_json
 
 MAX_TOKENS = 512  # the default
 WHOLE = (
@@ -53,7 +54,7 @@ class Settings:
         if not isinstance(stops, (list, tuple)) or not all(
             isinstance(stop, str) and stop for stop in stops
         ):
-            raise ValueError(
+            raise UserError(
                 f"stop is {self.stop!r}: it must be a text, or a list of texts, none of them empty"
             )
         vars(self).update(
@@ -67,7 +68,7 @@ class Settings:
                 or value is None
                 and name != "max_tokens"
             ):
-                raise ValueError(f"{name} is {value!r}: it must be a whole number {rule}")
+                raise UserError(f"{name} is {value!r}: it must be a whole number {rule}")
 
 
 class RoundStats(NamedTuple):
@@ -347,9 +348,9 @@ def read_requests(
             asked = _object(text)
             for name, (kind, rule) in KINDS.items():
                 if not isinstance(asked.get(name), kind):
-                    raise ValueError(f"{name} is {asked[name]!r}: it must be {rule}")
+                    raise UserError(f"{name} is {asked[name]!r}: it must be {rule}")
             if asked.get("chat") and asked.get("raw"):
-                raise ValueError("chat and raw are both true: leave one out")
+                raise UserError("chat and raw are both true: leave one out")
             chosen = {
                 name: asked[name]
                 for name in Settings.__dataclass_fields__
@@ -375,11 +376,9 @@ def _object(text: str) -> dict[str, Any]:
     try:
         json.dumps(asked := parse_json(text))  # the result repeats it, so it must be JSON
         if not isinstance(asked, dict) or "prompt" not in asked:
-            raise ValueError('there is no "prompt"')
+            raise UserError('there is no "prompt"')
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{error}: a line must be a JSON object like {{"prompt": "…"}}') from None
+        raise UserError(f'{error}: a line must be a JSON object like {{"prompt": "…"}}') from None
     if unknown := [repr(name) for name in asked if name not in NAMES]:
-        raise ValueError(
-            f"{', '.join(unknown)} is unknown here: a line may have {', '.join(NAMES)}"
-        )
+        raise UserError(f"{', '.join(unknown)} is unknown here: a line may have {', '.join(NAMES)}")
     return asked

@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from errors import UserError
+
 NOT_FINITE = "the model's logits are not finite: its weights are damaged (fetch it again), or need a wider --dtype"
 Setting = (
     float | int | Tensor | None
@@ -69,14 +71,14 @@ def probabilities(
 def finite(x: Tensor) -> Tensor:
     """Return x: [B, V], logits or probabilities, unchanged. ValueError if a row's maximum is NaN or infinite."""
     if not (math.isfinite(x.sum(dtype=torch.float32)) or x.amax(-1).isfinite().all()):
-        raise ValueError(NOT_FINITE)
+        raise UserError(NOT_FINITE)
     return x
 
 
 def lawful(tokens: list[int]) -> list[int]:
     """Return the tokens unchanged. ValueError for −1, which `pick` on a GPU gives where logits are not finite."""
     if min(tokens, default=0) < 0:
-        raise ValueError(NOT_FINITE)
+        raise UserError(NOT_FINITE)
     return tokens
 
 
@@ -95,7 +97,7 @@ def check_settings(
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and low <= value <= high) or name == "top_k" and value % 1:
-            raise ValueError(f"{name} is {value!r}: it must be {rule}")
+            raise UserError(f"{name} is {value!r}: it must be {rule}")
 
 
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
         return torch.full((len(rows), 1), float(setting), dtype=torch.float64, device=rows.device)
     values = setting.to(rows.device, torch.float64).reshape(-1)
     if len(values) not in (1, len(rows)):
-        raise ValueError(
+        raise UserError(
             f"a setting has {len(values)} values and there are {len(rows)} rows of logits: "
             "give one value, or one a row"
         )

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher import Batcher
+from checkpoint.config import Config
 from conftest import SMALL, Cipher, write_model
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model
@@ -21,7 +22,6 @@ from quant import Bits
 from request import Request, Settings, Writer
 from sampling import Keyed, _exponential, _steps, probabilities
 from speculative import Decoder
-from weights import Config
 
 V = 259
 

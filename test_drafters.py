@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from checkpoint.config import Config
 from conftest import SMALL, Cipher
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Engine, Model, load_draft
@@ -22,7 +23,6 @@ from quant import WIDTHS, dequantize, quantize
 from request import Request, Round, Settings, pack
 from sampling import TEXT, Keyed, draft_role, probabilities
 from speculative import Decoder, Scheduled
-from weights import Config
 
 
 def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.test_cli import PROMPT, run
 from conftest import CHATML, peak, write_model
 from generate import Engine, Model, generate
 from kernels import Ops
 from request import Request, Settings, Writer
-from test_cli import PROMPT, run
 
 # ---- A text
 

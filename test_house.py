@@ -15,15 +15,16 @@ from generate import Engine, Model, load_draft
 from request import Request, Settings
 
 ORDER = (
-    "sampling quant shell processes parallel kernels formats layouts weights model kvcache paged vocabulary "
-    "tokenizer request gamma drafters speculative "
-    "proof batcher generate cli"
+    "errors sampling quant parallel kernels kvcache paged model tokenizer request speculative "
+    "drafters gamma runner batcher proof generate"
 ).split()  # the root's
 FOLDERS = {
-    "cpu": {"cpu", "kernels", "quant", "sampling"},
-    "gpu": {"gpu", "kernels", "quant", "sampling"},
-    "train": {"train", *ORDER},
-    "measure": {"measure", "train", "cpu", "gpu", *ORDER},
+    "checkpoint": {"checkpoint", *ORDER},
+    "app": {"app", "checkpoint", *ORDER},
+    "cpu": {"cpu", "errors", "kernels", "quant", "sampling", "kvcache"},
+    "gpu": {"gpu", "errors", "kernels", "quant", "sampling", "kvcache"},
+    "train": {"train", "app", "checkpoint", *ORDER},
+    "measure": {"measure", "train", "app", "checkpoint", "cpu", "gpu", *ORDER},
 }
 OWN = {path.stem for path in ROOT.glob("*.py")} | FOLDERS.keys()
 MACHINE = {"cuda", "triton", "native"}  # words for kernels.py alone, but for these:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.config import Config
 from drafters import write_drafts
 from kernels import Flash, Linear, Ops, Step, attention, triton
 from kvcache import Store
@@ -20,7 +21,6 @@ from paged import PagedCache
 from quant import GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
 from request import Request, Round, Settings
 from sampling import SETTINGS, TEXT, Keyed, draft_role, probabilities
-from weights import Config
 
 TOLERANCE = {
     torch.float64: 1e-12,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from checkpoint.config import Config
 from conftest import SMALL
 from generate import Engine, Model
 from kernels import Ops, attention, ops_for
@@ -17,7 +18,6 @@ from model import Llama
 from paged import PagedCache
 from quant import GROUP, WIDTHS, widths
 from test_kernels import heads_first, poison
-from weights import Config
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
 OPS = ops_for("cpu")

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from checkpoint.config import Config
 from conftest import SMALL
 from kernels import attention, ops_for
 from kvcache import CacheFull, KVCache
 from model import Llama
 from paged import PagedCache, Pool, blocks_that_fit
 from test_kernels import poison
-from weights import Config
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 

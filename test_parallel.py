@@ -20,16 +20,16 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.processes import Later, read_once, several
+from checkpoint.config import Config
+from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, write_model
 from generate import Engine, Model, load_draft
 from kernels import ops_for
 from kvcache import kv_bytes
-from layouts import load_quantization
 from model import Llama
 from parallel import share_config, share_tensor, traffic
-from processes import Later, read_once, several
 from request import Settings, Writer
-from weights import Config
 
 WIDE = dict(
     hidden_size=32, intermediate_size=256, head_dim=64, num_key_value_heads=4

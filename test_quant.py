@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import quant
+from checkpoint.config import Config
 from conftest import SMALL, peak
 from model import Llama
 from quant import (
@@ -23,7 +24,6 @@ from quant import (
     round_up,
     unpack4,
 )
-from weights import Config
 
 MAX = torch.finfo(torch.float32).max
 KINDS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import cli
+from app import cli
 from conftest import PAGES, ROOT, program
 from test_house import FOLDERS, ORDER, tree
 

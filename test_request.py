@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cli
+from app import cli
 from conftest import write_model
 from generate import Model, generate, load_draft
 from request import Request, Result, Settings, StopStrings, read_requests

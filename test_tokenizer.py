@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import vocabulary
+from checkpoint import vocabulary
+from checkpoint.vocabulary import GPT2_SPLIT, LLAMA3_CONTROLS, LLAMA3_SPLIT
 from conftest import CHATML, byte_alphabet
 from tokenizer import Tokenizer
-from vocabulary import GPT2_SPLIT, LLAMA3_CONTROLS, LLAMA3_SPLIT
 
 CORPUS = (
     "the cat sat on the mat; it's 2024, the 12345 cats' naïve café — 世界 the the\n\n  cats sat 😀 I'LL don't\t"
@@ -892,7 +892,7 @@ def test_what_a_file_asks_for_and_we_lack_is_named(tmp_path, change, says):
 
 
 def test_a_split_pattern_that_takes_forever_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("vocabulary.SPLITTING", 0.1)
+    monkeypatch.setattr("checkpoint.vocabulary.SPLITTING", 0.1)
     tok = load(
         tmp_path, {c: id for id, c in enumerate(ALPHABET)}, [], by_pattern("[a-z]*" * 5 + "[0-9]")
     )

@@ -29,9 +29,9 @@ import jinja2
 import tiktoken
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shell import brief
-from vocabulary import Vocabulary, read_ranks, read_tokenizer_json, reject
-from weights import read_json, read_text
+from checkpoint.files import read_json, read_text
+from checkpoint.vocabulary import Vocabulary, read_ranks, read_tokenizer_json, reject
+from errors import UserError, brief
 
 TEMPLATE = 2**17  # the most characters of a chat template; a few thousand are usual
 TIME = 10.0  # limits of rendering a conversation: seconds,
@@ -247,7 +247,7 @@ class Tokenizer:
 
     def token_bytes(self, id: int, special: bool = True) -> bytes:
         if (word := self._vocabulary.tokens.get(index(id))) is None:
-            raise ValueError(
+            raise UserError(
                 f"{self._file}: there is no token {id}; ids are below {self.vocab_size}, some unused"
             )
         return word if special or index(id) not in self._hidden else b""
@@ -266,7 +266,7 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """The tokens of a conversation, [{"role": .., "content": ..}, ..], laid out by the model's own template."""
         if self.chat_template is None:
-            raise ValueError(
+            raise UserError(
                 f"{self._file.parent}: there is no chat template; add chat_template.jinja, or use text"
             )
         for n, message in enumerate(messages):
@@ -274,7 +274,7 @@ class Tokenizer:
                 "role": str,
                 "content": str,
             }:
-                raise ValueError(
+                raise UserError(
                     f"message {n} is {message!r}; it must hold a role and a content, both text, no more"
                 )
         messages = [
@@ -290,10 +290,10 @@ class Tokenizer:
         try:
             self._template = self._template or Sandbox().from_string(self.chat_template)
             if len(text := bounded(lambda: self._template.render(given | self._named))) > most:
-                raise ValueError(f"it makes {len(text)} characters")
+                raise UserError(f"it makes {len(text)} characters")
         except Exception as error:  # a template is foreign code: it may raise anything
             told = brief(f"{type(error).__name__}: {str(error)[:10_000]}".translate(self._restore))
-            raise ValueError(
+            raise UserError(
                 f"{self._file.parent}: the chat template fails on this conversation: {told}; it may take "
                 f"{TIME:g} s, {MEMORY >> 20} MiB and {most} characters"
             ) from error

@@ -29,7 +29,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cli
+from app import cli
 from conftest import CHATML, write_model
 from generate import Model
 

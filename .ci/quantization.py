@@ -12,12 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from formats import Quantization
+from checkpoint.formats import Quantization
+from checkpoint.hub import find_folder
 from quant import WIDTHS
 from tokenizer import Tokenizer
 from train.perplexity import Recipe, saved, table
 from train.quantize import pieces
-from weights import find
 
 TOKENS, PIECES = 4096, 8  # measured; of 512 tokens each, to calibrate with
 LIMITS = {
@@ -35,7 +35,7 @@ def require(holds: bool, what: str) -> None:
 
 def embedded(stories: str) -> None:
     """On stories that the model has not seen."""
-    tokenizer = Tokenizer.load(find("tiny"))
+    tokenizer = Tokenizer.load(find_folder("tiny"))
     found = [
         pieces(stories, tokenizer, length, count, calibrate)
         for length, count, calibrate in ((1024, TOKENS // 1024, False), (512, PIECES, True))

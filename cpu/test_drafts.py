@@ -6,10 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import SMALL
 from cpu import CPU, native
 from drafters import write_drafts
-from formats import Quantization
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -17,7 +18,6 @@ from proof import Walk
 from quant import WIDTHS
 from request import Request, Round, Settings
 from sampling import Keyed
-from weights import Config
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 TEXT = [7, 30, 4, 99, 5, 6, 12, 180, 3, 3, 41]

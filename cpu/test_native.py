@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cpu
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import SMALL
 from cpu import CPU, native
-from formats import Quantization
 from kernels import Linear, Ops, Span, Step
 from kvcache import KVCache, Store
 from model import Llama
 from paged import PagedCache
 from quant import quantize
 from test_kernels import LAYOUTS, laid_out, stands_for
-from weights import Config
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 NAN, PLAIN = float("nan"), Ops()

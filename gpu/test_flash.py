@@ -21,6 +21,7 @@ if DEVICE == "cpu":
     )
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from checkpoint.config import Config
 from conftest import SMALL
 from gpu import GPU, unpack
 from gpu.crosscompile import SHARED, processors
@@ -34,7 +35,6 @@ from model import Llama
 from paged import PagedCache
 from quant import GROUP, int4, int8, unpack4
 from test_kernels import heads_first
-from weights import Config
 
 WIDTHS = [(16, 16), (8, 8), (8, 4), (4, 4)]
 

@@ -10,15 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import SMALL
-from formats import Quantization
 from gpu import GPU, fused, weightonly
 from gpu.test_crosscompile import apart
 from kernels import Linear, Ops
 from kvcache import KVCache
 from model import Llama
 from quant import quantize
-from weights import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU runs the kernels in the interpreter
 # A rounding of each kind; the interpreter cuts 16 bits off where a GPU rounds.

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from triton.runtime.interpreter import InterpretedFunction
 
+from checkpoint.config import Config
 from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter, write_drafts
 from gpu import GPU, graphs
@@ -33,7 +34,6 @@ from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, own_l
 from request import Request, Round, Settings
 from sampling import Keyed
 from speculative import Decoder
-from weights import Config
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 

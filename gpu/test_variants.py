@@ -18,16 +18,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from batcher import Batcher
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import SMALL
 from drafters import ModelDrafter
-from formats import Quantization
 from gpu import GPU, graphs, warm_up
 from kernels import Flash
 from model import Llama
 from paged import PagedCache
 from request import Request, Settings
 from speculative import Decoder
-from weights import Config
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="launches are counted in place of the interpreter's"

@@ -25,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.shell import say
+from checkpoint.config import Config
+from errors import UserError
 from gamma import expected_tokens
 from generate import Engine
 from kvcache import kv_bytes
@@ -48,8 +51,6 @@ from measure.report import Results
 from measure.shares import compared
 from model import Llama
 from sampling import Keyed
-from shell import say
-from weights import Config
 
 
 def stream_rows(scale: Scale, roof: Roof) -> Rows:
@@ -333,7 +334,7 @@ def run_case(
     """Run a case: print each row, and give all results so far to `keep`. ValueError without a GPU, unless quick."""
     there = torch.cuda.is_available()
     if not there and not quick:
-        raise ValueError(
+        raise UserError(
             f"--gpu {name} needs a GPU, and PyTorch finds none here: "
             "--quick runs it with toy shapes on the CPU"
         )

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from checkpoint.config import Config
 from generate import Engine, Model
 from kernels import Linear, Ops, ops_for
 from kvcache import KVCache, kv_bytes
@@ -29,7 +30,6 @@ from paged import PagedCache
 from quant import WIDTHS, quantize
 from request import Request, Settings
 from sampling import Keyed
-from weights import Config
 
 FILTERS: dict[str, dict[str, float]] = {
     "no filter": {},

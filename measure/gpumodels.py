@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats import Quantization
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from errors import brief
 from generate import Engine, Model
 from measure.clock import seconds
 from model import Llama
 from quant import Kind
-from shell import brief
-from weights import Config
 
 Rows = Iterator[Any]  # title and headers; then rows, and notes, which are strings
 Roof = tuple[float, float]  # bytes read a second, operations a second

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batcher import Batcher
+from checkpoint.hub import find_folder
 from gamma import expected_tokens
 from generate import Engine, Model
 from measure.clock import read_bandwidth
@@ -36,7 +37,6 @@ from tokenizer import Tokenizer
 from train.distill import sample_corpus
 from train.perplexity import recipe_label, recipes, table
 from train.quantize import pieces
-from weights import find
 
 Rows = list[dict[str, Any]]
 Run = tuple[Request, Decoder]
@@ -356,7 +356,8 @@ def bits(effort: Effort, data: str | None = None) -> Rows:
         calibration, texts = texts[:count], texts[count:]
     else:
         calibration, texts = (
-            pieces(data, Tokenizer.load(find("tiny")), 512, count, part) for part in (True, False)
+            pieces(data, Tokenizer.load(find_folder("tiny")), 512, count, part)
+            for part in (True, False)
         )
     with redirect_stdout(io.StringIO()):
         rows = table(

@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from checkpoint.config import Config
+from checkpoint.hub import find_folder
+from errors import UserError
 from generate import Engine, Model
 from measure.clock import read_bandwidth, spent
 from measure.pair import Effort, at_once, weight_bytes
 from measure.steps import LENGTHS, WIDTHS, machine_code
 from request import Request, Settings
 from tokenizer import Tokenizer
-from weights import Config, find
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp_python"}
 TEXTS, OWN = 16, 32  # texts made together; tokens of a prompt, and new ones
@@ -116,7 +118,7 @@ def transformers(target: str) -> Contestant:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(find(target), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(find_folder(target), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # no text stops early
     return Contestant("transformers float32", partial(reply, model))
 
@@ -215,11 +217,11 @@ class RandomTransformers:
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
     """Compare our float32, INT8 and INT4 with a peer -> a row for each. ValueError if the peer cannot run."""
     if name not in PACKAGES:
-        raise ValueError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
+        raise UserError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
     if not installed(name):
-        raise ValueError(not_compared(name))
+        raise UserError(not_compared(name))
     if name == "llama.cpp" and gguf is None:
-        raise ValueError(
+        raise UserError(
             "llama.cpp reads a format of its own: --gguf FILE, "
             "made of --target with its convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize"
         )
@@ -228,8 +230,8 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
         *(partial(ours, target, bits) for bits in WIDTHS.values()),
     ]
     limit, tokenizer = (
-        Config.load(find(target)).max_position_embeddings,
-        Tokenizer.load(find(target)),
+        Config.load(find_folder(target)).max_position_embeddings,
+        Tokenizer.load(find_folder(target)),
     )
     everyone, roofs, short = (
         [ready(load, tokenizer.prompt(effort.openings[0])) for load in loads],

@@ -18,6 +18,7 @@ from html import escape
 from textwrap import wrap
 from typing import Any
 
+from errors import UserError
 from measure.report import Results, format_bytes
 
 INK, PALE, GRID, GOOD, BAD = "#1f2328", "#59636e", "#d1d9e0", "#2a7d4f", "#c2562d"
@@ -314,7 +315,7 @@ def draw_all(results: Results) -> dict[str, str]:
     if not (
         drawn := {name: picture(results) for name, picture in PICTURES.items() if results.get(name)}
     ):
-        raise ValueError(
+        raise UserError(
             f"these results have none of {', '.join(PICTURES)}: run python bench.py first"
         )
     return drawn

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from app.shell import check_file, say, whole
 from kernels import Ops
 from model import Llama
-from shell import check_file, say, whole
 
 PHASES = ("draft", "verify", "attend", "sample", "the rest")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from errors import UserError
 from measure.steps import LENGTHS, SIZES
 
 Results = dict[str, Any]
@@ -305,7 +306,7 @@ def renewed(document: str, load: Callable[[Path], Results]) -> str:
         )
         rows = [row | derive(row, rows[0]) for row in rows if found[4] in map(str, row.values())]
         if not rows or not (told := fill(f"{{{found[5]}}}", rows[0])):
-            raise ValueError(
+            raise UserError(
                 f"{found[2]} has no {found[5]} of {found[4]} in {found[3]}: name a number that is there"
             )
         return f"[{told}]{found[1]}"

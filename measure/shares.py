@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from app.processes import hush, joined
+from checkpoint.config import Config
+from checkpoint.hub import find_folder
 from kernels import find_device
 from kvcache import KVCache
 from measure.pair import Effort
 from model import Llama
 from parallel import traffic
-from processes import hush, joined
-from weights import Config, find
 
 PAST = 100  # tokens read before
 
@@ -79,7 +80,7 @@ def compared(config: Config, n: int, turns: int, *how: Any) -> dict[str, Any]:
 
 def parallel(effort: Effort) -> list[dict[str, Any]]:
     """The shape of tiny, and, but for one turn, wide layers, which have more to compute between two sums."""
-    tiny = Config.load(find("tiny"))
+    tiny = Config.load(find_folder("tiny"))
     wide = replace(
         tiny,
         hidden_size=2048,

@@ -120,7 +120,7 @@ def test_lengths_are_spread_and_names_are_files():
 def test_bytes_of_weights_are_those_of_the_numbers():
     from dataclasses import replace
 
-    from formats import Quantization
+    from checkpoint.formats import Quantization
     from measure.gpumodels import TOY
     from model import Llama
 

@@ -39,7 +39,7 @@ WAITS = {"_pass", "write_drafts"}  # once; where a draft has much to read
 
 def text(device: str, arguments: list[str]) -> str:
     """What the program prints."""
-    from cli import main
+    from app.cli import main
 
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-import cli
 import generate
+from app import cli
 from measure import profiler
 from speculative import Decoder
 

@@ -17,7 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from vocabulary import GPT2_SPLIT, alphabet, compile_split
+from checkpoint.vocabulary import GPT2_SPLIT, alphabet, compile_split
+from errors import UserError
 
 END = "<|endoftext|>"
 FILES = (
@@ -32,7 +33,7 @@ Pair = tuple[bytes, bytes]
 def learn(texts: Iterable[str], size: int) -> list[Pair]:
     """The merges, in order, until there are `size` tokens, 256 bytes included, or no pairs. ValueError if below 256."""
     if size < 256:
-        raise ValueError(f"a byte-level vocabulary has at least 256 tokens, not {size}")
+        raise UserError(f"a byte-level vocabulary has at least 256 tokens, not {size}")
     pieces = [(spell(piece), count) for piece, count in count_pieces(texts).items()]
     pairs, holders = (
         Counter[Pair](),

@@ -39,12 +39,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats import Quantization
+from app.shell import say
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from errors import UserError
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
 from quant import Kind, Quantized, dequantize, grid4, pack4, quantize, rounded_product
-from shell import say
-from weights import Config
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -95,7 +96,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
             return torch.linalg.cholesky(
                 torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True
             )
-    raise ValueError("the Hessian has no Cholesky factor: are the calibration inputs finite?")
+    raise UserError("the Hessian has no Cholesky factor: are the calibration inputs finite?")
 
 
 @torch.no_grad()
@@ -273,7 +274,7 @@ def quantize_model(
     """The model with quantized weights. `llama` loses its layers, one after the other. Neither model is prepared.
     texts: pieces of the calibration text, int64[T] each. ValueError if the method needs texts, and there are none."""
     if how.method != "rtn" and not texts:
-        raise ValueError(f"{how.method} looks at text, and there is none: give some, or use rtn")
+        raise UserError(f"{how.method} looks at text, and there is none: give some, or use rtn")
     result = copy(llama)
     result.config, result.layers = llama.config.quantized(how), []
     read: list[LayerInput] = []

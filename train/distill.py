@@ -19,7 +19,7 @@ Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li
 """
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
-    from shell import begin
+    from app.shell import begin
 
     begin()
 
@@ -39,19 +39,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from app.shell import Parser, say, status, whole
 from batcher import Batcher
+from checkpoint.config import Config
+from checkpoint.hub import find_folder
+from errors import UserError
 from kernels import Step, find_device
 from kvcache import KVCache
 from model import Llama
 from request import Request, Settings
-from shell import Parser, say, status, whole
 from speculative import Decoder
 from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import cache_bytes, merge_heads
 from train.muon import Optimizer, has_bfloat16
 from train.stories import Corpus, hold_out, read_stories
-from weights import Config, find
 
 
 def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
@@ -208,7 +210,7 @@ class Training:
             with safe_open(file, framework="pt") as stored:
                 shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}
                 if {name: list(tensor.shape) for name, tensor in state.items()} != shapes:
-                    raise ValueError(
+                    raise UserError(
                         f"{file} is the checkpoint of a model of another shape: delete it, or give the "
                         "flags it was made with"
                     )
@@ -216,7 +218,7 @@ class Training:
                     tensor.copy_(stored.get_tensor(name))
                 self.steps = int(stored.metadata()["steps"])
         except SafetensorError as error:
-            raise ValueError(
+            raise UserError(
                 f"{file} is no whole checkpoint ({error}): delete it to begin anew"
             ) from None
 
@@ -251,16 +253,16 @@ def student_tokenizer(
     """The tokenizer in `out`, which is a copy of a model's or learned from the stories; and its end-of-text token."""
     name = args.tokenizer or args.target or args.start
     if name is not None:
-        if find(name).resolve() != out.resolve():
-            bpe.copy_files(find(name), out, bpe.FILES)
+        if find_folder(name).resolve() != out.resolve():
+            bpe.copy_files(find_folder(name), out, bpe.FILES)
     elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1), args.context)
     tokenizer = Tokenizer.load(out)
     if end := tokenizer.specials.get(bpe.END):
         return tokenizer, end
-    if name is None or not (ends := Config.load(find(name)).eos_token_ids):
-        raise ValueError(
+    if name is None or not (ends := Config.load(find_folder(name)).eos_token_ids):
+        raise UserError(
             f"{name}: its tokenizer has no {bpe.END}, and its config.json names no end-of-text token"
         )
     return tokenizer, ends[0]
@@ -270,7 +272,7 @@ def new_student(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: 
     """The student before training: random weights, or an existing model, its key/value heads merged if asked."""
     if args.start is None:
         if args.width % args.heads and args.head_dim is None:
-            raise ValueError(
+            raise UserError(
                 f"--width {args.width} is not a multiple of --heads {args.heads}: change one, or give "
                 "--head-dim"
             )
@@ -313,15 +315,17 @@ def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
     )
     c, size = (
         target.config,
-        tokenizer.vocab_size if args.start is None else Config.load(find(args.start)).vocab_size,
+        tokenizer.vocab_size
+        if args.start is None
+        else Config.load(find_folder(args.start)).vocab_size,
     )
     if c.vocab_size != size:
-        raise ValueError(
+        raise UserError(
             f"{args.start or 'the tokenizer'} has {size} tokens and {args.target} {c.vocab_size}: "
             "a draft must share its target's vocabulary"
         )
     if args.length >= c.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"--length {args.length}: {args.target} was made for at most {c.max_position_embeddings} "
             "tokens; give fewer"
         )
@@ -333,7 +337,7 @@ def distill(args: argparse.Namespace) -> None:
     args.device = find_device(args.device)
     out, stories = Path(args.out), read_stories(args.data) if args.data else []
     if not stories and (args.target is None or args.alone or not args.own):
-        raise ValueError(
+        raise UserError(
             "there is no text to learn from: give some with --data, or let a --target tell texts, "
             "with --own above 0 and without --alone"
         )

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from errors import UserError
 from kvcache import kv_bytes
 from model import Llama
 
@@ -27,7 +28,7 @@ def merge_heads(llama: Llama, kv_heads: int) -> Llama:
     config = llama.config
     G, D = config.num_key_value_heads, config.head_dim
     if kv_heads < 1 or G % kv_heads:
-        raise ValueError(
+        raise UserError(
             f"--kv-heads {kv_heads}: the model's {G} key/value heads merge only into a divisor of {G}"
         )
     merged = Llama(

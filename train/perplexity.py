@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from formats import Quantization
+from checkpoint.formats import Quantization
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits

@@ -19,17 +19,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from formats import Quantization
+from app.shell import Parser, number_or_word, say, status
+from checkpoint.config import Config
+from checkpoint.files import read_json
+from checkpoint.formats import Quantization
+from checkpoint.hub import find_folder
+from checkpoint.tensors import EXACT, Checkpoint
+from errors import UserError
 from kernels import find_device
 from model import Llama
 from quant import GROUPS, STORED
-from shell import Parser, number_or_word, say, status
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files
 from train.calibrate import quantized, size
 from train.stories import hold_out, read_file
-from weights import EXACT, Checkpoint, Config, find, read_json
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of whole numbers, from the cheapest to the best
 
@@ -75,7 +79,7 @@ def pieces(
     else:
         found = list(torch.tensor(encode(text[: size * count])).split(length))[:count]
     if not (found := [piece for piece in found if len(piece) > 1]):
-        raise ValueError(f"{file} holds no text: at least two tokens are needed")
+        raise UserError(f"{file} holds no text: at least two tokens are needed")
     return found
 
 
@@ -159,14 +163,14 @@ def store_or_measure(args: argparse.Namespace) -> None:
         ("tokens", args.tokens, 2, 2**31),
     ):
         if not least <= value <= most:
-            raise ValueError(
+            raise UserError(
                 f"--{flag} is {value}: it must be at least {least} and at most {most:,}"
             )
     if (args.out is None) == (args.table is None):
-        raise ValueError("give either --out, the folder to write, or --table, a text to measure on")
+        raise UserError("give either --out, the folder to write, or --table, a text to measure on")
     if how.method != "rtn" and args.data is None and args.table is None:
-        raise ValueError(f"--method {how.method} looks at text: give some with --data FILE")
-    source, device = find(args.name), find_device(args.device)
+        raise UserError(f"--method {how.method} looks at text: give some with --data FILE")
+    source, device = find_folder(args.name), find_device(args.device)
     length = min(
         1024, Config.load(source).quantized(how).max_position_embeddings
     )  # or it is refused now
@@ -184,7 +188,7 @@ def store_or_measure(args: argparse.Namespace) -> None:
         return
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and is not an empty folder: give a new one")
+        raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
     out.mkdir(parents=True, exist_ok=True)  # or it is refused now
     try:
         llama = quantized(source, how, calibration, device)

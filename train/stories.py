@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from errors import UserError
 from tokenizer import Tokenizer
 from train.bpe import END
 
@@ -19,12 +20,12 @@ from train.bpe import END
 def read_file(file: str) -> str:
     """The text of a file, which may be compressed (.xz). ValueError if it is not UTF-8, or without end."""
     if Path(file).exists() and not Path(file).is_file():
-        raise ValueError(f"{file} is a folder or a device: name a file of text")
+        raise UserError(f"{file} is a folder or a device: name a file of text")
     try:
         with (lzma.open if file.endswith(".xz") else open)(file, "rt", encoding="utf-8") as lines:
             return lines.read()
     except (UnicodeError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from None
+        raise UserError(f"{file} cannot be read as UTF-8 text: {error}") from None
 
 
 def read_stories(files: Sequence[str]) -> list[str]:
@@ -41,7 +42,7 @@ def read_stories(files: Sequence[str]) -> list[str]:
             f"{error.filename}: no such file; --data takes stories, each ended by {END}"
         ) from None
     if len(stories) < 10:
-        raise ValueError(
+        raise UserError(
             f"{' '.join(files)}: {len(stories)} stories; at least 10 are needed, each ended by {END}"
         )
     return stories
@@ -73,7 +74,7 @@ class Corpus:
         """`count` random crops, by this seed: int64[count, length + 1]. ValueError if the text is too short."""
         last = len(self.tokens) - length - 1
         if last < 1:
-            raise ValueError(
+            raise UserError(
                 f"a text of {len(self.tokens)} tokens is too short for crops of {length + 1}: "
                 "give more data, or a smaller --length"
             )

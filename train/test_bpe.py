@@ -8,9 +8,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.vocabulary import GPT2_SPLIT
 from tokenizer import Tokenizer
 from train.bpe import END, Pair, learn, merge, save_tokenizer
-from vocabulary import GPT2_SPLIT
 
 TEXTS = st.lists(st.text(alphabet="ab c'sé1", max_size=25), min_size=1, max_size=5)
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import SMALL
-from formats import Quantization
 from kernels import Ops, Step
 from kvcache import KVCache
 from model import Layer, Llama
@@ -28,7 +29,6 @@ from train.calibrate import (
     quantize_model,
     smooth,
 )
-from weights import Config
 
 
 def inputs(T: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:

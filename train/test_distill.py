@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint.config import Config
 from conftest import ROOT, SMALL, write_model
 from kernels import Step
 from model import Llama
@@ -25,7 +26,6 @@ from train.distill import (
     sample_corpus,
 )
 from train.stories import Corpus
-from weights import Config
 
 END = 256
 CONFIG = Config(**SMALL)

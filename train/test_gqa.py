@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from checkpoint.config import Config
 from conftest import SMALL
 from kvcache import KVCache
 from train.distill import new_model
 from train.gqa import cache_bytes, merge_heads
-from weights import Config
 
 CONFIG = Config(**SMALL)
 

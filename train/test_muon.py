@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from checkpoint.config import Config
 from conftest import SMALL
 from model import Llama
 from train.muon import Optimizer, orthogonal
-from weights import Config
 
 
 def test_orthogonal_evens_out_the_singular_values() -> None:

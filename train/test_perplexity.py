@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from checkpoint.formats import Quantization
 from conftest import program, write_model
-from formats import Quantization
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import WIDTHS

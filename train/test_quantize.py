@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from cli import main as cli
+from app.cli import main as cli
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
 from conftest import write_model
-from formats import Quantization
 from generate import generate
 from kvcache import KVCache
 from model import Llama
 from quant import GROUPS, STORED
 from tokenizer import Tokenizer
 from train import calibrate, quantize
-from weights import Config
 
 
 def rounded(folder: Path, how: Quantization) -> Llama:

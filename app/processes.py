@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shell import LONGEST, Terminated, brief, refuse
+from app.shell import LONGEST, Terminated, refuse
+from errors import UserError, brief
 
 PLACE = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)  # set by torchrun; the values of one process
 MOST_PROCESSES = 64
@@ -199,11 +200,11 @@ def join(count: int | None, command: Sequence[str], on_exit: ExitStack) -> tuple
     """Meet the other processes, started here or by torchrun -> rank, number of processes, rank on this machine."""
     rank, n, local = (int(os.environ.get(name, alone)) for name, alone in PLACE.items())
     if n > 1 and count not in (None, n):
-        raise ValueError(
+        raise UserError(
             f"--tensor-parallel is {count}, and torchrun has started {n} processes: leave it out"
         )
     if count is not None and not 1 <= count <= MOST_PROCESSES:
-        raise ValueError(
+        raise UserError(
             f"--tensor-parallel is {count}: it must be from 1 to {MOST_PROCESSES} processes"
         )
     met, port, store = Event(), os.environ.get("LLAMA_PORT"), None
@@ -217,7 +218,7 @@ def join(count: int | None, command: Sequence[str], on_exit: ExitStack) -> tuple
         with suppress(RuntimeError):
             store = dist.TCPStore("127.0.0.1", int(port), n, False, timedelta(seconds=10))
         if store is None:
-            raise ValueError(
+            raise UserError(
                 f"the first of {n} processes has ended before process {rank + 1} began: start all again"
             )
     if n > 1:
@@ -257,7 +258,7 @@ def joined(
         try:
             stop_together(handler().turn(alone=False))
             if device.index is not None:
-                raise ValueError(
+                raise UserError(
                     f"--device is {device}: each of {n} processes takes its own: name {device.type}"
                 )
             yield device if device.type == "cpu" else torch.device(device.type, local)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import Phase
 
-import cli
+from app import cli
+from app.shell import Terminated
 from conftest import ROOT, program, write_model
 from generate import Model, generate
-from shell import Terminated
 from speculative import Decoder
 
 PROMPT = "Once upon a time"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from errors import UserError, brief
 from quant import STORED, Kind, Quantized
-from shell import brief
 
 OWN = "quant.py"  # quant_method of the folders that quant.py writes
 PARTS = ("weight", "weight_scale", "weight_zero", "weight_order")  # of a quantized matrix here
@@ -38,7 +38,7 @@ def supported(name: str, value: Any, *known: Any) -> None:
     """ValueError unless `value` is one of the known ones."""
     *first, last = map(repr, known)
     if repr(value) not in (*first, last):
-        raise ValueError(
+        raise UserError(
             f"{name} is {value!r}; it must be {', '.join(first)}{' or ' if first else ''}{last}"
         )
 
@@ -78,7 +78,7 @@ class Quantization:
             ),
         ):
             if wrong:
-                raise ValueError(f"quantization: {rule}")
+                raise UserError(f"quantization: {rule}")
 
     ordered = False  # whether columns are stored in another order
 
@@ -97,7 +97,7 @@ class Quantization:
         """From a `quantization_config` of this layout. ValueError for a setting that is not honoured."""
         names = [*cls.__dataclass_fields__]
         if not {*names[:4]} <= how.keys() - {"quant_method"} <= {*names}:
-            raise ValueError(
+            raise UserError(
                 f"quantization_config is {how!r}, which is not supported; {OWN}'s has {', '.join(names)}"
             )
         return cls(**{name: how[name] for name in names if name in how})
@@ -160,7 +160,7 @@ class Foreign(Quantization):
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
         if K % 2 and STORED[self.bits] == torch.uint8:
-            raise ValueError(
+            raise UserError(
                 f"quantization_config: 4 bits, but a matrix has {K} columns; another program's must have "
                 "an even number: name a folder in 16 bits, with --bits 4"
             )
@@ -210,9 +210,9 @@ class Foreign(Quantization):
                     and (bias := get("bias")) is not None
                     and bias.any()
                 ):
-                    raise ValueError("its bias is not all 0, and config.json asks for none")
+                    raise UserError("its bias is not all 0, and config.json asks for none")
                 if not (wide := scale.float()).isfinite().all() or (wide != scale).any():
-                    raise ValueError(
+                    raise UserError(
                         "its scales must be finite numbers, and no more precise than float32"
                     )
                 if order is not None:
@@ -220,11 +220,11 @@ class Foreign(Quantization):
                         id(places[f"{module}.weight_order"]), (module, order)
                     )
                     if not torch.equal(order, known):
-                        raise ValueError(
+                        raise UserError(
                             f"its g_idx differs from that of {first}, and both are one product here"
                         )
             except ValueError as error:
-                raise ValueError(
+                raise UserError(
                     f"{module}: {brief(error)}: fetch the model again, or name one in 16 bits"
                 ) from None
             parts = zip(PARTS, (weight, scale, zero, order))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from app.shell import LONGEST, Parser, status, whole
 from conftest import PAGES, ROOT, heard
-from shell import LONGEST, Parser, status, whole
 
 PROGRAM = """
-from shell import begin
+from app.shell import begin
 begin()
 import sys, time
-from shell import say, status, write
+from app.shell import say, status, write
 def work():
     say("working")
     write("text so far\\n")
@@ -114,13 +114,13 @@ def test_every_program_begins_before_it_imports_what_takes_its_time():
         first = ast.parse(source).body[1]
         assert (
             ast.unparse(first)
-            == "if __name__ == '__main__':\n    from shell import begin\n    begin()"
+            == "if __name__ == '__main__':\n    from app.shell import begin\n    begin()"
         ), path
     done = subprocess.run(
         [
             sys.executable,
             "-c",
-            "import shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)",
+            "import app.shell, sys; print('torch' in sys.modules, 'numpy' in sys.modules)",
         ],
         cwd=ROOT,
         capture_output=True,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cli import main as cli
+from app.cli import main as cli
+from checkpoint.config import Config
+from checkpoint.layouts import load_quantization
 from conftest import SMALL, write_tokenizer
-from layouts import load_quantization
 from model import Llama
 from quant import dequantize, nf4
-from weights import Config
 
 TABLE = [
     -1.0,

@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import weights
+from checkpoint import hub
+from checkpoint.config import Config, inverse_frequencies
+from checkpoint.files import read_json
+from checkpoint.hub import ALIASES, find_folder
+from checkpoint.tensors import Checkpoint
 from conftest import SMALL, peak, write_model
 from kernels import ops_for
 from model import Llama
-from weights import ALIASES, Checkpoint, Config, find, inverse_frequencies, read_json
 
 TENSORS = {
     "a.weight": torch.arange(6.0).view(2, 3),
@@ -284,7 +287,7 @@ def test_json_that_is_none(tmp_path, content, says):
 
 # ---- Configs, and how fast positions turn
 
-DATA = Path(__file__).parent / "test_data"
+DATA = Path(__file__).parent.parent / "test_data"
 GOOD = json.loads((DATA / "mha" / "config.json").read_text())
 
 
@@ -437,7 +440,7 @@ def test_not_a_number_is_not_json(tmp_path):
 
 
 def test_a_folder_is_found_as_it_is(tmp_path):
-    assert find(tmp_path) == tmp_path == find(str(tmp_path))
+    assert find_folder(tmp_path) == tmp_path == find_folder(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +449,7 @@ def test_a_folder_is_found_as_it_is(tmp_path):
 )
 def test_a_name_that_is_nothing(name):
     with pytest.raises(FileNotFoundError, match="neither a folder, nor a Hub id"):
-        find(name)
+        find_folder(name)
 
 
 def bare(kind: type[Exception]) -> Exception:
@@ -479,7 +482,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch, error, say
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(FileNotFoundError, match=says) as told:
-        find("owner/name")
+        find_folder("owner/name")
     assert "\n" not in str(told.value) and "owner/name" in str(told.value)
 
 
@@ -494,9 +497,12 @@ def test_an_alias_fetches_its_repository_and_an_offline_cache_works(monkeypatch,
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(FileNotFoundError):
-        find("8B")  # the cache holds no weights: a download that was begun
+        find_folder("8B")  # the cache holds no weights: a download that was begun
     write(tmp_path)
-    assert find("8B") == tmp_path and asked[-2:] == [(ALIASES["8B"], False), (ALIASES["8B"], True)]
+    assert find_folder("8B") == tmp_path and asked[-2:] == [
+        (ALIASES["8B"], False),
+        (ALIASES["8B"], True),
+    ]
 
 
 def test_only_what_is_needed_is_fetched():
@@ -516,7 +522,7 @@ def test_only_what_is_needed_is_fetched():
         "README.md",
     ]
     wanted = set(
-        filter_repo_objects(files, allow_patterns=weights.WANTED, ignore_patterns=weights.UNWANTED)
+        filter_repo_objects(files, allow_patterns=hub.WANTED, ignore_patterns=hub.UNWANTED)
     )
     assert wanted == {
         "config.json",

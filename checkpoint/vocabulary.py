@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import regex  # tiktoken brings it
 import tiktoken
 
-from shell import brief
-from weights import read_json, read_text
+from checkpoint.files import read_json, read_text
+from errors import UserError, brief
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -80,7 +80,7 @@ class Vocabulary(NamedTuple):
 
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
-    raise ValueError(f"{file}: {brief(wrong)}; {way_out}")
+    raise UserError(f"{file}: {brief(wrong)}; {way_out}")
 
 
 everything = cache(

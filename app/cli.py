@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 
+from app.processes import hush, joined, read_once
+from app.shell import LONGEST, Parser, Terminated, number_or_word, say, status, write
+from checkpoint.config import Config
+from checkpoint.hub import EMBEDDED, find_folder
+from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from kvcache import CacheFull
 from model import Llama
 from parallel import share_config
-from processes import hush, joined, read_once
 from quant import STORED, WIDTHS
 from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
-from shell import LONGEST, Parser, Terminated, brief, number_or_word, say, status, write
-from weights import EMBEDDED, Config, find
 
 MOST = 2**16  # texts asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -192,7 +194,7 @@ def check_flags(args: argparse.Namespace) -> None:
         (args.color and args.json, "--color is for text: leave it out, or --json"),
     ):
         if wrong:
-            raise ValueError(rule)
+            raise UserError(rule)
     if (
         args.draft
         and args.seed is not None
@@ -323,7 +325,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
             read_once(read).removeprefix("\ufeff").split("\n")
         )  # a text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {args.prompts} cannot be read: {error}") from None
+        raise UserError(f"--prompts {args.prompts} cannot be read: {error}") from None
     model, draft = load(args)
     limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
     engine = start(args, model, draft, args.max_batch * limit, limit, args.max_batch)
@@ -347,7 +349,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
                 if isinstance(request, ValueError):
                     raise request
                 if args.draft is None and asked.get("gamma") is not None:
-                    raise ValueError(
+                    raise UserError(
                         "gamma is about drafted tokens: name a --draft, or leave it out"
                     )
                 engine.batch.check(request)
@@ -422,7 +424,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
     if (args.tensor_parallel or 0) > 1:  # refused before other processes start
-        share_config(Config.load(find(args.target)), args.tensor_parallel)
+        share_config(Config.load(find_folder(args.target)), args.tensor_parallel)
     with (
         joined(args.tensor_parallel, args.command, device) as args.device,
         ExitStack() as args.profiling,
@@ -432,7 +434,7 @@ def run(args: argparse.Namespace) -> int:
         if args.prompt is not None:
             return one_prompt(args, settings)
         if not read_once(lambda: sys.stdin.isatty()) or args.json or args.n > 1:
-            raise ValueError(
+            raise UserError(
                 "there is no prompt: give one in quotes, or '-' (chat needs a terminal, no --json or --n)"
             )
         return chat(args, settings)
@@ -442,7 +444,7 @@ def main(arguments: Sequence[str] | None = None, profiled: Callable[..., Any] | 
     """profiled: the context manager behind --profile (measure/profiler.py)."""
     hush()
     args = parser().parse_args(given := sys.argv[1:] if arguments is None else arguments)
-    here = Path(__file__).with_name("generate.py")
+    here = Path(__file__).parent.parent / "generate.py"
     args.profiled, args.command = profiled, [sys.executable, str(here), *given]
     warnings.showwarning = lambda message, *rest: say(f"note: {message}")
     return status(lambda: run(args), CacheFull)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats import OWN, Files, Foreign, Get, Has, Quantization, supported
+from checkpoint.formats import OWN, Files, Foreign, Get, Has, Quantization, supported
+from errors import UserError, brief
 from quant import STORED, nf4, pack4, unpack4
-from shell import brief
 
 HEADS = (
     "lm_head",
@@ -72,7 +72,7 @@ def load_quantization(how: Any) -> Quantization | None:
         check(how, quant_method=(*layouts,))
         return layouts[how["quant_method"]].parse(how)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"{brief(error, 300)}: name another folder, or one in 16 bits with --bits 8 or 4"
         ) from None
 
@@ -83,7 +83,7 @@ def load_quantization(how: Any) -> Quantization | None:
 def check(how: Any, where: str = "quantization_config", **known: tuple[Any, ...]) -> None:
     """ValueError unless `how` is an object, each setting with one of its known values. An absent setting is None."""
     if not isinstance(how, dict):
-        raise ValueError(f"{where} is {how!r}; it must be an object")
+        raise UserError(f"{where} is {how!r}; it must be an object")
     for name, values in known.items():
         supported(f"{where}: {name}", how.get(name), *values)
 
@@ -92,7 +92,7 @@ def group_size(how: dict[str, Any]) -> int:
     """The group_size in these settings; 0 for a whole row. ValueError if it is no size."""
     size = how.get("group_size")
     if type(size) is not int or size == 0 or size < -1:
-        raise ValueError(
+        raise UserError(
             f"quantization_config: group_size is {size!r}; it must be a whole number above 0, or -1"
         )
     return max(size, 0)
@@ -102,7 +102,7 @@ def check_skipped(how: dict[str, Any], name: str) -> None:
     """ValueError if how[name], the list of modules left in 16 bits, names layers."""
     skipped = how.get(name) or []
     if not isinstance(skipped, list) or any(module not in HEADS for module in skipped):
-        raise ValueError(
+        raise UserError(
             f"quantization_config: {name} is {skipped!r}; all layers must be quantized alike, and only "
             "lm_head be left out"
         )
@@ -135,7 +135,7 @@ def sort_columns(groups: Tensor | None, K: int, group: int, ordered: bool) -> Te
     """The group of each column, int32[K] -> the columns sorted by group, int64[K]; None if they are stored so."""
     order = torch.arange(K) if groups is None or not ordered else groups.argsort(stable=True)
     if groups is not None and not torch.equal(groups[order].long(), torch.arange(K) // group):
-        raise ValueError(
+        raise UserError(
             f"its g_idx must put {group} columns in each group"
             + ("" if ordered else ", one after the other, as config.json says")
         )
@@ -188,7 +188,7 @@ class GPTQ(Foreign):
         ones, middle = 0x11111111 if self.bits == 4 else 0x01010101, 2 ** (self.bits - 1)
         zero = numbers(get("qzeros") + lower * ones, self.bits)[:, :N].T.short() - middle
         if not self.zeros and zero.unique().tolist() not in ([0], [lower]):
-            raise ValueError(
+            raise UserError(
                 f"its zeros are not all {middle}, and config.json says that sym is true"
             )
         return (
@@ -247,7 +247,7 @@ class CompressedTensors(Foreign):
         check(how.get("sparsity_config") or {}, "sparsity_config", format=(None, "dense"))
         recipes = how.get("config_groups")
         if not isinstance(recipes, dict) or len(recipes) != 1:
-            raise ValueError(
+            raise UserError(
                 f"quantization_config: config_groups is {recipes!r}; it must be one recipe for all layers"
             )
         (recipe,) = recipes.values()
@@ -303,7 +303,7 @@ class CompressedTensors(Foreign):
                 symmetric=(None, True),
             )
             if layout == "pack-quantized" or zeros or group:
-                raise ValueError(
+                raise UserError(
                     "quantization_config: input_activations of 8 bits need weights of 8 bits that are "
                     "symmetric and not packed, with a scale for each row"
                 )
@@ -354,7 +354,7 @@ class CompressedTensors(Foreign):
             weight = get("weight")
             return weight if order is None else weight[:, order], get("weight_scale"), zero, order
         if (shape := get("weight_shape").tolist()) != [N, K]:
-            raise ValueError(f"its weight_shape is {shape}; config.json asks for {[N, K]}")
+            raise UserError(f"its weight_shape is {shape}; config.json asks for {[N, K]}")
         return values(packed, self.bits, K, order), get("weight_scale"), zero, order
 
 
@@ -402,15 +402,15 @@ class NF4(Foreign):
         try:
             state = json.loads(bytes(get(STATE).tolist()))
         except (ValueError, RecursionError):
-            raise ValueError(f"its {STATE} is not JSON") from None
+            raise UserError(f"its {STATE} is not JSON") from None
         check(state, "its quant_state", quant_type=("nf4",), blocksize=(BLOCK,), shape=([N, K],))
         if not (get("weight.quant_map").float() - nf4()).abs().max() < 1e-6:
-            raise ValueError("its quant_map is not NF4's")
+            raise UserError("its quant_map is not NF4's")
         scale, table = get("weight.absmax"), get("weight.nested_quant_map")
         if table is not None:
             check(state, "its quant_state", nested_blocksize=(NESTED,))
             if not isinstance(offset := state.get("nested_offset"), float):
-                raise ValueError(f"its nested_offset is {offset!r}; it must be a number")
+                raise UserError(f"its nested_offset is {offset!r}; it must be a number")
             nested = get("weight.nested_absmax").repeat_interleave(NESTED)[: len(scale)]
             scale = table[scale.long()] * nested + offset
         scale = scale.repeat_interleave(BLOCK // group)[: N * K // group].view(N, -1)

@@ -1,0 +1,1 @@
+"""What a terminal needs: flags, JSON lines, text as it grows, exit status, several processes."""
