@@ -2,17 +2,19 @@
 
     $XDG_CACHE_HOME/llama-native/<hash>.so      (~/.cache where that is not set)
 
-The hash is of the source, the command and the CPU's features: `-march=native` compiles for them, and
-unlike machines may share a home folder. A library is compiled under a temporary name in that folder,
-then renamed: other processes see all of it or nothing. Processes that begin at once all compile, and
-the last rename wins. Whoever can write to the folder can run code here, so it is this user's alone.
+The hash is of the source, the command and the CPU's features: `-march=native` compiles for them,
+and unlike machines may share a home folder. A library is compiled under a temporary name in that
+folder, then renamed: other processes see all of it or nothing. Processes that begin at once all
+compile, and the last rename wins. Whoever can write to the folder can run code here, so it is this
+user's alone.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
     LLAMA_MARCH    the CPU to compile for, in place of this one: x86-64-v3 (AVX2), skylake-avx512
                    (no VNNI). This CPU must be able to run it
 
 Invariant: what is loaded was compiled by this user, from this source, for this CPU.
-Not covered: systems other than Linux; removing libraries of older sources, or what a killed process left.
+Not covered: systems other than Linux; removing libraries of older sources, or what a killed
+process left.
 """
 
 import ctypes
@@ -29,7 +31,7 @@ from tempfile import TemporaryDirectory
 def compile_library(
     source: str, flags: Sequence[str] = (), linked: Sequence[str] = ()
 ) -> ctypes.CDLL:
-    """The compiled source. linked: libraries that it needs, -l… or files. OSError: why there is none."""
+    """The compiled source. linked: libraries that it needs, -l… or files. OSError: the reason."""
     march = os.environ.get("LLAMA_MARCH") or "native"
     compiler = os.environ.get("CC", "").split() or ["gcc"]
     command = [*compiler, f"-march={march}"]

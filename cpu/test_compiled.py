@@ -1,4 +1,5 @@
-"""A library is compiled once, for what it depends on, in a folder of its own, all of it or nothing."""
+"""A library is compiled once, for what it depends on, in a folder of its own, all of it or
+nothing."""
 
 import os
 import platform
