@@ -41,7 +41,7 @@ def test_the_noise_of_c_is_right_to_the_last_digits():
     itself wins."""
     V = 2000
     streams = Keyed(torch.tensor([3]), torch.tensor([4])).streams
-    noise = sampling._exponential(streams, torch.arange(1, V + 1) * GOLDEN)
+    noise = sampling.exponential(streams, torch.arange(1, V + 1) * GOLDEN)
     for i in range(0, V, 7):
         probs = noise.clone()
         probs[0, i] *= 1 + 1e-13
@@ -57,7 +57,7 @@ def unshift(z: int, by: int) -> int:
 
 
 def unmix(z: int) -> int:
-    """What `sampling._mix` makes of it is z: undone, a step at a time."""
+    """What `sampling.mix` makes of it is z: undone, a step at a time."""
     z = unshift(z, 31) * pow(MIX2, -1, 2**64) % 2**64
     z = unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64
     return unshift(z, 30)
@@ -72,8 +72,8 @@ def test_c_makes_noise_of_extreme_bits():
             streams = torch.tensor([[stream - 2**64 if stream >= 2**63 else stream]])
             probs = torch.full((1, 3), 1e-300, dtype=torch.float64)
             probs[0, i] = 1
-            hashes = sampling._mix(sampling._mix(streams) + torch.arange(1, 4) * GOLDEN)
-            assert sampling._uniform(hashes)[0, i] == u
+            hashes = sampling.mix(sampling.mix(streams) + torch.arange(1, 4) * GOLDEN)
+            assert sampling.uniform(hashes)[0, i] == u
             assert native.race(probs, streams).item() == i
 
 
