@@ -289,7 +289,7 @@ class Writer:
     ):
         self.request, self.show = request, show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
-        self.stream, self.stops = tokenizer.stream(), StopStrings(request.settings.stop)
+        self.stream, self.stops = tokenizer.incremental_decoder(), StopStrings(request.settings.stop)
 
     @property
     def done(self) -> bool:

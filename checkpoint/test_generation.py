@@ -1,4 +1,4 @@
-"""What a model's makers recommend: read, checked, completed by what the user asks for, and never dropped in silence."""
+"""Recommended settings are checked, completed by the user's, and never dropped in silence."""
 
 import json
 
