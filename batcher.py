@@ -1,22 +1,29 @@
-"""Continuous batching: which texts run in this step.
+"""Continuous batching: which requests run in this step.
 
-A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are made together.
-Static batching runs a batch until its longest text ends, and wastes 1 − Σ lengths / (texts · longest) of its places.
-Continuous batching (Orca) plans every step anew: a text that ends leaves at once, and the next in the queue takes its
-place. A step has a budget of tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what
-is left (Sarathi-Serve), so a long prompt does not delay the other texts.
+A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are
+made together. Static batching runs a batch until its longest text ends, and wastes
+1 − Σ lengths / (texts · longest) of its slots. Continuous batching (Orca) plans every step anew: a
+text that ends leaves at once, and the next in the queue takes its slot. A step has a budget of
+tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what is left
+(Sarathi-Serve), so a long prompt does not delay the other texts.
 
-  - First come, first served: the oldest texts take from the budget first. A text is admitted once all older ones write.
-  - If the cache has no room for a step, the youngest text is preempted: it gives up its places in the caches and goes
-    back to the front of the queue. Later it is read again and goes on exactly as it would have, because its random
-    numbers depend on its seed and its positions alone (sampling.py).
-  - A text that could never fit, even alone, is refused at once, with the reason; the other texts go on.
+  - First come, first served: the oldest texts take from the budget first, but a round of each
+    running text is reserved. A text is admitted only if its round can be reserved, too: so no
+    running text ever waits.
+  - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
+    and goes back to the front of the queue. Later it is read again and goes on exactly as it would
+    have, because its random numbers depend on its seed and its positions alone (sampling.py).
+  - A text that could never fit, even alone, is refused at once, with the reason.
 
-Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have places in the caches.
-Cost: scheduling is Python, in proportion to the number of texts. Not covered: priorities; several models.
+Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
+sequences in the caches.
+Cost: scheduling is Python, in proportion to the number of texts.
+Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
 """
+
+from __future__ import annotations
 
 import time
 from collections import deque
@@ -25,48 +32,55 @@ from collections.abc import Iterable, Iterator, Sequence
 from errors import UserError
 from kvcache import CacheFull
 from request import Request
-from speculative import Decoder, Scheduled
+from runner import ModelRunner, ScheduledRequest
 
-AGAIN = 16  # steps before a text without room is tried again
+RETRY_AFTER = 16  # steps before a text that found no room in the caches is tried again
 
 
 class Batcher:
-    """Makes many texts with one decoder, at most `max_batch` at a time; a step has the decoder's budget of tokens."""
+    """Makes many texts with one runner, at most `max_batch` at a time."""
 
-    def __init__(self, decoder: Decoder, max_batch: int = 16):
+    def __init__(self, runner: ModelRunner, max_batch: int = 16):
         if max_batch < 1:
             raise UserError(f"max_batch is {max_batch}: it must be at least 1")
-        self.decoder, self.max_batch = decoder, max_batch
-        self.waiting, self.running = deque[Request](), list[Request]()  # both: oldest first
-        self.steps, self.again = 0, 0  # steps so far; the step that next tries the queue's first
+        self.runner = runner
+        self.max_batch = max_batch
+        self.waiting = deque[Request]()  # oldest first
+        self.running: list[Request] = []  # oldest first
+        self.num_steps = 0
+        self.retry_at_step = 0  # when the first in the queue is tried again
 
     def check(self, request: Request) -> None:
-        """ValueError if this request could never be served."""
-        longest, most = len(request.tokens) + request.left - 1, self.decoder.cache.max_len
+        """UserError if this request could never be served."""
+        longest = len(request.tokens) + request.num_remaining - 1
+        most = self.runner.cache.max_len
         if longest > most:
             raise UserError(
-                f"a prompt of {request.prompt} tokens and {request.settings.max_tokens} to be made need a "
-                f"cache of {longest} tokens, and it has {most}: shorten the prompt, ask for fewer, or "
-                "give the cache more memory"
+                f"a prompt of {request.num_prompt_tokens} tokens and {request.settings.max_tokens} "
+                f"to be made need a cache of {longest} tokens, and it has {most}: shorten the "
+                "prompt, ask for fewer, or give the cache more memory"
             )
-        if (gamma := request.settings.gamma or 0) >= self.decoder.budget:
+        budget = self.runner.budget
+        if self.runner.round_size(request) > budget:
             raise UserError(
-                f"gamma is {gamma}, and a step has a budget of {self.decoder.budget} tokens: draft fewer"
+                f"gamma is {request.settings.gamma}, and a step has a budget of {budget} tokens: "
+                "draft fewer"
             )
 
     def add(self, request: Request) -> None:
-        """Put a request into the queue. ValueError, at once, if it could never be served."""
+        """Put a request into the queue. UserError, at once, if it could never be served."""
         self.check(request)
         request.arrived = time.perf_counter()
         self.waiting.append(request)
 
     def step(self) -> dict[Request, list[int]]:
         """One pass over all running texts -> the new tokens of each. Finished texts leave."""
-        grown = self.decoder.step(self.schedule())
-        for request in grown:
+        scheduled = self.schedule()
+        new_tokens = self.runner.step(scheduled)
+        for request in new_tokens:
             if request.finish_reason:
-                self._leave(request)
-        return grown
+                self._release(request)
+        return new_tokens
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[tuple[Request, list[int]]]:
         """(request, its new tokens) as they are made, until no request is left."""
@@ -76,81 +90,106 @@ class Batcher:
             yield from self.step().items()
 
     def cancel(self, request: Request) -> None:
-        """End a request now, and free its places in the caches. A request that has ended stays as it is."""
+        """End a request now, and free its sequences. One that has ended stays as it is."""
         if request in self.running:
-            self._leave(request)
-        elif (
-            not request.finish_reason and request in self.waiting
-        ):  # (the queue is not searched for an ended one)
+            self._release(request)
+        elif not request.finish_reason and request in self.waiting:
             self.waiting.remove(request)
-            self.again = 0
+            self.retry_at_step = 0
 
-    def schedule(self) -> list[Scheduled]:
-        """Plan a step: the running texts, oldest first; preempt until they fit; then admit waiting texts."""
-        work, left = list[Scheduled](), self.decoder.budget
-        self.steps += 1
-        for request in self.running:
-            if planned := self.decoder.plan(request, left):
-                work.append(planned)
-                left -= planned.size
-        while not self.decoder.fits(work):
-            youngest = self.running[-1]
-            self._leave(youngest)
-            youngest.preempted += 1
-            self.waiting.appendleft(youngest)
-            if work[-1].request is youngest:
-                left += work.pop().size
-        while (
-            self.waiting
-            and len(self.running) < self.max_batch
-            and left > 0
-            and self.steps >= self.again
-        ):
-            if (planned := self._enter(self.waiting[0], work, left)) is None:
+    # ---- The plan of a step
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Running texts, oldest first; preempt until they fit; then admit waiting texts."""
+        self.num_steps += 1
+        scheduled = self._schedule_running()
+        while not self.runner.fits(scheduled):
+            self._preempt(self.running[-1])
+            scheduled.pop()
+        left = self.runner.budget - sum(item.num_new_tokens for item in scheduled)
+        while left > 0 and self._may_admit():
+            item = self._admit(self.waiting[0], scheduled, left)
+            if item is None:
                 break
-            work.append(planned)
-            left -= planned.size
-        return work
+            scheduled.append(item)
+            left -= item.num_new_tokens
+        return scheduled
 
-    def _enter(self, request: Request, work: Sequence[Scheduled], left: int) -> Scheduled | None:
-        """Admit a text -> its work; None if the caches lack room for all of it, or its twin still reads the prompt."""
-        twin = request.twin if request.twin in self.running else None
-        if twin is not None and self.decoder.lag(twin) > 1:
-            return None
+    def _schedule_running(self) -> list[ScheduledRequest]:
+        """A round or a chunk for each, so that a round of each younger text is left."""
+        scheduled = []
+        left = self.runner.budget
+        reserved = self._reserved()
+        for request in self.running:
+            reserved -= self.runner.round_size(request)
+            item = self.runner.schedule(request, left - reserved)
+            scheduled.append(item)
+            left -= item.num_new_tokens
+        return scheduled
+
+    def _reserved(self) -> int:
+        """Tokens of a step that the running texts need for a round each."""
+        return sum(self.runner.round_size(request) for request in self.running)
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _may_admit(self) -> bool:
+        """Whether the first in the queue may be tried in this step."""
+        if not self.waiting or len(self.running) >= self.max_batch:
+            return False
+        if self.num_steps < self.retry_at_step:
+            return False
+        first = self.waiting[0]
+        if self._reserved() + self.runner.round_size(first) > self.runner.budget:
+            return False
+        sibling = first.sibling
+        if sibling in self.running and self.runner.num_pending(sibling) > 1:
+            return False  # it still reads the prompt that this text is to share
+        return True
+
+    def _admit(
+        self, request: Request, scheduled: Sequence[ScheduledRequest], left: int
+    ) -> ScheduledRequest | None:
+        """Admit a text -> its work; None if the caches lack room for all of it."""
+        sibling = request.sibling if request.sibling in self.running else None
         try:
-            self.decoder.open(request, twin)
+            self.runner.open(request, sibling)
         except CacheFull:
-            self.again = self.steps + AGAIN
+            self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
-        planned, whole = (
-            self.decoder.plan(request, left),
-            Scheduled(request, self.decoder.lag(request), 0),
-        )
-        if planned is None or not all(self.decoder.fits([*work, w]) for w in (planned, whole)):
-            self.decoder.close(request)
-            self.again = self.again if planned is None else self.steps + AGAIN
+        item = self.runner.schedule(request, left)
+        whole_text = ScheduledRequest(request, self.runner.num_pending(request))
+        has_room = all(self.runner.fits([*scheduled, work]) for work in (item, whole_text))
+        if item.num_new_tokens == 0 or not has_room:
+            self.runner.close(request)
+            if not has_room:
+                self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         self.running.append(self.waiting.popleft())
         request.started = request.started or time.perf_counter()
-        return planned
+        return item
 
-    def _leave(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.running.remove(request)
-        self.decoder.close(request)
-        self.again = 0
+        self.runner.close(request)
+        self.retry_at_step = 0
 
 
 def main() -> None:
-    lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]  # 4 to 48 tokens
-    asked = [Request([1], Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
-    batch = Engine(Model.load("tiny"), None, 1000, 64, 4, prefix_cache=False).batch
-    made = {(request, batch.steps) for request, _ in batch.run(asked)}
-    for request in asked:
-        print("".join("·█"[(request, step) in made] for step in range(1, batch.steps + 1)))
-    print(
-        f"{sum(lengths)} tokens, four texts at a time: {batch.steps} steps, and "
-        f"{sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))} if each four wait for the longest of them"
-    )
+    """The demonstration: 16 texts of 4 to 48 tokens, four at a time; a row each, a column a step."""
+    lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]
+    requests = [Request([1], Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
+    batcher = Engine(Model.load("tiny"), None, 1000, 64, 4, prefix_cache=False).batcher
+    made = {(request, batcher.num_steps) for request, _ in batcher.run(requests)}
+    for request in requests:
+        steps = range(1, batcher.num_steps + 1)
+        print("".join("█" if (request, step) in made else "·" for step in steps))
+    static = sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))
+    print(f"{sum(lengths)} tokens in {batcher.num_steps} steps", end=", ")
+    print(f"and in {static} if each four wait for the longest of them")
 
 
 if __name__ == "__main__":

@@ -1,205 +1,199 @@
 """Drafters propose the tokens that the target then verifies.
 
-A drafter proposes up to γ tokens for each text of a round, each with the distribution that it was drawn from.
-Verification is exact for *any* proposal with a known distribution, so a drafter may be anything:
+A drafter proposes some tokens for each request of a round, each with the distribution that it was
+drawn from. Verification is exact for *any* proposal with a known distribution, so a drafter may be
+anything:
 
-    ModelDrafter    a smaller Llama with the target's vocabulary, under the text's own settings
+    ModelDrafter    a smaller Llama with the target's vocabulary, under the request's own settings
     SelfDrafter     the target's own INT4 copy (`--draft self`), in the target's cache
-    NgramDrafter    the tokens that once followed the text's last few tokens: no weights, one-hot distributions
+    NgramDrafter    the tokens that once followed the text's last few: no weights, one-hot
 
-Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token. If all γ drafts were
-accepted, the cache lacks two tokens, the last draft (drawn, never read) and the bonus: the next round reads both.
-The target's INT4 copy needs no cache and does not read the prompt. It stores the last token and its drafts behind the
-target's keys and values, and truncates them again; so it drafts only if all but the text's last token is cached.
+Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token.
+If all drafts were accepted, the cache lacks two tokens, the last draft (drawn, never read) and the
+bonus: the next round reads both.
+The target's INT4 copy needs no cache and does not read the prompt. It stores the last token and its
+drafts behind the target's keys and values, and truncates them again; so it drafts only if all but
+the text's last token is cached.
 
 Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
-Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA (2304.04487).
-    B texts of a round · k the largest γ among them · V vocabulary
+Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
+(2304.04487).
+
+    B requests of a round · k the largest number of drafts in it · V vocabulary
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from request import Request, Round, pack
-from sampling import lawful
+from kernels import send
+from kvcache import Cache
+from model import Llama
+from request import Request
+from speculative import Round
+
+if TYPE_CHECKING:
+    from runner import ScheduledRequest
 
 
 class Drafter:
-    """The methods that a round calls; in this base class, those of a drafter without a cache."""
+    """What a runner calls; in this base class nothing is drafted, and nothing is stored."""
 
-    shares = False  # whether it stores its drafts in the target's cache
+    shares_target_cache = False
 
-    def open(self, request: Request) -> None: ...
-    def close(self, request: Request) -> None: ...
-    def follow(
-        self, request: Request, length: int
-    ) -> None: ...  # read the text's tokens up to `length`
-    def keep(
-        self, request: Request, length: int
-    ) -> None: ...  # truncate the draft's cache to `length`
+    def open(self, request: Request) -> None:
+        """Take a new request."""
 
-    def lag(self, request: Request) -> int:
+    def close(self, request: Request) -> None:
+        """Forget a request."""
+
+    def num_pending(self, request: Request) -> int:
         """How many tokens of the text the drafter has not read."""
         return 0
 
-    def fits(
-        self, work: Sequence[Any]
-    ) -> bool:  # is there room for a step's drafts, and its chunks of prompts?
+    def read(self, request: Request, count: int) -> None:
+        """Read so many pending tokens, without drafting."""
+
+    def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether there is room for a step's drafts, and for what it reads. Changes nothing."""
         return True
 
-    def room(self, request: Request, most: int) -> int:
-        """How many tokens the drafter can draft for this text, at most `most`."""
-        raise NotImplementedError
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        """How many tokens, at most `wanted`, can be drafted for this request. Changes nothing."""
+        return 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """Drafts int64[B, k] and their distributions float[B, k, V]: −1 and zeros where a text has fewer than k."""
-        raise NotImplementedError
+        """int64[B, k] and float[B, k, V]: −1 and zeros where a request has fewer than k drafts."""
+        return round.empty_drafts()
 
-
-def write_drafts(
-    llama: Any,
-    cache: Any,
-    seqs: Sequence[int],
-    unread: Sequence[Sequence[int]],
-    round: Round,
-    publish: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """`propose` by a model: each pass drafts one token of every text. unread: each text's tokens not in the cache."""
-    (drafted, q), new = round.nothing(), list(unread)  # int64[B, k], float[B, k, V]
-    for j in range(drafted.shape[1]):
-        live = [b for b, gamma in enumerate(round.gammas) if gamma > j]
-        step = cache.extend([(seqs[b], new[b]) for b in live], publish)
-        tokens, last = pack([new[b] for b in live], round.device)
-        logits = llama(tokens, step, rows=None if len(tokens) == len(live) else last)
-        probs = round.probabilities(logits, live)  # [len(live), V]
-        picked = round.draft_coin(j, live).pick(probs)
-        where = slice(None) if len(live) == len(drafted) else live
-        drafted[where, j], q[where, j] = picked, probs
-        for b, token in zip(live, lawful(picked.tolist())):
-            new[b] = [token]
-    return drafted, q
+    def commit(self, request: Request, num_new: int) -> None:
+        """The text has grown by `num_new` tokens: forget what is stored of rejected drafts."""
 
 
 class ModelDrafter(Drafter):
-    """A model with a cache of its own."""
+    """A model with a cache of its own. A text longer than its context gets no drafts any more."""
 
-    def __init__(self, llama: Any, cache: Any):
-        self.llama, self.cache = llama, cache
-        self.seqs: dict[Request, int] = {}  # of texts that fit into the draft's context
+    def __init__(self, llama: Llama, cache: Cache):
+        self.llama = llama
+        self.cache = cache
+        self.seqs: dict[Request, int] = {}  # of requests that fit into the context
 
     def open(self, request: Request) -> None:
-        self.seqs[request], _ = self.cache.open(request.tokens)
+        if len(request.tokens) <= self.cache.max_len:
+            self.seqs[request], _ = self.cache.open(request.tokens)
 
     def close(self, request: Request) -> None:
         if request in self.seqs:
             self.cache.free(self.seqs.pop(request))
 
-    def lag(self, request: Request) -> int:
-        return (
-            len(request.tokens) - self.cache.length(self.seqs[request])
-            if request in self.seqs
-            else 0
-        )
+    def num_pending(self, request: Request) -> int:
+        if request not in self.seqs:
+            return 0
+        return len(request.tokens) - self.cache.length(self.seqs[request])
 
     @torch.inference_mode()
-    def follow(self, request: Request, length: int) -> None:
-        if length > self.cache.max_len:
-            self.close(request)
-        have = len(request.tokens) - self.lag(request)
-        if not (unread := request.tokens[have:length]):
-            return
-        seq, (tokens, _) = self.seqs[request], pack([unread], self.llama.device)
+    def read(self, request: Request, count: int) -> None:
+        seq = self.seqs[request]
+        length = self.cache.length(seq)
+        new = request.tokens[length : length + count]
+        metadata = self.cache.extend([(seq, new)])
         try:
-            self.llama(tokens, self.cache.extend([(seq, unread)]), rows=slice(-1, None))
+            self.llama(send(new, self.llama.device), metadata, logits_indices=slice(-1, None))
         except BaseException:  # Ctrl-C too
-            self.cache.truncate(seq, have)
+            self.cache.truncate(seq, length)
             raise
 
-    def fits(self, work: Sequence[Any]) -> bool:
-        """A round stores the text's unread tokens and all drafts but the last; a chunk is as long as the target's."""
-        mine = [w for w in work if w.request in self.seqs and w.num_drafts != 0]
-        sizes = [
-            w.num_tokens if w.num_drafts is None else self.lag(w.request) + w.num_drafts - 1
-            for w in mine
-        ]
-        return self.cache.fits([(self.seqs[w.request], size) for w, size in zip(mine, sizes)])
+    def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """A round stores the text's pending tokens and all drafts but the last."""
+        wanted = []
+        for item in scheduled:
+            count = item.num_catch_up
+            if item.num_drafts:
+                count = self.num_pending(item.request) + item.num_drafts - 1
+            if count:
+                wanted.append((self.seqs[item.request], count))
+        return self.cache.fits(wanted)
 
-    def room(self, request: Request, most: int) -> int:
-        """The text and γ − 1 drafts must fit into the context. A text too long for γ = 1 gets no drafts any more."""
-        if (fits := self.cache.max_len - len(request.tokens) + 1) < 1:
-            self.close(request)
-        return min(most, fits) if request in self.seqs else 0
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        """The text and all drafts but the last must fit into the context."""
+        if request not in self.seqs:
+            return 0
+        return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
         seqs = [self.seqs.get(request, -1) for request in round.requests]
-        unread = [
-            r.tokens[-self.lag(r) :] if gamma else []
-            for r, gamma in zip(round.requests, round.gammas)
-        ]
-        return self.llama.ops.draft(write_drafts, self.llama, self.cache, seqs, unread, round)
+        pending = []
+        for request, num_drafts in zip(round.requests, round.num_drafts):
+            num_pending = self.num_pending(request) if num_drafts else 0
+            pending.append(request.tokens[len(request.tokens) - num_pending :])
+        return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
 
-    def keep(self, request: Request, length: int) -> None:
-        if (seq := self.seqs.get(request)) is not None:
-            self.cache.truncate(seq, min(self.cache.length(seq), length))
-            self.cache.settle(seq, request.tokens)
+    def commit(self, request: Request, num_new: int) -> None:
+        if request in self.seqs:
+            self.cache.commit(self.seqs[request], request.tokens, num_new)
+            if len(request.tokens) > self.cache.max_len:
+                self.close(request)
 
 
 class SelfDrafter(Drafter):
-    """The target's INT4 copy, in the target's cache. It needs no room of its own: the target will store more tokens."""
+    """The target's INT4 copy, in the target's cache, where the target will store more tokens."""
 
-    shares = True
+    shares_target_cache = True
 
-    def __init__(self, llama: Any, cache: Any):
-        self.llama, self.cache = llama, cache
+    def __init__(self, llama: Llama, cache: Cache):
+        self.llama = llama
+        self.cache = cache
 
-    def room(self, request: Request, most: int) -> int:
-        """No drafts before the first new token, even if a fork has the prompt cached: γ depends on the text alone."""
-        return most if len(request.tokens) > request.prompt else 0
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        """None before the first new token, even after a prefix hit: γ depends on the text alone."""
+        return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """No block is published: the copy's keys and values are not the target's, and its tokens may be rejected."""
-        seqs, unread = (
-            [request.seq for request in round.requests],
-            [request.tokens[-1:] for request in round.requests],
-        )
-        before = [self.cache.length(seq) for seq in seqs]
+        """No block is cached for sharing: its keys and values are not the target's."""
+        seqs = [request.seq for request in round.requests]
+        pending = [request.tokens[-1:] for request in round.requests]
+        lengths = [self.cache.length(seq) for seq in seqs]
         try:
             return self.llama.ops.draft(
-                write_drafts, self.llama, self.cache, seqs, unread, round, False
+                self.llama, self.cache, seqs, pending, round, cache_blocks=False
             )
         finally:  # Ctrl-C too
-            for seq, length in zip(seqs, before):
+            for seq, length in zip(seqs, lengths):
                 self.cache.truncate(seq, length)
 
 
 class NgramDrafter(Drafter):
-    """Finds the text's last n tokens earlier in the text, largest n first, and proposes the tokens that followed."""
+    """Finds the text's last n tokens earlier in the text, largest n first, and what followed."""
 
     def __init__(self, longest: int = 3):
-        self.longest, self.texts = (
-            longest,
-            WeakKeyDictionary[Request, str](),
-        )  # a character is a token
+        self.longest = longest
+        # texts as strings, a character for each token: `rfind` then searches for tokens
+        self.texts = WeakKeyDictionary[Request, str]()
 
-    def room(self, request: Request, most: int) -> int:
-        return len(self.look_up(request, most))
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        return len(self.look_up(request, wanted))
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        drafted, q = round.nothing()
-        for b, (request, gamma) in enumerate(zip(round.requests, round.gammas)):
-            for j, token in enumerate(self.look_up(request, gamma)):
-                drafted[b, j], q[b, j, token] = token, 1
+        drafted, q = round.empty_drafts()
+        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
+            for j, token in enumerate(self.look_up(request, num_drafts)):
+                drafted[b, j] = token
+                q[b, j, token] = 1
         return drafted, q
 
     def look_up(self, request: Request, count: int) -> list[int]:
-        """`count` tokens, or none. If the occurrence is near the text's end, the tokens after it are repeated."""
+        """`count` tokens, or none. Near the text's end, the tokens after the match are repeated."""
         text = self.texts.get(request, "")
-        self.texts[request] = text = text + "".join(map(chr, request.tokens[len(text) :]))
+        text += "".join(map(chr, request.tokens[len(text) :]))
+        self.texts[request] = text
         for n in range(min(self.longest, len(text) - 1), 0, -1):
-            if (at := text.rfind(text[-n:], 0, -1)) >= 0:
-                return [ord(text[at + n + j % (len(text) - n - at)]) for j in range(count)]
+            start = text.rfind(text[-n:], 0, -1)
+            if start >= 0:
+                followers = text[start + n :]
+                return [ord(followers[j % len(followers)]) for j in range(count)]
         return []

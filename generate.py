@@ -1,78 +1,78 @@
 """Everything together: prompts in, text out.
 
-    python generate.py --draft tiny-draft "Once upon a time"     the model in this repository, a smaller one ahead of it
+    python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
     python generate.py --target 8B --draft 1B                    chat
     python generate.py --prompts FILE.jsonl                      a request a line, many at a time
 
-`generate` is for Python callers, cli.py is the command line. The loop of an `Engine`: step the batch, hand each
-request's new tokens to its writer, and when a writer is done, so is the request. There is one kind of work: read tokens
-that the cache lacks, in chunks; then draft and verify, or draw (speculative.py). A single prompt is a batch of one.
+`plain_loop` is what all the rest of this project speeds up. `generate` and `stream` are for Python
+callers; app/cli.py is the command line.
 
-The same model, prompt, settings and seed give the same text with and without a cache, in one dtype on one machine, and
-with verify="coupled" with and without a draft. Otherwise a draft changes the text, but not its law. (bfloat16 rounds
-coarsely: another chunk size or another γ may change a near-tie.)
+An `Engine` does the same for many texts: step the batch, hand each request's new tokens to its
+output stream, and when a stream is done, so is the request. A single prompt is a batch of one.
+
+Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
+one dtype on one machine, and with verify="coupled" with and without a draft. Otherwise a draft
+changes the text, but not its law. (bfloat16 rounds coarsely: another chunk size or another γ may
+change a near-tie.)
 """
 
-if __name__ == "__main__":  # imports take their time: a signal ends them in silence
+from __future__ import annotations
+
+if __name__ == "__main__":  # imports take their time: a signal ends the program at once
     from app.shell import begin
 
     begin()
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from batcher import Batcher
-from checkpoint.config import Config, end_tokens
-from checkpoint.files import read_json
+from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_folder
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
-from errors import UserError, brief
-from kernels import free_memory
-from kvcache import KVCache, NoCache, kv_bytes, tokens_that_fit
+from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from errors import UserError
+from kernels import free_memory, send
+from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
 from paged import PagedCache, blocks_that_fit
 from quant import Kind, widths
-from request import Message, Request, Result, Settings, Writer
-from sampling import SETTINGS, check_settings
-from speculative import Decoder
+from request import Message, OutputStream, Request, Result, Settings
+from runner import ModelRunner
+from sampling import SETTINGS, Keyed, probabilities
 from tokenizer import Tokenizer
 
-BLOCK = 16  # tokens of a block
-CHUNK = 512  # tokens of a step, at most
-NEUTRAL = dict(
-    repetition_penalty=1.0,
-    encoder_repetition_penalty=1.0,
-    no_repeat_ngram_size=0,
-    num_beams=1,
-    min_length=0,
-    encoder_no_repeat_ngram_size=0,
-    num_beam_groups=1,
-    diversity_penalty=0.0,
-    length_penalty=1.0,
-    typical_p=1.0,
-    epsilon_cutoff=0.0,
-    eta_cutoff=0.0,
-    **dict.fromkeys(
-        (
-            "penalty_alpha",
-            "bad_words_ids",
-            "sequence_bias",
-            "guidance_scale",
-            "min_new_tokens",
-            "top_h",
-            "suppress_tokens",
-            "begin_suppress_tokens",
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "stop_strings",
-        )
-    ),
-)
+BLOCK_SIZE = 16  # tokens
+STEP_BUDGET = 512  # tokens
+
+
+@torch.inference_mode()
+def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, seed: int) -> str:
+    """Read the prompt; then draw one token after the other."""
+    llama = model.llama
+    tokens = model.encode(prompt)
+    text = []
+    cache = KVCache.of(llama, len(tokens) + max_tokens)
+    seq, _ = cache.open(tokens)
+    new = tokens  # what the cache lacks: first the prompt, then the last token
+    while len(text) < max_tokens:
+        metadata = cache.extend([(seq, new)])
+        logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
+        probs = probabilities(logits[:, : model.tokenizer.vocab_size], temperature)
+        position = len(tokens) + len(text)
+        coin = Keyed(send([seed], llama.device), send([position], llama.device))
+        new = coin.pick(probs).tolist()
+        text += new
+        if new[0] in model.eos_token_ids:
+            break
+    return model.tokenizer.decode(text)
+
+
+# ---- Models ----------------------------------------------------------------------------------------
 
 
 class Model:
@@ -82,20 +82,19 @@ class Model:
         self,
         llama: Llama,
         tokenizer: Tokenizer,
-        recommended: dict[str, Any],
+        recommended: GenerationConfig | None = None,
         folder: Path | None = None,
     ):
-        if (needed := tokenizer.vocab_size) > (rows := llama.config.vocab_size):
+        if tokenizer.vocab_size > llama.config.vocab_size:
             raise UserError(
-                f"the tokenizer has {needed} tokens, the model {rows}: they belong to different models"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
+                f"{llama.config.vocab_size}: they belong to different models"
             )
-        self.llama, self.tokenizer, self.recommended, self.folder = (
-            llama,
-            tokenizer,
-            recommended,
-            folder,
-        )
-        self.ends = {*llama.config.eos_token_ids, *end_tokens(recommended)}
+        self.llama = llama
+        self.tokenizer = tokenizer
+        self.recommended = recommended or GenerationConfig()
+        self.folder = folder
+        self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
 
     @classmethod
     def load(
@@ -104,125 +103,66 @@ class Model:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         bits: Kind = 16,
-    ) -> "Model":
-        """An alias, a Hub id or a folder; bits: see quant.STORED. Raises FileNotFoundError or ValueError."""
+    ) -> Model:
+        """An alias, a Hub id or a folder; bits: see quant.STORED. UserError or FileNotFoundError."""
         folder = find_folder(name)
-        tokenizer, file = Tokenizer.load(folder), folder / "generation_config.json"
-        recommended = read_json(file) if os.path.lexists(file) else {}  # checked at use, but for:
-        try:
-            end_tokens(recommended)
-            if not isinstance(sample := recommended.get("do_sample", False), bool | None):
-                raise UserError(f"do_sample is {sample!r}; it must be true or false")
-        except ValueError as error:
-            raise UserError(f"{file}: {brief(error)}") from None
-        return cls(Llama.load(folder, device, dtype, bits=bits), tokenizer, recommended, folder)
-
-    def int4_copy(self) -> Llama:
-        """The draft of `--draft self`: this model with layers in INT4. ValueError if it has no use, or no folder."""
-        how = self.llama.config.quantization
-        stored = None if self.folder is None else Config.load(self.folder).quantization
-        why = (
-            "this model does not come from a folder"
-            if self.folder is None
-            else f"the target's weights are {how.name} already"
-            if how is not None and how.bits in (4, "nf4")
-            else f"{self.folder} holds weights in {stored.name}"
-            if stored is not None
-            else ""
-        )
-        if why:
-            raise UserError(
-                f"{why}, and the INT4 copy (--draft self) needs weights in 16 bits: use --bits 16, or "
-                "another draft or folder"
-            )
-        try:
-            copy = Llama.load(self.folder, self.llama.device, self.llama.dtype, bits=4)
-        except ValueError as error:  # several processes cannot share its groups
-            raise UserError(
-                f"the INT4 copy (--draft self): {error}; or name another draft"
-            ) from None
-        copy.embed, copy.head = self.llama.embed, self.llama.head
-        return copy
+        tokenizer = Tokenizer.load(folder)
+        recommended = GenerationConfig.load(folder)
+        llama = Llama.load(folder, device, dtype, bits=bits)
+        return cls(llama, tokenizer, recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
-        """Fill settings of None from generation_config.json, as transformers does: no do_sample, temperature 0."""
-        asked = {name: value for name in SETTINGS if (value := getattr(settings, name)) is not None}
-        own = {} if asked else {"temperature": 0.0}
-        if self.recommended.get("do_sample"):
-            own = {
-                name: self.recommended[name]
-                for name in SETTINGS
-                if self.recommended.get(name) is not None and name not in asked
-            }
-        try:
-            check_settings(**own)
-        except ValueError as error:
-            raise UserError(
-                f"generation_config.json: {brief(error)}; or ask for another yourself"
-            ) from None
-        new = int.from_bytes(os.urandom(4), "little")
-        seed = self.llama.ops.agree(new) if settings.seed is None else settings.seed
-        return replace(settings, seed=seed, **{"temperature": 1.0, **own, **asked})
-
-    def unhonoured(self) -> list[str]:
-        """The settings in generation_config.json that this program does not honour."""
-        return [
-            f"{name} {brief(value, 60)}"
-            for name, neutral in NEUTRAL.items()
-            if (value := self.recommended.get(name)) is not None and value != neutral
-        ]
-
-    def room(
-        self, prompt: int, max_tokens: int, max_len: int | None, kv_bits: str | int = 16
-    ) -> int:
-        """The most tokens of prompt and answer. prompt: its tokens. ValueError if there is no room for an answer."""
-        c, most = self.llama.config, self.llama.config.max_position_embeddings
-        limit = (
-            max_len
-            if max_len is not None
-            else min(
-                most,
-                tokens_that_fit(
-                    c.num_hidden_layers,
-                    c.num_key_value_heads,
-                    c.head_dim,
-                    self.llama.dtype,
-                    self.llama.device,
-                    bits=widths(kv_bits),
-                ),
-            )
-        )
-        if not 1 < limit <= most:
-            raise UserError(
-                f"max_len is {limit}: it must be from 2 to {most}, the model's limit, as memory allows"
-            )
-        if not 0 < prompt < limit:
-            raise UserError(
-                f"the prompt has {prompt} tokens, and must have from 1 to {limit - 1}: change it, or "
-                f"raise --max-len (the model's limit is {most}, and memory must hold it)"
-            )
-        return min(limit, prompt + max_tokens)
+        """Fill settings of None from generation_config.json, and draw a seed if there is none."""
+        asked = {}
+        for name in SETTINGS:
+            value = getattr(settings, name)
+            if value is not None:
+                asked[name] = value
+        seed = settings.seed
+        if seed is None:
+            drawn = int.from_bytes(os.urandom(4), "little")
+            (seed,) = self.llama.ops.agree([drawn])
+        return replace(settings, seed=seed, **self.recommended.complete(asked))
 
     def encode(
         self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None
     ) -> list[int]:
-        """Tokens of a prompt: by the model's chat template (chat None: if it has one), or as plain text to continue."""
+        """Tokens of a prompt, by the model's chat template, or as plain text to continue.
+
+        chat None: use the template if there is one.
+        """
         if chat is False or self.tokenizer.chat_template is None:
             if chat or system is not None or not isinstance(prompt, str):
-                what = (
-                    "--chat"
-                    if chat
-                    else "a list of messages"
-                    if system is None
-                    else "a system message"
-                )
                 raise UserError(
-                    f"{what} needs a chat template: leave it out, or use an Instruct model without --raw"
+                    "chat messages, a system message or --chat need a chat template: leave them "
+                    "out, or use an Instruct model without --raw"
                 )
             return self.tokenizer.prompt(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        opening = [{"role": "system", "content": system}] if system is not None else []
-        return self.tokenizer.chat([*opening, *messages])
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        return self.tokenizer.chat(messages)
+
+    def max_total_tokens(self, max_len: int | None = None, kv_bits: str | int = 16) -> int:
+        """The most tokens of prompt and answer; max_len None: as memory allows."""
+        c = self.llama.config
+        limit = max_len
+        if limit is None:
+            fitting = tokens_that_fit(
+                c.num_hidden_layers,
+                c.num_key_value_heads,
+                c.head_dim,
+                self.llama.dtype,
+                self.llama.device,
+                bits=widths(kv_bits),
+            )
+            limit = min(c.max_position_embeddings, fitting)
+        if not 1 < limit <= c.max_position_embeddings:
+            raise UserError(
+                f"max_len is {limit}: it must be from 2 to {c.max_position_embeddings}, the "
+                "model's limit, as memory allows"
+            )
+        return limit
 
     def request(
         self,
@@ -233,42 +173,92 @@ class Model:
         max_len: int | None = None,
         kv_bits: str | int = 16,
     ) -> Request:
-        """A request with complete settings, max_tokens cut to the room. ValueError: as `encode` and `room`."""
-        settings, tokens = self.complete(settings), self.encode(prompt, system, chat)
-        left = self.room(len(tokens), settings.max_tokens, max_len, kv_bits) - len(tokens)
-        return Request(tokens, replace(settings, max_tokens=left), self.ends)
+        """A request with complete settings; max_tokens is cut to what max_len leaves."""
+        settings = self.complete(settings)
+        tokens = self.encode(prompt, system, chat)
+        limit = self.max_total_tokens(max_len, kv_bits)
+        if not 0 < len(tokens) < limit:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
+                "it, or raise --max-len (up to the model's limit, and memory must hold it)"
+            )
+        max_tokens = min(settings.max_tokens, limit - len(tokens))
+        return Request(tokens, replace(settings, max_tokens=max_tokens), self.eos_token_ids)
 
 
-Draft = (
-    str | Path | Model | Llama | None
-)  # a name or a loaded model; "ngram"; "self", or the target's INT4 copy
+# ---- Drafts ----------------------------------------------------------------------------------------
 
 
-def load_draft(draft: Draft, model: Model, dtype: torch.dtype | None = None) -> Draft:
-    """The draft, its model loaded on the target's device. ValueError if its vocabulary is not the target's."""
-    if draft is None or draft == "ngram" or isinstance(draft, Llama):
-        return draft
-    if draft == "self":
-        return model.int4_copy()
-    loaded = draft if isinstance(draft, Model) else Model.load(draft, model.llama.device, dtype)
-    if difference := model.tokenizer.difference(loaded.tokenizer):
+class Draft(NamedTuple):
+    """What drafts for a target, before there are caches."""
+
+    llama: Llama | None  # None: no model
+    has_own_cache: bool
+    make: Callable[[Cache], Drafter]  # gets its own cache, or the target's
+
+
+def ngram_draft(model: Model) -> Draft:
+    """`--draft ngram`: look back in the text."""
+    return Draft(None, False, lambda cache: NgramDrafter())
+
+
+def int4_draft(model: Model) -> Draft:
+    """`--draft self`: the target with its layers in INT4; embedding and head are shared."""
+    target = model.llama
+    rule = (
+        ", and the INT4 copy (--draft self) needs weights in 16 bits: use --bits 16, or another "
+        "draft or folder"
+    )
+    if model.folder is None:
+        raise UserError(f"this model does not come from a folder{rule}")
+    quantization = target.config.quantization
+    if quantization is not None and quantization.bits in (4, "nf4"):
+        raise UserError(f"the target's weights are {quantization.name} already{rule}")
+    try:
+        copy = Llama.load(model.folder, target.device, target.dtype, bits=4)
+    except UserError as error:
+        raise UserError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
+    copy.embed = target.embed
+    copy.head = target.head
+    return Draft(copy, False, lambda cache: SelfDrafter(copy, cache))
+
+
+DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
+
+
+def load_draft(
+    name: str | Path | Model | Draft | None, model: Model, dtype: torch.dtype | None = None
+) -> Draft | None:
+    """A name of `DRAFTS`, or a model with the target's vocabulary, loaded on its device."""
+    if name is None or isinstance(name, Draft):
+        return name
+    if name in DRAFTS:
+        return DRAFTS[name](model)
+    draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
+    difference = model.tokenizer.difference(draft.tokenizer)
+    if difference:
         raise UserError(
             f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
         )
-    return loaded
+    return Draft(draft.llama, True, lambda cache: ModelDrafter(draft.llama, cache))
+
+
+# ---- The engine ------------------------------------------------------------------------------------
 
 
 class Engine:
     """A target, a draft, their caches and the batch.
-    draft: a result of `load_draft`. tokens: the most in all running requests together; more requests wait. max_len:
-    tokens of the longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len). kv_memory:
-    bytes for keys and values, or, up to 1, a share of free memory; None: room for `tokens`. kv_bits: 16, 8, 4 or "8/4"
-    (keys in 8, values in 4). Raises ValueError or CacheFull."""
+
+    tokens: the most in all running requests together; more requests wait. max_len: tokens of the
+    longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len).
+    kv_memory: bytes for keys and values, or, up to 1, a share of free memory; None: as `tokens`
+    need. kv_bits: 16, 8, 4 or "8/4" (keys in 8, values in 4). UserError, before memory is asked for.
+    """
 
     def __init__(
         self,
         model: Model,
-        draft: Draft,
+        draft: Draft | None,
         tokens: int,
         max_len: int,
         max_batch: int = 1,
@@ -279,156 +269,237 @@ class Engine:
         prefix_cache: bool = True,
         kv_bits: str | int = 16,
     ):
-        bits, device = widths(kv_bits), model.llama.device
-        llamas = [part.llama for part in (model, draft) if isinstance(part, Model)]
-        block = sum(
-            kv_bytes(
-                c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK, llama.dtype, bits
-            )
-            for llama in llamas
-            for c in [llama.config]
-        )  # bytes of a block in all caches together
-        rows, free = max_batch * -(-max_len // BLOCK) * block, free_memory(device)
-        size = rows if kv == "contiguous" else kv_memory or 0  # up to 1: a share
-        for wrong, rule in (
-            (kv not in ("paged", "contiguous"), f"kv is {kv!r}: it must be paged or contiguous"),
-            (
-                not use_cache and (draft is not None or max_batch > 1 or bits != (16, 16)),
-                "without a cache there "
-                "are no drafts, batches or bits of it: leave out --draft, --prompts and --kv-bits, or --no-cache",
-            ),
-            (
-                kv == "contiguous" and kv_memory is not None,
-                "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len",
-            ),
-            (
-                use_cache and size > max(1, free),
-                f"the memory for keys and values is {size:.4g} bytes, and {free:,} "
-                "are free: a smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len",
-            ),
-        ):
-            if wrong:
-                raise UserError(rule)
+        llamas = [model.llama]
+        if draft is not None and draft.has_own_cache:
+            llamas.append(draft.llama)
         if not use_cache:
-            self.caches: list[Any] = [NoCache(device)]
-        elif kv == "contiguous":
-            self.caches = [
-                KVCache.of(
-                    llama, min(max_len, llama.config.max_position_embeddings), max_batch, bits=bits
+            if draft is not None or max_batch > 1 or widths(kv_bits) != (16, 16):
+                raise UserError(
+                    "without a cache there are no drafts, batches or bits of it: leave out "
+                    "--draft, --prompts and --kv-bits, or --no-cache"
                 )
-                for llama in llamas
-            ]
+            self.caches: list[Cache] = [NoCache(model.llama.device)]
+        elif kv == "contiguous":
+            if kv_memory is not None:
+                raise UserError(
+                    "kv_memory is for the paged cache: a contiguous one has max_batch rows of "
+                    "max_len"
+                )
+            self.caches = contiguous_caches(llamas, max_len, max_batch, kv_bits)
+        elif kv == "paged":
+            self.caches = paged_caches(
+                llamas, tokens, max_len, max_batch, kv_memory, prefix_cache, kv_bits
+            )
         else:
-            blocks = blocks_that_fit(0.8 if kv_memory is None else kv_memory, block, device)
-            blocks = min(blocks, -(-tokens // BLOCK) + max_batch) if kv_memory is None else blocks
-            self.caches = [
-                PagedCache.of(llama, blocks, BLOCK, max_len, prefix_cache, bits) for llama in llamas
-            ]
-        drafter = (
-            ModelDrafter(draft.llama, self.caches[1])
-            if isinstance(draft, Model)
-            else SelfDrafter(draft, self.caches[0])
-            if isinstance(draft, Llama)
-            else NgramDrafter()
-            if draft == "ngram"
-            else None
-        )
-        self.decoder = Decoder(
+            raise UserError(f"kv is {kv!r}: it must be paged or contiguous")
+        drafter = None
+        if draft is not None:
+            drafter = draft.make(self.caches[-1])
+        self.runner = ModelRunner(
             model.llama,
             self.caches[0],
             model.tokenizer.vocab_size,
             drafter,
             coupled,
-            budget=CHUNK if use_cache else max_len,
-            ahead=model.llama.ops.ahead if use_cache else 1,
+            budget=STEP_BUDGET if use_cache else max_len,
+            multi_step=model.llama.ops.multi_step if use_cache else 1,
         )
-        self.batch = Batcher(self.decoder, max_batch)
+        self.batcher = Batcher(self.runner, max_batch)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""
-        size, cache = sum(cache.bytes for cache in self.caches) / 1e6, self.caches[0]
-        blocks = (
-            f"{cache.pool.total:,} blocks of {cache.block_size} tokens"
-            if isinstance(cache, PagedCache)
-            else f"rows of {cache.max_len:,} tokens"
-        )
-        return f"keys and values: {blocks}, {size:,.1f} MB"
+        cache = self.caches[0]
+        megabytes = sum(cache.bytes for cache in self.caches) / 1e6
+        if isinstance(cache, PagedCache):
+            size = f"{cache.pool.total:,} blocks of {cache.block_size} tokens"
+        else:
+            size = f"rows of {cache.max_len:,} tokens"
+        return f"keys and values: {size}, {megabytes:,.1f} MB"
 
-    def serve(self, writers: Iterable[Writer]) -> Generator[Result, None, None]:
-        """Yield each text's result when the text is finished, and forget both. Ctrl-C ends all texts as they are: their
-        results are yielded, then KeyboardInterrupt is raised."""
-        waiting = {writer.request: writer for writer in writers}
-        del writers
+    def serve(self, streams: Iterable[OutputStream]) -> Generator[Result, None, None]:
+        """Yield each text's result when the text is finished.
+
+        Ctrl-C ends all texts as they are: their results are yielded, then KeyboardInterrupt is
+        raised.
+        """
+        waiting = {stream.request: stream for stream in streams}
+        del streams
         for request in waiting:
-            self.batch.add(request)
-
-        def finish(request: Request, reason: str = "") -> Result:
-            self.batch.cancel(request)
-            result = waiting.pop(request).finish(reason)
-            result.speculation = self.decoder.report(request)
-            return result
-
+            self.batcher.add(request)
         try:
             while waiting:
-                grown = self.batch.step()
-                for request, new in grown.items():
-                    waiting[request].feed(new)
-                for request in grown:
-                    if waiting[request].done:
-                        yield finish(request)
-                if self.batch.running:
-                    self.decoder.measure_plain(self.batch.running[0])
+                new_tokens = self.batcher.step()
+                for request, tokens in new_tokens.items():
+                    waiting[request].feed(tokens)
+                for request in new_tokens:
+                    if waiting[request].is_done:
+                        yield self._finish(waiting.pop(request))
         except KeyboardInterrupt:
-            for request in [*waiting]:
-                yield finish(request, "interrupted")
+            for request in list(waiting):
+                yield self._finish(waiting.pop(request), "interrupted")
             raise
+
+    def _finish(self, stream: OutputStream, reason: str = "") -> Result:
+        self.batcher.cancel(stream.request)
+        result = stream.finish(reason)
+        result.speculation = self.runner.report(stream.request)
+        return result
+
+
+def block_bytes(llamas: Sequence[Llama], kv_bits: str | int) -> int:
+    """Bytes of a block in the caches of all these models together."""
+    total = 0
+    for llama in llamas:
+        c = llama.config
+        shape = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK_SIZE)
+        total += kv_bytes(*shape, llama.dtype, widths(kv_bits))
+    return total
+
+
+def check_free(num_bytes: float, device: torch.device) -> None:
+    """UserError if the memory for keys and values is not free."""
+    free = free_memory(device)
+    if num_bytes > free:
+        raise UserError(
+            f"the memory for keys and values is {num_bytes:.4g} bytes, and {free:,} are free: a "
+            "smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len"
+        )
+
+
+def contiguous_caches(
+    llamas: Sequence[Llama], max_len: int, max_batch: int, kv_bits: str | int
+) -> list[Cache]:
+    """Rows of max_len for each model."""
+    blocks = max_batch * -(-max_len // BLOCK_SIZE)
+    check_free(blocks * block_bytes(llamas, kv_bits), llamas[0].device)
+    caches = []
+    for llama in llamas:
+        longest = min(max_len, llama.config.max_position_embeddings)
+        caches.append(KVCache.of(llama, longest, max_batch, bits=widths(kv_bits)))
+    return caches
+
+
+def paged_caches(
+    llamas: Sequence[Llama],
+    tokens: int,
+    max_len: int,
+    max_batch: int,
+    kv_memory: float | None,
+    prefix_cache: bool,
+    kv_bits: str | int,
+) -> list[Cache]:
+    """As many blocks for each model as memory holds or, without kv_memory, as `tokens` need."""
+    device = llamas[0].device
+    size = block_bytes(llamas, kv_bits)
+    if kv_memory is None:
+        needed = -(-tokens // BLOCK_SIZE) + max_batch
+        blocks = min(needed, blocks_that_fit(0.8, size, device))
+    else:
+        if kv_memory > 1:
+            check_free(kv_memory, device)
+        blocks = blocks_that_fit(kv_memory, size, device)
+    bits = widths(kv_bits)
+    return [
+        PagedCache.of(llama, blocks, BLOCK_SIZE, max_len, prefix_cache, bits) for llama in llamas
+    ]
+
+
+# ---- For Python callers ----------------------------------------------------------------------------
+
+
+def stream(
+    prompt: str | None = None, *, messages: list[Message] | None = None, **options: Any
+) -> Iterator[str]:
+    """`for piece in stream("…")`: the text as it is made. Options: those of `prepare`."""
+    pieces: list[str] = []
+    options["show"] = lambda piece, origin: pieces.append(piece)
+    engine, streams = prepare([prompt if messages is None else messages], **options)
+    request = streams[0].request
+    engine.batcher.add(request)
+    while not streams[0].is_done:
+        new_tokens = engine.batcher.step()
+        streams[0].feed(new_tokens.get(request, ()))
+        yield from pieces
+        pieces.clear()
+    engine._finish(streams[0])
+    yield from pieces
 
 
 def generate(
-    prompt: str | list[Message],
+    prompt: str | Sequence[str] | None = None,
     target: str | Path | Model = "tiny",
     *,
+    messages: list[Message] | None = None,
+    **options: Any,
+) -> Result | list[Result]:
+    """Continue or answer a prompt, or several in one batch -> Result, or a list of them.
+
+    generate("Once upon a time", max_tokens=40).text
+    generate(["Tom", "Lily"], draft="tiny-draft", temperature=0.7, seed=1)
+    generate(messages=[{"role": "user", "content": "Hi"}], target="1B")
+
+    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again. Options:
+    those of `prepare`, and the settings of `Settings` by name. Several processes that
+    torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
+    """
+    if (prompt is None) == (messages is None):
+        raise UserError("give either a prompt or messages")
+    is_batch = not isinstance(prompt, str) and messages is None
+    prompts = list(prompt) if is_batch else [prompt if messages is None else messages]
+    engine, streams = prepare(prompts, target, **options)
+    results = sorted(engine.serve(streams), key=lambda result: result.index)
+    return results if is_batch else results[0]
+
+
+def prepare(
+    prompts: Sequence[str | list[Message]],
+    target: str | Path | Model = "tiny",
+    *,
+    draft: str | Path | Model | Draft | None = None,
+    verify: str = "exact",
     system: str | None = None,
     chat: bool | None = None,
     max_len: int | None = None,
+    max_batch: int = 16,
     use_cache: bool = True,
     kv: str = "paged",
     kv_memory: float | None = None,
     kv_bits: str | int = 16,
-    draft: Draft = None,
-    verify: str = "exact",
     bits: Kind = 16,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    show: Callable[[str], None] = lambda piece: None,
+    show: Callable[[str, str], None] | None = None,
     **settings: Any,
-) -> dict[str, Any]:
-    """Continue or answer `prompt` (a text, or chat messages) -> the result as `--json` prints it.
-    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again; draft: the same, "ngram" or
-    "self". settings: those of `Settings`, by name. chat: use the model's template; None: if it has one. verify: exact,
-    or coupled: the text then depends on target and seed alone. bits: as for `Model.load`. kv, kv_memory, kv_bits: see
-    `Engine`. show: called with each new piece. Several processes that torch.distributed has joined (torchrun,
-    dist.init_process_group) all make the same call. Raises ValueError, FileNotFoundError or CacheFull."""
+) -> tuple[Engine, list[OutputStream]]:
+    """An engine for these prompts, and a stream for each.
+
+    draft: a model, "ngram" or "self". verify: exact, or coupled: the text then depends on target
+    and seed alone. system, chat: see `Model.encode`; bits: `Model.load`; kv…: `Engine`. show: is
+    called with each new piece of text and its origin.
+    """
     if verify not in ("exact", "coupled"):
         raise UserError(f"verify is {verify!r}: it must be exact or coupled")
     asked = Settings(**settings)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
-    request = model.request(prompt, asked, system, chat, max_len, kv_bits)
-    length = request.prompt + request.left
+    streams = []
+    lengths = []
+    for index, prompt in enumerate(prompts):
+        request = model.request(prompt, asked, system, chat, max_len, kv_bits)
+        lengths.append(request.num_prompt_tokens + request.num_remaining)
+        streams.append(OutputStream(model.tokenizer, request, prompt, show, index))
     engine = Engine(
         model,
         load_draft(draft, model, dtype),
-        length,
-        length,
-        1,
+        sum(lengths),
+        max(lengths, default=1),
+        max(1, min(max_batch, len(prompts))),
         verify == "coupled",
         use_cache,
         kv,
         kv_memory,
         kv_bits=kv_bits,
     )
-    writer = Writer(model.tokenizer, request, prompt, lambda piece, origin: show(piece))
-    return next(engine.serve([writer])).to_dict()
+    return engine, streams
 
 
 if __name__ == "__main__":
@@ -436,9 +507,4 @@ if __name__ == "__main__":
 
     from app.cli import main
 
-    def profiled(*args: Any) -> Any:
-        from measure import profiler  # only for --profile: a slow import
-
-        return profiler.profiled(*args)
-
-    sys.exit(main(profiled=profiled if Path(__file__).with_name("measure").is_dir() else None))
+    sys.exit(main())

@@ -1,58 +1,204 @@
-"""The contiguous KV cache: keys and values of past tokens are kept, so that no token is read twice.
+"""The contiguous KV cache: keys and values of past tokens are stored, so that no token is computed twice.
 
-Without a cache, token t costs a pass over t tokens; with a cache, a pass over one. The price is memory, reserved for
-the longest text: 2 (K and V) · layers · kv_heads · head_dim · bytes per number · tokens, for Llama 3.1 8B in bf16
-131,072 bytes a token. Numbers of 8 and 4 bits (quant.py) take less. An error in a key changes an attention weight, but
-errors in values average out over all tokens: so "8/4" gives keys 8 bits and values 4.
+Without a cache, token t costs a pass over t tokens; with a cache, a pass over one. The price is
+memory, reserved for the longest sequence: 2 (K and V) · layers · kv_heads · head_dim · bytes per
+number · tokens, for Llama 3.1 8B in bfloat16 131,072 bytes a token. Numbers of 8 and 4 bits
+(quant.py) take less. An error in a key changes an attention weight, but errors in values average
+out over all tokens: so "8/4" gives keys 8 bits and values 4.
 
-    seq, have = cache.open(tokens)       a new sequence; its first `have` tokens are stored already (here always 0)
-    cache.fits([(seq, n), ...])          is there room for n more tokens each? changes nothing
-    step = cache.extend([(seq, tokens)]) makes room for these tokens, or refuses before anything has changed
-    cache.truncate(seq, length)          keeps the first `length` tokens, for example after a rejected draft
-    cache.settle(seq, tokens)            replaces tokens that `extend` got as −1 (drafts still on the device)
+    seq, num_cached = cache.open(tokens)    a new sequence; num_cached of its tokens are stored already (here always 0)
+    cache.fits([(seq, n), ...])             is there memory for n more tokens each? changes nothing
+    metadata = cache.extend([(seq, tokens)])  takes memory for these tokens, or refuses before anything has changed
+    cache.truncate(seq, length)             keeps the first `length` tokens, for example after a rejected draft
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
-Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); later places are never read.
-Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
-    L layers · N blocks (here: rows) · S tokens of a block (here: max_len) · G key/value heads · D head size
+Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
+order. Token t of a sequence lies in slot block_table[t // block_size] · block_size + t %
+block_size. In this page a block is as long as the longest sequence, so each sequence has one block;
+paged.py has short blocks, and shares them.
+
+Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); slots beyond are never
+read. Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI,
+arXiv:2402.02750).
+
+    T new tokens of a step · B sequences · L layers · N blocks · S tokens of a block (block_size)
+    M blocks of the longest sequence · G key/value heads · D head size
 """
 
+from __future__ import annotations
+
 import sys
+from array import array
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from errors import UserError
-from kernels import Ops, Step, free_memory, ops_for
+from kernels import Ops, free_memory, ops_for, send
 from quant import GROUP, Bits, from_int4, from_int8, int4, int8
 
+if TYPE_CHECKING:
+    from model import Llama
 
-def layout(
+
+# ---- Attention metadata --------------------------------------------------------------------------
+
+
+class SequenceSlice(NamedTuple):
+    """One sequence's part in a step: its new tokens are [num_computed_tokens, seq_len)."""
+
+    block_table: Sequence[int]
+    num_computed_tokens: int
+    seq_len: int
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.seq_len - self.num_computed_tokens
+
+
+class AttentionMetadata:
+    """Where the new tokens of a step, packed end to end, belong. The five tensors are views of one buffer.
+
+    positions     int32[T]      where a token is in its sequence
+    slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding)
+    cu_seqlens    int32[B + 1]  where each sequence's new tokens begin
+    seq_lens      int32[B]      tokens of each sequence, new ones included
+    block_tables  int32[B, M]   padded with each sequence's last block
+
+    cache: None if there is none; a sequence then sees its own new tokens only. shape: (T, B, M) of
+    the tensors, where they are larger than these sequences need, because `fill` reuses them for
+    other sequences (CUDA graphs).
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceSlice],
+        block_size: int,
+        cache: Cache | None = None,
+        shape: tuple[int, int, int] | None = None,
+    ):
+        self.sequences = sequences
+        self.block_size = block_size
+        self.cache = cache
+        self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
+        longest_table = max((len(sequence.block_table) for sequence in sequences), default=0)
+        self.shape = shape or (sum(self.num_new_tokens), len(sequences), longest_table)
+        self.backend: dict[
+            str, Any
+        ] = {}  # what a backend derives from this step, once for all layers
+        self._use(pack_metadata(sequences, block_size, *self.shape))
+
+    @classmethod
+    def without_cache(cls, num_sequences: int, length: int) -> AttentionMetadata:
+        """Sequences of `length` tokens, each from its beginning."""
+        return cls([SequenceSlice([b], 0, length) for b in range(num_sequences)], length)
+
+    def _use(self, buffer: Tensor) -> None:
+        T, B, M = self.shape
+        self.buffer = buffer
+        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = buffer.split(
+            [T, T, B + 1, B, B * M]
+        )
+        self.block_tables = tables.view(B, M)
+
+    def to(self, device: torch.device) -> AttentionMetadata:
+        """The same on the device, by one copy."""
+        if self.buffer.device == device:
+            return self
+        moved = copy(self)
+        moved.backend = {}
+        moved._use(send(self.buffer, device))
+        return moved
+
+    def fill(self, sequences: Sequence[SequenceSlice]) -> None:
+        """Reuse the tensors for other sequences, by one copy. Keys and values of padding are stored
+        nowhere."""
+        self.sequences = sequences
+        packed = pack_metadata(sequences, self.block_size, *self.shape)
+        self.buffer.copy_(send(packed, self.buffer.device), non_blocking=True)
+
+    @cached_property
+    def slots(self) -> list[Tensor]:
+        """The slots of all tokens of each sequence, old and new: int64[seq_len] each."""
+        longest = max(sequence.seq_len for sequence in self.sequences)
+        tokens = torch.arange(longest, device=self.buffer.device)
+        blocks = self.block_tables.long()[:, tokens // self.block_size]  # [B, longest]
+        slots = blocks * self.block_size + tokens % self.block_size
+        return [slots[b, : sequence.seq_len] for b, sequence in enumerate(self.sequences)]
+
+
+def pack_metadata(
+    sequences: Sequence[SequenceSlice], block_size: int, T: int, B: int, M: int
+) -> Tensor:
+    """The five tensors of `AttentionMetadata`, end to end, on the host: int32[2 T + 2 B + 1 + B ·
+    M]."""
+    positions = array("i")
+    slot_mapping = array("i")
+    cu_seqlens = array("i", [0])
+    seq_lens = array("i")
+    block_tables = array("i")
+    for block_table, start, stop in sequences:
+        positions.extend(range(start, stop))
+        for first in range(start - start % block_size, stop, block_size):  # a block at a time
+            shift = block_table[first // block_size] * block_size - first  # from token to slot
+            slot_mapping.extend(
+                range(shift + max(start, first), shift + min(stop, first + block_size))
+            )
+        cu_seqlens.append(len(positions))
+        seq_lens.append(stop)
+        last_block = block_table[-1] if block_table else 0
+        block_tables.extend(block_table)
+        block_tables.extend([last_block] * (M - len(block_table)))
+    padding = T - len(positions)
+    missing = B - len(sequences)
+    positions.extend([0] * padding)
+    slot_mapping.extend([-1] * padding)
+    cu_seqlens.extend([cu_seqlens[-1]] * missing)
+    seq_lens.extend([0] * missing)
+    block_tables.extend([0] * (M * missing))
+    numbers = positions + slot_mapping + cu_seqlens + seq_lens + block_tables
+    return torch.frombuffer(numbers, dtype=torch.int32)
+
+
+# ---- Storage -------------------------------------------------------------------------------------
+
+
+def stored_parts(
     D: int, bits: int, dtype: torch.dtype, group: int | None = None
 ) -> list[tuple[int, torch.dtype]]:
-    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros. bits 16: in `dtype`.
-    group: GROUP for a key, None for a value. ValueError for an odd D in 4 bits."""
-    if bits == 4 and D % 2:
+    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros.
+
+    bits 16: the numbers as they are, in `dtype`. group: numbers of a 4-bit key that share a scale;
+    None: all of them.
+    """
+    if bits == 16:
+        return [(D, dtype)]
+    if bits == 8:
+        return [(D, torch.int8), (1, torch.bfloat16)]
+    if D % 2:
         raise UserError(
-            f"head_dim is {D}: two numbers of 4 bits share a byte, so it must be even; use 8 bits"
+            f"head_dim is {D}: two 4-bit numbers share a byte, so it must be even; use 8 bits"
         )
-    M = -(-D // (group or D))
-    return {
-        16: [(D, dtype)],
-        8: [(D, torch.int8), (1, torch.bfloat16)],
-        4: [(D // 2, torch.uint8), (M, torch.bfloat16), (M, torch.int16)],
-    }[bits]
+    num_groups = -(-D // (group or D))
+    return [(D // 2, torch.uint8), (num_groups, torch.bfloat16), (num_groups, torch.int16)]
 
 
 class Store:
-    """The keys or values of a cache: parts [L, N, S, G, width] (`layout`); slot = block · S + place.
-    Each vector has scales of its own, so what is stored does not depend on which tokens were stored together."""
+    """The keys or values of a cache: parts [L, N, S, G, width] (`stored_parts`); slot = block · S + offset.
+
+    Each vector has scales of its own, so what is stored does not depend on which tokens were stored
+    together.
+    """
 
     def __init__(self, parts: Sequence[Tensor], bits: int, group: int | None = None):
-        self.parts, self.bits, self.group = tuple(parts), bits, group
+        self.parts = tuple(parts)
+        self.bits = bits
+        self.group = group
 
     @classmethod
     def empty(
@@ -61,39 +207,40 @@ class Store:
         bits: int,
         dtype: torch.dtype,
         device: torch.device,
-        room: Callable[..., Tensor],
+        empty_kv: Callable[..., Tensor],
         group: int | None = None,
-    ) -> "Store":
-        """An uninitialized store of shape [L, N, S, G, D]. room: `Ops.room`, which allocates a part."""
-        kinds = layout(shape[-1], bits, dtype, group)
-        return cls([room((*shape[:-1], width), kind, device) for width, kind in kinds], bits, group)
+    ) -> Store:
+        """An uninitialized store of shape [L, N, S, G, D]. empty_kv: `Ops.empty_kv`, which
+        allocates a part."""
+        *outer, D = shape
+        parts = stored_parts(D, bits, dtype, group)
+        return cls([empty_kv((*outer, width), kind, device) for width, kind in parts], bits, group)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """float[..., D] -> the parts that are stored."""
-        return (x,) if self.bits == 16 else int8(x) if self.bits == 8 else int4(x, self.group)
+        if self.bits == 16:
+            return (x,)
+        if self.bits == 8:
+            return int8(x)
+        return int4(x, self.group)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Stored parts -> float[..., D]."""
-        return (
-            parts[0].to(dtype)
-            if self.bits == 16
-            else from_int8(*parts, dtype)
-            if self.bits == 8
-            else from_int4(*parts, dtype, self.group)
-        )
+        if self.bits == 16:
+            return parts[0].to(dtype)
+        if self.bits == 8:
+            return from_int8(*parts, dtype)
+        return from_int4(*parts, dtype, self.group)
 
-    def write(self, layer: int, slots: Tensor, x: Tensor) -> None:
-        """Store x: [T, G, D] at slots: int64[T]."""
+    def write(self, layer: int, slot_mapping: Tensor, x: Tensor) -> None:
+        """Store x: [T, G, D] in its slots: int64[T]."""
         for part, numbers in zip(self.parts, self.encode(x)):
-            part[layer].flatten(0, 1).index_copy_(0, slots, numbers.to(part.dtype))
+            part[layer].flatten(0, 1).index_copy_(0, slot_mapping, numbers.to(part.dtype))
 
-    def read(self, layer: int, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """The vectors at `slots`, int64[m] or a slice of m slots -> [m, G, D]."""
-        every = (part[layer].flatten(0, 1) for part in self.parts)
-        ranged = isinstance(slots, slice)
-        return self.decode(
-            [part[slots] if ranged else part.index_select(0, slots) for part in every], dtype
-        )
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """The vectors in `slots`: int64[m] -> [m, G, D]."""
+        by_slot = [part[layer].flatten(0, 1) for part in self.parts]
+        return self.decode([part.index_select(0, slots) for part in by_slot], dtype)
 
     def copy(self, source: int, target: int, count: int | None = None) -> None:
         """Copy the first `count` tokens (None: all) of a block to another, in all layers."""
@@ -105,8 +252,8 @@ class Store:
         return sum(part.nbytes for part in self.parts)
 
 
-class CacheFull(RuntimeError):
-    """There is no room, and nothing has changed."""
+class CacheFull(UserError):
+    """There is not enough memory for these tokens, and nothing has changed."""
 
 
 def kv_bytes(
@@ -118,8 +265,12 @@ def kv_bytes(
     bits: Bits = (16, 16),
 ) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
-    parts = layout(head_dim, bits[0], dtype, GROUP) + layout(head_dim, bits[1], dtype)
-    return layers * kv_heads * tokens * sum(width * kind.itemsize for width, kind in parts)
+    key_bits, value_bits = bits
+    parts = stored_parts(head_dim, key_bits, dtype, GROUP) + stored_parts(
+        head_dim, value_bits, dtype
+    )
+    vector_bytes = sum(width * kind.itemsize for width, kind in parts)
+    return layers * kv_heads * tokens * vector_bytes
 
 
 def tokens_that_fit(
@@ -128,57 +279,64 @@ def tokens_that_fit(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    share: float = 0.8,
+    fraction: float = 0.8,
     bits: Bits = (16, 16),
 ) -> int:
-    """How many tokens' keys and values fit into `share` of the memory that is free on `device` now."""
-    return int(share * free_memory(device)) // kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
+    """How many tokens' keys and values fit into a fraction of the memory that is free on `device`
+    now."""
+    token_bytes = kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
+    return int(fraction * free_memory(device)) // token_bytes
+
+
+# ---- Caches --------------------------------------------------------------------------------------
 
 
 @dataclass
-class Text:
+class CachedSequence:
     tokens: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # where the tokens are stored, in order
-    chain: list[int] = field(default_factory=list)  # identities of the full blocks (paged.py)
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)  # of the full blocks (paged.py)
+
+
+NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), ...
 
 
 class Cache:
-    """The base of both caches: the storage, the sequences, and methods that refuse before anything has changed.
-    sizes: L, N, S, G, D in this order, under the names that errors use."""
+    """What both caches share: the storage, the sequences, and checks before anything changes."""
 
     def __init__(
         self,
-        sizes: dict[str, int],
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
         max_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
         bits: Bits,
         ops: Ops | None,
     ):
-        for name, size in (sizes | {"max_len": max_len}).items():
-            if size < 1:
-                raise UserError(f"{name} is {size}: a cache needs at least 1")
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
                 f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16"
             )
-        L, N, S, G, D = sizes.values()
-        self.device, self.dtype, self.block_size, self.max_len = (
-            torch.device(device),
-            dtype,
-            S,
-            max_len,
-        )
-        self._texts: dict[int, Text] = {}  # by sequence
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.block_size = block_size
+        self.max_len = max_len
+        self.backend: dict[str, Any] = {}  # what a backend keeps for this cache
+        self._sequences: dict[int, CachedSequence] = {}
+        shape = (layers, num_blocks, block_size, kv_heads, head_dim)
+        empty_kv = (ops or ops_for(device)).empty_kv
+        key_bits, value_bits = bits
         try:
-            room = (ops or ops_for(device)).room
-            self.keys, self.values = (
-                Store.empty((L, N, S, G, D), width, dtype, self.device, room, group)
-                for width, group in zip(bits, (GROUP, None))
-            )
+            self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, GROUP)
+            self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
+            needed = kv_bytes(layers, kv_heads, head_dim, num_blocks * block_size, dtype, bits)
             raise CacheFull(
-                f"a cache of {N} x {S} tokens needs {kv_bytes(L, G, D, N * S, dtype, bits) / 1e9:.1f} GB, "
+                f"a cache of {num_blocks} x {block_size} tokens needs {needed / 1e9:.1f} GB, "
                 f"which {device} does not have: ask for less"
             ) from None
 
@@ -186,57 +344,70 @@ class Cache:
     def bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def _text(self, seq: int) -> Text:
-        if seq not in self._texts:
-            raise KeyError(f"sequence {seq} is not open; open ones: {sorted(self._texts)}")
-        return self._texts[seq]
+    def sequence(self, seq: int) -> CachedSequence:
+        """What is stored of a sequence. KeyError if it is not open."""
+        if seq not in self._sequences:
+            raise KeyError(f"sequence {seq} is not open; open ones: {sorted(self._sequences)}")
+        return self._sequences[seq]
 
     def length(self, seq: int) -> int:
-        return len(self._text(seq).tokens)
+        return len(self.sequence(seq).tokens)
 
     def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
+        """Whether there is memory for n more tokens of each (seq, n). Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
-        """Make room for the tokens of each (seq, tokens): `Ops.attend` fills it. −1: a draft still on the device.
-        publish: share full blocks first (paged.py). CacheFull, ValueError, KeyError before anything has changed."""
-        if not requests or any(len(tokens) == 0 for _, tokens in requests):
-            raise UserError("a step needs at least one new token of every sequence in it")
-        if len({seq for seq, _ in requests}) < len(requests):
-            raise UserError(f"a sequence occurs twice in one step: {[seq for seq, _ in requests]}")
-        for seq, tokens in requests:
-            if (have := self.length(seq)) + len(tokens) > self.max_len:
-                raise CacheFull(
-                    f"sequence {seq} has {have} tokens and cannot take {len(tokens)} more: the limit is "
-                    f"{self.max_len}; ask for fewer, or make a cache of a larger max_len"
-                )
-        self._add_blocks(requests, publish)
-        spans = [
-            (self._texts[seq].blocks, self.length(seq), self.length(seq) + len(new))
-            for seq, new in requests
-        ]
-        for seq, tokens in requests:
-            self._texts[seq].tokens += map(int, tokens)
-        return Step(spans, self.block_size, self, self.device)
+    def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
+        """Take memory for the tokens of each (seq, tokens): `Ops.attend` fills it.
 
-    def _add_blocks(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool) -> None: ...
+        cache_blocks: share full blocks first (paged.py). CacheFull, ValueError, KeyError before
+        anything has changed.
+        """
+        if not requests or any(len(tokens) == 0 for _, tokens in requests):
+            raise ValueError("a step needs at least one new token of every sequence in it")
+        if len({seq for seq, _ in requests}) < len(requests):
+            raise ValueError(f"a sequence occurs twice in a step: {[seq for seq, _ in requests]}")
+        for seq, tokens in requests:
+            length = self.length(seq)
+            if length + len(tokens) > self.max_len:
+                raise CacheFull(
+                    f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the limit "
+                    f"is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
+                )
+        self._add_blocks(requests, cache_blocks)
+        slices = []
+        for seq, tokens in requests:
+            sequence = self._sequences[seq]
+            start = len(sequence.tokens)
+            sequence.tokens += map(int, tokens)
+            slices.append(SequenceSlice(sequence.block_table, start, start + len(tokens)))
+        return AttentionMetadata(slices, self.block_size, self).to(self.device)
+
+    def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
+        """Give each sequence the blocks that its new tokens need."""
 
     def truncate(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens of a sequence."""
         if not 0 <= length <= self.length(seq):
-            raise UserError(
-                f"sequence {seq} has {self.length(seq)} tokens: it cannot be truncated to {length}"
+            raise ValueError(
+                f"sequence {seq} has {self.length(seq)} tokens: it cannot be cut to {length}"
             )
-        del self._texts[seq].tokens[length:]
+        del self._sequences[seq].tokens[length:]
 
-    def settle(self, seq: int, tokens: Sequence[int]) -> None:
-        """Replace the −1 at a sequence's end (drafts that were on the device only). tokens: its whole text."""
-        kept = self._text(seq).tokens
-        at = next((i for i in range(len(kept), 0, -1) if kept[i - 1] >= 0), 0)
-        kept[at:] = tokens[at : len(kept)]
+    def commit(self, seq: int, text: Sequence[int], num_new: int) -> None:
+        """Keep what is stored of `text`, without its last token, and forget rejected drafts.
+
+        The tokens of accepted drafts, among the last num_new, become known to the host.
+        """
+        length = min(self.length(seq), len(text) - 1)
+        self.truncate(seq, length)
+        first = len(text) - num_new
+        self._sequences[seq].tokens[first:length] = text[first:length]
 
 
 class KVCache(Cache):
-    """Room for `sequences` texts of up to `max_len` tokens, reserved at once: sequence `seq` lies in block `seq`."""
+    """Memory for `sequences` sequences of up to `max_len` tokens, reserved at once: sequence `seq`
+    has block `seq`."""
 
     def __init__(
         self,
@@ -250,33 +421,29 @@ class KVCache(Cache):
         bits: Bits = (16, 16),
         ops: Ops | None = None,
     ):
-        sizes = dict(
-            layers=layers,
-            sequences=sequences,
-            max_len=max_len,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+        if max_len < 1 or sequences < 1:
+            raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
+        super().__init__(
+            layers, sequences, max_len, kv_heads, head_dim, max_len, dtype, device, bits, ops
         )
-        super().__init__(sizes, max_len, dtype, device, bits, ops)
-        self._rows = list(reversed(range(sequences)))  # the free ones
+        self._free_rows = list(reversed(range(sequences)))
 
     @classmethod
     def of(
         cls,
-        llama: Any,
+        llama: Llama,
         max_len: int | None = None,
         sequences: int = 1,
         dtype: torch.dtype | None = None,
         bits: Bits = (16, 16),
-    ) -> "KVCache":
+    ) -> KVCache:
         """A cache of this model's shape. max_len None: the model's own limit."""
         c = llama.config
-        longest = c.max_position_embeddings if max_len is None else max_len
         return cls(
             c.num_hidden_layers,
             c.num_key_value_heads,
             c.head_dim,
-            longest,
+            c.max_position_embeddings if max_len is None else max_len,
             sequences,
             llama.device,
             dtype or llama.dtype,
@@ -285,56 +452,68 @@ class KVCache(Cache):
         )
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new, empty sequence for the text `tokens` -> (seq, 0): this layout shares nothing between sequences."""
-        if not self._rows:
+        """A new, empty sequence for `tokens` -> (seq, 0): this cache shares nothing between
+        sequences."""
+        if not self._free_rows:
             raise CacheFull(
-                f"all {len(self._texts)} rows are taken: free a sequence, or make a cache of more"
+                f"all {len(self._sequences)} rows are taken: free a sequence, or make a cache of more"
             )
-        seq = self._rows.pop()
-        self._texts[seq] = Text(blocks=[seq])
+        seq = self._free_rows.pop()
+        self._sequences[seq] = CachedSequence(block_table=[seq])
         return seq, 0
 
     def fork(self, seq: int) -> int:
-        """A second sequence with the same past: a copy, in this layout."""
-        past = self._text(seq).tokens
-        new, _ = self.open(past)
-        self._texts[new].tokens += past
-        for kept in (self.keys, self.values):
-            kept.copy(seq, new, len(past))
+        """A second sequence with the same past: a copy, in this cache."""
+        tokens = self.sequence(seq).tokens
+        new, _ = self.open(tokens)
+        self._sequences[new].tokens += tokens
+        self.keys.copy(seq, new, len(tokens))
+        self.values.copy(seq, new, len(tokens))
         return new
 
     def free(self, seq: int) -> None:
-        self._rows += self._text(seq).blocks
-        del self._texts[seq]
+        self._free_rows += self.sequence(seq).block_table
+        del self._sequences[seq]
 
 
 class NoCache(Cache):
-    """A cache that keeps nothing: every step reads one whole text again. For comparison."""
+    """A cache that stores nothing: every step reads one whole sequence again. For comparison."""
 
     def __init__(self, device: torch.device):
-        self.device, self.max_len, self._texts = device, sys.maxsize, {0: Text()}
+        self.device = device
+        self.max_len = sys.maxsize
+        self._sequences = {0: CachedSequence()}
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0
 
-    def extend(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool = True) -> Step:
-        return Step.alone(1, len(requests[0][1]), self.device)
+    def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
+        ((_, tokens),) = requests
+        return AttentionMetadata.without_cache(1, len(tokens))
 
-    def free(self, seq: int) -> None: ...
+    def free(self, seq: int) -> None:
+        """Nothing is stored."""
 
 
-if __name__ == "__main__":  # 50 tokens after 200, without a cache and with one
+def main() -> None:
+    """The demonstration: 50 tokens after 200, without a cache and with one."""
+    llama = Llama.load("tiny")
+    for cache in (NoCache(llama.device), KVCache.of(llama, 250)):
+        seq, _ = cache.open(())
+        tokens = [1] * 200
+        times = []
+        for _ in range(51):  # the first pass reads the prompt
+            new = torch.tensor(tokens[cache.length(seq) :], device=llama.device)
+            metadata = cache.extend([(seq, new.tolist())])
+            logits = llama(new, metadata, logits_indices=slice(-1, None))
+            tokens.append(int(logits.argmax()))
+            times.append(perf_counter())
+        print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")
+
+
+if __name__ == "__main__":
     from time import perf_counter
 
     from model import Llama
 
-    llama = Llama.load("tiny")
-    for cache in (NoCache(llama.device), KVCache.of(llama, 250)):
-        tokens, times, (seq, _) = [1] * 200, [], cache.open(())
-        for _ in range(51):  # the first pass reads the prompt
-            new = torch.tensor(tokens[cache.length(seq) :], device=llama.device)
-            tokens.append(
-                int(llama(new, cache.extend([(seq, new.tolist())]), rows=slice(-1, None)).argmax())
-            )
-            times.append(perf_counter())
-        print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")
+    main()

@@ -1,51 +1,57 @@
 """Llama: the forward pass.
 
-A forward pass reads a packed row of tokens: the new tokens of every sequence of this step, end to end. The model knows
-nothing of sequences, caches or devices: `step` says where each token belongs, and `ops` (kernels.py) computes.
+A forward pass reads a packed row of tokens: the new tokens of every sequence of this step, end to
+end. The model knows nothing of sequences, caches or devices: `metadata` says where each token
+belongs, and `ops` (kernels.py) computes.
 
-    x = embed[tokens]                                           [T, C]
+    x = embed[tokens]                                      [T, C]
     for each layer:
-        q, k, v = qkv(norm(x))                                  [T, H, D], [T, G, D], [T, G, D]
-        x = x + o(attend(q, k, v))                              attend rotates q and k, and stores k and v
-        gate, up = gate_up(norm(x))                             [T, F] each
+        q, k, v = qkv(norm(x))                             [T, H, D], [T, G, D], [T, G, D]
+        x = x + o(attend(q, k, v))                         attend rotates q and k, stores k and v
+        gate, up = gate_up(norm(x))                        [T, F] each
         x = x + down(silu(gate) · up)
-    logits = head(norm(x))[rows]                                [R, V]
+    logits = head(norm(x))[logits_indices]                 [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm computes the sum x + …, in one pass over x.
-  - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position · θ^(−2i/D), so that
-    q · k depends on the distance alone (weights.py has the scalings for long texts).
-  - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU (Shazeer 2020).
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm computes the sum x + …,
+    in one pass over x.
+  - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position ·
+    θ^(−2i/D), so that q · k depends on the distance alone.
+  - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU
+    (Shazeer 2020).
 
-Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens it has.
+Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens
+it has.
 
-    T tokens of a step · R rows asked for · C hidden_size · H query heads · G key/value heads · D head_dim
-    F intermediate_size · V vocab_size
+    T tokens of a step · R logits asked for · C hidden_size · H query heads · G key/value heads
+    D head_dim · F intermediate_size · V vocab_size
 """
 
+from __future__ import annotations
+
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from checkpoint.config import Config, inverse_frequencies
-from checkpoint.formats import Quantization
-from checkpoint.hub import find_folder
-from checkpoint.tensors import Checkpoint
-from errors import UserError
-from kernels import Linear, Ops, Step, find_device, free_memory, ops_for
-from quant import GROUPS, Kind, Quantized, quantize, stored_bits
+from checkpoint.load import load_llama
+from kernels import Linear, Ops, ops_for
+from kvcache import AttentionMetadata
+from quant import Kind, Quantized
 
-OLD = (
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tensors of old checkpoints, not needed
-)
+if TYPE_CHECKING:
+    from checkpoint.config import Config
+
+Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D] each
 
 
 @dataclass
 class Layer:
-    """The weights of a layer. After `Llama.prepare` each Linear is in the backend's own format."""
+    """The weights of a layer. After `pack_weights` each Linear is in the backend's own format."""
 
     input_norm: Tensor  # [C]
     qkv: Linear  # [(H + 2 G) D, C]
@@ -56,7 +62,7 @@ class Layer:
 
 
 class Llama:
-    """`llama(tokens, step, rows)`: logits for the tokens at `rows` of a step. Without a step: one text, no cache."""
+    """`llama(tokens, metadata, logits_indices)`. Without metadata: one sequence, no cache."""
 
     def __init__(
         self,
@@ -67,108 +73,178 @@ class Llama:
         ops: Ops | None = None,
         weight_dtype: torch.dtype | None = None,
     ):
-        """Random weights from `seed`; None: uninitialized, to be filled. weight_dtype: of matrices, if not `dtype`."""
-        self.device, self.ops = torch.empty(0, device=device).device, ops or ops_for(device)
-        self.dtype, self.weight_dtype, own = (
-            dtype,
-            weight_dtype or dtype,
-            self.ops.share_config(config),
-        )
-        self.config, self.rows = (
-            replace(own, vocab_size=config.vocab_size),
-            own.vocab_size,
-        )  # of embedding and head
-        C, V = config.hidden_size, self.rows
-        self.embed = self._linear(V, C, head=True)
+        """Random weights from `seed`; None: uninitialized, to be filled.
+
+        weight_dtype: of matrices, if not `dtype`.
+        """
+        self.device = torch.empty(0, device=device).device
+        self.dtype = dtype
+        self.weight_dtype = weight_dtype or dtype
+        self.ops = ops or ops_for(device)
+        shard = self.ops.shard_config(config)  # the model that this process computes
+        self.vocab_rows = shard.vocab_size  # of the embedding and the head
+        self.config = replace(shard, vocab_size=config.vocab_size)
+        C = config.hidden_size
+        self.embed = self._linear(self.vocab_rows, C, is_head=True)
         self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
-        self.head = self.embed if config.tie_word_embeddings else self._linear(V, C, head=True)
+        self.head = self.embed
+        if not config.tie_word_embeddings:
+            self.head = self._linear(self.vocab_rows, C, is_head=True)
         frequencies = inverse_frequencies(config)
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)  # [D]
         if seed is not None:
             self._randomize(seed)
 
+    # ---- The forward pass
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata | None = None,
+        logits_indices: Tensor | slice | None = None,
+    ) -> Tensor:
+        """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all)."""
+        if metadata is None:
+            metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
+        return self.ops.forward(self, tokens, metadata, logits_indices)
+
+    def forward(
+        self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | slice | None
+    ) -> Tensor:
+        """The plain loop over the layers."""
+        rope = self.rope(metadata.positions)
+        x = self.ops.embed(tokens, self.embed, self.dtype)  # [T, C]
+        mlp_out = None
+        for i, layer in enumerate(self.layers):
+            x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
+        if logits_indices is not None:
+            x = x[logits_indices]  # [R, C]
+            mlp_out = None if mlp_out is None else mlp_out[logits_indices]
+        _, normed = self.ops.add_norm(x, mlp_out, self.norm, self.config.rms_norm_eps)
+        return self.ops.linear(normed, self.head)
+
+    def rope(self, positions: Tensor) -> Rope:
+        """cos and sin for `Ops.rotate`: int[T] -> [T, 1, D] each, the first half of sin negated."""
+        angles = positions[:, None, None] * self.frequencies
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def decoder_layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        mlp_out: Tensor | None,
+        rope: Rope,
+        metadata: AttentionMetadata,
+        i: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Layer i: x [T, C] and the output of the MLP before it, not yet added -> the same after
+        it."""
+        ops = self.ops
+        G = self.config.num_key_value_heads
+        D = self.config.head_dim
+        eps = self.config.rms_norm_eps
+        cos, sin = rope
+        x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # the sum is done by the norm
+        qkv = ops.linear(normed, layer.qkv).unflatten(1, (-1, D))  # [T, H + 2 G, D]
+        heads = ops.attend(qkv, G, cos, sin, metadata, i)  # [T, H, D]
+        attn_out = ops.linear(heads.flatten(1), layer.o)
+        x, normed = ops.add_norm(x, attn_out, layer.post_norm, eps)
+        gate_up = ops.linear(normed, layer.gate_up)  # [T, 2 F]
+        mlp_out = ops.linear(ops.swiglu(gate_up), layer.down)
+        return x, mlp_out
+
+    # ---- The weights
+
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _linear(self, N: int, K: int, bias: bool = False, head: bool = False) -> Linear:
-        how = self.config.quantization
-        bits = 16 if how is None else how.head_bits if head else how.bits
+    def _linear(self, N: int, K: int, bias: bool = False, is_head: bool = False) -> Linear:
+        quantization = self.config.quantization
+        bits = 16
+        if quantization is not None:
+            bits = quantization.head_bits if is_head else quantization.bits
         if bits == 16:
             weight = self._empty(N, K, dtype=self.weight_dtype)
         else:
-            weight = how.empty(N, K, self.device, head)
+            weight = quantization.empty(N, K, self.device, is_head)
         return Linear(weight, self._empty(N) if bias else None)
 
     def _layer(self) -> Layer:
-        c, make = self.config, self._linear
-        C, F, q, kv = c.hidden_size, c.intermediate_size, c.query_size, c.kv_size
+        c = self.config
+        C = c.hidden_size
+        F = c.intermediate_size
         return Layer(
-            self._empty(C),
-            make(q + 2 * kv, C, c.attention_bias),
-            make(C, q, c.attention_bias),
-            self._empty(C),
-            make(2 * F, C, c.mlp_bias),
-            make(C, F, c.mlp_bias),
+            input_norm=self._empty(C),
+            qkv=self._linear(c.query_size + 2 * c.kv_size, C, c.attention_bias),
+            o=self._linear(C, c.query_size, c.attention_bias),
+            post_norm=self._empty(C),
+            gate_up=self._linear(2 * F, C, c.mlp_bias),
+            down=self._linear(C, F, c.mlp_bias),
         )
 
     @torch.no_grad()
     def _randomize(self, seed: int) -> None:
         if self.config.quantization is not None:
-            raise UserError(
-                "a quantized model has no random weights: make it with seed=None, and fill it"
-            )
+            raise ValueError("a quantized model has no random weights: seed=None, then fill it")
         generator = torch.Generator(self.device).manual_seed(seed)
-        for name, place in self.places().items():
-            place.fill_(1) if name.endswith("norm.weight") else place.normal_(
-                0, 0.02, generator=generator
-            )
+        for name, tensor in self.named_tensors().items():
+            if name.endswith("norm.weight"):
+                tensor.fill_(1)
+            else:
+                tensor.normal_(0, 0.02, generator=generator)
 
-    # ---- The forward pass
-
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs at these positions: int64[T] -> cos, sin: [T, 1, D], the first half of sin negated."""
-        angles = positions[:, None, None] * self.frequencies
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-    def __call__(
-        self, tokens: Tensor, step: Step | None = None, rows: Tensor | slice | None = None
-    ) -> Tensor:
-        """tokens: int64[T] -> logits [R, V] of the tokens at `rows` (indices or a slice; None: every row)."""
-        step = step or Step.alone(1, len(tokens), self.device)
-        return self.ops.forward(self._forward, self, tokens, step, rows)
-
-    def _forward(self, tokens: Tensor, step: Step, rows: Tensor | slice | None) -> Tensor:
-        ops, rope = self.ops, self.rope(step.places.positions)
-        x, delta = ops.embed(tokens, self.embed, self.dtype), None  # [T, C]
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The tensors before `pack_weights`, by their names in a checkpoint: views, to be
+        filled."""
+        c = self.config
+        kv = c.kv_size
+        F = c.intermediate_size
+        tensors = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
+        tensors["model.norm.weight"] = self.norm
         for i, layer in enumerate(self.layers):
-            x, delta = self.through(layer, x, delta, rope, step, i)
-        if rows is not None:
-            x, delta = x[rows], None if delta is None else delta[rows]
-        return ops.linear(ops.add_norm(x, delta, self.norm, self.config.rms_norm_eps)[1], self.head)
+            name = f"model.layers.{i}."
+            qkv = {"q_proj": c.query_size, "k_proj": kv, "v_proj": kv}
+            gate_up = {"gate_proj": F, "up_proj": F}
+            tensors[name + "input_layernorm.weight"] = layer.input_norm
+            tensors[name + "post_attention_layernorm.weight"] = layer.post_norm
+            tensors |= named_parts(layer.qkv, qkv, name + "self_attn.")
+            tensors |= named_parts(layer.o, {"o_proj": c.hidden_size}, name + "self_attn.")
+            tensors |= named_parts(layer.gate_up, gate_up, name + "mlp.")
+            tensors |= named_parts(layer.down, {"down_proj": c.hidden_size}, name + "mlp.")
+        if not c.tie_word_embeddings:
+            tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
+        return tensors
 
-    def through(
-        self,
-        w: Layer,
-        x: Tensor,
-        delta: Tensor | None,
-        rope: tuple[Tensor, Tensor],
-        step: Step,
-        i: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Layer i on the residual stream x + delta -> x after attention, and the MLP's output as delta: [T, C] each."""
-        ops, G, D, eps = (
-            self.ops,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-            self.config.rms_norm_eps,
-        )
-        x, y = ops.add_norm(x, delta, w.input_norm, eps)
-        mixed = ops.attend(ops.linear(y, w.qkv).unflatten(1, (-1, D)), G, *rope, step, i)
-        x, y = ops.add_norm(x, ops.linear(mixed.flatten(1), w.o), w.post_norm, eps)
-        return x, ops.linear(ops.swiglu(ops.linear(y, w.gate_up)), w.down)
+    def pack_weights(self) -> Llama:
+        """Put the weights in the order that this machine multiplies fastest.
 
-    # ---- The weights
+        `named_tensors` and `parameters` have no use after that.
+        """
+        for layer in self.layers:
+            for role in ("qkv", "o", "gate_up", "down"):
+                packed = self.ops.pack_weight(getattr(layer, role), self.dtype, role)
+                setattr(layer, role, packed)
+        is_tied = self.head is self.embed
+        self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
+        self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype, "head")
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        """All tensors of a plain model, each once: what training changes."""
+        linears = [self.embed]
+        norms = [self.norm]
+        if self.head is not self.embed:
+            linears.append(self.head)
+        for layer in self.layers:
+            linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+            norms += [layer.input_norm, layer.post_norm]
+        return [part for linear in linears for part in linear if part is not None] + norms
+
+    def requires_grad_(self, requires: bool = True) -> Llama:
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires)
+        return self
 
     @classmethod
     def load(
@@ -178,143 +254,68 @@ class Llama:
         dtype: torch.dtype | None = None,
         trainable: bool = False,
         bits: Kind = 16,
-    ) -> "Llama":
-        """A model from an alias, a Hub id or a folder. FileNotFoundError or ValueError names the way out.
+    ) -> Llama:
+        """A model from an alias, a Hub id or a folder: see `checkpoint.load.load_llama`."""
+        return load_llama(cls, name, device, dtype, trainable, bits)
 
-        device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable: plain weights with
-        gradients; otherwise weights are prepared. bits: other than 16 rounds the weights of a model in 16 or 32 bits.
-        """
-        config, checkpoint = Config.load(folder := find_folder(name)), Checkpoint(folder)
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        rules = dict(ignore=OLD, twice=tied, how=config.quantization)
-        sources = cls(config, "meta", seed=None).places()
-        checkpoint.audit(sources, **rules)  # before any memory is asked for
-        if trainable and (config.quantization or bits != 16):
-            raise UserError(
-                f"{name}: quantized weights cannot be trained or changed: "
-                "use the model in 16 or 32 bits that they were made from"
-            )
-        if bits != 16:
-            config = config.quantized(Quantization(bits, GROUPS.get(bits, 128)))
-        ops = ops_for(device := torch.device(device) if device else find_device())
-        dtype = dtype or ops.dtype(checkpoint.dtypes[0])
-        matrices = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
-        places = {
-            id(place): place
-            for place in cls(config, "meta", dtype, None, ops, matrices).places().values()
+
+def named_parts(
+    linear: Linear, rows: dict[str, int], prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
+
+    rows: name -> number of rows. If columns are reordered, all share one order.
+    """
+    parts = {"weight": linear.weight, "bias": linear.bias}
+    if isinstance(linear.weight, Quantized):
+        weight = linear.weight
+        parts |= {
+            "weight": weight.values,
+            "weight_scale": weight.scale,
+            "weight_zero": weight.zero,
         }
-        needs = sum(place.nbytes for place in places.values())
-        if needs > (free := free_memory(device)):
-            raise UserError(
-                f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} GB "
-                "free: use fewer --bits, another --device, or a smaller model"
-            )
-        model = cls(config, device, dtype, None, ops, matrices)
-        model.fill(checkpoint.tensors(sources, **rules))
-        return model.requires_grad_() if trainable else model.prepare()
-
-    @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each tensor of a checkpoint to its place. A plain tensor is rounded to nearest for a quantized place."""
-        places, share = self.places(), self.ops.share_tensor
-        for name, tensor in tensors:
-            if tensor.dtype != places[name].dtype and f"{name}_scale" in places:
-                bits = stored_bits(places[name].dtype, f"{name}_zero" in places)
-                rows = share(
-                    tensor, (len(places[name]), tensor.shape[1])
-                )  # whole rows: a scale is of one
-                q = quantize(rows, bits, self.config.quantization.group)
-                for part, numbers in zip(("", "_scale", "_zero"), q):
-                    if numbers is not None:
-                        places[name + part].copy_(share(numbers, places[name + part].shape))
-            else:
-                places[name].copy_(share(tensor, places[name].shape))
-
-    def places(self) -> dict[str, Tensor]:
-        """The model's tensors before `prepare`, by their names in a checkpoint, to be filled."""
-        c = self.config
-        C, F, V, q, kv = c.hidden_size, c.intermediate_size, self.rows, c.query_size, c.kv_size
-        places = dict(split(self.embed, {"model.embed_tokens": V})) | {
-            "model.norm.weight": self.norm
-        }
-        for i, layer in enumerate(self.layers):
-            parts = [
-                ("input_layernorm.weight", layer.input_norm),
-                ("post_attention_layernorm.weight", layer.post_norm),
-                *split(
-                    layer.qkv,
-                    {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
-                ),
-                *split(layer.o, {"self_attn.o_proj": C}),
-                *split(layer.gate_up, {"mlp.gate_proj": F, "mlp.up_proj": F}),
-                *split(layer.down, {"mlp.down_proj": C}),
-            ]
-            places |= {f"model.layers.{i}.{name}": part for name, part in parts}
-        return places if c.tie_word_embeddings else places | dict(split(self.head, {"lm_head": V}))
-
-    def prepare(self) -> "Llama":
-        """Put the weights in the order that this machine multiplies fastest. No `places` or `fill` after that."""
-        for layer in self.layers:
-            for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, self.ops.prepare(getattr(layer, name), self.dtype, name))
-        tied = self.head is self.embed
-        self.embed = self.ops.prepare(self.embed, self.dtype, "embed")
-        self.head = self.embed if tied else self.ops.prepare(self.head, self.dtype, "head")
-        return self
-
-    def parameters(self) -> list[Tensor]:
-        """All tensors of a plain model, each once: what training changes."""
-        ends = [self.embed] if self.head is self.embed else [self.embed, self.head]
-        linears = [
-            *ends,
-            *(w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-        ]
-        norms = [
-            self.norm,
-            *(norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)),
-        ]
-        return [*(part for linear in linears for part in linear if part is not None), *norms]
-
-    def requires_grad_(self, on: bool = True) -> "Llama":
-        for parameter in self.parameters():
-            parameter.requires_grad_(on)
-        return self
+        if weight.order is not None:
+            for name in rows:
+                yield f"{prefix}{name}.weight_order", weight.order
+    for kind, tensor in parts.items():
+        if tensor is not None:
+            for name, part in zip(rows, tensor.split(list(rows.values()))):
+                yield f"{prefix}{name}.{kind}", part
 
 
-def split(linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Name each tensor of a checkpoint that is some rows of this matrix: q, k and v in qkv, gate and up in gate_up.
-    rows: name -> number of rows. If columns are reordered, all share one order."""
-    weight = (
-        linear.weight[:3] if isinstance(linear.weight, Quantized) else (linear.weight, None, None)
-    )
-    for kind, whole in zip(
-        ("weight", "weight_scale", "weight_zero", "bias"), (*weight, linear.bias)
-    ):
-        if whole is not None:
-            yield from (
-                (f"{name}.{kind}", part)
-                for name, part in zip(rows, whole.split(list(rows.values())))
-            )
-    if isinstance(linear.weight, Quantized) and linear.weight.order is not None:
-        yield from ((f"{name}.weight_order", linear.weight.order) for name in rows)
+def inverse_frequencies(config: Config) -> Tensor:
+    """The angle by which each pair of dimensions turns at each position: float32[D/2].
 
-
-# The demonstration: it does not matter how a text is split into chunks.
+    For texts longer than in training (`rope_scaling`), angles are divided by `factor`: all of them
+    (linear), or those of slow pairs (llama3): pairs that make fewer than low_freq_factor turns
+    over the original context, and in part those that make up to high_freq_factor.
+    """
+    D = config.head_dim
+    angles = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    scaling = config.rope_scaling or {}
+    slowed = angles / scaling.get("factor", 1)
+    if "original_max_position_embeddings" not in scaling:
+        return slowed
+    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
+    return keep * angles + (1 - keep) * slowed
 
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
-    llama, text = Llama.load(name, dtype=torch.float32), torch.arange(1, 101)
+    """The demonstration: it does not matter how a text is split into chunks."""
+    llama = Llama.load(name, dtype=torch.float32)
+    text = torch.arange(1, 101)
     whole = llama(text)
-    print(
-        "100 tokens at once, and in chunks through a cache: the largest difference of their logits, over the largest"
-    )
+    print("100 tokens at once, and in chunks through a cache:")
     for sizes in ([100], [99, 1], [50, 50], [1] * 100, [7, 13, 80]):
         cache = KVCache.of(llama, len(text))
         seq, _ = cache.open(())
-        parts = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in text.split(sizes)]
-        error = (torch.cat(parts) - whole).abs().max() / whole.abs().max()
-        print(f"  {len(sizes):3} chunks, the first of {sizes[0]:3}: {error:.1e}")
+        logits = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in text.split(sizes)]
+        error = (torch.cat(logits) - whole).abs().max() / whole.abs().max()
+        print(f"  {len(sizes):3} chunks, the first of {sizes[0]:3}: logits differ by {error:.1e}")
 
 
 if __name__ == "__main__":

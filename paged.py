@@ -1,61 +1,82 @@
-"""The paged KV cache: blocks of tokens, on demand, shared between texts that begin alike.
+"""The paged KV cache: blocks of tokens, on demand, shared between sequences that begin alike.
 
-A contiguous cache reserves room for the longest possible text, for every text. Here memory is cut into blocks of
-`block_size` tokens. A text has a *table* of its blocks, gets a block when it needs one, and wastes less than a block.
-A full block is published under (identity of the block before it, its tokens), and `open` follows this chain from a
-text's first block: a system prompt is read once. Blocks of freed texts stay until their space is needed.
+A contiguous cache reserves room for the longest possible sequence, for every sequence. Here memory
+is cut into blocks of `block_size` tokens. A sequence has a *block table*, gets a block when it
+needs one, and wastes less than a block.
 
-  - `open` never finds the whole text: at least one token must be computed, for its logits.
-  - A block is published at its text's next `extend`, or at `free`: rejected tokens have been truncated by then.
-  - `extend` writes into a block that no other text has, and withdraws it from sharing first; a shared one is copied.
-  - `truncate` drops references and writes nothing. `free` releases the tail first, so beginnings stay longest.
+Prefix caching: a full block is found again under (hash of the block before it, its tokens), and
+`open` follows this chain from a prompt's first block: a system prompt is read once. Blocks of freed
+sequences stay until their space is needed. A block's hash is a number of its own, given when the
+block is cached, and the tokens are compared: two different prefixes never have the same hash.
+
+  - `open` never finds the whole prompt: at least one token must be computed, for its logits.
+  - A block is cached at its sequence's next `extend`, or at `free`: rejected drafts have been
+    truncated by then.
+  - `extend` writes into a block that no other sequence has, and evicts it first; a shared one is
+    copied.
+  - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
+    longest.
   - `fork` shares all blocks: several samples of one prompt compute the prompt once.
 
-Invariant (`check`): free + cached + live == total, and a block has as many references as tables that hold it.
-Not covered: moving blocks to the CPU's memory; sharing blocks that are not full.
-Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
+Invariant (`check`): free + cached + live == total, and a block has as many references as tables
+that hold it. Not covered: moving blocks to the CPU's memory; sharing blocks that are not full. Kwon
+et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
 """
 
+from __future__ import annotations
+
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
-from typing import Any
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
 from errors import UserError
 from kernels import Ops, free_memory
-from kvcache import Cache, CacheFull, Text
+from kvcache import Cache, CachedSequence, CacheFull, NewTokens
 from quant import Bits
 
-Key = tuple[int, tuple[int, ...]]  # identity of the block before (0: none), tokens of this block
+if TYPE_CHECKING:
+    from model import Llama
+
+BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), tokens of this block
 
 
-class Pool:
-    """`total` blocks, numbered from 0. Live blocks have references; cached ones have none, and are published."""
+class BlockPool:
+    """`total` blocks, numbered from 0: free ones, live ones with references, and cached ones without.
+
+    A live block may be cached, too: then `open` finds it, and it stays cached when its last
+    reference is released.
+    """
 
     def __init__(self, total: int):
-        self.total, self.references = total, [0] * total
+        self.total = total
+        self.references = [0] * total
         self.free = list(reversed(range(total)))
-        self.cached = OrderedDict[int, None]()  # the least recently used first
-        self.published: dict[Key, int] = {}  # -> block
-        self.known: dict[int, tuple[Key, int]] = {}  # published block -> its key, its identity
-        self.identities = count(1)
+        self.unused = OrderedDict[
+            int, None
+        ]()  # cached, without references: least recently used first
+        self.cached: dict[BlockKey, int] = {}  # -> block
+        self.keys: dict[int, BlockKey] = {}  # of each cached block
+        self.hashes: dict[int, int] = {}  # of each cached block
+        self._next_hash = count(1)
 
     @property
     def available(self) -> int:
-        return len(self.free) + len(self.cached)
+        return len(self.free) + len(self.unused)
 
     def take(self, wanted: int) -> list[int]:
-        """Blocks with one reference each: free ones, then the least recently used. CacheFull before any change."""
+        """Blocks with one reference each: free ones, then cached ones. CacheFull before any
+        change."""
         if wanted > self.available:
             raise CacheFull(
                 f"{wanted} more blocks are needed and {self.available} are free or cached: "
                 "free a sequence, or make a cache of more blocks"
             )
         while len(self.free) < wanted:
-            block, _ = self.cached.popitem(last=False)
-            self.withdraw(block)
+            block, _ = self.unused.popitem(last=False)
+            self.evict(block)
             self.free.append(block)
         taken = [self.free.pop() for _ in range(wanted)]
         for block in taken:
@@ -63,243 +84,265 @@ class Pool:
         return taken
 
     def share(self, block: int) -> None:
-        self.cached.pop(block, None)
+        self.unused.pop(block, None)
         self.references[block] += 1
 
     def release(self, block: int) -> None:
         self.references[block] -= 1
-        if self.references[block] == 0 and block in self.known:
-            self.cached[block] = None
-        elif self.references[block] == 0:
+        if self.references[block] > 0:
+            return
+        if block in self.keys:
+            self.unused[block] = None
+        else:
             self.free.append(block)
 
-    def publish(self, block: int, key: Key) -> int:
-        """Publish a block -> its identity: the one it has, that of the block published under this key, or a new one."""
-        if block in self.known:  # its key may name an older identity of its parent
-            return self.known[block][1]
-        if key not in self.published:
-            self.published[key], self.known[block] = block, (key, next(self.identities))
-        return self.known[self.published[key]][1]
+    def cache_block(self, block: int, key: BlockKey) -> int:
+        """Let `open` find a full block -> its hash; that of the block that already has this key, if
+        there is one."""
+        if block in self.keys:  # its key may name an older hash of the block before
+            return self.hashes[block]
+        if key not in self.cached:
+            self.cached[key] = block
+            self.keys[block] = key
+            self.hashes[block] = next(self._next_hash)
+        return self.hashes[self.cached[key]]
 
-    def withdraw(self, block: int) -> None:
-        if block in self.known:
-            key, _ = self.known.pop(block)
-            del self.published[key]
-
-    def find(self, key: Key) -> tuple[int, int] | None:
-        """(block, identity) published under this key."""
-        return None if (block := self.published.get(key)) is None else (block, self.known[block][1])
+    def evict(self, block: int) -> None:
+        """Let `open` find this block no more."""
+        if block in self.keys:
+            del self.cached[self.keys.pop(block)]
+            del self.hashes[block]
 
 
-def blocks_that_fit(memory: float, one: int, device: torch.device) -> int:
-    """How many blocks of `one` bytes fit into `memory`: a share of the free memory, or, above 1, bytes."""
-    blocks = (
-        int(memory * free_memory(device) if memory <= 1 else memory) // one if memory > 0 else 0
-    )  # NaN: 0
-    if blocks < 1:
+def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
+    """How many blocks fit into `memory`: a share of the free memory, or, above 1, bytes."""
+    num_bytes = memory * free_memory(device) if memory <= 1 else memory
+    if not num_bytes >= block_bytes:  # NaN, too
         raise UserError(
-            f"the memory for keys and values is {memory}: that does not hold a block, which takes {one:,} "
-            "bytes; it must be a share of what is free (up to 1), or a number of bytes"
+            f"the memory for keys and values is {memory}: that does not hold a block, which takes "
+            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or a number of bytes"
         )
-    return blocks
+    return int(num_bytes) // block_bytes
 
 
 class PagedCache(Cache):
-    """Keys and values of any number of texts, in `blocks` blocks of `block_size` tokens."""
+    """Keys and values of any number of sequences, in `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(
         self,
         layers: int,
         kv_heads: int,
         head_dim: int,
-        blocks: int,
+        num_blocks: int,
         block_size: int = 16,
         max_len: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        prefix_sharing: bool = True,
+        prefix_caching: bool = True,
         bits: Bits = (16, 16),
         ops: Ops | None = None,
     ):
-        sizes = dict(
-            layers=layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-        )
-        longest = blocks * block_size
+        if num_blocks < 1 or block_size < 1:
+            raise UserError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
+        longest = num_blocks * block_size
+        if max_len is not None:
+            longest = min(max_len, longest)
         super().__init__(
-            sizes, longest if max_len is None else min(max_len, longest), dtype, device, bits, ops
+            layers, num_blocks, block_size, kv_heads, head_dim, longest, dtype, device, bits, ops
         )
-        self.prefix_sharing, self.pool, self._seqs = prefix_sharing, Pool(blocks), count(1)
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self._next_seq = count(1)
 
     @classmethod
     def of(
         cls,
-        llama: Any,
-        blocks: int,
+        llama: Llama,
+        num_blocks: int,
         block_size: int = 16,
         max_len: int | None = None,
-        prefix_sharing: bool = True,
+        prefix_caching: bool = True,
         bits: Bits = (16, 16),
         dtype: torch.dtype | None = None,
-    ) -> "PagedCache":
-        """A cache of this model's shape."""
+    ) -> PagedCache:
+        """A cache of this model's shape. max_len: at most the model's own limit, which is the
+        default."""
         c = llama.config
-        longest = (
-            c.max_position_embeddings
-            if max_len is None
-            else min(max_len, c.max_position_embeddings)
-        )
+        longest = c.max_position_embeddings
         return cls(
             c.num_hidden_layers,
             c.num_key_value_heads,
             c.head_dim,
-            blocks,
+            num_blocks,
             block_size,
-            longest,
+            longest if max_len is None else min(max_len, longest),
             llama.device,
             dtype or llama.dtype,
-            prefix_sharing,
+            prefix_caching,
             bits,
             llama.ops,
         )
 
+    def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
+        """What a full block is found by. (A test overrides it, to plant collisions.)"""
+        return parent, tuple(tokens)
+
+    def num_blocks(self, tokens: int) -> int:
+        """The blocks that so many tokens fill."""
+        return -(-tokens // self.block_size)
+
+    # ---- The verbs
+
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new sequence for the text `tokens` -> (seq, have): `have` tokens are stored already, but never all."""
-        text, parent, S = Text(), 0, self.block_size
-        for start in range(0, (len(tokens) - 1) // S * S if self.prefix_sharing else 0, S):
-            piece = tuple(tokens[start : start + S])
-            if (found := self.pool.find(self._key(parent, piece))) is None:
-                break
-            block, parent = found
+        """A new sequence for `tokens` -> (seq, num_cached): so many are stored already, but never
+        all."""
+        sequence = CachedSequence()
+        if self.prefix_caching:
+            self._find_prefix(sequence, tokens)
+        seq = next(self._next_seq)
+        self._sequences[seq] = sequence
+        return seq, len(sequence.tokens)
+
+    def _find_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """Share the cached blocks that `tokens` begin with."""
+        parent = 0
+        num_full = (len(tokens) - 1) // self.block_size  # the last token is always computed
+        for i in range(num_full):
+            block_tokens = tokens[i * self.block_size : (i + 1) * self.block_size]
+            block = self.pool.cached.get(self.block_key(parent, block_tokens))
+            if block is None:
+                return
             self.pool.share(block)
-            text.tokens += piece
-            text.blocks.append(block)
-            text.chain.append(parent)
-        seq = next(self._seqs)
-        self._texts[seq] = text
-        return seq, len(text.tokens)
+            parent = self.pool.hashes[block]
+            sequence.tokens += block_tokens
+            sequence.block_table.append(block)
+            sequence.block_hashes.append(parent)
 
-    def _key(self, parent: int, tokens: tuple[int, ...]) -> Key:
-        return parent, tokens
-
-    def _blocks_needed(self, requests: Sequence[tuple[int, int]]) -> int:
-        """The number of new blocks for n more tokens of each (seq, n), copies of shared blocks included."""
-        new, writers = (
-            0,
-            Counter[int](),
-        )  # of each last block; the last owner of a block need not copy it
+    def _num_new_blocks(self, requests: Sequence[tuple[int, int]]) -> int:
+        """How many blocks `_add_blocks` takes for n more tokens of each (seq, n), copies
+        included."""
+        num_new = 0
+        writers = Counter[int]()  # sequences that write into each block that is not full
         for seq, n in requests:
-            text = self._text(seq)
-            new += -(-(len(text.tokens) + n) // self.block_size) - len(text.blocks)
-            if n and len(text.tokens) % self.block_size:
-                writers[text.blocks[-1]] += 1
-        return new + sum(min(n, self.pool.references[block] - 1) for block, n in writers.items())
+            sequence = self.sequence(seq)
+            length = len(sequence.tokens)
+            num_new += self.num_blocks(length + n) - len(sequence.block_table)
+            if n and length % self.block_size:
+                writers[sequence.block_table[-1]] += 1
+        for block, num_writers in writers.items():  # each copies, but for the last owner
+            num_new += min(num_writers, self.pool.references[block] - 1)
+        return num_new
 
     def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
-        return super().fits(requests) and self._blocks_needed(requests) <= self.pool.available
+        return super().fits(requests) and self._num_new_blocks(requests) <= self.pool.available
 
-    def _add_blocks(self, requests: Sequence[tuple[int, Sequence[int]]], publish: bool) -> None:
-        fresh = iter(
-            self.pool.take(self._blocks_needed([(seq, len(tokens)) for seq, tokens in requests]))
+    def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
+        new_blocks = self.pool.take(
+            self._num_new_blocks([(seq, len(tokens)) for seq, tokens in requests])
         )
         for seq, tokens in requests:
-            text = self._texts[seq]
-            if publish:
-                self._publish(text)
-            if len(text.tokens) % self.block_size:
-                self._own_last_block(text, fresh)
-            text.blocks += islice(
-                fresh, -(-(len(text.tokens) + len(tokens)) // self.block_size) - len(text.blocks)
-            )
+            sequence = self._sequences[seq]
+            length = len(sequence.tokens)
+            if cache_blocks:
+                self._cache_full_blocks(sequence)
+            if length % self.block_size:
+                self._own_last_block(sequence, new_blocks)
+            while len(sequence.block_table) < self.num_blocks(length + len(tokens)):
+                sequence.block_table.append(new_blocks.pop())
 
-    def _publish(self, text: Text) -> None:
-        S = self.block_size
-        for i in range(len(text.chain), len(text.tokens) // S if self.prefix_sharing else 0):
-            key = self._key(
-                text.chain[-1] if text.chain else 0, tuple(text.tokens[i * S : (i + 1) * S])
-            )
-            text.chain.append(self.pool.publish(text.blocks[i], key))
-
-    def _own_last_block(self, text: Text, fresh: Iterator[int]) -> None:
-        """Before a write into a text's last block, not full: make it one that no other text has or can find."""
-        if self.pool.references[block := text.blocks[-1]] == 1:
-            self.pool.withdraw(block)
+    def _cache_full_blocks(self, sequence: CachedSequence) -> None:
+        if not self.prefix_caching:
             return
-        text.blocks[-1] = next(fresh)
-        for kept in (self.keys, self.values):
-            kept.copy(block, text.blocks[-1])
+        S = self.block_size
+        for i in range(len(sequence.block_hashes), len(sequence.tokens) // S):
+            parent = sequence.block_hashes[-1] if sequence.block_hashes else 0
+            key = self.block_key(parent, sequence.tokens[i * S : (i + 1) * S])
+            block_hash = self.pool.cache_block(sequence.block_table[i], key)
+            sequence.block_hashes.append(block_hash)
+
+    def _own_last_block(self, sequence: CachedSequence, new_blocks: list[int]) -> None:
+        """Before a write into a last block that is not full: no other sequence may have it, or find
+        it."""
+        block = sequence.block_table[-1]
+        if self.pool.references[block] == 1:
+            self.pool.evict(block)
+            return
+        copied = new_blocks.pop()
+        self.keys.copy(block, copied)
+        self.values.copy(block, copied)
         self.pool.release(block)
+        sequence.block_table[-1] = copied
 
     def truncate(self, seq: int, length: int) -> None:
         super().truncate(seq, length)
-        text = self._texts[seq]
-        del text.chain[length // self.block_size :]
-        while len(text.blocks) > -(-length // self.block_size):
-            self.pool.release(text.blocks.pop())
+        sequence = self._sequences[seq]
+        del sequence.block_hashes[length // self.block_size :]
+        while len(sequence.block_table) > self.num_blocks(length):
+            self.pool.release(sequence.block_table.pop())
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same past; nothing is copied until one of them writes."""
-        text, new = self._text(seq), next(self._seqs)
-        for block in text.blocks:
+        sequence = self.sequence(seq)
+        for block in sequence.block_table:
             self.pool.share(block)
-        self._texts[new] = Text(text.tokens[:], text.blocks[:], text.chain[:])
+        new = next(self._next_seq)
+        self._sequences[new] = CachedSequence(
+            sequence.tokens[:], sequence.block_table[:], sequence.block_hashes[:]
+        )
         return new
 
     def free(self, seq: int) -> None:
         """Release all blocks. Full ones can still be found until their space is needed."""
-        self._publish(self._text(seq))
+        self._cache_full_blocks(self.sequence(seq))
         self.truncate(seq, 0)
-        del self._texts[seq]
+        del self._sequences[seq]
+
+    # ---- The invariant, and what paging saves
 
     def check(self) -> tuple[int, int, int]:
         """The numbers of (free, cached, live) blocks. RuntimeError if the invariant is broken."""
-        pool, held = (
-            self.pool,
-            Counter(block for text in self._texts.values() for block in text.blocks),
-        )
-        if sorted([*pool.free, *pool.cached, *held]) != list(range(pool.total)) or any(
-            pool.references[block] != held[block] for block in range(pool.total)
-        ):
-            raise RuntimeError(
-                f"blocks are lost or have two owners: {len(pool.free)} free + {len(pool.cached)} cached "
-                f"+ {len(held)} live, of {pool.total}"
-            )
-        if sorted(pool.published.items()) != sorted(
-            (key, block) for block, (key, _) in pool.known.items()
-        ):
-            raise RuntimeError("what is published and what blocks are known for differ")
-        return len(pool.free), len(pool.cached), len(held)
+        pool = self.pool
+        owners = Counter[int]()
+        for sequence in self._sequences.values():
+            owners.update(sequence.block_table)
+        counts = (len(pool.free), len(pool.unused), len(owners))
+        if sorted([*pool.free, *pool.unused, *owners]) != list(range(pool.total)):
+            raise RuntimeError(f"blocks are lost or have two owners: {counts} of {pool.total}")
+        if any(pool.references[block] != owners[block] for block in range(pool.total)):
+            raise RuntimeError("the references of a block are not the tables that hold it")
+        if pool.cached != {key: block for block, key in pool.keys.items()}:
+            raise RuntimeError("cached blocks and their keys differ")
+        return counts
 
     def waste(self) -> float:
-        """The share of empty places in the live blocks."""
-        used = dict(
-            sorted(
-                (block, min(self.block_size, len(text.tokens) - i * self.block_size))
-                for text in self._texts.values()
-                for i, block in enumerate(text.blocks)
-            )
-        )
-        return 1 - sum(used.values()) / (len(used) * self.block_size) if used else 0.0
+        """The share of empty slots in the live blocks."""
+        used = dict[int, int]()  # tokens in each block
+        for sequence in self._sequences.values():
+            for i, block in enumerate(sequence.block_table):
+                stored = len(sequence.tokens) - i * self.block_size
+                used[block] = max(used.get(block, 0), min(self.block_size, stored))
+        if not used:
+            return 0.0
+        return 1 - sum(used.values()) / (len(used) * self.block_size)
 
 
-if __name__ == "__main__":  # prints how many tables hold each block; ·: none
-    cache = PagedCache(1, 1, 2, blocks=40, block_size=4)
+def main() -> None:
+    """The demonstration: how many tables hold each block; ·: none."""
+    cache = PagedCache(1, 1, 2, num_blocks=40, block_size=4)
     for text in (
         b"Once upon a time, a dog",
         b"Once upon a time, a big girl",
         b"Once upon a time, a big, big girl",
     ):
-        seq, have = cache.open(text)  # a byte is a token
-        cache.extend([(seq, text[have:])])
-        cache.extend(
-            [(cache.fork(seq), b".")]
-        )  # publishes the full blocks, and copies one that is not full
-        row = [str(count or "·") for count in cache.pool.references]
-        print(
-            "".join(row),
-            "{} free + {} cached + {} live:".format(*cache.check()),
-            f"{have} of {len(text)} tokens found",
-        )
+        seq, num_cached = cache.open(text)  # a byte is a token
+        cache.extend([(seq, text[num_cached:])])
+        copied = cache.fork(seq)
+        cache.extend([(copied, b".")])  # caches the full blocks, and copies one that is not full
+        row = "".join(str(number or "·") for number in cache.pool.references)
+        free, cached, live = cache.check()
+        print(f"{row} {free} free + {cached} cached + {live} live", end=": ")
+        print(f"{num_cached} of {len(text)} tokens were cached")
+
+
+if __name__ == "__main__":
+    main()

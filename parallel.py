@@ -41,7 +41,7 @@ SUMMED, GATHERED = (
 )  # roles of weights; a tied head is the embedding
 
 
-def share_config(config: Any, n: int) -> Any:
+def shard_config(config: Any, n: int) -> Any:
     """The model of each of n processes; its vocab_size is the largest share. ValueError if it cannot be cut so."""
     c, how, G = config, config.quantization, config.num_key_value_heads
     group = how.together if how is not None else 1
@@ -78,7 +78,7 @@ def share_config(config: Any, n: int) -> Any:
     )
 
 
-def share_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
+def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
     """The share of process `rank`, of this shape: a view, but for the last share of the vocabulary, padded with 0.
 
     Along a dimension n · own // size processes hold the same part: n if it is not cut, else 1; n / G for a K/V head.
@@ -100,15 +100,15 @@ def traffic(config: Any, n: int, itemsize: int) -> int:
 class Alone:
     """What operations need to know about the other processes: here there are none."""
 
-    def share_config(self, config: Any) -> Any:
+    def shard_config(self, config: Any) -> Any:
         """The model that this process computes."""
         return config
 
-    def share_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """The part of a checkpoint's tensor that fills a place of this shape."""
         return tensor
 
-    def share_memory(self, free: int, device: torch.device) -> int:
+    def shard_memory(self, free: int, device: torch.device) -> int:
         """The bytes that each process may take, where `free` are free on the device of this one."""
         return free
 
@@ -127,14 +127,14 @@ class Split(Alone):
         super().__init__()
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
 
-    def share_config(self, config: Any) -> Any:
+    def shard_config(self, config: Any) -> Any:
         self.vocab = config.vocab_size
-        return share_config(config, self.n)
+        return shard_config(config, self.n)
 
-    def share_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return share_tensor(tensor, shape, self.rank, self.n)
+    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return shard_tensor(tensor, shape, self.rank, self.n)
 
-    def share_memory(self, free: int, device: torch.device) -> int:
+    def shard_memory(self, free: int, device: torch.device) -> int:
         told: list[Any] = [None] * self.n
         dist.all_gather_object(told, ((platform.node(), str(device)), free))
         places = [place for place, _ in told]
@@ -147,10 +147,10 @@ class Split(Alone):
         stop_together(int(told[-1]))
         return told[:-1].view(own.shape).tolist()
 
-    def prepare(self, weight: Any, dtype: torch.dtype, role: str) -> Shard:
+    def pack_weight(self, weight: Any, dtype: torch.dtype, role: str) -> Shard:
         if role in SUMMED and self.rank:
             weight = weight._replace(bias=None)  # the sum has it once
-        return Shard(super().prepare(weight, dtype, role), role)
+        return Shard(super().pack_weight(weight, dtype, role), role)
 
     def linear(self, x: Tensor, shard: Shard) -> Tensor:
         y = super().linear(x, shard.weight)
@@ -175,6 +175,11 @@ class Split(Alone):
         return x
 
 
-def parallelize(ops: Any) -> Any:
-    """These operations, for this process's share where there are several."""
-    return type("Parallel", (Split, type(ops)), {})() if several() else ops
+def num_processes() -> int:
+    """Processes that share each model."""
+    return dist.get_world_size() if several() else 1
+
+
+def Parallel(ops: Any) -> Any:
+    """These operations, for this process's share."""
+    return type("Parallel", (Split, type(ops)), {})()

@@ -112,15 +112,19 @@ class Toy:
     ) -> int:  # in base V + 1, token t at place i is the digit t + 1
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
-    def __call__(self, tokens: Tensor, step: Any, rows: Tensor | slice | None = None) -> Tensor:
-        at, shifted = step.places.positions, (tokens + self.shift) % self.V + 1
+    def __call__(
+        self, tokens: Tensor, metadata: Any, logits_indices: Tensor | slice | None = None
+    ) -> Tensor:
+        at, shifted = metadata.positions, (tokens + self.shift) % self.V + 1
         digits = (shifted.double() * (self.V + 1.0) ** at)[:, None, None]
-        mean = self.ops.look_back(0 * digits, 0 * digits, digits, step, 0).flatten()  # of a text
+        mean = self.ops.store_and_attend(
+            0 * digits, 0 * digits, digits, metadata, 0
+        ).flatten()  # of a text
         codes = (mean * (at + 1)).round().long()
-        return self.table[codes if rows is None else codes[rows]]
+        return self.table[codes if logits_indices is None else codes[logits_indices]]
 
 
-def own_law(
+def sequential_law(
     toy: Toy,
     prompt: Sequence[int],
     count: int,
@@ -133,7 +137,7 @@ def own_law(
         (token, *text): p * mass
         for token, p in enumerate(chances)
         if p > 0
-        for text, mass in own_law(
+        for text, mass in sequential_law(
             toy, [*prompt, token], 0 if token in ends else count - 1, ends, probs
         ).items()
     } or {(): 1.0}

@@ -256,7 +256,7 @@ class Tokenizer:
         """The text of some tokens, with control tokens only if `special`, and U+FFFD for bytes that are not UTF-8."""
         return b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
 
-    def stream(self) -> Stream:
+    def incremental_decoder(self) -> Stream:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return Stream(
             lambda token: decode(self.token_bytes(token, special=False)),

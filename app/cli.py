@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from app.processes import hush, joined, read_once
+from app.requests import read_requests
 from app.shell import LONGEST, Parser, Terminated, number_or_word, say, status, write
 from checkpoint.config import Config
 from checkpoint.hub import EMBEDDED, find_folder
@@ -25,9 +26,9 @@ from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from kvcache import CacheFull
 from model import Llama
-from parallel import share_config
+from parallel import shard_config
 from quant import STORED, WIDTHS
-from request import MAX_TOKENS, Message, Request, Result, Settings, Show, Writer, read_requests
+from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
 
 MOST = 2**16  # texts asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -227,9 +228,7 @@ def start(
     """The engine, profiled if asked for. ValueError if it could never serve `first`; notes ignored settings."""
     if args.profile is not None:
         llamas = [
-            part
-            for part in (model.llama, getattr(draft, "llama", draft))
-            if isinstance(part, Llama)
+            part for part in (model.llama, getattr(draft, "llama", None)) if isinstance(part, Llama)
         ]
         args.profiling.enter_context(args.profiled(args.profile, llamas))
     engine = Engine(
@@ -246,8 +245,8 @@ def start(
         args.kv_bits,
     )
     if first is not None:
-        engine.batch.check(first)
-    for setting in model.unhonoured():
+        engine.batcher.check(first)
+    for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
     if args.chat is None and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
         say("note: this model has no chat template: it continues your text")
@@ -263,6 +262,23 @@ def shower(args: argparse.Namespace) -> Show:
         say(f"colours: {', '.join(paint(name, name) for name in COLORS)}, plain: without drafts")
     return lambda piece, origin: (
         None if args.json else write(paint(piece, origin) if args.color else piece)
+    )
+
+
+def summary(result: Result) -> str:
+    rate, drafts = (
+        f", then {result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else "",
+        "",
+    )
+    if result.speculation:
+        alpha, per_round, gain, predicted = result.speculation
+        faster = f": {gain:.2f} times as fast as plain decoding" if gain else ""
+        faster += f"; by the formula {predicted:.2f}" if predicted else ""
+        accepted = "no drafts" if alpha is None else f"{alpha:.0%} of the drafts accepted"
+        drafts = f"\n{accepted}, {per_round:.2f} tokens a round{faster}"
+    return (
+        f"{len(result.tokens)} tokens ({result.finish_reason}): the first after {1e3 * result.seconds_to_first_token:.0f} ms{rate}; "
+        f"seed {result.seed}{drafts}"
     )
 
 
@@ -294,21 +310,25 @@ def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
     prompt = read_once(lambda: sys.stdin.read()) if args.prompt == "-" else args.prompt
     model, draft = load(args)
     first = model.request(prompt, settings, args.system, args.chat, args.max_len, args.kv_bits)
-    length, seed = first.prompt + first.left, first.settings.seed
+    length, seed = first.num_prompt_tokens + first.num_remaining, first.settings.seed
     together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine, show = (
         start(args, model, draft, together * length, length, together, first),
         shower(args),
     )
     seeds = [replace(first.settings, seed=seed + i) for i in range(1, args.n)]
-    requests = [first, *(Request(first.tokens, chosen, model.ends, twin=first) for chosen in seeds)]
+    requests = [
+        first,
+        *(Request(first.tokens, chosen, model.eos_token_ids, sibling=first) for chosen in seeds),
+    ]
     writers = [
-        Writer(model.tokenizer, request, prompt, show, i) for i, request in enumerate(requests)
+        OutputStream(model.tokenizer, request, prompt, show, i)
+        for i, request in enumerate(requests)
     ]
 
     def told(result: Result) -> None:
         print_json(result) if args.json else write("\n")
-        say(result.summary())
+        say(summary(result))
 
     for group in [writers] if together > 1 else [[writer] for writer in writers]:
         each(engine.serve(group), told)
@@ -327,7 +347,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {args.prompts} cannot be read: {error}") from None
     model, draft = load(args)
-    limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
+    limit = model.max_total_tokens(args.max_len, args.kv_bits)
     engine = start(args, model, draft, args.max_batch * limit, limit, args.max_batch)
     say(engine.describe())
     begun, ids, made, bad = (
@@ -337,9 +357,9 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
         list[int](),
     )
 
-    def writers() -> Iterator[Writer]:
+    def writers() -> Iterator[OutputStream]:
         longest, clock = (
-            min(limit, engine.decoder.cache.max_len),
+            min(limit, engine.runner.cache.max_len),
             args.draft and args.verify != "coupled",
         )
         requests = read_requests(lines, model, settings, longest, args.system, args.chat)
@@ -352,7 +372,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
                     raise UserError(
                         "gamma is about drafted tokens: name a --draft, or leave it out"
                     )
-                engine.batch.check(request)
+                engine.batcher.check(request)
                 if (
                     clock
                     and request.settings.gamma is None
@@ -362,7 +382,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
                     say(
                         f"note: line {number} has a seed, but its γ goes by the clock: --verify coupled repeats texts"
                     )
-                yield Writer(model.tokenizer, request, asked["prompt"], index=index)
+                yield OutputStream(model.tokenizer, request, asked["prompt"], index=index)
             except ValueError as error:
                 bad.append(number)
                 say(f"line {number} is left out: {brief(error, LONGEST)}")
@@ -372,7 +392,7 @@ def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
     def told(result: Result) -> None:
         print_json(result, **ids[result.index])
         made.append(len(result.tokens))
-        say(f"{len(made)} of {len(ids) - len(bad)}: {result.summary()}")
+        say(f"{len(made)} of {len(ids) - len(bad)}: {summary(result)}")
 
     each(engine.serve(writers()), told)
     took = time.perf_counter() - begun
@@ -386,7 +406,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     model, draft = load(args)
     first = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
-    limit = model.room(1, MOST * MOST, args.max_len, args.kv_bits)
+    limit = model.max_total_tokens(args.max_len, args.kv_bits)
     engine, show = start(args, model, draft, limit, limit, first=first), shower(args)
     talk, messages = (
         model.tokenizer.chat_template is not None and args.chat is not False,
@@ -399,7 +419,7 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
             if not (typed := read_once(lambda: input("> "))):
                 continue
             messages = messages + [{"role": "user", "content": typed}] if talk else []
-            longest = min(limit, engine.decoder.cache.max_len)
+            longest = min(limit, engine.runner.cache.max_len)
             request = model.request(messages or typed, settings, args.system, args.chat, longest)
         except EOFError:
             return 0
@@ -410,10 +430,10 @@ def chat(args: argparse.Namespace, settings: Settings) -> int:
             )
             continue
         try:
-            for result in engine.serve([Writer(model.tokenizer, request, typed, show)]):
+            for result in engine.serve([OutputStream(model.tokenizer, request, typed, show)]):
                 messages.append({"role": "assistant", "content": result.text})
                 write("\n")
-                say(result.summary())
+                say(summary(result))
         except KeyboardInterrupt as stop:  # enough of this answer
             if isinstance(stop, Terminated):
                 raise
@@ -424,7 +444,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
     if (args.tensor_parallel or 0) > 1:  # refused before other processes start
-        share_config(Config.load(find_folder(args.target)), args.tensor_parallel)
+        shard_config(Config.load(find_folder(args.target)), args.tensor_parallel)
     with (
         joined(args.tensor_parallel, args.command, device) as args.device,
         ExitStack() as args.profiling,

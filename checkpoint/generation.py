@@ -1,0 +1,111 @@
+"""How a model's makers want text to be drawn from it: generation_config.json.
+
+The file holds sampling settings, the tokens that end a text, and the switch `do_sample`. Without `do_sample` the makers
+recommend greedy decoding. A setting that changes the text and that this project does not have (a repetition penalty,
+beams) is never dropped in silence: `unsupported` names it, and the caller says so.
+
+Not covered: lengths (max_new_tokens), which are the user's.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoint.config import end_tokens
+from checkpoint.files import read_json
+from errors import UserError, brief
+from sampling import SETTINGS, check_settings
+
+# Settings of transformers that change the text and are missing here, each with the value that changes nothing.
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "penalty_alpha": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "guidance_scale": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "stop_strings": None,
+}
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The settings in a generation_config.json; without the file, none."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        do_sample = self.data.get("do_sample", False)
+        if not isinstance(do_sample, bool | None):
+            raise UserError(f"do_sample is {do_sample!r}; it must be true or false")
+        end_tokens(self.data)  # refuses what is no token
+
+    @classmethod
+    def load(cls, folder: Path) -> "GenerationConfig":
+        """The file of this folder, if there is one. UserError names the file."""
+        file = folder / "generation_config.json"
+        if not os.path.lexists(file):
+            return cls()
+        data = read_json(file)
+        try:
+            return cls(data)
+        except UserError as error:
+            raise UserError(f"{file}: {brief(error)}") from None
+
+    @property
+    def do_sample(self) -> bool:
+        return bool(self.data.get("do_sample"))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text, beside those of config.json."""
+        return end_tokens(self.data)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recommended sampling settings, by name; without do_sample, temperature 0."""
+        if not self.do_sample:
+            return {"temperature": 0.0}
+        present = (name for name in SETTINGS if self.data.get(name) is not None)
+        return {name: self.data[name] for name in present}
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The settings that a user asked for, by name, and the recommended ones for the rest, as transformers does:
+        whoever asks for any setting of a model without do_sample wants to sample. UserError for a bad recommendation."""
+        if asked and not self.do_sample:
+            return {"temperature": 1.0} | asked
+        recommended = {name: x for name, x in self.settings.items() if name not in asked}
+        try:
+            check_settings(**recommended)
+        except UserError as error:
+            rule = brief(error)
+            raise UserError(
+                f"generation_config.json: {rule}; or ask for another yourself"
+            ) from None
+        return {"temperature": 1.0} | recommended | asked
+
+    def unsupported(self) -> list[str]:
+        """The settings with an effect that this project lacks: "name value" of each."""
+        found = []
+        for name, neutral in NEUTRAL.items():
+            value = self.data.get(name)
+            if value is not None and value != neutral:
+                found.append(f"{name} {brief(value, 60)}")
+        return found

@@ -1,0 +1,370 @@
+"""The model runner: one pass of the target for prompt chunks, decoding and verification.
+
+A request's *pending* tokens are those that the target's cache lacks. There is one kind of work, a
+`ScheduledRequest`: compute some pending tokens, verify some drafts behind them, and, unless it is a
+chunk of a prompt (samples=False), draw the next token. So prefill, re-reading after preemption, a
+prefix hit, decoding and verification are one path, in any mix:
+
+                       num_tokens   num_drafts   samples
+    chunk of a prompt      512           0        False
+    plain decoding           1           0        True
+    verification             1           4        True       4 drafts and the last token: 5 rows
+
+`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. Between steps the
+target's cache lacks only the last token of a text beyond its prompt.
+
+    B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters import Drafter
+from gamma import AutoGamma, Timer, expected_tokens
+from kernels import send
+from kvcache import Cache, CacheFull
+from model import Llama
+from request import Request, RoundStats, Speculation
+from sampling import Keyed, check_tokens
+from speculative import Coin, Round, couple, verify
+
+MAX_MULTI_STEP_PROBS = 2**25  # probabilities that several tokens in one look may take
+
+
+class ScheduledRequest(NamedTuple):
+    """What a request does in one step."""
+
+    request: Request
+    num_tokens: int  # pending tokens that the target computes
+    num_drafts: int = 0  # drafts that it verifies
+    samples: bool = True  # False: a chunk, nothing is drawn
+    num_catch_up: int = 0  # pending tokens that the drafter reads, without drafting
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Rows of the target's pass."""
+        return self.num_tokens + self.num_drafts
+
+
+class Outcome(NamedTuple):
+    """What a round made for one request."""
+
+    drafted: list[int]
+    num_accepted: int
+    token: int
+
+
+class ModelRunner:
+    """A target, its cache and perhaps a drafter, for all requests that are decoded together.
+
+    vocab_size: the tokenizer's (logits beyond it are padding). coupled: the mode of verification.
+    coin: makes coins from (seeds, positions, roles). budget: tokens of a step. multi_step: plain
+    tokens that are made before the host looks at them.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        cache: Cache,
+        vocab_size: int,
+        drafter: Drafter | None = None,
+        coupled: bool = False,
+        coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None,
+        budget: int = 512,
+        multi_step: int = 1,
+    ):
+        self.target = target
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.has_drafter = drafter is not None
+        self.drafter = drafter or Drafter()
+        self.coupled = coupled
+        self.coin = coin or partial(Keyed, pick=target.ops.pick)
+        self.budget = budget
+        self.multi_step = multi_step
+        self.auto_gamma = AutoGamma()
+        self.timer = Timer(target.device)
+        self.next_gamma = 0  # where a request does not fix its own
+
+    # ---- Requests
+
+    def open(self, request: Request, sibling: Request | None = None) -> None:
+        """Open a request in both caches, or fork a sibling with the same prompt; or CacheFull."""
+        self.drafter.open(request)
+        try:
+            if sibling is None:
+                request.seq, _ = self.cache.open(request.tokens)
+            else:
+                request.seq = self.cache.fork(sibling.seq)
+        except CacheFull:
+            self.drafter.close(request)
+            raise
+        if sibling is not None:  # the prompt's last token is computed again, for its logits
+            length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
+            self.cache.truncate(request.seq, length)
+
+    def close(self, request: Request) -> None:
+        self.cache.free(request.seq)
+        self.drafter.close(request)
+
+    def num_pending(self, request: Request) -> int:
+        """How many tokens of the text the target's cache lacks."""
+        return len(request.tokens) - self.cache.length(request.seq)
+
+    # ---- Plans: they change nothing
+
+    def round_size(self, request: Request) -> int:
+        """The tokens that every step must have for this request: a round of the γ that it fixes."""
+        if not self.has_drafter:
+            return 1
+        return 1 + (request.settings.gamma or 0)
+
+    def schedule(self, request: Request, budget: int | None = None) -> ScheduledRequest:
+        """What a request does next, with at most `budget` tokens: a round, or a chunk."""
+        if budget is None:
+            budget = self.budget
+        num_pending = self.num_pending(request)
+        num_drafts = self._num_drafts(request, budget - num_pending)
+        reads_first = num_drafts and num_pending > 1 and self.drafter.shares_target_cache
+        if reads_first or num_pending + num_drafts > budget:
+            return self._chunk(request, min(budget, num_pending - 1))
+        if num_drafts and self._catches_up_first(request):
+            return ScheduledRequest(request, num_pending, num_catch_up=self.budget)
+        return ScheduledRequest(request, num_pending, num_drafts)
+
+    def _num_drafts(self, request: Request, room: int) -> int:
+        """γ: as the request says, or as many as pay, of the `room` in the step."""
+        most = min(request.num_remaining, self.budget) - 1
+        wanted = request.settings.gamma
+        if wanted is None:
+            wanted = min(self.next_gamma, max(0, room))
+        wanted = min(wanted, most)
+        return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
+
+    def _catches_up_first(self, request: Request) -> bool:
+        """After a long time without drafts; only where γ is measured, so that texts repeat."""
+        is_auto = request.settings.gamma is None
+        return is_auto and self.drafter.num_pending(request) > self.budget
+
+    def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        """Pending tokens without a draw; the drafter reads as far."""
+        length = self.cache.length(request.seq) + num_tokens
+        drafter_length = len(request.tokens) - self.drafter.num_pending(request)
+        num_catch_up = max(0, length - drafter_length)
+        return ScheduledRequest(request, num_tokens, samples=False, num_catch_up=num_catch_up)
+
+    def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether both caches have room for a step."""
+        wanted = [(item.request.seq, item.num_new_tokens) for item in scheduled]
+        return self.cache.fits(wanted) and self.drafter.fits(scheduled)
+
+    # ---- A step
+
+    @torch.inference_mode()
+    def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
+        """Run the plans in one pass -> the new tokens of each request that had a round."""
+        rounds = [item for item in scheduled if item.samples]
+        lengths = [self.cache.length(item.request.seq) for item in scheduled]
+        try:
+            for item in scheduled:
+                if item.num_catch_up:
+                    self.drafter.read(item.request, item.num_catch_up)
+            outcomes = self._run(scheduled, rounds)
+        except BaseException:  # Ctrl-C too: both caches are as before
+            for item, length in zip(scheduled, lengths):
+                self.cache.truncate(item.request.seq, length)
+                self.drafter.close(item.request)  # it reads the text again
+                self.drafter.open(item.request)
+            raise
+        seconds = self._measure(scheduled, rounds, outcomes) if self.has_drafter else 0.0
+        new_tokens = {}
+        for item, outcome in zip(rounds, outcomes):
+            num_accepted = outcome.num_accepted
+            stats = RoundStats(item.num_drafts, num_accepted, seconds, len(rounds))
+            new_tokens[item.request] = self._finish(item.request, outcome, stats)
+        return new_tokens
+
+    def _run(
+        self, scheduled: Sequence[ScheduledRequest], rounds: Sequence[ScheduledRequest]
+    ) -> list[Outcome]:
+        counts = self._multi_step_counts(scheduled)
+        if counts:
+            return self._decode_multi_step(rounds, counts)
+        num_drafts = [item.num_drafts for item in rounds]
+        round = self._round(rounds, num_drafts, self.coupled)
+        self.timer.start()
+        drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
+        p = self._target_probabilities(scheduled, drafted, round)  # [B, k+1, V]
+        if not rounds:
+            return []
+        if self.coupled:
+            accepted, token = couple(p, drafted, round.text_coin())
+        else:
+            accepted, token = verify(p, q, drafted, round.text_coin())
+        packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
+        self.timer.stop()
+        packed = self.target.ops.agree(packed.tolist())  # a GPU is waited for here, and only here
+        outcomes = []
+        for n, (*row, num_accepted, last) in zip(num_drafts, packed):
+            check_tokens([*row[:n], last])
+            outcomes.append(Outcome(row, num_accepted, last))
+        return outcomes
+
+    def _round(
+        self, rounds: Sequence[ScheduledRequest], num_drafts: Sequence[int], coupled: bool
+    ) -> Round:
+        return Round(
+            [item.request for item in rounds],
+            num_drafts,
+            self.vocab_size,
+            self.target.device,
+            self.target.dtype,
+            self.coin,
+            coupled,
+            self.target.ops,
+        )
+
+    def _target_probabilities(
+        self, scheduled: Sequence[ScheduledRequest], drafted: Tensor, round: Round
+    ) -> Tensor:
+        """The target's distribution after the pending tokens and after each draft.
+
+        Only the device knows the drafts: the host puts 0 at their places, and the device fills
+        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero.
+        """
+        B, k = drafted.shape
+        input_ids: list[int] = []  # [T]
+        new_tokens = []  # by sequence
+        draft_positions: list[int] = []  # where a draft stands in input_ids,
+        draft_sources: list[int] = []  # and in drafted
+        logits_indices: list[int] = []  # tokens whose logits are wanted, [R],
+        probs_indices: list[int] = []  # and where these stand in the result
+        b = 0
+        for item in scheduled:
+            length = self.cache.length(item.request.seq)
+            pending = item.request.tokens[length : length + item.num_tokens]
+            n = item.num_drafts
+            first_draft = len(input_ids) + len(pending)
+            new_tokens.append((item.request.seq, pending + [0] * n))
+            input_ids += new_tokens[-1][1]
+            if not item.samples:
+                continue
+            draft_positions += range(first_draft, first_draft + n)
+            draft_sources += range(b * k, b * k + n)
+            logits_indices += range(first_draft - 1, first_draft + n)
+            probs_indices += range(b * (k + 1), b * (k + 1) + n + 1)
+            b += 1
+
+        device = self.target.device
+        tokens = send(input_ids, device)
+        if draft_positions:
+            drafts = drafted.clamp(min=0).flatten()[send(draft_sources, device)]
+            tokens[send(draft_positions, device)] = drafts
+        wanted = None  # all
+        if len(logits_indices) < len(input_ids):
+            wanted = send(logits_indices, device)
+        logits = self.target(tokens, self.cache.extend(new_tokens), wanted)
+        if not logits_indices:  # chunks only
+            return logits
+        rows = [index // (k + 1) for index in probs_indices]
+        probs = round.probabilities(logits, rows)  # [R, V]
+        V = probs.shape[1]
+        if len(rows) < B * (k + 1):
+            padded = probs.new_zeros(B * (k + 1), V)
+            probs = padded.index_copy_(0, send(probs_indices, device), probs)
+        return probs.view(B, k + 1, V)
+
+    def _finish(self, request: Request, outcome: Outcome, stats: RoundStats) -> list[int]:
+        """Append the accepted drafts and the token, up to an end-of-text -> the new tokens."""
+        new = outcome.drafted[: outcome.num_accepted] + [outcome.token]
+        for i, token in enumerate(new):
+            if token in request.eos_token_ids:
+                del new[i + 1 :]
+                break
+        if stats.num_drafts == 0:
+            origins = ["plain"] * len(new)
+        elif stats.num_accepted == stats.num_drafts:
+            origins = ["accepted"] * stats.num_accepted + ["bonus"]
+        else:
+            origins = ["accepted"] * stats.num_accepted + ["corrected"]
+        request.tokens += new
+        request.origins += origins[: len(new)]
+        request.rounds.append(stats)
+        self.cache.commit(request.seq, request.tokens, len(new))
+        self.drafter.commit(request, len(new))
+        return new
+
+    # ---- Several plain tokens before the host looks
+
+    def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
+        """How many plain tokens each request makes; [] where the host must see each of them."""
+        n = self.multi_step
+        too_many = len(scheduled) * n * self.vocab_size > MAX_MULTI_STEP_PROBS
+        if n == 1 or self.has_drafter or too_many:
+            return []
+        if any(item.num_tokens > 1 or not item.samples for item in scheduled):
+            return []
+        counts = [min(n, item.request.num_remaining) for item in scheduled]
+        wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
+        return counts if max(counts) == n and self.cache.fits(wanted) else []
+
+    def _decode_multi_step(
+        self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
+    ) -> list[Outcome]:
+        """The target drafts for itself, in coupled mode: what it drafts is what it would pick."""
+        round = self._round(rounds, counts, coupled=True)
+        seqs = [item.request.seq for item in rounds]
+        pending = [item.request.tokens[-1:] for item in rounds]
+        drafted, _ = self.target.ops.draft(self.target, self.cache, seqs, pending, round)
+        outcomes = []
+        for n, row in zip(counts, self.target.ops.agree(drafted.tolist())):
+            tokens = check_tokens(row[:n])
+            outcomes.append(Outcome(tokens[:-1], n - 1, tokens[-1]))
+        return outcomes
+
+    # ---- The clock
+
+    def _measure(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        rounds: Sequence[ScheduledRequest],
+        outcomes: Sequence[Outcome],
+    ) -> float:
+        """Learn from a round, for the next γ -> its seconds, in all processes the same."""
+        if not rounds:
+            return 0.0
+        (seconds,) = self.target.ops.agree([self.timer.seconds])
+        if all(item.num_tokens == 1 and not item.num_catch_up for item in scheduled):
+            num_drafts = [item.num_drafts for item in rounds]
+            num_accepted = [outcome.num_accepted for outcome in outcomes]
+            self.auto_gamma.observe(num_drafts, num_accepted, seconds)
+        self.next_gamma = self.auto_gamma.choose(len(rounds))
+        return seconds
+
+    def report(self, request: Request) -> Speculation | None:
+        """A text's acceptance and speed-up over all rounds but the first; None without drafts."""
+        rounds = request.rounds[1:]  # the first reads the prompt
+        if not self.has_drafter or not rounds:
+            return None
+        acceptance = request.acceptance
+        num_tokens = sum(stats.num_accepted + 1 for stats in rounds)
+        tokens_per_round = num_tokens / len(rounds)
+        plain = 0.0  # seconds of the same tokens by plain decoding,
+        expected = 0.0  # and of those that the formula expects
+        usual = 0.0  # median seconds of the same rounds
+        for stats in rounds:
+            plain_round = self.auto_gamma.round_seconds(stats.batch_size, 0)
+            if plain_round is None:
+                return Speculation(acceptance, tokens_per_round)
+            plain += (stats.num_accepted + 1) * plain_round
+            expected += expected_tokens(acceptance or 0.0, stats.num_drafts) * plain_round
+            median = self.auto_gamma.round_seconds(stats.batch_size, stats.num_drafts)
+            usual += stats.seconds if median is None else median
+        seconds = sum(stats.seconds for stats in rounds)
+        return Speculation(acceptance, tokens_per_round, plain / seconds, expected / usual)
