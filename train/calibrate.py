@@ -45,7 +45,7 @@ from checkpoint.formats import Quantization
 from errors import UserError
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
-from quant import Kind, Quantized, dequantize, grid4, pack4, quantize, rounded_product
+from quant import Kind, Quantized, dequantize, affine_grid, pack4, quantize, rounded_product
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -115,7 +115,7 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128, block: int = 1
                 ahead = free[:, k : k + group].clone()
                 if k + group > stop:
                     ahead[:, stop - k :] -= e @ U[start:stop, stop : k + group]
-                scale[:, g, None], zero[:, g, None] = grid4(ahead, group)
+                scale[:, g, None], zero[:, g, None] = affine_grid(ahead, group)
             s, z = scale[:, g].to(w.dtype), 0 if zero is None else zero[:, g]
             q[:, k] = ((free[:, k] / s).round() + z).clamp_(low, high)
             e[:, k - start] = (free[:, k] - (q[:, k] - z) * s) / U[k, k]
