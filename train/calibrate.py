@@ -53,7 +53,7 @@ from checkpoint.formats import Quantization
 from errors import UserError
 from kernels import Linear, Ops, Step
 from model import Layer, Llama
-from quant import Kind, Quantized, dequantize, affine_grid, pack4, quantize, rounded_product
+from quant import Kind, Quantized, dequantize, pack4, quantize, rounded_product
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
 BLOCK = 128  # columns that GPTQ rounds before it moves the columns right of them
@@ -191,31 +191,8 @@ class Moments:
 
 
 @torch.no_grad()
-def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128, block: int = 128) -> Quantized:
-    """W: [N, K], quantized by GPTQ for inputs with this H: [K, K], in w's dtype. Blocks of columns only save time."""
-    rounded, hessian, (N, K) = quantize(w, bits, group), hessian.to(w.dtype), w.shape
-    group, (low, high) = rounded.group, (-127, 127) if bits == 8 else (0, 15)
-    U, free, q = inverse_factor(hessian), w.clone(), torch.empty_like(w)
-    scale, zero = rounded.scale.clone(), None if bits == 8 else rounded.zero.clone()
-    for start in range(0, K, block):
-        stop = min(start + block, K)
-        e = torch.zeros(N, stop - start, dtype=w.dtype, device=w.device)
-        for k in range(start, stop):
-            g = k // group
-            if bits == 4 and k % group == 0:  # from `stop` on, `free` lacks moves
-                ahead = free[:, k : k + group].clone()
-                if k + group > stop:
-                    ahead[:, stop - k :] -= e @ U[start:stop, stop : k + group]
-                scale[:, g, None], zero[:, g, None] = affine_grid(ahead, group)
-            s, z = scale[:, g].to(w.dtype), 0 if zero is None else zero[:, g]
-            q[:, k] = ((free[:, k] / s).round() + z).clamp_(low, high)
-            e[:, k - start] = (free[:, k] - (q[:, k] - z) * s) / U[k, k]
-            free[:, k + 1 : stop] -= e[:, k - start, None] * U[k, k + 1 : stop]
-        free[:, stop:] -= e @ U[start:stop, stop:]
-    found = rounded._replace(
-        values=q.to(torch.int8) if bits == 8 else pack4(q.to(torch.uint8)), scale=scale, zero=zero
-    )
-    return better(w, hessian, found, rounded)
+def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 128) -> Tensor:
+    """AWQ's scale s of each input channel: [K], with the smallest error of rounding W diag(s).
 
     All 1 if no scale helps. magnitude: mean |x| of each channel, [K].
     """
