@@ -101,7 +101,7 @@ class Config:
 
     @classmethod
     def load(cls, folder: Path) -> Config:
-        """The config of this folder's config.json. FileNotFoundError or UserError names the file."""
+        """The config of a folder's config.json. FileNotFoundError or UserError names the file."""
         file = folder / "config.json"
         data = read_json(file)
         try:
@@ -181,8 +181,11 @@ def parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
             names = " and ".join(unknown)
             raise UserError(f"rope_type is 'default', which has no use for {names}")
         return None
-    scaling = {name: number(rope, name) for name in ROPE_NUMBERS[kind]}
-    return scaling | {"rope_type": kind}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for name in ROPE_NUMBERS[kind]:
+        is_length = name == "original_max_position_embeddings"
+        scaling[name] = whole_number(rope, name) if is_length else number(rope, name)
+    return scaling
 
 
 def number(data: dict[str, Any], name: str, default: float | None = None) -> float:

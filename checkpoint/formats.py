@@ -154,7 +154,8 @@ class Quantization(Layout):
         if not required <= settings.keys() <= known:
             names = ", ".join(sorted(known))
             raise UserError(
-                f"quantization_config is {how!r}, which is not supported; {OWN_METHOD}'s has {names}"
+                f"quantization_config is {how!r}, which is not supported; "
+                f"{OWN_METHOD}'s has {names}"
             )
         return cls(**settings)
 
@@ -214,7 +215,7 @@ Get = Callable[[str], Tensor | None]
 
 @dataclass(frozen=True)
 class Foreign(Layout):
-    """Another program's layout. `source` is its `quantization_config`, which `parse` has checked."""
+    """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
 
     zeros: bool = False  # whether 8 bits have zeros, too
     source: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -41,7 +41,7 @@ def load_llama(
     trainable: bool = False,
     bits: Kind = 16,
 ) -> Llama:
-    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError names the way out.
+    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError: what to change.
 
     device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
     plain weights with gradients; otherwise weights are packed. bits: other than 16 rounds the
