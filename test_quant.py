@@ -240,8 +240,12 @@ def test_keys_and_values_are_within_half_a_step(kind, n, heads, half, group, see
     assert scale.shape == zero.shape == (heads, n, M)
     if M == 1 or x.abs().max() < 1e38:  # which no product could use
         back = from_int4(packed, scale, zero, group=group)
-        scale = scale.repeat_interleave(group or D, -1)[..., :D]
-        assert steps_between(x, back, scale) <= 0.5 * (1 + 1e-3)
+        each = scale.repeat_interleave(group or D, -1)[..., :D]
+        assert steps_between(x, back, each) <= 0.5 * (1 + 1e-3)
+        if M > 1:  # zeros count quarters of a step: the least number of a group is nearly exact
+            low = torch.stack([part.amin(-1) for part in x.split(group, -1)], -1)
+            least = torch.stack([part.amin(-1) for part in back.split(group, -1)], -1)
+            assert steps_between(low, least, scale) <= 0.126
 
 
 def test_a_vector_does_not_depend_on_its_neighbours():
