@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, say, status, whole
+from app.shell import Parser, new_file, say, status
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
@@ -261,7 +261,7 @@ class Training:
         """Write a checkpoint. If that fails, the old file stays as it was."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = dict(steps=self.steps, weights=self.weights, optimizers=optimizers)
-        with whole(file) as new:
+        with new_file(file) as new:
             torch.save(state, new)
 
     @torch.no_grad()
@@ -308,7 +308,7 @@ def save_model(llama: Llama, folder: Path) -> None:
     tensors = {}
     for name, tensor in llama.places().items():
         tensors[name] = tensor.detach().to(torch.bfloat16).contiguous()
-    with whole(folder / "model.safetensors") as new:
+    with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     write_json(folder / "config.json", config)
@@ -318,7 +318,7 @@ def save_model(llama: Llama, folder: Path) -> None:
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
-    with whole(file) as new:
+    with new_file(file) as new:
         new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
