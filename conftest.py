@@ -127,7 +127,7 @@ def write_model(
     llama = Llama(Config(**{**SMALL, **config}), seed=seed)
     tensors = {
         name: (place * (1 if "norm" in name else scale)).contiguous().to(getattr(torch, dtype))
-        for name, place in llama.places().items()
+        for name, place in llama.named_tensors().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache import KVCache
-from proof import Toy, Walk, distance, enumerate_law, own_law
+from proof import Toy, Walk, distance, enumerate_law, sequential_law
 
 
 def test_a_walk_visits_every_branch_once():
@@ -51,9 +51,9 @@ def test_a_toy_reads_its_whole_text_back_from_the_cache():
     assert toy.code([0]) != toy.code([0, 0]) and len(set(map(tuple, toy.table.tolist()))) > 1000
 
 
-def test_own_law_by_hand():
+def test_sequential_law_by_hand():
     toy = Toy()
-    law = own_law(toy, (1,), 2, (0,), lambda logits: logits.softmax(-1))
+    law = sequential_law(toy, (1,), 2, (0,), lambda logits: logits.softmax(-1))
     first = toy.table[toy.code((1,))].softmax(-1)
     then = lambda x: toy.table[toy.code((1, x))].softmax(-1)
     expected = {(0,): first[0].item()} | {

@@ -22,7 +22,12 @@ from torch import Tensor
 
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
-from quant import FAR, MOST4, MOST8, TINY
+from quant import LARGEST
+from quant import LARGEST_ZERO as FAR
+from quant import SMALLEST_SCALE as TINY
+
+MOST8 = LARGEST / 127  # the largest scales, as quant.safe_scale has them
+MOST4 = LARGEST / 7
 
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 this large has no fraction
 
