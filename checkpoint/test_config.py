@@ -108,8 +108,6 @@ REFUSED = [
         dict(rope_parameters=LLAMA31 | {"original_max_position_embeddings": None}),
         "original_max_position_embeddings is missing",
     ),
-    (dict(rope_parameters={"factor": 8.0}), "has no use for factor"),
-    (dict(rope_parameters={"full_attention": LINEAR}), "has no use for full_attention"),
     (dict(eos_token_id="x"), "eos_token_id is 'x'"),
     (dict(eos_token_id=[2, -1]), "eos_token_id is [2, -1]"),
     (dict(eos_token_id=True), "eos_token_id is True"),
