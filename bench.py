@@ -26,9 +26,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from app.shell import Parser, check_file, say, status, whole, write
+from app.shell import Parser, check_file, new_file, say, status, write
 from errors import UserError
-from kvcache import CacheFull
 from measure import gpucases, pair, peers, pictures, report, traffic
 from measure.pair import QUICK, Effort
 from measure.report import Results
@@ -119,7 +118,7 @@ def load_results(path: Path) -> Results:
 
 
 def put(path: Path, text: str) -> None:
-    with whole(HERE / path) as new:
+    with new_file(HERE / path) as new:
         new.write_text(text, encoding="utf-8")
 
 
@@ -193,7 +192,7 @@ def answer(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_bench(arguments)
-    return status(lambda: answer(args), CacheFull)
+    return status(lambda: answer(args))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from quant import Quantized
 from sampling import SETTINGS, Keyed, Setting, check_finite, check_settings
 
 if TYPE_CHECKING:
-    from kvcache import AttentionMetadata, Cache, SequenceSlice
+    from kvcache import AttentionMetadata, Cache
     from model import Llama
     from speculative import Round
 
@@ -110,23 +110,26 @@ class CPU(Ops):
     def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Heads outermost: the tokens of a head, which are read together, lie together."""
         L, N, S, G, D = shape
-        return torch.empty((L, G, N, S, D), dtype=dtype, device=device).permute(0, 2, 3, 1, 4)
+        heads_first = torch.empty((L, G, N, S, D), dtype=dtype, device=device)
+        return heads_first.permute(0, 2, 3, 1, 4)
 
     def attend(
         self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        if attends_in_c(metadata.cache, metadata.sequences) and native.serves(qkv, cos, sin):
+        if attends_in_c(metadata) and native.serves(qkv, cos, sin):
             return native.attend(qkv, cos, sin, metadata, G, layer)
         return super().attend(qkv, G, cos, sin, metadata, layer)
 
     def store_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        if attends_in_c(metadata.cache, metadata.sequences):
-            qkv = torch.cat((q, k, v), 1).float()
-            return native.attend(qkv, None, None, metadata, k.shape[1], layer).to(q.dtype)
-        several = metadata.cache is not None and len(metadata.sequences) > 1
-        if several and max(metadata.num_new_tokens) <= FEW:
+        if attends_in_c(metadata):
+            G = k.shape[1]
+            qkv = torch.cat((q, k, v), dim=1).float()
+            out = native.attend(qkv, None, None, metadata, G, layer)
+            return out.to(q.dtype)
+        B = len(metadata.sequences)
+        if metadata.cache is not None and B > 1 and max(metadata.num_new_tokens) <= FEW:
             return attend_together(q, k, v, metadata, layer)
         return super().store_and_attend(q, k, v, metadata, layer)
 
@@ -140,7 +143,7 @@ class CPU(Ops):
         logits_indices: Tensor | slice | None,
     ) -> Tensor:
         model = self.native_model(llama)
-        if model is None or not attends_in_c(metadata.cache, metadata.sequences):
+        if model is None or not attends_in_c(metadata):
             return super().forward(llama, tokens, metadata, logits_indices)
         x = llama.embed.rows(tokens)  # [T, C]
         cos, sin = llama.rope(metadata.positions)
@@ -163,7 +166,7 @@ class CPU(Ops):
         The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
         """
         model = self.native_model(llama)
-        if model is None or not drafts_in_c(cache, unread, round):
+        if model is None or not drafts_in_c(cache, seqs, unread, round):
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         new_tokens = list(unread[0])
         k = round.num_drafts[0]
@@ -188,28 +191,38 @@ class CPU(Ops):
         return self._models[llama]
 
 
-def attends_in_c(cache: Cache | None, sequences: Sequence[SequenceSlice]) -> bool:
-    """Whether C computes attention of these sequences over this cache."""
+def attends_in_c(metadata: AttentionMetadata) -> bool:
+    """Whether C computes attention of this step."""
+    cache = metadata.cache
     if cache is None or native.library() is None or native.cache_layout(cache) is None:
         return False
-    return all(is_short(seq_len - start, seq_len) for _, start, seq_len in sequences)
+    for _, start, seq_len in metadata.sequences:
+        if not is_short(seq_len - start, seq_len):
+            return False
+    return True
 
 
 def is_short(num_new_tokens: int, seq_len: int) -> bool:
-    """Whether C is as fast as PyTorch: one thread computes a query's scores one after the other."""
-    return num_new_tokens <= FEW or num_new_tokens * seq_len <= SCORES
+    """Whether C is as fast as PyTorch, which computes the scores of many queries as a product."""
+    if num_new_tokens <= FEW:
+        return True
+    return num_new_tokens * seq_len <= SCORES
 
 
-def drafts_in_c(cache: Cache, unread: Sequence[Sequence[int]], round: Round) -> bool:
+def drafts_in_c(
+    cache: Cache, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round
+) -> bool:
     """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters."""
-    if len(unread) != 1 or not unread[0] or round.num_drafts[0] < 1:
+    if len(seqs) != 1 or not unread[0] or round.num_drafts[0] < 1:
         return False
     if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
         return False
-    if not is_short(len(unread[0]), cache.max_len):
+    num_new_tokens = len(unread[0])
+    if not is_short(num_new_tokens, cache.length(seqs[0]) + num_new_tokens):
         return False
     for name, neutral in SETTINGS.items():
-        if name != "temperature" and round.setting(name)[0] not in (None, neutral):
+        value = round.setting(name)[0]
+        if name != "temperature" and value is not None and value != neutral:
             return False
     return True
 
@@ -246,8 +259,9 @@ def attend_together(
 
 
 def padded(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """What all layers share: slots int64[B, M]; each query's row of B · n, int64[T]; bool[B, n,
-    M]."""
+    """What all layers share: the slots of keys, int64[B, M]; the row of each query among B · n,
+    int64[T]; which keys it sees, bool[B, n, M].
+    """
     if "padded" not in metadata.backend:
         n = max(metadata.num_new_tokens)
         new_slot = int(metadata.slot_mapping[0])

@@ -57,7 +57,8 @@ def private_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    others = stat.S_IMODE(status.st_mode) & 0o077
+    if others or status.st_uid != os.geteuid():
         raise OSError(f"{folder} is not this user's alone: remove it, or set XDG_CACHE_HOME")
     return folder
 

@@ -1,4 +1,4 @@
-"""C against plain torch: few rows, ragged shapes, poisoned surroundings; Ctrl-C; reasons for no C."""
+"""C against plain torch: ragged shapes, poisoned surroundings; Ctrl-C; why there may be no C."""
 
 import ctypes
 import math
@@ -351,7 +351,8 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
     assert not any(llama.ops.native_model(llama) for llama in others)
     slices = [SequenceSlice([0], 0, 1)]
     for dtype, in_c in ((None, True), (torch.bfloat16, True), (torch.float64, False)):
-        assert cpu.attends_in_c(KVCache.of(full, 9, dtype=dtype), slices) == in_c
+        cache = KVCache.of(full, 9, dtype=dtype)
+        assert cpu.attends_in_c(AttentionMetadata(slices, 9, cache)) == in_c
     llama = Llama(Config(**SMALL), ops=CPU())
     o = llama.layers[1].o
     llama.pack_weights()

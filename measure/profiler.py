@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from app.shell import check_file, say, whole
+from app.shell import check_file, new_file, say
 from kernels import Ops
 from model import Llama
 
@@ -106,7 +106,7 @@ def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
             phases.turn()
             for llama, ops in zip(models, own):
                 llama.ops = ops
-    with whole(Path(file)) as new:
+    with new_file(Path(file)) as new:
         trace.export_chrome_trace(str(new))
     say("\n".join(phases.lines()) + f"\n{file} has the trace: open it in ui.perfetto.dev")
     if stopped:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from app.processes import hush, joined
+from app.launch import joined
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from kernels import find_device
@@ -96,12 +96,10 @@ def parallel(effort: Effort) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    hush()
     n, device, dtype, count, shape = sys.argv[1:]
     data = json.loads(shape)
     config = Config(**data | dict(eos_token_ids=tuple(data["eos_token_ids"])))
-    command = [sys.executable, "-m", "measure.shares", *sys.argv[1:]]
-    with joined(int(n), command, find_device(device)) as own:
+    with joined(int(n), find_device(device), main) as own:
         print(measure(config, own, getattr(torch, dtype), int(count)))
 
 
