@@ -167,8 +167,8 @@ def sort_columns(groups: Tensor, K: int, group: int) -> Tensor:
 
 
 class GPTQ(Foreign):
-    """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1): those of the folder, which
-    some programs have not lowered, are not read."""
+    """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1): those of the folder,
+    which some programs have not lowered, are not read."""
 
     @classmethod
     def parse(cls, how: dict[str, Any]) -> GPTQ:

@@ -1,4 +1,4 @@
-"""Folders of other programs: written here number by number, from each layout's definition, and read."""
+"""Folders of other programs, written here number by number from each layout's definition."""
 
 import json
 import math
@@ -61,7 +61,7 @@ Written = tuple[
 
 
 def put(words: Tensor, at: tuple[int, int], number: int, bits: int, field: int) -> None:
-    """A number into field `field` of a word, the lowest bits being field 0; words are int64 until `signed`."""
+    """A number into a word; the lowest bits are field 0. Words are int64 until `signed`."""
     words[at] |= (int(number) & (2**bits - 1)) << (bits * field)
 
 
@@ -390,7 +390,8 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
 )
 @torch.inference_mode()
 def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
-    """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal steps, E4M3 has steps of a sixteenth of a number at most."""
+    """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal
+    steps; E4M3 has steps of a sixteenth of a number at most."""
     plain, tokens = (
         write(
             tmp_path,
