@@ -444,7 +444,7 @@ def test_double_quantization_of_many_blocks():
 
 
 def change(folder: Path, names: str, new: Any) -> None:
-    """Tensors whose names end so: replaced by what `new` makes of them, dropped where it is None."""
+    """Tensors whose names end so: replaced by what `new` makes of them; dropped, if it is None."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(names)]:
         tensor = tensors.pop(name)
@@ -699,8 +699,10 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
 
 
 def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path, monkeypatch):
-    late = lambda device: pytest.fail("the check is over")
-    monkeypatch.setattr("checkpoint.load.free_memory", late)
+    def too_late(device):
+        pytest.fail("the check is over")
+
+    monkeypatch.setattr("checkpoint.load.free_memory", too_late)
     for how, names, new, says in MISFITS:
         write(tmp_path, how)
         change(tmp_path, names, new)
