@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, say, status, whole, write
+from app.shell import Parser, check_file, new_file, say, status, write
 from errors import UserError
 from measure import gpu_cases, memory, pair, peers, pictures, report, shards, steps
 from measure.effort import QUICK, Effort
@@ -94,7 +94,7 @@ def load_results(path: Path) -> Results:
 
 
 def write_file(path: Path, text: str) -> None:
-    with whole(ROOT / path) as new:
+    with new_file(ROOT / path) as new:
         new.write_text(text, encoding="utf-8")
 
 

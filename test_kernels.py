@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.config import Config
-from drafters import write_drafts
-from kernels import Flash, Linear, Ops, Step, attention, triton
-from kvcache import Store
+from checkpoint.load import fill
+from kernels import Flash, Linear, Ops, attention, triton
+from kvcache import AttentionMetadata, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
-from request import Request, Round, Settings
+from request import Request, Settings
+from speculative import Round
 from sampling import SETTINGS, TEXT, Keyed, draft_role, probabilities
 
 TOLERANCE = {
@@ -270,11 +271,11 @@ def random_llama(seed: int, ops: Ops, dtype: torch.dtype) -> Llama:
     """The same numbers in every dtype."""
     config = Config(261, 16, 40, 2, 2, 1, 8, 96, tie_word_embeddings=True, rms_norm_eps=0.1)
     numbers, llama = (
-        Llama(config, seed=seed).places(),
+        Llama(config, seed=seed).named_tensors(),
         Llama(config, dtype=dtype, seed=None, ops=ops),
     )
-    llama.fill((name, place * (1 if "norm" in name else 9)) for name, place in numbers.items())
-    return llama.prepare()
+    fill(llama, [(name, place * (1 if "norm" in name else 9)) for name, place in numbers.items()])
+    return llama.pack_weights()
 
 
 def published(cache: PagedCache, tokens: list[int]) -> int:
@@ -297,7 +298,7 @@ class Contract:
 
     @pytest.fixture(autouse=True)
     def short_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kernels.TILE", 1024)
+        monkeypatch.setattr("kernels.DEQUANTIZED_TILE", 1024)
 
     def rounding(self, dtype: torch.dtype, bits: int) -> float:
         """bits: of keys or values."""
@@ -351,7 +352,7 @@ class Contract:
             )
             wide, seen, size = stands_for(kept, x)
             more = torch.zeros(N, dtype=torch.float64) if bias is None else bias.double()
-            ready = self.ops.prepare(Linear(kept, bias), dtype, "embed")
+            ready = self.ops.pack_weight(Linear(kept, bias), dtype, "embed")
             if (
                 seen.equal(x.double()) or dtype != torch.float64
             ):  # a product of integers has float32's scales
@@ -427,7 +428,7 @@ class Contract:
             ]
             shape, cpu = (2, sum(blocks) + 2, S, G, D), torch.device("cpu")
             rooms = [
-                Store.empty(shape, width, dtype, cpu, self.ops.room, group)
+                Store.empty(shape, width, dtype, cpu, self.ops.empty_kv, group)
                 for width, group in zip(bits, (GROUP, None))
             ]
             cache = Cached(*rooms, dtype, S)
@@ -443,7 +444,7 @@ class Contract:
             qkv, (cos, sin), step = (
                 torch.randn(T, H + 2 * G, D).to(dtype),
                 rope(T, D, dtype),
-                Step(spans, S, cache),
+                AttentionMetadata([SequenceSlice(*s) for s in spans], S, cache),
             )
             qkv[-1, H:] = 0  # all-zero groups, too
             q, k, v = qkv.split((H, G, G), 1)
@@ -451,8 +452,8 @@ class Contract:
                 out = self.ops.attend(qkv, G, cos, sin, step, 1)
                 q, k = Ops().rotate(qkv[:, :-G], cos, sin).split((H, G), 1)
             else:
-                out = self.ops.look_back(q, k, v, step, 1)
-            ends = [*accumulate(step.counts, initial=0)]
+                out = self.ops.store_and_attend(q, k, v, step, 1)
+            ends = [*accumulate(step.num_new_tokens, initial=0)]
             for where, own in zip(slots, map(slice, ends, ends[1:])):
                 new = where[own.start - own.stop :]
                 self.stored(rooms[0], new, k[own], rotates)
@@ -499,7 +500,7 @@ class Contract:
                 torch.randn(B * n, (R + 2) * G, D).to(dtype),
                 torch.zeros(B * n, 1, D, dtype=dtype),
             )
-            out = self.ops.attend(qkv, G, zero + 1, zero, Step.alone(B, n), 0)
+            out = self.ops.attend(qkv, G, zero + 1, zero, AttentionMetadata.without_cache(B, n), 0)
             for got, own in zip(out.split(n), qkv.split(n)):
                 q, k, v = own.split((R * G, G, G), 1)
                 size = 4 * v.double().abs().amax() * (1 + q.double().abs().amax())
@@ -524,11 +525,11 @@ class Contract:
                 if dtype == torch.float64
                 else dict(atol=1e-6, rtol=1e-5)
             )
-            wanted, named = probabilities(logits, *values), dict(zip(SETTINGS, values))
+            wanted, named = probabilities(logits, **{n: v for n, v in zip(SETTINGS, values)}), dict(zip(SETTINGS, values))
             probs = (
                 self.ops.probabilities(logits, **named)
                 if seed % 2
-                else self.ops.probabilities(logits, *values)
+                else self.ops.probabilities(logits, **{n: v for n, v in zip(SETTINGS, values)})
             )
             torch.testing.assert_close(probs, wanted, **exact)
             coin = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
@@ -547,7 +548,7 @@ class Contract:
         exact = [partial(whole, random_llama(seed, Ops(), torch.float64)) for seed in (1, 2)]
         cache, coin, generator = (
             PagedCache.of(models[0], 40, 4),
-            partial(Keyed, picks=self.ops.pick),
+            partial(Keyed, pick=self.ops.pick),
             torch.Generator(),
         )
         seqs, texts, found = (
@@ -566,7 +567,7 @@ class Contract:
             wanted = torch.cat([exact[model](text)[-n:] for text, n in zip(texts[model], counts)])
             found.append((got, wanted if rows is None else wanted[rows]))
         for llama, reference, (text, *_) in zip(models, exact, texts):  # and without the cache
-            found.append((llama(torch.tensor(text), rows=slice(-2, None)), reference(text)[-2:]))
+            found.append((llama(torch.tensor(text), logits_indices=slice(-2, None)), reference(text)[-2:]))
         for got, wanted in found:  # a later pass does not touch them
             torch.testing.assert_close(
                 got.double(), wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3
@@ -581,7 +582,7 @@ class Contract:
             )
             known = [published(cache, request.tokens) for request in requests]
             drafted, q = self.ops.draft(
-                write_drafts, models[model], cache, seqs[model], new, rounds, publish
+                models[model], cache, seqs[model], new, rounds, publish
             )
             for b, (request, gamma, text) in enumerate(zip(requests, gammas, texts[model])):
                 tokens, p = one_by_one(exact[model], request, gamma, coupled)
@@ -600,15 +601,15 @@ class Contract:
             models[0].norm.fill_(math.nan)
             rounds = Round([Request([7], WARM)], [1], 250, cache.device)
             with pytest.raises(ValueError, match="not finite"):
-                self.ops.draft(write_drafts, models[0], cache, seqs[0], [[7]], rounds)
+                self.ops.draft(models[0], cache, seqs[0], [[7]], rounds)
 
     def test_room_and_dtype(self):
         for dtype in (torch.bfloat16, torch.int16, torch.uint8):
-            room = self.ops.room((1, 2, 3, 4, 6), dtype, torch.device("cpu"))
+            room = self.ops.empty_kv((1, 2, 3, 4, 6), dtype, torch.device("cpu"))
             assert room.shape == (1, 2, 3, 4, 6) and room.dtype == dtype
             assert room.untyped_storage().nbytes() == 144 * dtype.itemsize
         for stored, dtype in product(ROUNDING, ROUNDING):
-            found = self.ops.dtype(stored)
+            found = self.ops.compute_dtype(stored)
             assert found == stored or found == torch.float32 and stored.itemsize == 2
             assert (
                 self.ops.weight_dtype([stored, torch.float64], dtype) == dtype
@@ -619,7 +620,7 @@ class Contract:
                 torch.randn(3, 8, dtype=dtype),
             )
             y, wide = (
-                self.ops.linear(x, self.ops.prepare(Linear(w.to(kept), None), dtype, "o")),
+                self.ops.linear(x, self.ops.pack_weight(Linear(w.to(kept), None), dtype, "o")),
                 w.to(dtype).double(),
             )
             assert (
@@ -633,7 +634,7 @@ class Contract:
 
 def whole(llama: Llama, text: list[int]) -> torch.Tensor:
     """Logits of a text, by the pass that `Ops.forward` is given."""
-    return llama._forward(torch.tensor(text), Step.alone(1, len(text)), None)
+    return llama.forward(torch.tensor(text), AttentionMetadata.without_cache(1, len(text)), None)
 
 
 def one_by_one(
@@ -643,7 +644,7 @@ def one_by_one(
     drafted, p = [], torch.zeros(gamma, 250, dtype=torch.float64)
     for j in range(gamma):
         logits = llama(request.tokens + drafted)[-1:, :250]
-        p[j] = probabilities(logits, *(getattr(request.settings, name) for name in SETTINGS))[0]
+        p[j] = probabilities(logits, **{name: getattr(request.settings, name) for name in SETTINGS})[0]
         place, role = len(request.tokens) + j * coupled, TEXT if coupled else draft_role(j)
         coin = Keyed(torch.tensor([request.settings.seed]), torch.tensor([place]), role)
         drafted.append(int(coin.pick(p[j : j + 1])))
@@ -655,7 +656,7 @@ class Cached:
 
     def __init__(self, keys: Store, values: Store, dtype: torch.dtype, max_len: int):
         self.keys, self.values, self.dtype = keys, values, dtype
-        self.max_len = max_len + (max_len < 64)  # a block of 64 is a row of a contiguous cache
+        self.backend = {}; self.max_len = max_len + (max_len < 64)  # a block of 64 is a row of a contiguous cache
 
 
 class TestPlain(Contract):

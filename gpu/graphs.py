@@ -277,16 +277,3 @@ def filled(round: Any, unread: Sequence[Sequence[int]], lengths: Sequence[int], 
         values = [neutral if value is None else value for value in round.settings(name)]
         row[:n] = torch.tensor(values, dtype=torch.float64)
     return host
-
-
-# ---- The demonstration: how few shapes there are ---------------------------------------------------------------------
-
-if __name__ == "__main__":
-    shapes = {
-        Bucket(rounded(texts), 1, rounded(blocks))
-        for texts in range(1, 65)
-        for blocks in range(1, 257)
-    }
-    print(
-        f"1 to 64 texts of up to 4,096 tokens, in blocks of 16, decode in {len(shapes)} shapes, not {64 * 256:,}"
-    )

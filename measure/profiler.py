@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from app.shell import check_file, say, whole
+from app.shell import check_file, new_file, say
 from kernels import Ops
 from model import Llama
 
@@ -83,7 +83,7 @@ def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
         trace.stop()
         for llama, ops in zip(models, original):
             llama.ops = ops
-        with whole(Path(file)) as new:
+        with new_file(Path(file)) as new:
             trace.export_chrome_trace(str(new))
         say_phases(trace, seconds)
         say(f"{file} has the trace: open it in ui.perfetto.dev")
