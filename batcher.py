@@ -179,14 +179,19 @@ class Batcher:
 
 
 def main() -> None:
-    """The demonstration: 16 texts of 4 to 48 tokens, four at a time; a row each, a column a step."""
-    lengths = [round(4 * 12 ** ((7 * i % 16) / 15)) for i in range(16)]
-    requests = [Request([1], Settings(0.7, seed=i, max_tokens=n)) for i, n in enumerate(lengths)]
-    batcher = Engine(Model.load("tiny"), None, 1000, 64, 4, prefix_cache=False).batcher
-    made = {(request, batcher.num_steps) for request, _ in batcher.run(requests)}
-    for request in requests:
-        steps = range(1, batcher.num_steps + 1)
-        print("".join("█" if (request, step) in made else "·" for step in steps))
+    """The demonstration: 16 texts, four at a time; a row each, a column a step."""
+    model = Model.load("tiny")
+    batcher = Engine(model, None, tokens=1000, max_len=64, max_batch=4).batcher
+    lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
+    requests = []
+    for seed, length in enumerate(lengths):
+        settings = Settings(temperature=0.7, seed=seed, max_tokens=length)
+        requests.append(Request([1], settings))
+    rows = {request: "" for request in requests}
+    for request, _ in batcher.run(requests):
+        rows[request] = rows[request].ljust(batcher.num_steps - 1, "·") + "█"
+    for row in rows.values():
+        print(row.ljust(batcher.num_steps, "·"))
     static = sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))
     print(f"{sum(lengths)} tokens in {batcher.num_steps} steps", end=", ")
     print(f"and in {static} if each four wait for the longest of them")

@@ -72,7 +72,7 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
     return model.tokenizer.decode(text)
 
 
-# ---- Models ----------------------------------------------------------------------------------------
+# ---- Models --------------------------------------------------------------------------------------
 
 
 class Model:
@@ -104,7 +104,7 @@ class Model:
         dtype: torch.dtype | None = None,
         bits: Kind = 16,
     ) -> Model:
-        """An alias, a Hub id or a folder; bits: see quant.STORED. UserError or FileNotFoundError."""
+        """An alias, a Hub id or a folder. bits: see quant.STORED."""
         folder = find_folder(name)
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
@@ -186,7 +186,7 @@ class Model:
         return Request(tokens, replace(settings, max_tokens=max_tokens), self.eos_token_ids)
 
 
-# ---- Drafts ----------------------------------------------------------------------------------------
+# ---- Drafts --------------------------------------------------------------------------------------
 
 
 class Draft(NamedTuple):
@@ -243,7 +243,7 @@ def load_draft(
     return Draft(draft.llama, True, lambda cache: ModelDrafter(draft.llama, cache))
 
 
-# ---- The engine ------------------------------------------------------------------------------------
+# ---- The engine ----------------------------------------------------------------------------------
 
 
 class Engine:
@@ -252,7 +252,8 @@ class Engine:
     tokens: the most in all running requests together; more requests wait. max_len: tokens of the
     longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len).
     kv_memory: bytes for keys and values, or, up to 1, a share of free memory; None: as `tokens`
-    need. kv_bits: 16, 8, 4 or "8/4" (keys in 8, values in 4). UserError, before memory is asked for.
+    need. kv_bits: 16, 8, 4 or "8/4" (keys in 8, values in 4). UserError, before memory is asked
+    for.
     """
 
     def __init__(
@@ -404,7 +405,7 @@ def paged_caches(
     ]
 
 
-# ---- For Python callers ----------------------------------------------------------------------------
+# ---- For Python callers --------------------------------------------------------------------------
 
 
 def stream(
@@ -438,8 +439,8 @@ def generate(
     generate(["Tom", "Lily"], draft="tiny-draft", temperature=0.7, seed=1)
     generate(messages=[{"role": "user", "content": "Hi"}], target="1B")
 
-    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again. Options:
-    those of `prepare`, and the settings of `Settings` by name. Several processes that
+    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again.
+    Options: those of `prepare`, and the settings of `Settings` by name. Several processes that
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """
     if (prompt is None) == (messages is None):

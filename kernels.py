@@ -1,4 +1,4 @@
-"""The operations of a forward pass in plain torch: the specification, and the one class that backends override.
+"""The operations of a forward pass in plain torch: the specification, which backends override.
 
 `Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a
 subclass that overrides what its machine does faster, and calls super() for the rest. `find_device`
@@ -75,17 +75,15 @@ class Linear(NamedTuple):
 def send(
     numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """These numbers on the device, without waiting for its work. (PyTorch keeps pinned memory until
-    it is copied.)"""
+    """These numbers on the device, without waiting for its work."""
     x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
     return x.to(device)
 
 
 def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pieces end to end: int64[T]; and the index of each piece's last token:
-    int64[len(pieces)]."""
+    """The pieces end to end: int64[T]; and the index of each piece's last token."""
     ends = accumulate(len(piece) for piece in pieces)
     last = [end - 1 for end in ends]
     return send([*chain(*pieces)], device), send(last, device)
@@ -105,8 +103,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def find_device(name: torch.device | str | None = None) -> torch.device:
-    """The device of this name; None: a GPU, if there is one. UserError for one that this machine
-    does not have."""
+    """The device of this name; None: a GPU, if there is one. UserError if it is not here."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable = "cpu or cuda" if torch.cuda.is_available() else "cpu"
@@ -276,7 +273,7 @@ class Ops:
         round: Round,
         cache_blocks: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """All drafts of a round: each pass drafts one token of every request -> int64[B, k], float[B, k, V].
+        """All drafts of a round, one token of every request in each pass.
 
         unread: each request's tokens that the cache lacks. cache_blocks: as for `Cache.extend`.
         """
@@ -340,11 +337,14 @@ if triton is not None:
         ROWS: tl.constexpr,
         KEYS: tl.constexpr,
     ):
-        """A program has ROWS rows of one sequence: its newest tokens times the R query heads of a key/value head. It
-        walks over the keys in tiles and keeps for each row the largest score s (in `scale`: 1 / ln
-        2, for exp2), the sum l of the weights, and the weighted sum o of the values:
+        """Attention of ROWS rows of one sequence: new tokens times the R heads of a key/value head.
 
-            top' = max(top, max_j s_j)    p_j = 2^(s_j − top')    l, o = 2^(top − top') · (l, o) + Σ_j p_j · (1, v_j)
+        It walks over the keys in tiles and keeps for each row the largest score s (in `scale`:
+        1 / ln 2, for exp2), the sum l of the weights, and the weighted sum o of the values:
+
+            top' = max(top, max_j s_j)        p_j = 2^(s_j − top')
+            l = 2^(top − top') · l + Σ_j p_j
+            o = 2^(top − top') · o + Σ_j p_j · v_j
         """
         b = tl.program_id(0) // G
         g = tl.program_id(0) % G
@@ -459,19 +459,19 @@ def main() -> None:
     q = torch.randn(n, 1, 16)
     k = torch.randn(m, 1, 16)
     v = torch.randn(m, 1, 16)
-    bottom_right = attention(q, k, v)
-    top_left = F.scaled_dot_product_attention(*(x[:, 0] for x in (q, k, v)), is_causal=True)
-    print(
-        f"the last {n} of {m} tokens: x marks the keys that a query sees, and the error beside the equation"
-    )
+    top_left = torch.ones(n, m, dtype=torch.bool).tril()
+    heads = [x.transpose(0, 1) for x in (q, k, v)]  # [1, tokens, 16]
+    outputs = {
+        "bottom-right": attention(q, k, v)[:, 0],
+        "top-left": F.scaled_dot_product_attention(*heads, attn_mask=top_left)[0],
+    }
+    print(f"the last {n} of {m} tokens: x marks the keys that a query sees, and its error")
     for i in range(n):
-        last = m - n + 1 + i
-        wanted = (q[i] @ k[:last, 0].T / 4).softmax(-1) @ v[:last, 0]
-        for name, out, num_keys in (
-            ("bottom-right", bottom_right[i, 0], last),
-            ("top-left", top_left[i], i + 1),
-        ):
-            error = (out - wanted).abs().max()
+        last = m - n + 1 + i  # keys that it should see
+        scores = q[i] @ k[:last, 0].T / 4
+        wanted = scores.softmax(-1) @ v[:last, 0]
+        for name, num_keys in (("bottom-right", last), ("top-left", i + 1)):
+            error = (outputs[name][i] - wanted).abs().max()
             print(f"  {name:14}{'x' * num_keys:·<{m}}{error:10.1e}")
 
 

@@ -1,4 +1,4 @@
-"""The contiguous KV cache: keys and values of past tokens are stored, so that no token is computed twice.
+"""The contiguous KV cache: keys and values of past tokens are stored, and never computed twice.
 
 Without a cache, token t costs a pass over t tokens; with a cache, a pass over one. The price is
 memory, reserved for the longest sequence: 2 (K and V) · layers · kv_heads · head_dim · bytes per
@@ -6,20 +6,25 @@ number · tokens, for Llama 3.1 8B in bfloat16 131,072 bytes a token. Numbers of
 (quant.py) take less. An error in a key changes an attention weight, but errors in values average
 out over all tokens: so "8/4" gives keys 8 bits and values 4.
 
-    seq, num_cached = cache.open(tokens)    a new sequence; num_cached of its tokens are stored already (here always 0)
-    cache.fits([(seq, n), ...])             is there memory for n more tokens each? changes nothing
-    metadata = cache.extend([(seq, tokens)])  takes memory for these tokens, or refuses before anything has changed
-    cache.truncate(seq, length)             keeps the first `length` tokens, for example after a rejected draft
+    seq, num_cached = cache.open(tokens)       a new sequence; num_cached of its tokens are stored
+                                               already (here always 0)
+    cache.fits([(seq, n), ...])                is there memory for n more tokens each?
+    metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
+                                               anything has changed
+    cache.truncate(seq, length)                keeps the first `length` tokens
+    cache.commit(seq, text, num_new)           after a round: keeps what belongs to the text
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
 Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
-order. Token t of a sequence lies in slot block_table[t // block_size] · block_size + t %
-block_size. In this page a block is as long as the longest sequence, so each sequence has one block;
-paged.py has short blocks, and shares them.
+order. Token t of a sequence lies in the slot
 
-Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); slots beyond are never
-read. Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI,
-arXiv:2402.02750).
+    block_table[t // block_size] · block_size + t % block_size
+
+In this page a block is as long as the longest sequence, so each sequence has one block; paged.py
+has short blocks, and shares them.
+
+Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); no slot beyond is read.
+Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
 
     T new tokens of a step · B sequences · L layers · N blocks · S tokens of a block (block_size)
     M blocks of the longest sequence · G key/value heads · D head size
@@ -62,7 +67,7 @@ class SequenceSlice(NamedTuple):
 
 
 class AttentionMetadata:
-    """Where the new tokens of a step, packed end to end, belong. The five tensors are views of one buffer.
+    """Where the new tokens of a step, packed end to end, belong: five views of one buffer.
 
     positions     int32[T]      where a token is in its sequence
     slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding)
@@ -189,7 +194,7 @@ def stored_parts(
 
 
 class Store:
-    """The keys or values of a cache: parts [L, N, S, G, width] (`stored_parts`); slot = block · S + offset.
+    """The keys or values of a cache: parts [L, N, S, G, width]; slot = block · S + offset.
 
     Each vector has scales of its own, so what is stored does not depend on which tokens were stored
     together.
@@ -235,7 +240,8 @@ class Store:
     def write(self, layer: int, slot_mapping: Tensor, x: Tensor) -> None:
         """Store x: [T, G, D] in its slots: int64[T]."""
         for part, numbers in zip(self.parts, self.encode(x)):
-            part[layer].flatten(0, 1).index_copy_(0, slot_mapping, numbers.to(part.dtype))
+            by_slot = part[layer].flatten(0, 1)
+            by_slot.index_copy_(0, slot_mapping, numbers.to(part.dtype))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """The vectors in `slots`: int64[m] -> [m, G, D]."""
@@ -319,7 +325,7 @@ class Cache:
     ):
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
-                f"a cache of {dtype} is not supported; use one of float64, float32, bfloat16, float16"
+                f"a cache of {dtype} is not supported; use float64, float32, bfloat16 or float16"
             )
         self.device = torch.device(device)
         self.dtype = dtype
@@ -371,8 +377,8 @@ class Cache:
             length = self.length(seq)
             if length + len(tokens) > self.max_len:
                 raise CacheFull(
-                    f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the limit "
-                    f"is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
+                    f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the "
+                    f"limit is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
                 )
         self._add_blocks(requests, cache_blocks)
         slices = []
@@ -456,7 +462,7 @@ class KVCache(Cache):
         sequences."""
         if not self._free_rows:
             raise CacheFull(
-                f"all {len(self._sequences)} rows are taken: free a sequence, or make a cache of more"
+                f"all {len(self._sequences)} rows are taken: free a sequence, or make more rows"
             )
         seq = self._free_rows.pop()
         self._sequences[seq] = CachedSequence(block_table=[seq])

@@ -44,7 +44,7 @@ BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), to
 
 
 class BlockPool:
-    """`total` blocks, numbered from 0: free ones, live ones with references, and cached ones without.
+    """`total` blocks: free ones, live ones with references, and cached ones without.
 
     A live block may be cached, too: then `open` finds it, and it stays cached when its last
     reference is released.
@@ -120,7 +120,7 @@ def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> in
     if not num_bytes >= block_bytes:  # NaN, too
         raise UserError(
             f"the memory for keys and values is {memory}: that does not hold a block, which takes "
-            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or a number of bytes"
+            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or bytes"
         )
     return int(num_bytes) // block_bytes
 

@@ -1,52 +1,71 @@
 """The law of a sampler (the distribution of its texts), exactly: a sum over every possible run.
 
-All randomness passes through a coin with two methods (sampling.py). The coin here follows a script of outcomes. At each
-decision it notes the outcome's probability, and scripts for the other outcomes, until every script has been run:
+All randomness passes through a coin with two methods (sampling.py). The coin here follows a script
+of outcomes. At each decision it notes the outcome's probability, and scripts for the other
+outcomes, until every script has been run:
 
-    law(text) = Σ over the scripts that end in this text of Π over a script's decisions of the outcome's probability
+    law(text) = Σ over the scripts that end in this text of
+                Π over a script's decisions of the outcome's probability
 
-Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own script, or `group`
-texts share one, which gives their joint law. The models are toys: a table gives the distribution after each text. A toy
-stores tokens as digits and reads the text back through attention: one wrong token in a cache changes the law.
+Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
+script, or `group` texts share one, which gives their joint law. Cost: a run for each possible
+sequence of outcomes, so texts of a few tokens out of three. The models are toys.
+
+    B rows, one request each · k drafted tokens · V vocabulary
 """
+
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kernels import Ops
 
+if TYPE_CHECKING:
+    from kvcache import AttentionMetadata
+
+Law = dict[Any, float]  # the probability of each outcome
+
 
 class Branch:
-    """One possible run: it follows a script, then takes first possible outcomes. others: scripts of other outcomes."""
+    """One possible run: it follows a script, then takes first possible outcomes.
+
+    path: the outcomes of the decisions, which have at least two possible outcomes each.
+    others: scripts for the outcomes that were not taken after the script's end.
+    """
 
     def __init__(self, script: Sequence[int]):
-        self.script, self.probability = script, 1.0
-        self.path, self.others = list[int](), list[tuple[int, ...]]()
+        self.script = script
+        self.probability = 1.0
+        self.path: list[int] = []
+        self.others: list[tuple[int, ...]] = []
 
-    def decide(
-        self, probs: Sequence[float]
-    ) -> int:  # a decision has at least two possible outcomes
-        taken, *others = (i for i, p in enumerate(probs) if p > 0)
-        if others and len(self.path) < len(self.script):
-            taken = self.script[len(self.path)]
-        else:
-            self.others += [(*self.path, other) for other in others]
-        self.path += [taken] if others else []
-        self.probability *= probs[taken]
-        return taken
+    def decide(self, probs: Sequence[float]) -> int:
+        """The index of the outcome, with these probabilities."""
+        possible = [i for i, p in enumerate(probs) if p > 0]
+        outcome = possible[0]
+        if len(possible) > 1:
+            if len(self.path) < len(self.script):
+                outcome = self.script[len(self.path)]
+            else:
+                self.others += [(*self.path, other) for other in possible[1:]]
+            self.path.append(outcome)
+        self.probability *= probs[outcome]
+        return outcome
 
 
 class Walk:
     """Makes coins, as `Keyed` does: a request with seed s follows branch s // group."""
 
     def __init__(self, scripts: Sequence[Sequence[int]], group: int = 1):
-        self.branches, self.group = [Branch(script) for script in scripts], group
+        self.branches = [Branch(script) for script in scripts]
+        self.group = group
 
-    def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> "WalkingCoin":
+    def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> WalkingCoin:
         return WalkingCoin([self.branches[seed // self.group] for seed in seeds.tolist()])
 
 
@@ -56,72 +75,94 @@ class WalkingCoin:
     def __init__(self, branches: list[Branch]):
         self.branches = branches
 
-    def __getitem__(self, rows: slice | list[int]) -> "WalkingCoin":
-        return WalkingCoin(
-            self.branches[rows] if isinstance(rows, slice) else [self.branches[row] for row in rows]
-        )
+    def __getitem__(self, rows: slice | list[int]) -> WalkingCoin:
+        if isinstance(rows, slice):
+            return WalkingCoin(self.branches[rows])
+        return WalkingCoin([self.branches[row] for row in rows])
 
-    def accept(self, prob: Tensor) -> Tensor:  # float[B, k] -> bool[B, k]
-        stood = [
-            next((j for j, p in enumerate(row) if not branch.decide((1 - p, p))), len(row))
-            for branch, row in zip(self.branches, prob.tolist())
-        ]
-        return (
-            torch.arange(prob.shape[1]) < torch.tensor(stood)[:, None]
-        )  # later ones do not matter
+    def accept(self, prob: Tensor) -> Tensor:
+        """float[B, k] -> bool[B, k]. After a row's first False nothing is decided."""
+        accepted = []
+        for branch, row in zip(self.branches, prob.tolist()):
+            outcomes = [False] * len(row)
+            for j, p in enumerate(row):
+                if branch.decide((1 - p, p)) == 0:
+                    break
+                outcomes[j] = True
+            accepted.append(outcomes)
+        return torch.tensor(accepted, dtype=torch.bool).view(prob.shape)
 
-    def pick(self, probs: Tensor) -> Tensor:  # float[B, V] -> int64[B]
-        return torch.tensor(
-            list(map(Branch.decide, self.branches, probs.tolist())), dtype=torch.int64
-        )
+    def pick(self, probs: Tensor) -> Tensor:
+        """float[B, V] -> int64[B]."""
+        picked = []
+        for branch, row in zip(self.branches, probs.tolist()):
+            picked.append(branch.decide(row))
+        return torch.tensor(picked, dtype=torch.int64)
 
 
 def enumerate_law(
     run: Callable[[Walk, int], Sequence[Any]], group: int = 1, width: int = 1024
-) -> dict[Any, float]:
-    """The law of the outcomes of run(walk, n), which makes n · group texts, seeds 0, 1, …, and returns n outcomes."""
-    law, waiting = defaultdict[Any, float](float), [()]
+) -> Law:
+    """The law of the outcomes of run(walk, n).
+
+    A run makes n · group texts, of the seeds 0, 1, …, and returns n outcomes.
+    """
+    law = defaultdict(float)
+    waiting: list[tuple[int, ...]] = [()]
     while waiting:
-        walk, waiting = Walk(waiting[-width:], group), waiting[:-width]
-        for outcome, branch in zip(run(walk, len(walk.branches)), walk.branches, strict=True):
+        walk = Walk(waiting[-width:], group)
+        del waiting[-width:]
+        outcomes = run(walk, len(walk.branches))
+        for outcome, branch in zip(outcomes, walk.branches, strict=True):
             law[outcome] += branch.probability
             waiting += branch.others
     return dict(law)
 
 
 class Toy:
-    """A model of V tokens, for texts of up to `longest` tokens: the text's code is the row of a table of logits."""
+    """A model of V tokens, for texts of up to `longest` tokens: a table of logits, a row a text.
 
-    device, dtype, ops, shift = (
-        torch.device("cpu"),
-        torch.float64,
-        Ops(),
-        0,
-    )  # shift: added to stored digits
+    The row is the text's code, a number in base V + 1: token t at position i counts
+    (t + 1) · (V + 1)^i. A toy knows the text only by attention: it stores each token's count as
+    the token's value, all keys are 0, so attention is the mean count of the text, and times the
+    length it is the code. So one wrong token in a cache changes the law.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float64
+    ops = Ops()
+    shift = 0  # added to stored tokens: toys of another shift read another text in a shared cache
 
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
         weights = torch.rand((V + 1) ** longest, V, generator=generator, dtype=torch.float64) ** 3
-        kinds = torch.randint(0, 8, (len(weights), V), generator=generator)
-        weights[kinds == 0], weights[kinds == 1] = 0, 0.25  # zeros and ties
+        kinds = torch.randint(0, 8, weights.shape, generator=generator)
+        weights[kinds == 0] = 0
+        weights[kinds == 1] = 0.25  # ties
         weights[weights.sum(-1) == 0, seed % V] = 1  # where all are zeros
-        self.table, self.V = (weights / weights.sum(-1, keepdim=True)).log(), V  # [texts, V]
+        self.V = V
+        self.table = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
 
-    def code(
-        self, text: Sequence[int]
-    ) -> int:  # in base V + 1, token t at place i is the digit t + 1
+    def code(self, text: Sequence[int]) -> int:
+        """The row of a text in the table."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(
-        self, tokens: Tensor, metadata: Any, logits_indices: Tensor | slice | None = None
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | slice | None = None,
     ) -> Tensor:
-        at, shifted = metadata.positions, (tokens + self.shift) % self.V + 1
-        digits = (shifted.double() * (self.V + 1.0) ** at)[:, None, None]
-        mean = self.ops.store_and_attend(
-            0 * digits, 0 * digits, digits, metadata, 0
-        ).flatten()  # of a text
-        codes = (mean * (at + 1)).round().long()
-        return self.table[codes if logits_indices is None else codes[logits_indices]]
+        """The logits after each token, or after those of these indices: int64[T] -> [R, V]."""
+        positions = metadata.positions.double()
+        digits = (tokens + self.shift) % self.V + 1
+        counts = (digits * (self.V + 1) ** positions)[:, None, None]  # [T, 1, 1]
+        zeros = torch.zeros_like(counts)
+        mean = self.ops.store_and_attend(zeros, zeros, counts, metadata, 0).flatten()
+        codes = (mean * (positions + 1)).round().long()
+        if logits_indices is not None:
+            codes = codes[logits_indices]
+        return self.table[codes]
 
 
 def sequential_law(
@@ -130,20 +171,20 @@ def sequential_law(
     count: int,
     ends: Sequence[int],
     probs: Callable[[Tensor], Tensor],
-) -> dict[tuple[int, ...], float]:
+) -> Law:
     """The law of up to `count` tokens that a toy makes alone, one after the other, by recursion."""
-    chances = probs(toy.table[toy.code(prompt)]).tolist() if count else ()
-    return {
-        (token, *text): p * mass
-        for token, p in enumerate(chances)
-        if p > 0
-        for text, mass in sequential_law(
-            toy, [*prompt, token], 0 if token in ends else count - 1, ends, probs
-        ).items()
-    } or {(): 1.0}
+    if count == 0:
+        return {(): 1.0}
+    law = {}
+    for token, p in enumerate(probs(toy.table[toy.code(prompt)]).tolist()):
+        if p > 0:
+            remaining = 0 if token in ends else count - 1
+            rest = sequential_law(toy, [*prompt, token], remaining, ends, probs)
+            for text, mass in rest.items():
+                law[(token, *text)] = p * mass
+    return law
 
 
-def distance(
-    a: dict[Any, float], b: dict[Any, float]
-) -> float:  # the largest difference of two laws
+def distance(a: Law, b: Law) -> float:
+    """The largest difference of two laws."""
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())

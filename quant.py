@@ -1,35 +1,37 @@
 """INT8 and INT4 numbers: fewer bytes for the same weights, keys and values.
 
-A decoding step takes as long as reading the weights takes, and a cache fills the memory that is left. So numbers x are
-stored as small integers q on a grid, with one grid for each row or group, and converted back where they are used:
+A decoding step takes as long as reading the weights takes, and a cache fills the memory that is
+left. So numbers x are stored as small integers q on a grid, with one grid for each row or group,
+and converted back where they are used:
 
-    x ≈ (q − zero) · scale          8 bits: q in [−127, 127], zero = 0           4 bits: q in [0, 15], two in a byte
-    scale = max|x| / 127    or    (max x − min x) / 15,   zero = −round(min x / scale)        |error| ≤ scale / 2
-    x ≈ code[q] · scale             NF4: q in [0, 15], scale = max|x|            FP8: q in E4M3, scale = max|x| / 448
+    x ≈ (q − zero) · scale
 
-A scale is rounded *up* to 16 bits before q is computed with it (a grid with a smaller scale would not reach max x). It
-is at least 1e-30: all-zero groups are exact, and nothing is divided by 0.
+    8 bits   q in [−127, 127]                     scale = max|x| / 127          zero = 0
+    4 bits   q in [0, 15], two in a byte          scale = (max x − min x) / 15
+                                                  zero = −round(min x / scale)
+    FP8      q in E4M3                            scale = max|x| / 448          zero = 0
+    NF4      x ≈ code[q] · scale, q in [0, 15]    scale = max|x|
 
-  - Weights W [N, K]: 8 bits (FP8, too) have a scale for each row, N (K + 2) bytes; 4 bits a scale and a zero for each
-    group of 32, 64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of 16 bits, *plus scales*. NF4 has no zeros.
-  - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for each group of 16
-    numbers, and their zeros count quarters of a grid step: whole steps cost more.
-  - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao et al. 2022).
+Invariant: |error| ≤ scale / 2 in 8 and 4 bits. A scale is rounded *up* to 16 bits before q is
+computed with it: a grid with a smaller scale would not reach max x.
 
-`python quant.py NAME --bits 4 --method gptq --data FILE --out DIR` writes a smaller model folder, `--table` measures
-all widths and methods, and with no flags it shows what the bits cost on the embedded model (train/quantize.py).
+  - Weights W [N, K]: 8 bits (FP8, too) have a scale for each row, N (K + 2) bytes; 4 bits a scale
+    and a zero for each group of 32, 64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of
+    16 bits, *plus scales*. NF4 has no zeros.
+  - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for
+    each group of 16 numbers, and their zeros count quarters of a grid step: whole steps cost more.
+  - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao
+    et al. 2022).
+
+Not covered: how to round with care (GPTQ, AWQ: train/calibrate.py). `python -m train.quantize`
+writes a quantized model's folder; `python quant.py` shows what the bits cost the embedded model.
 
 NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (2209.05433).
 
-    N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row · D head size
+    N rows of W, out_features · K columns, in_features · M = ⌈K / group⌉ groups of a row
+    D head size · T tokens of a step
 """
 
-if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
-    from app.shell import begin
-
-    begin()
-
-import sys
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -39,87 +41,137 @@ from torch import Tensor
 
 from errors import UserError
 
-TINY = 1e-30  # the smallest scale; smaller numbers become 0
-FAR = 2000  # the most grid steps from 0 to a grid: float32 stays precise
-PARTS = 4  # zeros of a vector with several groups count 1/4 grid steps
-SLAB = 1 << 22  # numbers that are quantized at a time
-MOST8, MOST4, MOST_FP8 = (
-    2.679e36,
-    4.851e37,
-    7.58e35,
-)  # the largest scales: 127, 7, 448 times them are in float32
+SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
+LARGEST = torch.finfo(torch.bfloat16).max  # a number on a grid; close to float32's largest number
+LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
+PARTS = 4  # of a grid step, counted by the zeros of a vector with several groups; int16 holds 8,000
+SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
 
 
-# ---- Grids and numbers -----------------------------------------------------------------------------------------------
+# ---- Grids and numbers ---------------------------------------------------------------------------
+
+
+def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """The 4-bit grids of x: [..., K] -> scale, bfloat16[..., M]; zero, int16[..., M].
+
+    parts: zeros count 1 / parts of a grid step.
+    """
+    low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
+    scale = high / 15 - low / 15  # (high − low) / 15, where high − low may not be in float32
+    farthest = torch.maximum(high, -low)
+    scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # far from 0 the grid is coarser
+    scale.masked_fill_(farthest > 1e38, LARGEST / 7)  # all x are then within 7 steps of 0
+    scale = safe_scale(scale, 7)
+    zero = -(low / scale * parts).round_()
+    return scale, zero.to(torch.int16)
+
+
+def symmetric_scale(x: Tensor, steps: int) -> Tensor:
+    """The scale of a grid with max |x| at `steps`: [..., K] -> bfloat16[..., 1]."""
+    largest = x.abs().amax(-1, keepdim=True).float()
+    return safe_scale(largest / steps, steps)
+
+
+def safe_scale(scale: Tensor, steps: int) -> Tensor:
+    """A float32 scale -> bfloat16, rounded up: a smaller one would not reach the largest number.
+
+    At least SMALLEST_SCALE; and at most so large that `steps` times the scale is a float32.
+    """
+    return round_up(scale.clamp_(SMALLEST_SCALE, LARGEST / steps))
 
 
 def round_up(x: Tensor) -> Tensor:
     """The next bfloat16 that is not below x ≥ 0, a float32."""
-    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32).bfloat16()
+    bits = (x.view(torch.int32) + 0xFFFF) & -0x10000
+    return bits.view(torch.float32).bfloat16()
 
 
 def groups(x: Tensor, group: int) -> Tensor:
-    """[..., K] -> [..., M, group]. The last group is padded with its own last number: its grid stays the same."""
-    if short := -x.shape[-1] % group:
-        x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), -1)
+    """[..., K] -> [..., M, group]. The last group is padded with its own last number."""
+    missing = -x.shape[-1] % group
+    if missing:
+        x = F.pad(x, (0, missing), mode="replicate")
     return x.unflatten(-1, (-1, group))
 
 
 def spread(x: Tensor, group: int | None, columns: int) -> Tensor:
-    """Scales or zeros of groups, [..., M] -> of columns, [..., K]. One for the whole row stays [..., 1]."""
-    return x if x.shape[-1] == 1 else x.repeat_interleave(group, -1)[..., :columns]
-
-
-def grid4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """The 4-bit grids of x: [..., K] -> scale, bfloat16[..., M]; zero, int16[..., M], in 1 / parts of a grid step."""
-    low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
-    far = torch.maximum(high, -low)
-    scale = (
-        torch.maximum(high / 15 - low / 15, far / FAR)
-        .clamp_(min=TINY)
-        .masked_fill_(far > 1e38, MOST4)
-    )
-    scale = round_up(scale)
-    return scale, (-(low / scale * parts).round_()).to(torch.int16)
+    """Scales or zeros of groups, [..., M] -> of columns, [..., K]. A single one stays [..., 1]."""
+    if x.shape[-1] == 1:
+        return x
+    return x.repeat_interleave(group, -1)[..., :columns]
 
 
 def pack4(q: Tensor) -> Tensor:
-    """Two numbers below 16 in a byte, the first in its lower half: uint8[..., K] -> uint8[..., ⌈K / 2⌉]."""
+    """Two numbers below 16 in a byte: uint8[..., K] -> uint8[..., ⌈K / 2⌉]."""
     q = F.pad(q, (0, q.shape[-1] % 2))
-    return q[..., ::2] | q[..., 1::2] << 4
+    lower_half = q[..., ::2]
+    upper_half = q[..., 1::2]
+    return lower_half | upper_half << 4
 
 
 def unpack4(packed: Tensor) -> Tensor:
     """uint8[..., J] -> uint8[..., 2 J]."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    lower_half = packed & 15
+    upper_half = packed >> 4
+    return torch.stack((lower_half, upper_half), -1).flatten(-2)
+
+
+@cache
+def nf4() -> Tensor:
+    """NormalFloat: float32[16], ascending: quantiles of N(0, 1), eight above 0 and seven below.
+
+    Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
+    """
+    outermost = 0.9677083  # 1 − (1/32 + 1/30) / 2
+    above, below = (
+        torch.special.ndtri(torch.linspace(outermost, 0.5, n).double()).float() for n in (9, 8)
+    )  # the last of each is 0
+    return torch.cat((-below[:-1], above.flip(0))) / above[0]
+
+
+# ---- Keys and values -----------------------------------------------------------------------------
+
+Bits = tuple[int, int]  # bits of keys, bits of values
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
+GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
+
+
+def widths(name: str | int) -> Bits:
+    """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
+    if str(name) not in WIDTHS:
+        raise UserError(
+            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
+        )
+    return WIDTHS[str(name)]
 
 
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
-    scale = round_up((x.abs().amax(-1, keepdim=True).float() / 127).clamp_(TINY, MOST8))
-    return (x.float() / scale).round_().to(torch.int8), scale
-
-
-def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys or values [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M]; zero, int16[..., M].
-
-    group: numbers that share a scale; None: the whole vector does. With several groups in a vector, zeros count
-    1 / PARTS of a grid step, which is right for numbers up to 1e38.
-    """
-    D = x.shape[-1]
-    parts = PARTS if D > (group or D) else 1
-    scale, zero = grid4(x, group or D, parts)
-    q = (
-        (x.float() / spread(scale, group, D))
-        .add_(spread(zero, group, D) / parts)
-        .round_()
-        .clamp_(0, 15)
-    )
-    return pack4(q.to(torch.uint8)), scale, zero
+    """x: [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
+    scale = symmetric_scale(x, 127)
+    q = (x.float() / scale).round_()
+    return q.to(torch.int8), scale
 
 
 def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (values * scale.float()).to(dtype)
+    """The numbers that int8 stored: [..., D]."""
+    x = values * scale.float()
+    return x.to(dtype)
+
+
+def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x: [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M]; zero, int16[..., M].
+
+    group: numbers that share a scale; None: the whole vector does. With several groups in a vector,
+    zeros count 1 / PARTS of a grid step, which is right for numbers up to 1e38.
+    """
+    D = x.shape[-1]
+    group = group or D
+    parts = PARTS if group < D else 1
+    scale, zero = affine_grid(x, group, parts)
+    q = x.float() / spread(scale, group, D)
+    q += spread(zero, group, D) / parts
+    q = q.round_().clamp_(0, 15)
+    return pack4(q.to(torch.uint8)), scale, zero
 
 
 def from_int4(
@@ -129,25 +181,15 @@ def from_int4(
     dtype: torch.dtype = torch.float32,
     group: int | None = None,
 ) -> Tensor:
-    zero = zero / (PARTS if zero.shape[-1] > 1 else 1)
-    scale, zero = (spread(x, group, 2 * packed.shape[-1]) for x in (scale.float(), zero))
-    return ((unpack4(packed) - zero) * scale).to(dtype)
+    """The numbers that int4 stored, with its `group`: [..., D]."""
+    D = 2 * packed.shape[-1]
+    parts = PARTS if zero.shape[-1] > 1 else 1
+    steps = unpack4(packed) - spread(zero / parts, group, D)
+    x = steps * spread(scale.float(), group, D)
+    return x.to(dtype)
 
 
-@cache
-def nf4() -> Tensor:
-    """NormalFloat: 0, eight quantiles of N(0, 1) above it and seven below, scaled to ±1: float32[16], ascending.
-
-    Equal to the authors' table to the bit, as it rounds where the authors round: NF4 folders hold their table.
-    """
-    far = 0.9677083  # the outermost quantile: 1 − (1/32 + 1/30) / 2
-    above, below = (
-        torch.special.ndtri(torch.linspace(far, 0.5, n).double()[:-1]).float() for n in (9, 8)
-    )
-    return torch.cat((-below, above.new_zeros(1), above.flip(0))) / above[0]
-
-
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 Kind = int | str  # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
 STORED: dict[Kind, torch.dtype] = {
@@ -169,8 +211,9 @@ def stored_bits(dtype: torch.dtype, zeros: bool) -> Kind:
 class Quantized(NamedTuple):
     """A matrix W [N, K] in 8 or 4 bits. `dequantize(*q)` converts it back to floating point.
 
-    `quantize` makes bfloat16 scales, and zeros only for 4 bits. Folders of other programs (layouts.py) may have scales
-    of any floating-point type, groups and zeros for int8, too, and columns that are stored in another order.
+    `quantize` makes bfloat16 scales, and zeros only for 4 bits. Folders of other programs
+    (checkpoint/layouts.py) may have scales of any floating-point type, groups and zeros for int8,
+    too, and columns that are stored in another order.
     """
 
     values: Tensor  # int8 or float8_e4m3fn[N, K]; uint8[N, ⌈K / 2⌉], two a byte
@@ -194,14 +237,16 @@ class Quantized(NamedTuple):
         ordered: bool = False,
     ) -> "Quantized":
         """An uninitialized matrix. 4 bits always have zeros."""
-        shape, make = (N, -(-K // group)), partial(torch.empty, device=device)
+        make = partial(torch.empty, device=device)
+        dtype = STORED[bits]
+        M = -(-K // group)
         return cls(
-            make(N, -(-K // 2) if STORED[bits] == torch.uint8 else K, dtype=STORED[bits]),
-            make(shape, dtype=scale),
-            make(shape, dtype=torch.int16) if zeros or bits == 4 else None,
-            K,
-            group,
-            make(K, dtype=torch.int64) if ordered else None,
+            values=make(N, -(-K // 2) if dtype == torch.uint8 else K, dtype=dtype),
+            scale=make(N, M, dtype=scale),
+            zero=make(N, M, dtype=torch.int16) if zeros or bits == 4 else None,
+            columns=K,
+            group=group,
+            order=make(K, dtype=torch.int64) if ordered else None,
         )
 
     @property
@@ -211,70 +256,67 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
-        return sum(part.nbytes for part in (*self[:3], self.order) if part is not None)
+        return sum(part.nbytes for part in self if isinstance(part, Tensor))
 
     def rows(self, which: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of W, dequantized: float[R, K]."""
-        parts = (None if part is None else part[which] for part in self[:3])
-        return dequantize(*parts, *self[3:], dtype=dtype)
+        zero = None if self.zero is None else self.zero[which]
+        values = self.values[which]
+        scale = self.scale[which]
+        part = self._replace(values=values, scale=scale, zero=zero)
+        return dequantize(*part, dtype=dtype)
 
 
 def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """W: [N, K], rounded to 4-bit grids -> packed, uint8[N, ⌈K / 2⌉]; scale and zero, [N, M] each."""
-    (scale, zero), K = grid4(w, group), w.shape[1]
-    q = (w.float() / spread(scale, group, K)).round_().add_(spread(zero, group, K)).clamp_(0, 15)
+    """W: [N, K] on 4-bit grids -> packed, uint8[N, ⌈K / 2⌉]; scale and zero, [N, M] each."""
+    K = w.shape[1]
+    scale, zero = affine_grid(w, group)
+    q = (w.float() / spread(scale, group, K)).round_()
+    q += spread(zero, group, K)
+    q = q.clamp_(0, 15)
     return pack4(q.to(torch.uint8)), scale, zero
 
 
 def round_nf4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """W: [N, K], rounded to the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
-    scale = round_up(
-        groups(w, group).abs().amax(-1).float().clamp_(TINY, torch.finfo(torch.bfloat16).max)
-    )
+    """W: [N, K] in the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
+    scale = symmetric_scale(groups(w, group), 1).squeeze(-1)
     code = nf4().to(w.device)
-    x = w.float() / spread(scale, group, w.shape[1])
-    return pack4(torch.bucketize(x, (code[1:] + code[:-1]) / 2).to(torch.uint8)), scale
+    halfway = (code[1:] + code[:-1]) / 2
+    steps = w.float() / spread(scale, group, w.shape[1])
+    q = torch.bucketize(steps, halfway)
+    return pack4(q.to(torch.uint8)), scale
 
 
 def round_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """W: [N, K], rounded to E4M3 (3 mantissa bits, at most 448) -> float8_e4m3fn[N, K]; scale, [N, 1]."""
-    scale = round_up((w.abs().amax(-1, keepdim=True).float() / 448).clamp_(TINY, MOST_FP8))
+    """W: [N, K] in E4M3 (3 mantissa bits, at most 448) -> float8_e4m3fn[N, K]; scale, [N, 1]."""
+    scale = symmetric_scale(w, 448)
     return (w.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 @torch.no_grad()
 def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
-    """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale, and `group` is not used.
-    ValueError for unknown bits, a group below 1, or a weight that is not a matrix of finite numbers."""
+    """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale.
+
+    UserError for unknown bits, or a weight that holds numbers that are not finite.
+    """
     if bits not in STORED:
         raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, STORED))}")
-    if group < 1:
-        raise UserError(f"group is {group}: at least one number must share a scale")
-    if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
+    if not torch.stack(torch.aminmax(w)).isfinite().all():
         raise UserError(
-            f"a weight of {w.dtype} {list(w.shape)} cannot be quantized: "
-            "it must be a matrix of floating-point numbers"
+            f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
         )
-    columns, parts = w.shape[1], []
-    for rows in w.split(max(1, SLAB // columns)):  # rounding a row takes several times its memory
-        if not (
-            rows.sum(dtype=torch.float32).isfinite() or rows.isfinite().all()
-        ):  # the sum is quicker
-            raise UserError(
-                f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
-            )
-        parts.append(
-            int8(rows)
-            if bits == 8
-            else round_fp8(rows)
-            if bits == "fp8"
-            else round4(rows, group)
-            if bits == 4
-            else round_nf4(rows, group)
-        )
-    values, scale, *zero = (torch.cat(part) for part in zip(*parts))
-    whole = STORED[bits] != torch.uint8
-    return Quantized(values, scale, zero[0] if zero else None, columns, columns if whole else group)
+    rounding = {
+        8: int8,
+        4: partial(round4, group=group),
+        "fp8": round_fp8,
+        "nf4": partial(round_nf4, group=group),
+    }[bits]
+    columns = w.shape[1]
+    slabs = [rounding(rows) for rows in w.split(max(1, SLAB // columns))]
+    values, scale, *zero = (torch.cat(parts) for parts in zip(*slabs))
+    if bits not in GROUPS:
+        group = columns
+    return Quantized(values, scale, zero[0] if zero else None, columns, group)
 
 
 def dequantize(
@@ -287,40 +329,45 @@ def dequantize(
     inputs: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The fields of a Quantized -> the matrix that they stand for, float[N, K]. `inputs` is not used."""
-    q = unpack4(values)[:, :columns] if values.dtype == torch.uint8 else values
+    """The fields of a Quantized -> the matrix that they stand for, float[N, K]."""
+    q = values
+    if q.dtype == torch.uint8:
+        q = unpack4(q)[:, :columns]
+        if zero is None:
+            q = nf4().to(q.device)[q.int()]
     if zero is not None:
         q = q - spread(zero, group, columns)
-    elif values.dtype == torch.uint8:
-        q = nf4().to(values.device)[q.int()]
-    w = (q.float() * spread(scale.float(), group, columns)).to(dtype)
-    return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
+    w = q.float() * spread(scale.float(), group, columns)
+    w = w.to(dtype)
+    if order is None:
+        return w
+    return torch.empty_like(w).index_copy_(1, order, w)
 
 
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
-    """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N]. Sums are float32's: PyTorch's product
-    of integers saturates on a CPU without VNNI."""
+    """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N].
+
+    Sums are float32's: PyTorch's product of integers saturates on a CPU without VNNI.
+    """
     values, scale = int8(x) if w.bits == 8 else round_fp8(x)
-    return (values.float() @ w.values.T.float() * scale.float() * w.scale.T.float()).to(x.dtype)
+    y = values.float() @ w.values.T.float()
+    y = y * scale.float() * w.scale.T.float()
+    return y.to(x.dtype)
 
 
-# ---- Keys and values -------------------------------------------------------------------------------------------------
-
-Bits = tuple[int, int]  # bits of keys, bits of values
-WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
-GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
-
-
-def widths(name: str | int) -> Bits:
-    """'16', '8', '8/4' or '4' -> bits of keys and of values. ValueError for others."""
-    if str(name) not in WIDTHS:
-        raise UserError(
-            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
-        )
-    return WIDTHS[str(name)]
+def main() -> None:
+    """The demonstration: bytes and error of each kind, for the embedding of the embedded model."""
+    tensors = load_file(find_folder("tiny") / "model.safetensors")
+    w = tensors["model.embed_tokens.weight"].float()
+    for bits in STORED:
+        q = quantize(w, bits)
+        error = (dequantize(*q) - w).norm() / w.norm()
+        print(f"{bits:>4}: {q.nbytes / w.numel():.2f} bytes a weight, error {error:.1%}")
 
 
-if __name__ == "__main__":  # the command line that stores whole models
-    from train.quantize import main
+if __name__ == "__main__":
+    from safetensors.torch import load_file
 
-    sys.exit(main())
+    from checkpoint.hub import find_folder
+
+    main()

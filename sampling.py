@@ -5,8 +5,8 @@ decoding, in this order:
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
-    top-p         of these, keep the fewest that hold at least a share p of their mass (Holtzman et al. 2020)
-    min-p         keep tokens with at least min_p times the largest probability (Nguyen et al. 2024)
+    top-p         of these, keep the fewest that hold a share p of their mass (Holtzman et al. 2020)
+    min-p         keep tokens with min_p times the largest probability (Nguyen et al. 2024)
 
 Ties go to the lower index, so top-k keeps exactly k tokens.
 
@@ -92,14 +92,17 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Top-k, then top-p. probs: float64[B, V]; top_k (0: all) and top_p: float64[B, 1]."""
-    V = probs.shape[-1]
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)  # ties: the lower index first
-    rank = torch.arange(V, device=probs.device)
-    ordered = torch.where((rank < top_k) | (top_k < 1), ordered, 0)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    is_top_k = (rank < top_k) | (top_k < 1)
+    ordered = torch.where(is_top_k, ordered, 0)
     mass = ordered.cumsum(-1)
-    before = F.pad(mass[:, :-1], (1, 0))  # the mass of all more probable tokens
-    ordered = torch.where((before < top_p * mass[:, -1:]) | (top_p >= 1), ordered, 0)
-    return normalized(torch.zeros_like(probs).scatter_(-1, index, ordered))
+    total = mass[:, -1:]
+    mass_before = F.pad(mass[:, :-1], (1, 0))  # of all more probable tokens
+    is_top_p = (mass_before < top_p * total) | (top_p >= 1)
+    ordered = torch.where(is_top_p, ordered, 0)
+    kept = torch.zeros_like(probs).scatter_(-1, index, ordered)
+    return normalized(kept)
 
 
 def normalized(probs: Tensor) -> Tensor:
@@ -183,9 +186,17 @@ POSITION_FACTOR = as_int64(0xAF251AF3B0F025B5)  # (seed, position) give differen
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finalizer, a bijection of 64 bits. int64 products wrap the same way on every
     device."""
-    z = (z >> 30).bitwise_and_(2**34 - 1).bitwise_xor_(z).mul_(MIX1)  # masks: shifts are logical
-    z = (z >> 27).bitwise_and_(2**37 - 1).bitwise_xor_(z).mul_(MIX2)
-    return (z >> 31).bitwise_and_(2**33 - 1).bitwise_xor_(z)
+    z = z ^ logical_shift(z, 30)
+    z = z * MIX1
+    z = z ^ logical_shift(z, 27)
+    z = z * MIX2
+    return z ^ logical_shift(z, 31)
+
+
+def logical_shift(z: Tensor, count: int) -> Tensor:
+    """Shift int64 to the right, with zeros from above."""
+    mask = 2 ** (64 - count) - 1
+    return (z >> count) & mask
 
 
 @cache  # recorded CUDA graphs (gpu/graphs.py) keep these tensors
@@ -196,13 +207,16 @@ def counters(count: int, device: torch.device) -> Tensor:
 
 def uniform(bits: Tensor) -> Tensor:
     """52 bits of each hash -> float64 in [0, 1)."""
-    return (bits >> 12).bitwise_and_(2**52 - 1).double().mul_(2.0**-52)
+    mantissa = logical_shift(bits, 12)
+    return mantissa.double() * 2.0**-52
 
 
 def exponential(streams: Tensor, count: int) -> Tensor:
     """−log u, above 0 and finite: float64[B, count]. streams: int64[B, 1]."""
-    bits = mix(mix(streams) + counters(count, streams.device))
-    return uniform(bits).add_(2.0**-53).log_().neg_()
+    first = mix(streams)
+    bits = mix(first + counters(count, streams.device))
+    u = uniform(bits) + 2.0**-53
+    return -u.log()
 
 
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
@@ -210,7 +224,8 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 
     probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B].
     """
-    return (probs / exponential(streams, probs.shape[1])).argmax(-1)
+    E = exponential(streams, probs.shape[1])
+    return (probs / E).argmax(-1)
 
 
 class Keyed:

@@ -57,18 +57,20 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     """
     B, k, V = q.shape
     if k == 0:
-        return torch.zeros(B, dtype=torch.int64, device=p.device), coin.pick(p[:, 0])
+        accepted = torch.zeros(B, dtype=torch.int64, device=p.device)
+        return accepted, coin.pick(p[:, 0])
     index = drafted.clamp(min=0)[..., None]  # [B, k, 1]
     p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
-    q_x = q.gather(-1, index)[..., 0]  # [B, k]
+    q_x = q.gather(-1, index)[..., 0]
     ratio = torch.where(q_x > 0, p_x / q_x, 0)
-    stands = coin.accept(ratio.clamp(max=1))  # [B, k]
-    accepted = stands.long().cumprod(1).sum(1)  # those before the first rejection
+    stands = coin.accept(ratio.clamp(max=1))
+    accepted = count_leading(stands)
 
     end = accepted[:, None, None].expand(B, 1, V)  # where the round ends
     p_end = p.gather(1, end)[:, 0]  # [B, V]
     q_end = q.gather(1, end.clamp(max=k - 1))[:, 0]
-    q_end = torch.where(accepted[:, None] < k, q_end, 0)  # bonus: nothing was drafted
+    is_bonus = accepted[:, None] == k
+    q_end = torch.where(is_bonus, 0, q_end)
     residual = (p_end - q_end).clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
@@ -78,11 +80,17 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
 def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """`verify` in coupled mode: accept what the target picks, too. coin: B · (k + 1) rows."""
     B, k = drafted.shape
-    picked = coin.pick(p.flatten(0, 1)).view(B, k + 1)
-    stands = (drafted == picked[:, :k]) & (drafted >= 0)
-    accepted = stands.long().cumprod(1).sum(1)
-    token = picked.gather(1, accepted[:, None])[:, 0]
-    return accepted, token
+    rows = p.flatten(0, 1)  # [B · (k + 1), V]
+    picked = coin.pick(rows).view(B, k + 1)
+    accepted = count_leading(drafted == picked[:, :k])  # padding is −1: never picked
+    token = picked.gather(1, accepted[:, None])
+    return accepted, token[:, 0]
+
+
+def count_leading(stands: Tensor) -> Tensor:
+    """How many of each row come before the first False: bool[B, k] -> int64[B]."""
+    so_far = stands.long().cumprod(1)
+    return so_far.sum(1)
 
 
 class Round:
@@ -132,19 +140,23 @@ class Round:
     @cached_property
     def coins(self) -> Coin:
         """The coins of all requests. Made on first use, while a GPU is busy with its pass."""
-        seeds, positions, roles = send(self.keys, self.device).view(-1, 3).unbind(1)
+        keys = send(self.keys, self.device).view(-1, 3)
+        seeds, positions, roles = keys.unbind(1)
         return self.coin(seeds, positions, roles)
 
     def text_coin(self) -> Coin:
         """The target's: B rows; in coupled mode B · width rows, one for each position."""
-        return self.coins if self.coupled else self.coins[:: self.width]
+        if self.coupled:
+            return self.coins
+        return self.coins[:: self.width]
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Coin:
         """The coin of draft j of these requests; in coupled mode the target's at that position."""
         first = self.first_draft_coin + j
         if len(rows) == len(self.requests):
             return self.coins[first :: self.width]
-        return self.coins[[row * self.width + first for row in rows]]
+        indices = [row * self.width + first for row in rows]
+        return self.coins[indices]
 
     def empty_drafts(self) -> tuple[Tensor, Tensor]:
         """No drafts, to be filled: int64[B, k], all −1, and float[B, k, V], all zero."""

@@ -1,1 +1,1 @@
-"""All that is read from a model folder, untrusted: name, config, tensors, vocabulary, chat template."""
+"""All that is read from a model folder: name, config, tensors, vocabulary, template. Untrusted."""

@@ -1,7 +1,6 @@
 """Text and JSON of a model folder, which is untrusted: ordinary files of a bounded size."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ LARGEST_JSON = 2**22  # bytes
 
 
 def read_text(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") -> str:
-    """An ordinary file's text (a pipe or a device may have no end). FileNotFoundError or ValueError names the file."""
+    """An ordinary file's text (a pipe may have no end). FileNotFoundError or UserError names it."""
     if not file.exists():
         raise FileNotFoundError(
             f"{file} is missing: a model folder needs config.json, tokenizer.json or .model, and "
@@ -24,35 +23,27 @@ def read_text(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") ->
     try:
         return file.read_bytes().decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 ({error.reason} at byte {error.start}): fetch it again"
-        ) from None
+        problem = f"{error.reason} at byte {error.start}"
+        raise UserError(f"{file} is not UTF-8 ({problem}): fetch it again") from None
 
 
 def parse_json(text: str) -> Any:
-    """JSON, strictly: ValueError for a number that is not finite, or a name that stands twice in an object."""
+    """JSON without NaN and Infinity, which Python's `json` would accept."""
 
-    def finite(number: str) -> float:
-        if math.isfinite(value := float(number)):
-            return value
-        raise UserError(
-            f"{brief(number, 40)} is {'too large' if number[-1].isdigit() else 'not a JSON number'}"
-        )
+    def refuse(constant: str) -> None:
+        raise UserError(f"{constant} is not a JSON number")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) == len(pairs):
-            return found
-        raise UserError("a name stands twice in an object")
-
-    return json.loads(text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
+    return json.loads(text, parse_constant=refuse)
 
 
 def read_json(file: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
-    """The object in a JSON file. FileNotFoundError or ValueError names the file."""
+    """The object in a JSON file. FileNotFoundError or UserError names the file."""
     text = read_text(file, limit)
     try:
-        if isinstance(data := parse_json(text), dict):
-            return data
-        raise UserError(f"it holds a {type(data).__name__}, not an object")
+        data = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {brief(error)}; fetch it again") from None
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise UserError(f"{file} is not valid JSON: it holds a {kind}, not an object")
+    return data

@@ -1,17 +1,23 @@
-"""How a folder's weights are stored in fewer bits: `quantization_config` of its config.json.
+"""Weights in fewer bits: the `quantization_config` of a config.json.
 
-A place is a tensor of the model, to be filled. `Quantization` is the layout of quant.py: a folder holds a tensor for
-each place. `Foreign` is the base of other programs' layouts (layouts.py): `files` names the tensors that a folder holds
-for a matrix, `parts` converts them. Names, dtypes and shapes are audited before a number is read.
+A `Layout` says how a folder stores the matrices of the layers. There are two kinds:
 
-Invariant: a number is read as it is stored, never rounded.
+  - `Quantization` is quant.py's: the folder holds the model's own tensors.
+  - `Foreign` is the base of other programs' layouts (layouts.py), which store a matrix in tensors
+    of other shapes: `expected` names them, `convert` reads them.
 
-    N rows, K columns, M groups of a row
+Both make an `empty` matrix in memory, and their `to_dict` is the `quantization_config` again.
+
+Invariant: a number is read as it is stored, never rounded. (A scale becomes a float32.)
+
+    N rows, K columns, M groups of a row that share a scale
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,213 +25,272 @@ from torch import Tensor
 from errors import UserError, brief
 from quant import STORED, Kind, Quantized
 
-OWN = "quant.py"  # quant_method of the folders that quant.py writes
-PARTS = ("weight", "weight_scale", "weight_zero", "weight_order")  # of a quantized matrix here
+if TYPE_CHECKING:
+    from checkpoint.tensors import Checkpoint
 
-Headers = Mapping[
-    str, tuple[Any, list[int], str]
-]  # of a folder's tensors: name -> file, shape, dtype
-Has = Callable[
-    [str], tuple[Any, ...]
-]  # a tensor's suffix -> its shape and dtype in the folder; or ()
-Get = Callable[[str], Tensor | None]  # a tensor's suffix -> the tensor
-Files = dict[
-    str, tuple[torch.dtype, list[int]]
-]  # a tensor's suffix -> dtype (float32: any float) and shape
+OWN_METHOD = "quant.py"  # quant_method of the folders that this project writes
+PARTS = ("weight", "weight_scale", "weight_zero", "weight_order")  # of a quantized matrix
+
+# ---- The header of a stored tensor
+
+FLOATS = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOAT = "float"  # any of FLOATS
+EXACT = {  # dtypes of quantized weights
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
-def supported(name: str, value: Any, *known: Any) -> None:
-    """ValueError unless `value` is one of the known ones."""
-    *first, last = map(repr, known)
-    if repr(value) not in (*first, last):
-        raise UserError(
-            f"{name} is {value!r}; it must be {', '.join(first)}{' or ' if first else ''}{last}"
-        )
+class Header(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    shape: list[int]
+    dtype: str  # as safetensors names it, or FLOAT
+
+
+def header_of(tensor: Tensor) -> Header:
+    """The header that a stored tensor needs to fill this one."""
+    return Header(list(tensor.shape), EXACT.get(tensor.dtype, FLOAT))
+
+
+def check_setting(name: str, value: Any, *supported: Any) -> None:
+    """UserError unless the value is one of those supported. (1 is not True.)"""
+    texts = [repr(known) for known in supported]
+    if repr(value) not in texts:
+        rule = " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]
+        raise UserError(f"{name} is {value!r}; it must be {rule}")
+
+
+# ---- Layouts
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """How quant.py stored the weights. Loading does not use `method`."""
+class Layout:
+    """How the matrices of the layers are stored."""
 
-    bits: Kind  # of the layers
-    group: int = 128  # numbers that share a scale in 4 bits
-    head_bits: int = 8  # of embedding and head; 16: not quantized
-    method: str = "rtn"  # how the integers were found
-    activations: int = 16  # bits of the layers' inputs; 8: rounded as the weights are
-
-    def __post_init__(self) -> None:
-        for name, known in dict(
-            bits=STORED,
-            group=(32, 64, 128),
-            head_bits=(16, 8, 4),
-            activations=(16, 8),
-            method=("rtn", "gptq", "awq", "awq+gptq", "smoothquant"),
-        ).items():
-            supported(f"quantization: {name}", getattr(self, name), *known)
-        for wrong, rule in (
-            (
-                self.method == "smoothquant" and (self.bits, self.activations) != (8, 8),
-                "method smoothquant is for "
-                f"weights and activations of 8 bits, not {self.bits} and {self.activations}",
-            ),
-            (
-                self.activations == 8 and self.bits not in (8, "fp8"),
-                f"activations of 8 bits need weights in 8 or fp8, not {self.bits}",
-            ),
-            (
-                "gptq" in self.method and self.bits not in (8, 4),
-                f"method {self.method} needs whole numbers: bits 8 or 4, not {self.bits}",
-            ),
-        ):
-            if wrong:
-                raise UserError(f"quantization: {rule}")
-
-    ordered = False  # whether columns are stored in another order
-
-    @property
-    def together(self) -> int:
-        """Columns that share a scale, where a row has several scales; else 1."""
-        return self.group if STORED[self.bits] == torch.uint8 else 1
+    bits: Kind
+    group: int = 128  # columns that share a scale in 4 bits; of a Foreign layout 0: the whole row
+    head_bits: int = 16  # of embedding and head; 16: not quantized
+    method: str = "rtn"  # how the numbers were found: loading does not use it
+    activations: int = 16  # bits of the layers' inputs; 8: each row is rounded as the weights are
+    ordered: bool = False  # whether columns are stored in another order
 
     @property
     def name(self) -> str:
         """The numbers' name: INT8, INT4, FP8 or NF4."""
         return self.bits.upper() if isinstance(self.bits, str) else f"INT{self.bits}"
 
-    @classmethod
-    def parse(cls, how: dict[str, Any]) -> "Quantization":
-        """From a `quantization_config` of this layout. ValueError for a setting that is not honoured."""
-        names = [*cls.__dataclass_fields__]
-        if not {*names[:4]} <= how.keys() - {"quant_method"} <= {*names}:
-            raise UserError(
-                f"quantization_config is {how!r}, which is not supported; {OWN}'s has {', '.join(names)}"
-            )
-        return cls(**{name: how[name] for name in names if name in how})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `quantization_config` that `parse` reads."""
-        return dict(quant_method=OWN, **vars(self))
-
-    def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
-        """An uninitialized matrix. head: whether it is the embedding or the head."""
-        bits = self.head_bits if head else self.bits
-        group = self.group if STORED[bits] == torch.uint8 else K
-        return Quantized.empty(N, K, bits, group, device)._replace(
-            inputs=16 if head else self.activations
-        )
-
-    def stored(self, places: Mapping[str, Tensor], headers: Headers) -> Mapping[str, Tensor]:
-        """The tensors that the folder must hold for these places: name -> dtype and shape, on the meta device."""
-        return places
-
-    def tensors(
-        self, places: Mapping[str, Tensor], names: Iterable[str], read: Callable[[str], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(place, tensor for it), one after the other. names: the folder's tensors, all of which `stored` asked for."""
-        return ((name, read(name)) for name in places)
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds two numbers."""
+        return STORED[self.bits] == torch.uint8
 
 
 @dataclass(frozen=True)
-class Foreign(Quantization):
-    """Another program's layout. Embedding and head are not quantized. Scales become float32, which loses nothing."""
+class Quantization(Layout):
+    """quant.py's layout."""
 
-    head_bits: int = 16
+    head_bits: int = 8
+
+    def __post_init__(self) -> None:
+        methods = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
+        check_setting("quantization: bits", self.bits, *STORED)
+        check_setting("quantization: group", self.group, 32, 64, 128)
+        check_setting("quantization: head_bits", self.head_bits, 16, 8, 4)
+        check_setting("quantization: activations", self.activations, 16, 8)
+        check_setting("quantization: method", self.method, *methods)
+        if self.method == "smoothquant" and (self.bits, self.activations) != (8, 8):
+            raise UserError(
+                "quantization: method smoothquant is for weights and activations of 8 bits, "
+                f"not {self.bits} and {self.activations}"
+            )
+        if self.activations == 8 and self.bits not in (8, "fp8"):
+            raise UserError(
+                f"quantization: activations of 8 bits need weights in 8 or fp8, not {self.bits}"
+            )
+        if "gptq" in self.method and self.bits not in (8, 4):
+            raise UserError(
+                f"quantization: method {self.method} needs whole numbers: bits 8 or 4, "
+                f"not {self.bits}"
+            )
+
+    @classmethod
+    def parse(cls, how: dict[str, Any]) -> Quantization:
+        """From a `quantization_config`. UserError for a setting that is not honoured."""
+        required = {"bits", "group", "head_bits", "method"}
+        known = required | {"activations"}
+        settings = {name: value for name, value in how.items() if name != "quant_method"}
+        if not required <= settings.keys() <= known:
+            names = ", ".join(sorted(known))
+            raise UserError(
+                f"quantization_config is {how!r}, which is not supported; "
+                f"{OWN_METHOD}'s has {names}"
+            )
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(
+            quant_method=OWN_METHOD,
+            bits=self.bits,
+            group=self.group,
+            head_bits=self.head_bits,
+            method=self.method,
+            activations=self.activations,
+        )
+
+    @property
+    def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
+        return self.group if self.is_packed else 1
+
+    def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
+        bits = self.head_bits if head else self.bits
+        group = self.group if STORED[bits] == torch.uint8 else K
+        inputs = 16 if head else self.activations
+        return Quantized.empty(N, K, bits, group, device)._replace(inputs=inputs)
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix of the model."""
+
+    name: str  # without ".weight"
+    N: int
+    K: int
+    M: int
+
+    def key(self, suffix: str) -> str:
+        """The name of one of its tensors."""
+        return f"{self.name}.{suffix}"
+
+
+class Parts(NamedTuple):
+    """The tensors of a quantized matrix, up to broadcasting."""
+
+    weight: Tensor  # [N, K], or two numbers a byte
+    scale: Tensor  # [N, M]
+    zero: Tensor | None = None  # [N, M], less the middle of the range; None: all are in the middle
+    order: Tensor | None = None  # [K]
+
+
+Tensors = Mapping[str, Tensor]  # of the model, by name
+Headers = Mapping[str, Header]  # of the folder's tensors, by name
+Get = Callable[[str], Tensor | None]  # the folder's tensor of this suffix ("qweight"), if any
+
+
+@dataclass(frozen=True)
+class Foreign(Layout):
+    """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
+
     zeros: bool = False  # whether 8 bits have zeros, too
-    ordered: bool = False  # whether columns must be sorted by group
-    source: dict[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # `quantization_config`, as it is
+    source: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:  # `parse` has checked all; group 0: the whole row
-        pass
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
+        """The tensors that the folder must hold for a matrix, by suffix. stored: what it holds."""
+        raise NotImplementedError
+
+    def parts(self, matrix: Matrix, get: Get) -> Parts:
+        """A matrix, from the folder's tensors."""
+        raise NotImplementedError
+
+    def columns_of_scale(self, K: int) -> int:
+        """Columns that share a scale, of K in a row."""
+        return min(self.group or K, K)
+
+    @property
+    def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
+        if self.group:
+            return self.group
+        return 2 if self.is_packed else 1
 
     def to_dict(self) -> dict[str, Any]:
         return self.source
 
-    def files(self, N: int, K: int, M: int, has: Has) -> Files:
-        """The tensors that the folder must hold for a matrix [N, K]."""
-        raise NotImplementedError
-
-    def parts(self, get: Get, N: int, K: int, group: int) -> tuple[Tensor | None, ...]:
-        """The PARTS of a matrix, up to broadcasting, from its tensors; zeros of 4 bits less 8, None if all are 0."""
-        raise NotImplementedError
-
-    @property
-    def together(self) -> int:
-        return self.group or (2 if STORED[self.bits] == torch.uint8 else 1)
-
-    def width(self, K: int) -> int:
-        """Columns that share a scale."""
-        return min(self.group or K, K)
-
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
-        if K % 2 and STORED[self.bits] == torch.uint8:
+        """An uninitialized matrix."""
+        if K % 2 and self.is_packed:
             raise UserError(
-                f"quantization_config: 4 bits, but a matrix has {K} columns; another program's must have "
-                "an even number: name a folder in 16 bits, with --bits 4"
+                f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
+                "must have an even number: name a folder in 16 bits, with --bits 4"
             )
-        found = Quantized.empty(
-            N, K, self.bits, self.width(K), device, torch.float32, self.zeros, self.ordered
+        weight = Quantized.empty(
+            N,
+            K,
+            self.bits,
+            self.columns_of_scale(K),
+            device,
+            torch.float32,
+            self.zeros,
+            self.ordered,
         )
-        return found._replace(inputs=self.activations)
+        return weight._replace(inputs=self.activations)
 
-    def _matrices(self, places: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int, int]]:
-        """Of each quantized matrix: name, N, K and M."""
-        for name, scale in places.items():
-            if name.endswith(".weight_scale"):
-                weight = places[name.removesuffix("_scale")]
-                yield (
-                    name.removesuffix(".weight_scale"),
-                    len(weight),
-                    weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1),
-                    scale.shape[1],
-                )
+    def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
+        """The tensors that the folder must hold for the model's. stored: what it holds."""
+        expected = {name: header_of(tensors[name]) for name in plain_names(tensors)}
+        for matrix in matrices(tensors):
+            for suffix, header in self.headers(matrix, stored).items():
+                expected[matrix.key(suffix)] = header
+        return expected
 
-    def stored(self, places: Mapping[str, Tensor], headers: Headers) -> Mapping[str, Tensor]:
-        found = dict(places)
-        for module, N, K, M in self._matrices(places):
-            for part in PARTS:
-                found.pop(f"{module}.{part}", None)
-            files = self.files(N, K, M, lambda suffix: headers.get(f"{module}.{suffix}", ())[1:])
-            for suffix, (dtype, shape) in files.items():
-                found.setdefault(
-                    f"{module}.{suffix}", torch.empty(shape, dtype=dtype, device="meta")
-                )
-        return found
-
-    def tensors(
-        self, places: Mapping[str, Tensor], names: Iterable[str], read: Callable[[str], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        matrices, orders = [*self._matrices(places)], dict[int, tuple[str, Tensor]]()
-        quantized = {f"{module}.{part}" for module, *_ in matrices for part in PARTS}
-        yield from ((name, read(name)) for name in places if name not in quantized)
-        for module, N, K, _ in matrices:
-            get = lambda suffix: read(name) if (name := f"{module}.{suffix}") in names else None
+    def convert(self, tensors: Tensors, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+        """(name, numbers) for each of the model's tensors, one after the other."""
+        for name in plain_names(tensors):
+            yield name, checkpoint.read(name)
+        first_orders = dict[int, Tensor]()  # of each product: q, k and v share one
+        for matrix in matrices(tensors):
             try:
-                weight, scale, zero, order = self.parts(get, N, K, self.width(K))
-                if self.bits == 4:
-                    zero = torch.tensor(8) if zero is None else zero + 8
-                if (
-                    f"{module}.bias" not in places
-                    and (bias := get("bias")) is not None
-                    and bias.any()
-                ):
-                    raise UserError("its bias is not all 0, and config.json asks for none")
-                if not (wide := scale.float()).isfinite().all() or (wide != scale).any():
-                    raise UserError(
-                        "its scales must be finite numbers, and no more precise than float32"
-                    )
-                if order is not None:
-                    first, known = orders.setdefault(
-                        id(places[f"{module}.weight_order"]), (module, order)
-                    )
-                    if not torch.equal(order, known):
-                        raise UserError(
-                            f"its g_idx differs from that of {first}, and both are one product here"
-                        )
-            except ValueError as error:
+                parts = self._checked_parts(matrix, tensors, checkpoint)
+                if parts.order is not None:
+                    product = id(tensors[matrix.key("weight_order")])
+                    first = first_orders.setdefault(product, parts.order)
+                    if not torch.equal(parts.order, first):
+                        raise UserError("its g_idx differs from that of another part of a product")
+            except UserError as error:
                 raise UserError(
-                    f"{module}: {brief(error)}: fetch the model again, or name one in 16 bits"
+                    f"{matrix.name}: {brief(error)}: fetch the model again, or name one in 16 bits"
                 ) from None
-            parts = zip(PARTS, (weight, scale, zero, order))
-            yield from ((f"{module}.{part}", found) for part, found in parts if found is not None)
+            for suffix, part in zip(PARTS, parts):
+                if part is not None:
+                    yield matrix.key(suffix), part
+
+    def _checked_parts(self, matrix: Matrix, tensors: Tensors, checkpoint: Checkpoint) -> Parts:
+        """A matrix, its zeros as quant.py stores them."""
+
+        def get(suffix: str) -> Tensor | None:
+            name = matrix.key(suffix)
+            return checkpoint.read(name) if name in checkpoint.headers else None
+
+        parts = self.parts(matrix, get)
+        if not parts.scale.isfinite().all():
+            raise UserError("its scales must be finite numbers")
+        bias = get("bias")
+        if bias is not None and matrix.key("bias") not in tensors and bias.any():
+            raise UserError("its bias is not all 0, and config.json asks for none")
+        if self.bits != 4:
+            return parts
+        zero = torch.tensor(8) if parts.zero is None else parts.zero + 8
+        return parts._replace(zero=zero)
+
+
+def matrices(tensors: Tensors) -> list[Matrix]:
+    """The quantized matrices among the model's tensors."""
+    found = []
+    for name, scale in tensors.items():
+        if name.endswith(".weight_scale"):
+            weight = tensors[name.removesuffix("_scale")]
+            N, K = weight.shape
+            if weight.dtype == torch.uint8:
+                K = 2 * K  # two numbers a byte
+            found.append(Matrix(name.removesuffix(".weight_scale"), N, K, scale.shape[1]))
+    return found
+
+
+def plain_names(tensors: Tensors) -> list[str]:
+    """The model's tensors that are no part of a quantized matrix."""
+    quantized = {matrix.key(suffix) for matrix in matrices(tensors) for suffix in PARTS}
+    return [name for name in tensors if name not in quantized]

@@ -1,8 +1,9 @@
 """How a model's makers want text to be drawn from it: generation_config.json.
 
-The file holds sampling settings, the tokens that end a text, and the switch `do_sample`. Without `do_sample` the makers
-recommend greedy decoding. A setting that changes the text and that this project does not have (a repetition penalty,
-beams) is never dropped in silence: `unsupported` names it, and the caller says so.
+The file holds sampling settings, the tokens that end a text, and the switch `do_sample`. Without
+`do_sample` the makers recommend greedy decoding. A setting that changes the text and that this
+project does not have (a repetition penalty, beams) is never dropped in silence: `unsupported` names
+it, and the caller says so.
 
 Not covered: lengths (max_new_tokens), which are the user's.
 """
@@ -17,7 +18,7 @@ from checkpoint.files import read_json
 from errors import UserError, brief
 from sampling import SETTINGS, check_settings
 
-# Settings of transformers that change the text and are missing here, each with the value that changes nothing.
+# Settings of transformers that are missing here, each with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -87,8 +88,9 @@ class GenerationConfig:
         return {name: self.data[name] for name in present}
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The settings that a user asked for, by name, and the recommended ones for the rest, as transformers does:
-        whoever asks for any setting of a model without do_sample wants to sample. UserError for a bad recommendation."""
+        """The settings that a user asked for, by name, and the recommended ones for the rest. As in
+        transformers, who asks for any setting of a model without do_sample wants to sample.
+        UserError for a bad recommendation."""
         if asked and not self.do_sample:
             return {"temperature": 1.0} | asked
         recommended = {name: x for name, x in self.settings.items() if name not in asked}

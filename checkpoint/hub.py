@@ -17,32 +17,39 @@ UNWANTED = ["original/*.json", "*/*.safetensors"]  # Meta's own layout, adapters
 
 
 def find_folder(name: str | Path) -> Path:
-    """The folder of a model: an alias, an embedded model, a folder, or a Hub id (fetched). Else FileNotFoundError."""
+    """The folder of a model: an alias, an embedded model, a folder, or a Hub id, which is fetched.
+    FileNotFoundError for what is none of these, or cannot be fetched."""
     text = str(name)
-    repo, own = ALIASES.get(text, text), EMBEDDED.get(text)
-    folder = Path(__file__).parent.parent / own if own else Path(os.path.expanduser(text))
+    folder = Path(os.path.expanduser(text))
+    if text in EMBEDDED:
+        folder = Path(__file__).parent.parent / EMBEDDED[text]
     if text and folder.is_dir():
         return folder
-    if repo.count("/") != 1 or text.startswith(("/", ".", "~")):
+    repository = ALIASES.get(text, text)
+    if repository.count("/") != 1 or text.startswith(("/", ".", "~")):
+        names = ", ".join(ALIASES | EMBEDDED)
         raise FileNotFoundError(
-            f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of "
-            f"{', '.join(ALIASES | EMBEDDED)}"
+            f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of {names}"
         )
+    return fetch(repository)
+
+
+def fetch(repository: str) -> Path:
+    """The folder of a Hub repository: up to date if the Hub answers, else from the local cache."""
     from huggingface_hub import snapshot_download
 
-    problems = list[Exception]()
-    for offline in (False, True):  # from the Hub, or else from the local cache
-        try:
-            found = snapshot_download(
-                repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=offline
-            )
-            if not offline or any(Path(found).glob("*.safetensors")):
-                return Path(found)
-        except Exception as error:  # of the Hub, its HTTP library or the file system
-            problems.append(error)
-    said = brief(f"{type(problems[0]).__name__}: {problems[0]}", 200)
+    try:
+        return Path(snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except Exception as error:  # of the Hub, its HTTP library or the file system
+        problem = brief(f"{type(error).__name__}: {error}", 200)
+    try:
+        folder = Path(snapshot_download(repository, local_files_only=True))
+        if any(folder.glob("*.safetensors")):
+            return folder
+    except Exception:  # nothing is cached: the first problem is the one to tell
+        pass
     raise FileNotFoundError(
-        f"{repo} is not in the cache, and the Hub refuses it ({said}). Check the name; accept"
-        f" a gated model's licence at https://huggingface.co/{repo} and run `hf auth login`; go "
-        "online once; or give a folder that holds the model"
+        f"{repository} is not in the cache, and the Hub refuses it ({problem}). Check the name; "
+        f"accept a gated model's licence at https://huggingface.co/{repository} and run "
+        "`hf auth login`; go online once; or give a folder that holds the model"
     )

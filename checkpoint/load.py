@@ -1,4 +1,13 @@
-"""A Llama from a model folder."""
+"""A Llama from a model folder.
+
+    name → folder → config and headers → checks → an empty model → a tensor at a time → packed
+
+Everything that can be wrong with a folder's names, shapes, dtypes and size is said before memory is
+asked for: both `meta` models below have shapes and no numbers. A weight is rounded to fewer bits,
+where --bits asks for it, on the device that it goes to.
+
+Cost: the peak of memory is the model and one tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +19,18 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import Config
-from checkpoint.formats import Quantization
+from checkpoint.formats import Foreign, Quantization, header_of
 from checkpoint.hub import find_folder
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
-from quant import GROUPS, Kind, quantize, stored_bits
+from quant import GROUPS, Kind, quantize
 
 if TYPE_CHECKING:
     from model import Llama
 
-OLD = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tensors of old checkpoints
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def load_llama(
@@ -31,7 +41,7 @@ def load_llama(
     trainable: bool = False,
     bits: Kind = 16,
 ) -> Llama:
-    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError names the way out.
+    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError: what to change.
 
     device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
     plain weights with gradients; otherwise weights are packed. bits: other than 16 rounds the
@@ -40,45 +50,82 @@ def load_llama(
     folder = find_folder(name)
     config = Config.load(folder)
     checkpoint = Checkpoint(folder)
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-    rules = dict(ignore=OLD, twice=tied, how=config.quantization)
-    sources = cls(config, "meta", seed=None).named_tensors()
-    checkpoint.audit(sources, **rules)  # before any memory is asked for
+    tensors = cls(config, "meta", seed=None).named_tensors()
+    check_tensors(checkpoint, tensors, config)
     if trainable and (config.quantization or bits != 16):
         raise UserError(
             f"{name}: quantized weights cannot be trained or changed: "
             "use the model in 16 or 32 bits that they were made from"
         )
+    if isinstance(config.quantization, Foreign):
+        numbers = config.quantization.convert(tensors, checkpoint)
+    else:
+        numbers = ((name, checkpoint.read(name)) for name in tensors)
     if bits != 16:
         config = config.quantized(Quantization(bits, GROUPS.get(bits, 128)))
     device = torch.device(device) if device else find_device()
     ops = ops_for(device)
     dtype = dtype or ops.compute_dtype(checkpoint.dtypes[0])
-    matrices = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
-    tensors = cls(config, "meta", dtype, None, ops, matrices).named_tensors().values()
-    needs = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-    if needs > (free := free_memory(device)):
-        raise UserError(
-            f"{name} needs {needs / 1e9:.1f} GB for its weights, and {device} has {free / 1e9:.1f} "
-            "GB free: use fewer --bits, another --device, or a smaller model"
-        )
-    model = cls(config, device, dtype, None, ops, matrices)
-    fill(model, checkpoint.tensors(sources, **rules))
+    weight_dtype = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
+    empty = cls(config, "meta", dtype, None, ops, weight_dtype)  # what this process will hold
+    check_fits_in_memory(name, empty.named_tensors().values(), device)
+    model = cls(config, device, dtype, None, ops, weight_dtype)
+    fill(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
+
+
+def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Config) -> None:
+    """UserError unless the folder holds the model's tensors, and no other with an effect."""
+    layout = config.quantization
+    if isinstance(layout, Foreign):
+        expected = layout.expected(tensors, checkpoint.headers)
+    else:
+        expected = {name: header_of(tensor) for name, tensor in tensors.items()}
+    if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
+        expected[HEAD] = expected[EMBEDDING]
+        checkpoint.check(expected)
+        if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+            raise UserError(
+                f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
+                "config.json ties them"
+            )
+    checkpoint.check(expected)
+
+
+def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: torch.device) -> None:
+    """UserError if the device has not enough free memory for these tensors. (One order of columns
+    may have several names.)"""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    needed = sum(tensor.nbytes for tensor in distinct.values())
+    free = free_memory(device)
+    if needed > free:
+        raise UserError(
+            f"{name} needs {needed / 1e9:.1f} GB for its weights, and {device} has "
+            f"{free / 1e9:.1f} GB free: use fewer --bits, another --device, or a smaller model"
+        )
 
 
 @torch.no_grad()
 def fill(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy each tensor of a checkpoint to its place. Plain ones are rounded for a quantized place."""
-    places = model.named_tensors()
-    share = model.ops.shard_tensor
+    """Copy tensors of a checkpoint into a model. A plain weight is rounded where the model stores
+    it in fewer bits."""
+    targets = model.named_tensors()
     for name, tensor in tensors:
-        if tensor.dtype != places[name].dtype and f"{name}_scale" in places:
-            bits = stored_bits(places[name].dtype, f"{name}_zero" in places)
-            rows = share(tensor, (len(places[name]), tensor.shape[1]))  # a scale is of whole rows
-            q = quantize(rows, bits, model.config.quantization.group)
-            for part, numbers in zip(("", "_scale", "_zero"), q):
-                if numbers is not None:
-                    places[name + part].copy_(share(numbers, places[name + part].shape))
+        if f"{name}_scale" in targets and tensor.dtype != targets[name].dtype:
+            fill_quantized(model, targets, name, tensor)
         else:
-            places[name].copy_(share(tensor, places[name].shape))
+            targets[name].copy_(model.ops.shard_tensor(tensor, targets[name].shape))
+
+
+def fill_quantized(model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts."""
+    layout = model.config.quantization
+    bits = layout.head_bits if name in (EMBEDDING, HEAD) else layout.bits
+    num_rows = len(targets[name])
+    rows = model.ops.shard_tensor(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
+    q = quantize(rows.to(model.device), bits, layout.group)
+    parts = {"": q.values, "_scale": q.scale, "_zero": q.zero}
+    for suffix, part in parts.items():
+        if part is not None:
+            target = targets[name + suffix]
+            target.copy_(model.ops.shard_tensor(part, target.shape))

@@ -1,27 +1,32 @@
 """The vocabulary of a byte-level BPE tokenizer, read from its files and checked.
 
-Two formats say the same: Hugging Face's tokenizer.json (merges in order, ids, regular expressions that cut a text into
-pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each token's bytes and rank). tiktoken has no
-list of merges: it joins the neighbours that together spell the token of lowest rank. Both give the same tokens if
-    rank(token) = number of the merge that completes the token when it is spelled out and merged alone
-and a token that no merge completes has no rank. Why: while nothing merges across the ends of a stretch of bytes, it is
-merged in a text as it is alone; so two neighbours that spell a token came about by that token's own merges.
+Two formats hold the same: Hugging Face's tokenizer.json (merges in order, ids, regular expressions
+that cut a text into pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each
+token's bytes and rank). tiktoken has no list of merges: it joins the neighbours that together spell
+the token of lowest rank. Both give the same tokens if
 
-Cost: every token is merged alone, once. Not covered, and refused by name: SentencePiece, Unigram, WordPiece, byte
-fallback, normalizers, added tokens that swallow spaces. Files are untrusted: sizes, lengths and times are limited.
+    rank(token) = number of the merge that completes the token, spelled out and merged alone
+
+and a token that no merge completes has no rank. Why: while nothing merges across the ends of a
+stretch of bytes, it is merged in a text as it is alone; so two neighbours that spell a token came
+about by that token's own merges.
+
+Cost: every token is merged alone, once.
+Not covered, and refused by name: SentencePiece, Unigram, WordPiece, byte fallback, normalizers,
+added tokens that swallow spaces. The patterns run in `regex`, whose edition of Unicode may be newer
+than that of `tokenizers`: a character that only the newer one knows may be cut another way.
 """
 
 import base64
 import json
 import math
+import os
 import re
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import regex  # tiktoken brings it
-import tiktoken
 
 from checkpoint.files import read_json, read_text
 from errors import UserError, brief
@@ -33,337 +38,306 @@ LLAMA3_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-KNOWN_SPLITS = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}  # their time is linear in the text
-MOST_SPLITS, LONGEST_SPLIT = (
-    20,
-    2000,
-)  # the most patterns of a tokenizer, and characters of one; usual: 10, hundreds
-SPLITTING = 10  # seconds that an unknown pattern may take to cut a text
+
+# Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
+ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
+CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
+PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^$}}])*"
+
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
-SPELLING = 2**27  # the largest Σ length² of all tokens: `last_merge` takes time in proportion
-LLAMA3_CONTROLS = {
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "<|eot_id|>",
-}
-SUPPORTED = {
-    "type": "BPE",
-    "decoder": "ByteLevel",
-    **dict.fromkeys(
-        (  # and these must be absent or empty:
-            "normalizer",
-            "byte_fallback",
-            "dropout",
-            "unk_token",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-        )
-    ),
-}
-Split = Callable[[str], list[str]]
+ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
+    "normalizer",
+    "byte_fallback",
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
 
 
 class Vocabulary(NamedTuple):
-    """What a tokenizer file says, checked."""
+    """What a tokenizer's files hold, checked."""
 
+    file: Path
     tokens: dict[int, bytes]  # every id -> the bytes that it decodes to
-    merged: dict[
-        bytes, int
-    ]  # tokens that merging can make -> id, in the order of merges; tiktoken's rank: the index
-    whole: dict[bytes, int]  # pieces that become one token without merging (`ignore_merges`) -> id
-    special: dict[str, int]  # added tokens -> id: control tokens,
-    plain: dict[str, int]  # and tokens that are searched in any text, before it is split
-    splits: list[Split]
+    merged: dict[bytes, int]  # tokens that merging makes -> id, in the order of their ranks
+    pieces: dict[bytes, int]  # pieces that are a token without merging (`ignore_merges`) -> id
+    special: dict[str, int]  # control tokens -> id: never found in a text
+    plain: dict[str, int]  # other added tokens -> id: found in any text, before it is cut
+    splits: list[Callable[[str], list[str]]]
     prefix: list[int]  # ids that begin a raw prompt
+    named: dict[str, str]  # "bos_token", … -> text, for chat templates
 
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
     raise UserError(f"{file}: {brief(wrong)}; {way_out}")
 
 
-everything = cache(
-    lambda: "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
-)  # every character
-
-
-@cache
-def members(character_class: str) -> str:
-    r"""The ranges of a class such as \p{L}, for [...] in `re`, by the Unicode edition of tiktoken and `tokenizers`."""
-    spell = {bytes([byte]): byte for byte in range(256)}
-    asked = tiktoken.Encoding(
-        "bytes", pat_str=character_class, mergeable_ranks=spell, special_tokens={}
-    )
-    inside = set(map(ord, bytes(asked.encode_ordinary(everything())).decode()))
-    first, last = (
-        sorted(c for c in inside if c - 1 not in inside),
-        sorted(c for c in inside if c + 1 not in inside),
-    )
-    return "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in zip(first, last))
-
-
-def compile_split(file: Path, pattern: str) -> Split:
-    """A function that cuts a text by `pattern`, written for `tokenizers`, with its character classes spelled out.
-    ValueError for syntax that differs in `re`, and for a group that repeats: its time could be exponential. An unknown
-    pattern runs in `regex`, which has a time limit but is several times slower than `re`."""
-    if len(pattern) > LONGEST_SPLIT:
-        reject(
-            file,
-            f"a split pattern has {len(pattern)} characters",
-            f"at most {LONGEST_SPLIT} are supported",
-        )
-    out, within = [], False
-    items = r"\\[pP]\{\w+\}|\\.|\(\?(?:i?:|<?[=!])|\)(?:[*+]|\{)|\{\d*,?\d{4,}|&&|\}\+|."
-    for item in re.findall(items, pattern, re.DOTALL):
-        unsupported = ["["] if within else ["(", "^", "$", ")*", ")+", "){"]
-        if re.match(r"\\[sSpP]", item):
-            item = (
-                members(item)
-                if within
-                else f"[{'^' * item[1].isupper()}{members(item[:2].lower() + item[2:])}]"
-            )
-        elif item in unsupported or re.fullmatch(r"\\[^\Wnrt]|&&|\}\+|\{.+", item):
-            reject(
-                file,
-                f"the split pattern {pattern!r} uses {item!r}",
-                r"supported are (?:..) once or not at all, "
-                r"(?i:..), looking around, [..], \p{..}, \s, \r, \n, \t and repeats of up to 999",
-            )
-        within = item != "]" and (within or item == "[")
-        out.append(item)
+def load_vocabulary(folder: Path, config: dict[str, Any]) -> Vocabulary:
+    """From a folder's tokenizer.json or else tokenizer.model. config: tokenizer_config.json's."""
+    file = folder / "tokenizer.json"
+    ranks = folder / "tokenizer.model"
+    if os.path.lexists(ranks) and not os.path.lexists(file):
+        file = ranks
     try:
-        quick = re.compile(f"({''.join(out)})")
-        timed = None if pattern in KNOWN_SPLITS else regex.compile(quick.pattern)
-    except (re.error, regex.error, OverflowError, RecursionError) as error:
-        reject(
-            file,
-            f"the split pattern {pattern!r} does not compile ({error})",
-            "use a tokenizer with a simpler one",
-        )
-
-    def in_time(text: str) -> list[str]:
-        try:
-            return timed.split(text, timeout=SPLITTING)
-        except TimeoutError:
-            reject(
-                file,
-                f"the split pattern {pattern!r} takes more than {SPLITTING} s",
-                "shorten the text",
-            )
-
-    return in_time if timed else quick.split
+        read = read_ranks if file == ranks else read_tokenizer_json
+        return read(file, config)
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        wrong = f"it, or tokenizer_config.json, is not laid out as it should be ({error!r})"
+        reject(file, wrong, "download them again")
 
 
-def read_splits(file: Path, node: dict[str, Any]) -> list[Split]:
-    """The regular expressions of a `pre_tokenizer`, in order, compiled. ValueError for steps that are not covered."""
+def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """ "bos_token", "eos_token", … -> text."""
+    named = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            named[name] = text
+    return named
+
+
+# ---- Pieces
+
+
+def compile_split(file: Path, pattern: str) -> Callable[[str], list[str]]:
+    """A function that cuts a text by this pattern. UserError for syntax of uncertain meaning."""
+    try:
+        if re.fullmatch(PLAIN_SYNTAX, pattern):
+            return regex.compile(f"({pattern})").split
+        wrong = f"the split pattern {pattern!r} is not plain"
+    except (regex.error, OverflowError, RecursionError) as error:
+        wrong = f"the split pattern {pattern!r} does not compile ({error})"
+    rule = r"supported are (?:..), (?i:..), looking around, [..], \p{..}, \s, \r, \n, \t, repeats"
+    reject(file, wrong, rule)
+
+
+def read_splits(file: Path, node: dict[str, Any]) -> list[Callable[[str], list[str]]]:
+    """The steps of a `pre_tokenizer`, in order. UserError for steps that are not covered."""
     steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
-    patterns = []
-    for step in steps[:MOST_SPLITS]:
-        match {"use_regex": True} | step:
-            case {
-                "type": "Split",
-                "pattern": {"Regex": str(pattern)},
-                "behavior": "Isolated",
-                "invert": False,
-            }:
-                patterns.append(pattern)
-            case {"type": "Digits", "individual_digits": bool(each)}:
-                patterns.append(r"\p{N}" if each else r"\p{N}+")
-            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(own)} if (
-                step is steps[-1]
-            ):
-                return [compile_split(file, pattern) for pattern in patterns + [GPT2_SPLIT] * own]
-            case _:
-                break
-    reject(
-        file,
-        f"the pre_tokenizer has {len(steps)} steps, and the first that does not fit is {json.dumps(step)}",
-        f"at most {MOST_SPLITS} are supported: Split (Regex, Isolated), Digits, and at the end ByteLevel without a "
-        "prefix space",
+    *first_steps, last = steps
+    patterns = [split_pattern(file, step) for step in first_steps]
+    last = {"add_prefix_space": True, "use_regex": True} | last
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] is not False:
+        wrong = f"the pre_tokenizer ends with {json.dumps(last)}"
+        reject(file, wrong, "it must end with ByteLevel without a prefix space")
+    if last["use_regex"]:
+        patterns.append(GPT2_SPLIT)
+    return [compile_split(file, pattern) for pattern in patterns]
+
+
+def split_pattern(file: Path, step: dict[str, Any]) -> str:
+    """The regular expression of a step before the last one."""
+    match step:
+        case {
+            "type": "Split",
+            "pattern": {"Regex": str(pattern)},
+            "behavior": "Isolated",
+            "invert": False,
+        }:
+            return pattern
+        case {"type": "Digits", "individual_digits": True}:
+            return r"\p{N}"
+        case {"type": "Digits", "individual_digits": False}:
+            return r"\p{N}+"
+    wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
+    reject(file, wrong, "supported are Split (Regex, Isolated), Digits, and at the end ByteLevel")
+
+
+def added_pattern(added: Iterable[str]) -> re.Pattern[str]:
+    """A pattern whose `split` cuts a text at added tokens, longest first: text, token, text, …"""
+    longest_first = sorted(added, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+
+# ---- tokenizer.json
+
+
+def read_tokenizer_json(file: Path, config: dict[str, Any]) -> Vocabulary:
+    """Hugging Face's format. UserError for settings that change tokens and are not honoured."""
+    data = read_json(file, LARGEST_VOCABULARY)
+    model = data["model"]
+    vocab = model["vocab"]
+    check_model(file, data)
+    special, plain = read_added(file, data["added_tokens"], vocab)
+    spelled = spell(file, vocab, special | plain)
+    numbers = read_merges(file, model["merges"], spelled)
+    last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
+    for text in special:
+        if last.get(text) is not None:
+            reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
+    reachable = sorted((text for text in last if last[text] is not None), key=last.__getitem__)
+    if not reachable:
+        reject(file, "no byte is a token", "only byte-level BPE is supported")
+    pieces = {}
+    if model.get("ignore_merges"):
+        pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
+    tokens = {vocab[text]: word for text, word in spelled.items()}
+    tokens |= {id: text.encode() for text, id in (special | plain).items()}
+    return Vocabulary(
+        file=file,
+        tokens=tokens,
+        merged={spelled[text]: vocab[text] for text in reachable},
+        pieces=pieces,
+        special=special,
+        plain=plain,
+        splits=read_splits(file, data["pre_tokenizer"]),
+        prefix=read_prefix(file, data["post_processor"]),
+        named=named_tokens(config),
     )
+
+
+def check_model(file: Path, data: dict[str, Any]) -> None:
+    """UserError for another kind of tokenizer, or a setting that is not honoured."""
+    model = data["model"]
+    decoder = data["decoder"] or {}
+    settings = data | model
+    found = {name: settings[name] for name in ABSENT if settings.get(name)}
+    if model.get("type", "BPE") != "BPE":
+        found["type"] = model["type"]
+    if decoder.get("type") != "ByteLevel":
+        found["decoder"] = decoder.get("type")
+    if found:
+        reject(file, f"it says {json.dumps(found)}", "only byte-level BPE is supported")
 
 
 def read_added(
     file: Path, entries: list[dict[str, Any]], vocab: dict[str, int]
-) -> list[dict[str, int]]:
-    """The added tokens, special and plain: text -> id. ValueError unless all tokens have different texts and ids."""
-    pairs = [*vocab.items(), *((entry["content"], entry["id"]) for entry in entries)]
-    if (work := sum(len(text) ** 2 for text, _ in pairs)) > SPELLING:
-        reject(
-            file,
-            f"its tokens are too long to be spelled out: Σ length² is {work}",
-            f"at most {SPELLING}",
-        )
-    ids, texts = dict[str, int](), dict[int, str]()
-    for text, id in pairs:
-        valid = text and type(id) is int and id >= 0
-        if not valid or ids.setdefault(text, id) != id or texts.setdefault(id, text) != text:
-            reject(
-                file,
-                f"{text!r} has id {id!r}, but {text!r} is {ids.get(text)!r} and {id!r} is {texts.get(id)!r}",
-                "each token needs a text and an id, from 0, of its own",
-            )
-    if odd := [
-        e["content"] for e in entries if e.get("lstrip") or e.get("rstrip") or e.get("single_word")
-    ]:
-        reject(
-            file,
-            f"{odd[0]!r} sets lstrip, rstrip or single_word",
-            "only plain matching is supported",
-        )
-    return [
-        {
-            entry["content"]: entry["id"]
-            for entry in entries
-            if bool(entry.get("special")) == special
-        }
-        for special in (True, False)
-    ]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The added tokens, special and plain: text -> id. UserError unless every token of the
+    vocabulary has a text and an id of its own."""
+    special = {}
+    plain = {}
+    ids = dict(vocab)
+    for entry in entries:
+        text = entry["content"]
+        if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
+            wrong = f"{text!r} sets lstrip, rstrip or single_word"
+            reject(file, wrong, "only plain matching is supported")
+        if ids.setdefault(text, entry["id"]) != entry["id"]:
+            reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
+        kind = special if entry.get("special") else plain
+        kind[text] = entry["id"]
+    texts = {}
+    for text, id in ids.items():
+        if not text or type(id) is not int or id < 0 or texts.setdefault(id, text) != text:
+            wrong = f"{text!r} has id {id!r}"
+            reject(file, wrong, "each token needs a text and an id, from 0, of its own")
+    return special, plain
 
 
 def alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte, as JSON has it: itself if printable in Latin-1, U+0100 and up for 68 others."""
+    """GPT-2's character for each byte: itself if printable in Latin-1, else U+0100 and up."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {
-        chr(0x100 + n): byte for n, byte in enumerate(others)
-    }
+    letters = {chr(byte): byte for byte in itself}
+    return letters | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def spell(file: Path, vocab: dict[str, int], added: dict[str, int]) -> dict[str, bytes]:
+    """The tokens that are spelled in GPT-2's alphabet -> their bytes. All others must be added."""
+    byte_of = alphabet()
+    spelled = {}
+    for text in vocab:
+        if byte_of.keys() >= set(text):
+            spelled[text] = bytes(byte_of[letter] for letter in text)
+        elif text not in added:
+            wrong = f"{text!r} holds a character that stands for no byte"
+            reject(file, wrong, "only byte-level BPE is supported")
+    return spelled
+
+
+def read_merges(
+    file: Path, merges: list[Any], spelled: dict[str, bytes]
+) -> dict[tuple[str, ...], int]:
+    """The pairs that merge -> their number in the list; of a pair listed twice, the later one."""
+    numbers = {}
+    for n, merge in enumerate(merges):
+        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        if len(pair) != 2 or not spelled.keys() >= {*pair, "".join(pair)}:
+            rule = "two tokens, and what they merge into, must be in the vocabulary"
+            reject(file, f"merge {n} is {merge!r}", rule)
+        numbers[pair] = n
+    return numbers
 
 
 def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
-    """The number of the merge that completes `token` if spelled out and merged alone; -1: one byte; None: no merge."""
-    parts, last = list(token), -1
+    """The number of the merge that completes this token when it is spelled out and merged alone;
+    -1: it is one byte; None: no merge completes it."""
+    parts = list(token)
+    number = -1
     while len(parts) > 1:
-        last, i = min(
-            (numbers.get(pair, math.inf), i) for i, pair in enumerate(zip(parts, parts[1:]))
-        )
-        if last == math.inf:
+        candidates = enumerate(zip(parts, parts[1:]))
+        number, i = min((numbers.get(pair, math.inf), i) for i, pair in candidates)
+        if number == math.inf:
             return None
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return last
+    return number
 
 
 def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
-    """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` plays no part."""
+    """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` in
+    tokenizer_config.json plays no part."""
+    if node is None:
+        return []
     prefix: list[int] = []
-    for step in (
-        [] if node is None else node["processors"] if node["type"] == "Sequence" else [node]
-    ):
+    for step in node["processors"] if node["type"] == "Sequence" else [node]:
         match step:
-            case {
-                "type": "TemplateProcessing",
-                "single": [*first, {"Sequence": {"id": "A"}}],
-                "special_tokens": named,
-            }:
-                prefix += [id for part in first for id in named[part["SpecialToken"]["id"]]["ids"]]
-            case _ if step["type"] != "ByteLevel":
-                reject(
-                    file,
-                    f"the post_processor asks for {json.dumps(step)}",
-                    "supported are tokens before a text",
-                )
+            case {"type": "ByteLevel"}:
+                continue
+            case {"type": "TemplateProcessing", "single": [*first, {"Sequence": {"id": "A"}}]}:
+                for part in first:
+                    prefix += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+            case _:
+                wrong = f"the post_processor asks for {json.dumps(step)}"
+                reject(file, wrong, "supported are tokens before a text")
     return prefix
 
 
-def read_tokenizer_json(file: Path) -> Vocabulary:
-    """Hugging Face's format. ValueError for unsupported settings that change tokens. Truncation is the caller's."""
-    data = read_json(file, LARGEST_VOCABULARY)
-    model, decoder, vocab, byte_of = (
-        data["model"],
-        data["decoder"],
-        data["model"]["vocab"],
-        alphabet(),
-    )
-    says = data | {"type": "BPE"} | model | {"decoder": decoder and decoder["type"]}
-    if odd := {
-        key: says.get(key) for key, value in SUPPORTED.items() if (says.get(key) or None) != value
-    }:
-        reject(
-            file,
-            f"it says {json.dumps(odd)}",
-            f"only byte-level BPE is supported: {json.dumps(SUPPORTED)}",
-        )
-    special, plain = read_added(file, data["added_tokens"], vocab)
-    added = special | plain
-    spelled = {
-        text: bytes(map(byte_of.__getitem__, text)) for text in vocab if byte_of.keys() >= {*text}
-    }
-    if strange := [text for text in vocab if text not in spelled and text not in added]:
-        reject(
-            file,
-            f"{strange[0]!r} holds a character that stands for no byte",
-            "only byte-level BPE is supported",
-        )
-    numbers = dict[tuple[str, ...], int]()
-    for n, merge in enumerate(model["merges"]):
-        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        if len(pair) != 2 or any(text not in spelled for text in (*pair, "".join(pair))):
-            reject(
-                file,
-                f"merge {n} is {merge!r}",
-                "two tokens, and what they merge into, must be in the vocabulary",
-            )
-        numbers[pair] = n
-    last = {text: n for text in spelled if (n := last_merge(text, numbers)) is not None}
-    if lost := [text for text in special if text in last]:
-        reject(
-            file,
-            f"{lost[0]!r} is special, and what ordinary text merges into",
-            "no text may become special",
-        )
-    merged = {spelled[text]: vocab[text] for text in sorted(last, key=last.__getitem__)}
-    whole = {
-        word: vocab[text]
-        for text, word in spelled.items()
-        if text not in special and model.get("ignore_merges")
-    }
-    tokens = {vocab[text]: word for text, word in spelled.items()} | {
-        id: text.encode() for text, id in added.items()
-    }
-    return Vocabulary(
-        tokens,
-        merged,
-        whole,
-        special,
-        plain,
-        read_splits(file, data["pre_tokenizer"]),
-        read_prefix(file, data["post_processor"]),
-    )
+# ---- tokenizer.model
 
 
 def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
-    """Llama 3's tokenizer.model: on each line a token's bytes in base64 and its rank, which is its id."""
-    merged = dict[bytes, int]()
+    """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id. The
+    control tokens are in tokenizer_config.json."""
+    merged = {}
     for n, line in enumerate(read_text(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
-        try:
-            word, rank = line.split()
-            if merged.setdefault(base64.b64decode(word, validate=True), int(rank)) != n:
-                raise ValueError
-        except ValueError:
-            reject(
-                file,
-                f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}",
-                "it must be a complete tiktoken rank file (a SentencePiece model, such as Llama 2's, is none)",
-            )
-    names = (f"<|reserved_special_token_{n}|>" for n in range(256))
-    llama3 = {
-        128_000 + n: {"content": LLAMA3_CONTROLS.get(n) or next(names), "special": True}
-        for n in range(256)
-    }
-    entries = (config.get("added_tokens_decoder") or llama3).items()
-    special, plain = read_added(file, [entry | {"id": int(id)} for id, entry in entries], {})
-    added = special | plain
-    if len(merged) != (start := min(added.values())):
-        reject(
-            file,
-            f"holds {len(merged)} tokens, but added ones begin at {start}",
-            "is tokenizer_config.json there?",
-        )
-    tokens = {id: word for word, id in merged.items()} | {
-        id: text.encode() for text, id in added.items()
-    }
-    prefix = [special[LLAMA3_CONTROLS[0]]] if config.get("add_bos_token", True) else []
+        word, rank = parse_rank(line)
+        if rank != n or word in merged:
+            wrong = f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}"
+            rule = "a tiktoken rank file is needed (Llama 2's SentencePiece model is none)"
+            reject(file, wrong, rule)
+        merged[word] = n
+    entries = config.get("added_tokens_decoder", {})
+    added = [entry | {"id": int(id)} for id, entry in entries.items()]
+    special, plain = read_added(file, added, {})
+    first = min((special | plain).values(), default=None)
+    if len(merged) != first:
+        wrong = f"it holds {len(merged)} tokens, but added ones begin at {first}"
+        reject(file, wrong, "is tokenizer_config.json there, with added_tokens_decoder?")
+    named = named_tokens(config)
+    tokens = {id: word for word, id in merged.items()}
+    tokens |= {id: text.encode() for text, id in (special | plain).items()}
+    begins = config.get("add_bos_token", True)
     return Vocabulary(
-        tokens, merged, {}, special, plain, [compile_split(file, LLAMA3_SPLIT)], prefix
+        file=file,
+        tokens=tokens,
+        merged=merged,
+        pieces={},
+        special=special,
+        plain=plain,
+        splits=[compile_split(file, LLAMA3_SPLIT)],
+        prefix=[special[named["bos_token"]]] if begins else [],
+        named=named,
     )
+
+
+def parse_rank(line: str) -> tuple[bytes, int]:
+    """A token and its rank; rank -1 if the line holds no such thing."""
+    try:
+        word, rank = line.split()
+        return base64.b64decode(word, validate=True), int(rank)
+    except ValueError:
+        return b"", -1

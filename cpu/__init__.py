@@ -1,224 +1,279 @@
-"""A CPU's operations: C where there is a compiler (native.py), else PyTorch, with packed products.
+"""A CPU's operations: C where there is a compiler (native.py), else PyTorch.
 
-  - A weight is put in the order that C multiplies fastest, once, when a model is loaded. Without a compiler float32 and
-    bfloat16 take oneDNN's order, if this build of PyTorch can multiply by it on this CPU.
-  - Attention of few queries, or of few scores, reads keys and values where they are stored, in C. Long prompts, caches
-    of 4 bits, and all attention without a compiler are PyTorch's, several texts in one call (padded.py).
-  - If C does both products and attention, one call runs all layers, and one call makes all drafts of a lone text, with
-    no Python between the operations.
+  - A weight is put in the order that C multiplies fastest, once, when a model is loaded.
+  - Attention of few queries, or of few scores, reads keys and values where they are stored, in C.
+    Long prompts, caches of 4 bits, and all attention without a compiler are PyTorch's.
+  - If C does both products and attention, one call runs all layers, and one call makes all drafts
+    of a lone sequence, with no Python between the operations.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
-Not covered: one call for x in bfloat16, for drafts of several texts, or for drafts with top-k, top-p or min-p.
+Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with top-k,
+top-p or min-p.
+
+    T tokens of a step · B sequences · n new tokens of one · M keys of the longest
+    H, G query and key/value heads · D head size · C hidden_size · V vocab_size
 """
 
+from __future__ import annotations
+
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpu import native, padded
-from kernels import Linear, Ops, Span, Step
+from cpu import native
+from kernels import Linear, Ops
 from quant import Quantized
-from sampling import SETTINGS, Keyed, Setting, check_settings, finite
+from sampling import SETTINGS, Keyed, Setting, check_finite, check_settings
 
-SCORES = 2**14  # queries · keys of a text: beyond, PyTorch attends
-warnings.filterwarnings(
+if TYPE_CHECKING:
+    from kvcache import AttentionMetadata, Cache
+    from model import Llama
+    from speculative import Round
+
+FEW = 16  # new tokens of a sequence that count as few
+SCORES = 2**14  # queries · keys of a sequence: beyond, PyTorch attends
+warnings.filterwarnings(  # python -m cpu.native
     "ignore", "'cpu.native' found in sys.modules", RuntimeWarning
-)  # python -m cpu.native
-
-
-class Packed(NamedTuple):
-    """A weight in oneDNN's own order; plain: the same weight by rows, for an embedding's look-up."""
-
-    packed: Tensor
-    bias: Tensor | None
-    plain: Tensor | None
-
-
-def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-def packs(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's order; None if a trial shows that this machine cannot multiply by it."""
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    try:  # the order for 4 rows serves 1 to 512
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 4)
-        for T in (1, 5):
-            packed_product(weight.new_zeros(T, weight.shape[1]), packed)
-    except (RuntimeError, AttributeError):
-        return None
-    return packed
+)
 
 
 class CPU(Ops):
     """`kernels.Ops`, faster."""
 
     def __init__(self) -> None:
-        self._layers: WeakKeyDictionary[Any, native.Layers | None] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Llama, native.NativeModel | None] = WeakKeyDictionary()
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-        """For float32 x, bfloat16 weights stay bfloat16: half the bytes to read, and the same products to the bit."""
-        in_c = dtype == torch.float32 and native.library() is not None
-        return torch.bfloat16 if in_c and stored == [torch.bfloat16] else dtype
+        """For float32 x, bfloat16 weights stay bfloat16: half the bytes, the same products to the
+        bit."""
+        if dtype == torch.float32 and stored == [torch.bfloat16] and native.library():
+            return torch.bfloat16
+        return dtype
 
     # ---- Weights
 
-    def prepare(
-        self, weight: Linear, dtype: torch.dtype, role: str
-    ) -> native.Weight | Packed | Linear:
-        w, bias = weight
-        if native.multiplies(w, dtype):
+    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> native.Weight | Linear:
+        if native.multiplies(weight.weight, dtype):
             return native.Weight.of(weight)
-        packed = None if isinstance(w, Quantized) else packs(w)
-        return weight if packed is None else Packed(packed, bias, w if role == "embed" else None)
+        return weight
 
-    def linear(self, x: Tensor, weight: native.Weight | Packed | Linear) -> Tensor:
-        if isinstance(weight, native.Weight):
-            return native.product(x, weight)
-        if isinstance(weight, Packed):
-            return packed_product(x, weight.packed, weight.bias)
-        if (
-            isinstance(weight.weight, Quantized) and x.dtype.itemsize == 2
-        ):  # a product of 16 bits may be very slow
-            return super().linear(x.float(), weight).to(x.dtype)
-        return super().linear(x, weight)
-
-    def embed(
-        self, tokens: Tensor, weight: native.Weight | Packed | Linear, dtype: torch.dtype
-    ) -> Tensor:
+    def embed(self, tokens: Tensor, weight: native.Weight | Linear, dtype: torch.dtype) -> Tensor:
         if isinstance(weight, native.Weight):
             return weight.rows(tokens).to(dtype)
-        return (
-            F.embedding(tokens, weight.plain)
-            if isinstance(weight, Packed)
-            else super().embed(tokens, weight, dtype)
-        )
+        return super().embed(tokens, weight, dtype)
+
+    def linear(self, x: Tensor, weight: native.Weight | Linear) -> Tensor:
+        if isinstance(weight, native.Weight):
+            return native.product(x, weight)
+        if isinstance(weight.weight, Quantized) and x.dtype.itemsize == 2:
+            # PyTorch's products of 16 bits may be very slow
+            return super().linear(x.float(), weight).to(x.dtype)
+        return super().linear(x, weight)
 
     # ---- Between the products
 
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return (native if native.serves(x, delta, weight) else super()).add_norm(
-            x, delta, weight, eps
-        )
+        if native.serves(x, delta, weight):
+            return native.add_norm(x, delta, weight, eps)
+        return super().add_norm(x, delta, weight, eps)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        return (native if native.serves(x) else super()).swiglu(x)
+        if native.serves(x):
+            return native.swiglu(x)
+        return super().swiglu(x)
 
-    def probabilities(
-        self, logits: Tensor, temperature: Setting = 1.0, *filters: Setting, **named: Setting
-    ) -> Tensor:
-        one = isinstance(temperature, (int, float)) and all(
-            value is None for value in (*filters, *named.values())
-        )
-        if not one or not logits.numel() or not native.serves(logits):
-            return super().probabilities(logits, temperature, *filters, **named)
-        check_settings(temperature)
-        return finite(native.soften(logits, temperature))
+    # ---- Sampling
+
+    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+        temperature = settings.get("temperature")
+        lone = len(settings) == 1 and isinstance(temperature, (int, float))
+        if not lone or not logits.numel() or not native.serves(logits):
+            return super().probabilities(logits, **settings)
+        check_settings(temperature=temperature)
+        return check_finite(native.softmax(logits, temperature))
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
-        in_c = probs.shape[1] and native.library() is not None
-        return native.race(probs, streams) if in_c else super().pick(probs, streams)
+        if probs.shape[1] and native.library():
+            return native.race(probs, streams)
+        return super().pick(probs, streams)
 
     # ---- Attention
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Heads outermost: the tokens of a head, which are read together, lie together."""
         L, N, S, G, D = shape
-        return torch.empty((L, G, N, S, D), dtype=dtype, device=device).permute(0, 2, 3, 1, 4)
-
-    @staticmethod
-    def _reads(cache: Any, spans: Sequence[Span]) -> bool:
-        """Whether C computes attention of these texts over this cache."""
-        if cache is None or any(
-            n > padded.FEW and n * stop > SCORES for _, start, stop in spans for n in [stop - start]
-        ):
-            return False
-        if "in_c" not in vars(cache):
-            cache.in_c = cache.dtype != torch.float64 and native.reads(cache.keys, cache.values)
-        return cache.in_c and native.library() is not None
+        heads_first = torch.empty((L, G, N, S, D), dtype=dtype, device=device)
+        return heads_first.permute(0, 2, 3, 1, 4)
 
     def attend(
-        self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int
+        self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        if self._reads(step.cache, step.spans) and native.serves(qkv, cos, sin):
-            return native.attend(qkv, cos, sin, step, G, layer)
-        return super().attend(qkv, G, cos, sin, step, layer)
+        if attends_in_c(metadata) and native.serves(qkv, cos, sin):
+            return native.attend(qkv, cos, sin, metadata, G, layer)
+        return super().attend(qkv, G, cos, sin, metadata, layer)
 
-    def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
-        if self._reads(step.cache, step.spans):
-            return native.attend(
-                torch.cat((q, k, v), 1).float(), None, None, step, k.shape[1], layer
-            ).to(q.dtype)
-        return (super() if step.cache is None else padded).look_back(q, k, v, step, layer)
+    def store_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> Tensor:
+        if attends_in_c(metadata):
+            G = k.shape[1]
+            qkv = torch.cat((q, k, v), dim=1).float()
+            out = native.attend(qkv, None, None, metadata, G, layer)
+            return out.to(q.dtype)
+        B = len(metadata.sequences)
+        if metadata.cache is not None and B > 1 and max(metadata.num_new_tokens) <= FEW:
+            return attend_together(q, k, v, metadata, layer)
+        return super().store_and_attend(q, k, v, metadata, layer)
 
     # ---- Many operations in one call
 
-    def layers(self, llama: Any, cache: Any, spans: Sequence[Span]) -> native.Layers | None:
-        """All layers of this model in one call, if C has them and reads this cache."""
-        if not self._reads(cache, spans) or not isinstance(llama.head, native.Weight):
-            return None
-        if llama not in self._layers:
-            self._layers[llama] = native.Layers.of(llama)
-        return self._layers[llama]
-
     def forward(
-        self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any
+        self,
+        llama: Llama,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | slice | None,
     ) -> Tensor:
-        if (layers := self.layers(llama, step.cache, step.spans)) is None:
-            return plain(tokens, step, rows)
-        y = layers(
-            self.embed(tokens, llama.embed, llama.dtype), *llama.rope(step.places.positions), step
-        )
-        return self.linear(y if rows is None else y[rows], llama.head)
+        model = self.native_model(llama)
+        if model is None or not attends_in_c(metadata):
+            return super().forward(llama, tokens, metadata, logits_indices)
+        x = llama.embed.rows(tokens)  # [T, C]
+        cos, sin = llama.rope(metadata.positions)
+        x = model.run_layers(x, cos, sin, metadata)
+        if logits_indices is not None:
+            x = x[logits_indices]
+        return native.product(x, llama.head)
 
     def draft(
         self,
-        plain: Callable[..., Any],
-        llama: Any,
-        cache: Any,
+        llama: Llama,
+        cache: Cache,
         seqs: Sequence[int],
         unread: Sequence[Sequence[int]],
-        round: Any,
-        publish: bool = True,
+        round: Round,
+        cache_blocks: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The drafts of a lone text without filters in one call -> int64[1, k], float32[1, k, V].
+        """The drafts of a lone sequence without filters in one call.
 
-        The cache reserves slots for all drafts at once, with −1 for each token that is not known yet.
+        The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
         """
-        layers = None
-        if (
-            len(unread) == 1
-            and unread[0]
-            and isinstance(round.coins, Keyed)
-            and all(
-                round.settings(name)[0] in (None, off)
-                for name, off in SETTINGS.items()
-                if name != "temperature"
-            )
-        ):
-            (new,), (k,) = unread, round.gammas
-            layers = self.layers(llama, cache, [((), 0, len(new))])
-        if layers is None:
-            return plain(llama, cache, seqs, unread, round, publish)
-        step = cache.extend([(seqs[0], [*new, *[-1] * (k - 1)])], publish)
-        x, coins = (
-            self.embed(torch.tensor(new), llama.embed, llama.dtype),
-            round.coins[round.own : round.own + k],
-        )
-        (temperature,) = (1.0 if t is None else t for t in round.settings("temperature"))
-        drafted, q = layers.drafts(
-            x, *llama.rope(step.places.positions), step, temperature, coins.streams, round.vocab
-        )
-        return drafted[None], finite(q)[None]
+        model = self.native_model(llama)
+        if model is None or not drafts_in_c(cache, seqs, unread, round):
+            return super().draft(llama, cache, seqs, unread, round, cache_blocks)
+        new_tokens = list(unread[0])
+        k = round.num_drafts[0]
+        unknown = [0] * (k - 1)
+        metadata = cache.extend([(seqs[0], new_tokens + unknown)], cache_blocks)
+        x = llama.embed.rows(torch.tensor(new_tokens))  # [T, C]
+        cos, sin = llama.rope(metadata.positions)
+        temperature = round.setting("temperature")[0]
+        if temperature is None:
+            temperature = SETTINGS["temperature"]
+        first = round.first_draft_coin
+        streams = round.coins[first : first + k].streams
+        drafted, q = model.draft(x, cos, sin, metadata, temperature, streams, round.vocab_size)
+        return drafted[None], check_finite(q)[None]
+
+    def native_model(self, llama: Llama) -> native.NativeModel | None:
+        """The model for calls of all layers; None if C does not do all of them."""
+        if native.library() is None or not isinstance(llama.head, native.Weight):
+            return None
+        if llama not in self._models:
+            self._models[llama] = native.NativeModel.of(llama)
+        return self._models[llama]
+
+
+def attends_in_c(metadata: AttentionMetadata) -> bool:
+    """Whether C computes attention of this step."""
+    cache = metadata.cache
+    if cache is None or native.library() is None or native.cache_layout(cache) is None:
+        return False
+    for _, start, seq_len in metadata.sequences:
+        if not is_short(seq_len - start, seq_len):
+            return False
+    return True
+
+
+def is_short(num_new_tokens: int, seq_len: int) -> bool:
+    """Whether C is as fast as PyTorch, which computes the scores of many queries as a product."""
+    if num_new_tokens <= FEW:
+        return True
+    return num_new_tokens * seq_len <= SCORES
+
+
+def drafts_in_c(
+    cache: Cache, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round
+) -> bool:
+    """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters."""
+    if len(unread) != 1 or not unread[0] or round.num_drafts[0] < 1:
+        return False
+    if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
+        return False
+    num_new_tokens = len(unread[0])
+    if not is_short(num_new_tokens, cache.length(seqs[0]) + num_new_tokens):
+        return False
+    for name, neutral in SETTINGS.items():
+        value = round.setting(name)[0]
+        if name != "temperature" and value is not None and value != neutral:
+            return False
+    return True
+
+
+# ---- Attention where C does none ---------------------------------------------------------------
+
+
+def attend_together(
+    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+) -> Tensor:
+    """Ops.store_and_attend of sequences with few new tokens, in one call: padded to the longest.
+
+    A call for each sequence would cost more than its work. Padded keys are copies of a new token's
+    slot, and no query sees them.
+    """
+    T, H, D = q.shape
+    slot_mapping = metadata.slot_mapping.long()
+    metadata.cache.keys.write(layer, slot_mapping, k)
+    metadata.cache.values.write(layer, slot_mapping, v)
+    slots, rows, visible = padded(metadata)
+    B, M = slots.shape
+    n = visible.shape[1]
+    keys = metadata.cache.keys.read(layer, slots.flatten(), q.dtype)  # [B · M, G, D]
+    values = metadata.cache.values.read(layer, slots.flatten(), q.dtype)
+    queries = q.new_zeros(B * n, H, D).index_copy_(0, rows, q)
+    out = F.scaled_dot_product_attention(
+        queries.view(B, n, H, D).transpose(1, 2),
+        keys.view(B, M, -1, D).transpose(1, 2),
+        values.view(B, M, -1, D).transpose(1, 2),
+        attn_mask=visible[:, None],
+        enable_gqa=True,
+    )
+    return out.transpose(1, 2).flatten(0, 1)[rows]  # [B, H, n, D] -> [T, H, D]
+
+
+def padded(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    """What all layers share: the slots of keys, int64[B, M]; the row of each query among B · n,
+    int64[T]; which keys it sees, bool[B, n, M].
+    """
+    if "padded" not in metadata.backend:
+        n = max(metadata.num_new_tokens)
+        new_slot = int(metadata.slot_mapping[0])
+        slots = torch.nn.utils.rnn.pad_sequence(metadata.slots, True, new_slot)
+        rows = []
+        for b, count in enumerate(metadata.num_new_tokens):
+            rows += range(b * n, b * n + count)
+        past = metadata.seq_lens - metadata.cu_seqlens.diff()  # [B]
+        last_key = past[:, None] + torch.arange(n)  # [B, n]
+        visible = torch.arange(slots.shape[1]) <= last_key[:, :, None]
+        metadata.backend["padded"] = slots, torch.tensor(rows), visible
+    return metadata.backend["padded"]
 
 
 def ops() -> CPU:

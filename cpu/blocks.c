@@ -1,7 +1,9 @@
-// What a product repeats: a few rows of x by a few panels of W, over a stretch of columns. W becomes float32 in
-// registers or, beside many rows, first. native.py explains the order in memory. The other files are compiled after it.
+// What a product repeats: a few rows of x by a few panels of W, over a stretch of columns. W
+// becomes float32 in registers or, beside many rows, first. native.py explains the order in memory.
+// The other files are compiled after it.
 //
-//     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side · unit: 1, 2 or 8 columns of it
+//     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side
+//     unit: 1, 2 or 8 columns of a panel
 
 #if defined GNU_THREADS && defined __clang__
 #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
@@ -15,10 +17,12 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-enum { WIDE = 16, STRETCH = 128, TILE = 6 };        // columns that one sum runs over; rows of x multiplied at once
+// STRETCH: columns that one sum runs over; TILE: rows of x multiplied at once.
+enum { WIDE = 16, STRETCH = 128, TILE = 6 };
+// PANELS: at once; the sums of T rows of x by so many fit in the registers.
 #ifdef __AVX512F__
 enum { LANES = 16 };                                // numbers in a register
-#define PANELS(T) 4                                 // at once: the sums of T rows of x by so many fit in the registers
+#define PANELS(T) 4
 #else
 enum { LANES = 8 };
 #define PANELS(T) ((T) > 3 ? 1 : 2)
@@ -35,7 +39,7 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #define UNROLL _Pragma("GCC unroll 8")
 
 INLINE vec load_f32(const float *p) { return *(const vec *)p; }
-#ifdef __AVX512F__                                  // some compilers do not see that these are one instruction each
+#ifdef __AVX512F__                                 // one instruction each, which compilers may miss
 INLINE ints widen_u16(const uint16_t *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE ints widen_i16(const int16_t *p) { return (ints)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE ints widen_i8(const int8_t *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
@@ -51,7 +55,8 @@ INLINE ints widen_i16(const int16_t *p) { return __builtin_convertvector(*(const
 INLINE ints widen_i8(const int8_t *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
 INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
 #endif
-INLINE vec fused(vec a, vec b, vec c) {             // a b + c, rounded once: compilers do so here and not there
+// a b + c, rounded once: compilers do so here and not there.
+INLINE vec fused(vec a, vec b, vec c) {
 #ifdef __AVX512F__
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined __FMA__
@@ -73,18 +78,20 @@ INLINE float sum(vec v) {
     return (f[0] + f[1]) + (f[2] + f[3]);
 }
 
-// ---- Weights -------------------------------------------------------------------------------------------------------
+// ---- Weights ------------------------------------------------------------------------------------
 
 typedef struct {
-    const void *w;                                  // [panels, units, WIDE]; what is beyond N or K is 0
-    const void *scale;                              // bfloat16 or, if `exact`, float32[panels, groups, WIDE]; or none
+    const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
+    const void *scale;                              // bfloat16 or, if `exact`, float32, or none:
+                                                    // [panels, groups, WIDE]
     const int16_t *zero;                            // the same shape, or none
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
-    long N, K, group, kind, exact, inputs;          // group: columns that share a scale; inputs: bits of x
+    long N, K, group, kind, exact, inputs;          // group: columns of a scale; inputs: bits of x
 } Weight;
 
-// Kinds of numbers: columns and bytes of a unit's lane; rows of x that do not pay for `unfold`. z8: INT8 with zeros.
+// Kinds of numbers: columns and bytes of a unit's lane; rows of x that do not pay for `unfold`.
+// z8: INT8 with zeros.
 #define EVERY(_)                                                                                                       \
 _(f32, 1, 4, 1 << 30) _(bf16, 2, 4, LANES == 16 ? 32 : 8) _(i8, 1, 1, 32) _(i4, 8, 4, LANES == 16 ? 16 : 8)            \
 _(nf4, 8, 4, LANES == 16 ? 24 : 4) _(f8, 1, 1, LANES == 16 ? 24 : 8) _(z8, 1, 1, 32)
@@ -117,7 +124,7 @@ INLINE vec column_nf4(const char *w, int c, ints zero) {
     ints q = *(const ints *)w;
 #ifdef __AVX512F__
     return (vec)_mm512_permutexvar_ps((__m512i)(q >> at), _mm512_loadu_ps(nf4));
-#elif defined __AVX2__                              // of eight numbers at a time, by the three lower bits
+#elif defined __AVX2__                              // eight numbers at a time, by three bits
     __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4), (__m256i)(q >> at));
     __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4 + 8), (__m256i)(q >> at));
     return (vec)_mm256_blendv_ps(low, high, (__m256)(q << (28 - at)));
@@ -128,7 +135,8 @@ INLINE vec column_nf4(const char *w, int c, ints zero) {
 #endif
 }
 
-// 2^-8 of a number in E4M3, which is float16 with a smaller exponent and fewer bits behind the leading one.
+// 2^-8 of a number in E4M3, which is float16 with a smaller exponent and fewer bits behind the
+// leading one.
 INLINE vec column_f8(const char *w, int c, ints zero) {
 #ifdef __AVX512F__
     __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
@@ -141,21 +149,21 @@ INLINE vec column_f8(const char *w, int c, ints zero) {
 #endif
 }
 
-// ---- A stretch of columns: T rows of x by P panels -----------------------------------------------------------------
+// ---- A stretch of columns: T rows of x by P panels ----------------------------------------------
 
 typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
-    long panel, units;                              // bytes from there to the next panel's, and units of the stretch
+    long panel, units;                            // bytes to the next panel's; units of the stretch
     const char *scale;                              // the first panel's of the stretch, or none,
     const int16_t *zero;
     long next, exact;                               // and numbers from there to the next panel's
     const void *x;                                  // the first row's first column of the stretch,
     long row;                                       // and numbers from a row to the next
-    const struct Digits *digits;                    // of the first row's group, if x is digits (integers.c),
+    const struct Digits *digits;                    // of the first row's group, for integers.c,
     long groups;                                    // and from there to the next row's
-    float *y;                                       // sums are added here, or begin here, if `first`
+    float *y;                                      // sums are added here, or begin here, if `first`
     long N, first;
-    const char *soon;                               // what is wanted next; as `w`, `panel`, and bytes a unit
+    const char *soon;                      // what is wanted next; as `w`, `panel`, and bytes a unit
     long far, pace;
 } Stretch;
 

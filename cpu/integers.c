@@ -1,23 +1,26 @@
 // INT4 by a few rows of x, as integers. Compiled after blocks.c.
 //
-// Making numbers of the integers would take most of the time. So x becomes integers, for each row and stretch:
+// Making numbers of the integers would take most of the time. So x becomes integers, for each row
+// and stretch, rounded by at most max|x| / 2^24; sums of whole numbers are exact:
 //
-//     x ≈ (d0 2^16 + d1 2^8 + d2) · scale,  digits from −128 to 127      rounded by at most max|x| / 2^24
-//     Σ x (q − zero) = scale · Σ_i 2^(16 − 8 i) (Σ d_i q − zero Σ d_i)   sums of whole numbers, which are exact
+//     x ≈ (d0 2^16 + d1 2^8 + d2) · scale,  digits from −128 to 127
+//     Σ x (q − zero) = scale · Σ_i 2^(16 − 8 i) (Σ d_i q − zero Σ d_i)
 //
-// One instruction multiplies four columns of each lane by four digits: bytes q, without a sign, by bytes with one.
+// One instruction multiplies four columns of each lane by four digits: bytes q, without a sign, by
+// bytes with one.
 
 enum { DIGITS = 3 };
 typedef struct Digits { float scale, sums[DIGITS]; } Digits;        // of a row and stretch; Σ d_i
 
-// RUN: units that `some` has room for. FEW_digits: rows beyond which it is faster to make numbers of W.
+// RUN: units that `some` has room for. FEW_digits: rows beyond which it is faster to make numbers
+// of W.
 #if defined __AVX512VNNI__
 typedef __m512i some;                               // a sum of 32 bits for each lane
 enum { RUN = 16, FEW_digits = 12 };
 INLINE some dot(some s, ints q, int32_t d) { return _mm512_dpbusd_epi32(s, (__m512i)q, _mm512_set1_epi32(d)); }
 INLINE ints summed(some s) { return (ints)s; }
 #elif defined __AVX512BW__
-typedef __m512i some;                               // two sums of 16 bits: 32 columns of at most 15 · 128 fit
+typedef __m512i some;                               // two sums of 16 bits: 32 columns fit
 enum { RUN = 4, FEW_digits = 3 };
 INLINE some dot(some s, ints q, int32_t d) {
     return _mm512_add_epi16(s, _mm512_maddubs_epi16((__m512i)q, _mm512_set1_epi32(d)));
@@ -40,7 +43,8 @@ INLINE some dot(some s, ints q, int32_t d) {
 INLINE ints summed(some s) { return s; }
 #endif
 
-// Row t of x: [T, K], whole units -> [stretches, T, DIGITS, columns]. What is not finite makes a scale of NaN.
+// Row t of x: [T, K], whole units -> [stretches, T, DIGITS, columns]. What is not finite makes a
+// scale of NaN.
 static void to_digits(const float *x, long K, long stretch, int8_t *to, long T, long t, Digits *told) {
     for (long k = 0; k < K; k += stretch, told++) {
         long n = least(K - k, stretch);

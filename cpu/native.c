@@ -1,12 +1,13 @@
-// A step of a few tokens on a CPU, but for its products (products.c, compiled before this file). native.py calls these
-// functions. Numbers are float32 unless another type is named; arrays are contiguous, the last index fastest.
+// A step of a few tokens on a CPU, but for its products (products.c, compiled before this file).
+// native.py calls these functions. Numbers are float32 unless another type is named; arrays are
+// contiguous, the last index fastest.
 //
-//     T tokens · K, N in and out features · C hidden size · F intermediate size · H, G query and key/value heads
-//     D head size · V vocabulary
+//     T tokens · K, N in and out features · C hidden size · F intermediate size · D head size
+//     H, G query and key/value heads · V vocabulary
 
-// ---- Between the products ------------------------------------------------------------------------------------------
+// ---- Between the products -----------------------------------------------------------------------
 
-INLINE float exponential(float x) {                 // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
+INLINE float exponential(float x) {           // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float n = x * 1.44269504f + 12582912.f - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 0.041666667f + r * (0.0083333338f + r * 0.0013888889f);
@@ -15,7 +16,8 @@ INLINE float exponential(float x) {                 // e^x = 2^n e^r, |r| ≤ ln
     return p * u.f;
 }
 
-// Rotate the pairs (i, i + D/2) of a head. The first half of sin is negated. Without cos, x is rotated already.
+// Rotate the pairs (i, i + D/2) of a head. The first half of sin is negated. Without cos, x is
+// rotated already.
 INLINE void turn(const float *x, const float *cos, const float *sin, float *y, long D) {
     long half = D / 2;
     if (!cos) memcpy(y, x, D * sizeof *y);
@@ -27,7 +29,8 @@ INLINE void turn(const float *x, const float *cos, const float *sin, float *y, l
         }
 }
 
-// total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and is not written.
+// total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and is not
+// written.
 void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y, long T, long C,
               float eps) {
     #pragma omp parallel for if (T * C > 1 << 15)
@@ -60,10 +63,11 @@ void swiglu(const float *x, float *y, long T, long F) {
         }
 }
 
-// ---- Attention -----------------------------------------------------------------------------------------------------
+// ---- Attention ----------------------------------------------------------------------------------
 
-// Vectors of D numbers: float32, bfloat16, or INT8 with a scale each. Vector j of a text lies in block table[j / S], at
-// place j % S. `block` and `head` are the distances from block to block and from head to head, in vectors.
+// Vectors of D numbers: float32, bfloat16, or INT8 with a scale each. Vector j of a sequence lies
+// in block table[j / S], at offset j % S. `block` and `head` are the distances from block to block
+// and from head to head, in vectors.
 typedef struct { void *numbers; uint16_t *scale; long kind; } Kept;
 typedef struct { Kept keys, values; const int32_t *table; long S, block, head; } Past;
 
@@ -138,16 +142,16 @@ static void look_back(const float *q, Past at, long g, long last, long D, float 
     for (long d = 0; d < D; d++) out[d] /= all;
 }
 
-// kernels.Places. most: blocks of a row of the tables; work: scores of a head in all; layer: vectors of a layer.
-typedef struct { Past past; const int64_t *positions; const int32_t *slots, *starts; long most, work, layer; } Step;
+// kvcache.AttentionMetadata. most: blocks of a row of the tables; layer: vectors of a layer.
+typedef struct { Past past; const int32_t *positions, *slots, *starts; long most, layer; } Step;
 
-// Rotate q and k, store k and v, and let each token look back in its own text. qkv: [T, H + 2 G, D]; cos, sin: [T, D],
-// or none, if q and k are rotated already.
+// Rotate q and k, store k and v, and let each token look back in its own sequence.
+// qkv: [T, H + 2 G, D]; cos, sin: [T, D], or none, if q and k are rotated already.
 void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step, long layer,
             long T, long H, long G, long D) {
     Past past = step->past;
-    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, sizes[] = { 4, 2, 1 };
-    int32_t *owner = malloc(T * sizeof *owner);     // the text of each token
+    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, work = 0, sizes[] = { 4, 2, 1 };
+    int32_t *owner = malloc(T * sizeof *owner);     // the sequence of each token
     for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
         kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
         if (kept->scale) kept->scale += at;
@@ -157,6 +161,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
         while (t >= step->starts[b + 1]) b++;
         owner[t] = b;
         longest = j > longest ? j : longest;
+        work += j + 1;                              // scores of a head
         for (long g = 0; g < G; g++) {
             const float *k = qkv + t * row + (H + g) * D;
             float turned[D];
@@ -165,7 +170,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
             keep(past.values, place + g * past.head, k + G * D, D);
         }
     }
-    #pragma omp parallel if (step->work * (H + 2 * G) * D > 1 << 15)
+    #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
     {
         float *p = malloc((longest + 1 + D) * sizeof *p), *q = p + longest + 1;
         #pragma omp for collapse(2) schedule(static)
@@ -181,9 +186,10 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
     free(owner);
 }
 
-// ---- All layers ----------------------------------------------------------------------------------------------------
+// ---- All layers ---------------------------------------------------------------------------------
 
-// The layers of model.Llama and its last norm. What a layer adds to the stream x waits in delta for the next norm.
+// The layers of model.Llama and its last norm. What a layer adds to the stream x waits in delta for
+// the next norm.
 typedef struct { const float *input_norm, *post_norm; const Weight *qkv, *o, *gate_up, *down; } Layer;
 typedef struct {
     const Layer *layers;
@@ -193,7 +199,8 @@ typedef struct {
     float eps;
 } Model;
 
-// x: [T, C], overwritten -> out: [T, C]. room: 2 T (C + the wider of q, k, v together and gate, up together).
+// x: [T, C], overwritten -> out: [T, C].
+// room: 2 T (C + the wider of q, k, v together and gate, up together).
 void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin, const Step *step,
             long T) {
     const Layer *l = m->layers;
@@ -212,7 +219,7 @@ void layers(const Model *m, float *x, float *out, float *room, const float *cos,
     add_norm(x, delta, m->norm, x, out, T, C, m->eps);
 }
 
-// ---- The coin ------------------------------------------------------------------------------------------------------
+// ---- The coin -----------------------------------------------------------------------------------
 
 INLINE uint64_t mix(uint64_t z) {                   // sampling.py: SplitMix64's finalizer
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
@@ -253,7 +260,7 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
-// ---- Probabilities, and all drafts of a lone text ------------------------------------------------------------------
+// ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
 // softmax(x / t): [V]; of t = 0 the first of the largest.
 static void soften(const float *x, float *p, long V, float t) {
@@ -261,7 +268,8 @@ static void soften(const float *x, float *p, long V, float t) {
     long first = 0;
     for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
     if (t == 0) {
-        for (long i = 0; i < V; i++) p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);      // −∞ is a number
+        for (long i = 0; i < V; i++)                // −∞ is a number
+            p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);
         return;
     }
     #pragma omp simd reduction(+:all)
@@ -279,8 +287,9 @@ void soften_rows(const float *x, float *p, long B, long V, float t) {
     for (long b = 0; b < B; b++) soften(x + b * V, p + b * V, V, t);
 }
 
-// k tokens of a text, each picked from q: [k, V], with its own stream, before the next pass: drafted[k]. x: [T, C],
-// of the tokens before them; cos, sin, step: of T + k − 1 tokens. room: T · C, the logits, and that of `layers`.
+// k tokens of a sequence, each picked from q: [k, V], with its own stream, before the next pass:
+// drafted[k]. x: [T, C], of the tokens before them; cos, sin, step: of T + k − 1 tokens.
+// room: T · C, the logits, and that of `layers`.
 void drafts(const Model *m, float *x, float *room, const float *cos, const float *sin, const Step *step, long T,
             float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     long C = m->head->K, D = m->D;

@@ -1,147 +1,164 @@
 """Products and short steps on a CPU, in C.
 
-A step of one token reads every weight once, for two operations. Reading is the limit: the next bytes must always be
-under way. A step of many tokens uses a weight many times: arithmetic is the limit. Both want one order in memory, which
-`Weight` makes: sixteen rows of W lie side by side, a panel, and each has a lane of a register:
+A step of one token reads every weight once, for two operations. Reading is the limit: the next
+bytes must always be under way. A step of many tokens uses a weight many times: arithmetic is the
+limit. Both want one order in memory, which `Weight` makes: sixteen rows of W lie side by side, a
+panel, and each has a lane of a register:
 
-    for k in K:                             one unit of memory after the other, to the end of the panel
-        w = panel[k]                        [16], integers become float32 in registers
-        for t in T:                         up to 6 rows of x at a time
-            sum[t] += x[t, k] · w           after at most 128 columns: y[t] += sum[t] · scale
+    for k in K:                         one unit of memory after the other, to the panel's end
+        w = panel[k]                    [16], integers become float32 in registers
+        for t in T:                     up to 6 rows of x at a time
+            sum[t] += x[t, k] · w       after at most 128 columns: y[t] += sum[t] · scale
 
-bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and multiplied as
-float32. All formats of quant.Quantized are read: INT8, INT4, NF4 (a permutation of a register is the look-up) and
-FP8 (float16 with a smaller exponent), with a scale for each row or group in bfloat16 or float32, zeros, and columns in
-another order, in which x is gathered. Inputs of 8 bits are rounded, and multiplied as float32. Eight columns of 4 bits
-share a unit; beside the fewest rows of x INT4 stays integers, and x becomes integers, too (integers.c).
+bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and
+multiplied as float32. All formats of quant.Quantized are read: INT8, INT4, NF4 (a permutation of a
+register is the look-up) and FP8 (float16 with a smaller exponent), with a scale for each row or
+group in bfloat16 or float32, zeros, and columns in another order, in which x is gathered. Inputs of
+8 bits are rounded, and multiplied as float32. Eight columns of 4 bits share a unit; beside the
+fewest rows of x INT4 stays integers, and x becomes integers, too (integers.c).
 
-While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and attention,
-which reads keys and values where they are stored, are one call each; and where all products of a model are in C, all
-its layers are one call, and so are all drafts of a round (`Layers`).
+While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and
+attention, which reads keys and values where they are stored, are one call each; and where all
+products of a model are in C, all its layers are one call, and so are all drafts of a round
+(`NativeModel`).
 
-Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most 2e-5 of Σ|x||w|; for
-INT4 each |x| counts as at least 2^-8 of the largest of its group. A row of y does not depend, to the bit, on the other
-rows; for INT4 only on whether rows are few. NaN in FP8 makes NaN of its whole row of W.
+C functions get addresses as plain integers, which ctypes converts without running Python code: so
+Ctrl-C arrives before or after a call, as KeyboardInterrupt. A tensor must have a name until the
+call returns, because an address alone does not keep it alive.
 
-Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or of 4 bits into units of
-8; sums of integers beside inputs of 8 bits; x in bfloat16 in one call, gradients; only Linux.
+Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
+2e-5 of Σ|x||w|; for INT4 each |x| counts as at least 2^-8 of the largest of its group. A row of y
+does not depend, to the bit, on the other rows; for INT4 only on whether rows are few. NaN in FP8
+makes NaN of its row of W.
 
-    T rows of x, tokens of a step · K in_features · N out_features · C hidden_size · F intermediate_size
-    H, G query and key/value heads · D head_dim · V vocab_size
+Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or of
+4 bits into units of 8; sums of integers beside inputs of 8 bits; x in bfloat16 in one call,
+gradients; only Linux.
+
+    T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
+    F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size
 """
 
+from __future__ import annotations
+
 import ctypes
+import functools
 import os
 import platform
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cpu.compiled import compile_library
-from kernels import Linear, Step
+from kernels import Linear
 from quant import Quantized, nf4, unpack4
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.c") for name in ("blocks", "integers", "products", "native")
-]
-WIDE, STRETCH = 16, 128  # rows of W in a panel, and columns of a sum
-KINDS = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int8,
-    4,
-    "nf4",
-    torch.float8_e4m3fn,
-    "zeros",
-)  # as blocks.c counts
-P, L = ctypes.c_void_p, ctypes.c_long
+if TYPE_CHECKING:
+    from kvcache import AttentionMetadata, Cache, Store
+    from model import Layer, Llama
+
+SOURCES = ("blocks.c", "integers.c", "products.c", "native.c")
+WIDE = 16  # rows of W in a panel
+STRETCH = 128  # columns of a sum
+FP8 = torch.float8_e4m3fn
+KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8, "zeros")  # in blocks.c's order
+POINTER = ctypes.c_void_p
+LONG = ctypes.c_long
+FLOAT = ctypes.c_float
 
 
-# ---- The library -----------------------------------------------------------------------------------------------------
+# ---- The library -------------------------------------------------------------------------------
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled source, or None where it cannot be had."""
-    return _library()[0]
+    """The compiled source, or None where it cannot be compiled."""
+    return load_library()[0]
 
 
 def why_not() -> str:
     """Why there is no library, in a few words; empty if there is one."""
-    return _library()[1]
+    return load_library()[1]
 
 
-@cache
-def _library() -> tuple[ctypes.CDLL | None, str]:
+@functools.cache
+def load_library() -> tuple[ctypes.CDLL | None, str]:
+    """The library and, if it is None, the reason."""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return None, "LLAMA_NATIVE=0"
     if platform.system() != "Linux":
         return None, f"{platform.system()} is not Linux"
-    if (threads := _threads()) is None:
-        return None, "this PyTorch has no OpenMP threads to share"
-    flags = ["-O3", "-fopenmp", "-fno-math-errno"]
-    if not hasattr(ctypes.CDLL(threads), "__kmpc_fork_call"):
-        flags.append("-DGNU_THREADS")
     try:
-        source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-        return _declared(compile_library(source, flags, (threads, "-lm"))), ""
+        openmp = openmp_library()
+        if openmp is None:
+            return None, "this PyTorch has no OpenMP threads to share"
+        flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+        if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
+            flags.append("-DGNU_THREADS")
+        folder = Path(__file__).parent
+        source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+        lib = compile_library(source, flags, (openmp, "-lm"))
     except OSError as error:
         return None, " ".join(str(error).split())
+    declare(lib)
+    return lib, ""
 
 
-def _threads() -> str | None:
-    """The file of the OpenMP library that PyTorch uses: another one would bring threads of its own."""
-    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    try:
-        torch_cpu = ctypes.CDLL(next(at[5] for at in maps if "/libtorch_cpu" in at[-1]))
-        called = ctypes.cast(torch_cpu.GOMP_parallel, P).value
-    except (StopIteration, OSError, AttributeError):
+def openmp_library() -> str | None:
+    """The file of PyTorch's OpenMP library: another one would bring threads of its own."""
+    mappings = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, file = line.split(maxsplit=5)
+        start, stop = addresses.split("-")
+        mappings.append((int(start, 16), int(stop, 16), file))
+    torch_files = [file for _, _, file in mappings if "/libtorch_cpu" in file]
+    if not torch_files:
         return None
-    ranges = ((at[-1], *(int(end, 16) for end in at[0].split("-"))) for at in maps)
-    return next(file for file, start, stop in ranges if start <= called < stop)
+    torch_cpu = ctypes.CDLL(torch_files[0])
+    if not hasattr(torch_cpu, "GOMP_parallel"):
+        return None
+    function = ctypes.cast(torch_cpu.GOMP_parallel, POINTER).value
+    return next(file for start, stop, file in mappings if start <= function < stop)
 
 
-class Record(ctypes.Structure):
-    """A C struct, which has an address as a tensor has."""
-
-    def data_ptr(self) -> int:
-        return ctypes.addressof(self)
-
-
-def address(x: Tensor | Record | None) -> ctypes.c_void_p:
-    return P(None if x is None else x.data_ptr())
-
-
-class At:
-    """The type of a C parameter: the address of a tensor or a record, or NULL for None."""
-
-    from_param = staticmethod(address)
-
-
-def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
-    lib.product.argtypes = lib.rows.argtypes = [At] * 3 + [L]
-    lib.rows.restype = L
-    (ctypes.c_float * 16).in_dll(lib, "nf4")[:] = nf4().tolist()
-    lib.add_norm.argtypes = [At] * 5 + [L, L, ctypes.c_float]
-    lib.swiglu.argtypes = [At, At, L, L]
-    lib.attend.argtypes = [At] * 5 + [L] * 5
-    lib.pick_f32.argtypes = lib.pick_f64.argtypes = [At] * 3 + [L, L]
-    lib.layers.argtypes = [At] * 7 + [L]
-    lib.soften_rows.argtypes = [At] * 2 + [L, L, ctypes.c_float]
-    lib.drafts.argtypes = [At] * 6 + [L, ctypes.c_float] + [At] * 3 + [L, L]
-    return lib
+def declare(lib: ctypes.CDLL) -> None:
+    """The types of the functions' parameters."""
+    lib.product.argtypes = [POINTER] * 3 + [LONG]
+    lib.rows.argtypes = [POINTER] * 3 + [LONG]
+    lib.rows.restype = LONG
+    lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]
+    lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
+    lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
+    lib.layers.argtypes = [POINTER] * 7 + [LONG]
+    lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
+    lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
+    lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
+    lib.drafts.argtypes = [POINTER] * 6 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    table = (FLOAT * 16).in_dll(lib, "nf4")
+    table[:] = nf4().tolist()
 
 
-# ---- Products --------------------------------------------------------------------------------------------------------
+def address(x: Tensor | None) -> int:
+    """Where the numbers of a tensor are; 0 (NULL) for None."""
+    return 0 if x is None else x.data_ptr()
 
 
-def unquantized(weight: Tensor | Quantized) -> Quantized:
-    """A weight as Quantized; a plain matrix has no scales. With at most one scale a row, a group is whole stretches."""
-    w = Quantized(weight, None, None, weight.shape[1], 0) if isinstance(weight, Tensor) else weight
-    lone = w.scale is None or w.scale.shape[1] == 1
-    return w._replace(group=-(-w.columns // STRETCH) * STRETCH) if lone else w
+# ---- Products ----------------------------------------------------------------------------------
+
+
+def as_quantized(weight: Tensor | Quantized) -> Quantized:
+    """A weight as Quantized; a plain matrix has no scales.
+
+    Where a row has at most one scale, its group becomes complete stretches.
+    """
+    if isinstance(weight, Tensor):
+        weight = Quantized(weight, None, None, weight.shape[1], 0)
+    if weight.scale is None or weight.scale.shape[1] == 1:
+        num_stretches = -(-weight.columns // STRETCH)
+        return weight._replace(group=num_stretches * STRETCH)
+    return weight
 
 
 def kind(w: Quantized) -> torch.dtype | str | int:
@@ -151,289 +168,418 @@ def kind(w: Quantized) -> torch.dtype | str | int:
     return w.values.dtype if w.zero is None else "zeros"
 
 
-def multiplies(weight: Tensor | Quantized, x: torch.dtype = torch.float32) -> bool:
+def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -> bool:
     """Whether C multiplies x, of this dtype, by this matrix."""
-    w = unquantized(weight)
-    part = min(w.group, STRETCH)  # columns that are multiplied at a time
-    return (
-        w.values.device.type == "cpu"
-        and kind(w) in KINDS
-        and x in (torch.float32, torch.bfloat16)
-        and w.group % part == part % (8 if w.values.dtype == torch.uint8 else 1) == 0
-        and library() is not None
-    )
+    w = as_quantized(weight)
+    if kind(w) not in KINDS or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if w.values.device.type != "cpu" or library() is None:
+        return False
+    stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
+    unit = 8 if w.values.dtype == torch.uint8 else 1
+    return w.group % stretch == 0 and stretch % unit == 0
 
 
-class Weight(Record):
-    """W [N, K] as blocks.c reads it: addresses, and the tensors that lie there."""
+class Weight(ctypes.Structure):
+    """W [N, K] as blocks.c reads it. `tensors` keeps alive what the addresses point to."""
 
     _fields_ = [
-        *((name, P) for name in ("w", "scale", "zero", "bias", "order")),
-        *((name, L) for name in ("N", "K", "group", "kind", "exact", "inputs")),
+        ("w", POINTER),
+        ("scale", POINTER),
+        ("zero", POINTER),
+        ("bias", POINTER),
+        ("order", POINTER),
+        ("N", LONG),
+        ("K", LONG),
+        ("group", LONG),
+        ("kind", LONG),
+        ("exact", LONG),
+        ("inputs", LONG),
     ]
 
     @classmethod
-    def of(cls, linear: Linear) -> "Weight":
+    def of(cls, linear: Linear) -> Weight:
         """From a weight that `multiplies` accepts."""
-        w, bias = unquantized(linear.weight), linear.bias
-        values, scale, zero, K, group, order, inputs = w
+        q = as_quantized(linear.weight)
+        values = q.values.detach()
+        scale = q.scale
         exact = scale is not None and scale.dtype != torch.bfloat16
-        scale = scale.float() if exact else scale
-        if values.dtype == torch.uint8:  # columns 0 to 3 of eight in the lower halves of four bytes
-            q = unpack4(torch.nn.functional.pad(values, (0, -values.shape[1] % 4))).view(
-                len(values), -1, 2, 4
-            )
-            values = (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
-        if values.dtype == torch.float8_e4m3fn:  # C reads float16 of 2^-8 the number, and no NaN
+        if exact:
+            scale = scale.float()
+        if values.dtype == torch.uint8:
+            values = interleave(values)
+        if values.dtype == FP8:  # C reads float16 of 2^-8 the number, and no NaN
             values = values.view(torch.int8)
-            scale = (256 * scale).masked_fill_((values & 127 == 127).any(1, True), torch.nan)
-        parts = [
-            panels(values, {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)),
-            *(None if part is None else panels(part) for part in (scale, zero)),
-            None if bias is None else bias.detach().float(),
-            order,
-        ]
-        self = cls(*map(address, parts), len(values), K, group, KINDS.index(kind(w)), exact, inputs)
-        self.held, self.library = [part for part in parts if part is not None], library()
-        return self
+            has_nan = (values & 127 == 127).any(1, keepdim=True)
+            scale = (256 * scale).masked_fill_(has_nan, torch.nan)
+        columns_of_unit = {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)
+        tensors = dict(
+            w=panels(values, columns_of_unit),
+            scale=None if scale is None else panels(scale),
+            zero=None if q.zero is None else panels(q.zero),
+            bias=None if linear.bias is None else linear.bias.detach().float(),
+            order=q.order,
+        )
+        weight = cls(
+            **{name: address(x) for name, x in tensors.items()},
+            N=len(values),
+            K=q.columns,
+            group=q.group,
+            kind=KINDS.index(kind(q)),
+            exact=exact,
+            inputs=q.inputs,
+        )
+        weight.tensors = tensors
+        weight.address = ctypes.addressof(weight)
+        weight.library = library()
+        return weight
 
-    def rows(self, which: Tensor) -> Tensor:
+    def rows(self, indices: Tensor) -> Tensor:
         """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
-        out, which = torch.empty(len(which), self.K), which.contiguous()
-        if wrong := self.library.rows(self, which, out, len(which)):
-            raise IndexError(f"row {which[wrong - 1]} of a matrix of {self.N}")
+        R = len(indices)
+        indices = indices.contiguous()
+        out = torch.empty(R, self.K)
+        wrong = self.library.rows(self.address, indices.data_ptr(), out.data_ptr(), R)
+        if wrong:
+            raise IndexError(f"row {indices[wrong - 1]} of a matrix of {self.N}")
         return out
 
 
+def interleave(packed: Tensor) -> Tensor:
+    """Columns of 4 bits: of eight, 0 to 3 in the lower halves of four bytes. uint8[N, ⌈K / 2⌉]."""
+    padded = F.pad(packed, (0, -packed.shape[1] % 4))
+    q = unpack4(padded).view(len(packed), -1, 2, 4)
+    return (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
+
+
 def panels(x: Tensor, unit: int = 1) -> Tensor:
-    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE], `unit` columns in a unit; 16 rows side by side, padded with 0."""
+    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE]: 16 rows side by side, padded with 0.
+
+    unit: columns that are four bytes together, and move as one.
+    """
     N, K = x.shape
     if N % WIDE or K % unit:
-        x = torch.nn.functional.pad(x, (0, -K % unit, 0, -N % WIDE))
-    x = (
-        x.detach().view(torch.int32) if unit > 1 else x.detach()
-    )  # a unit is four bytes, and moves as one
+        x = F.pad(x, (0, -K % unit, 0, -N % WIDE))
+    if unit > 1:
+        x = x.view(torch.int32)
     return x.view(-1, WIDE, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
     """x Wᵀ + bias. x: [T, K], float32 or bfloat16; sums are float32 -> [T, N], as x."""
-    if x.shape[1] != weight.K:
+    T, K = x.shape
+    if K != weight.K:
         raise ValueError(
-            f"rows of {x.shape[1]} numbers cannot be multiplied by a matrix of {weight.K} columns"
+            f"rows of {K} numbers cannot be multiplied by a matrix of {weight.K} columns"
         )
-    y = torch.empty(len(x), weight.N)
-    if len(x):
-        weight.library.product(x.float().contiguous(), weight, y, len(x))
+    wide = x.float().contiguous()
+    y = torch.empty(T, weight.N)
+    if T:
+        weight.library.product(wide.data_ptr(), weight.address, y.data_ptr(), T)
     return y.to(x.dtype)
 
 
-# ---- Between the products, as kernels.Ops has them -------------------------------------------------------------------
+# ---- Between the products, as kernels.Ops has them ---------------------------------------------
 
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether there is C for these tensors: float32 on a CPU, without gradients."""
-    return library() is not None and all(
-        x is None
-        or x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and not (x.requires_grad and torch.is_grad_enabled())
-        for x in tensors
-    )
+    if library() is None:
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return False
+        if x.requires_grad and torch.is_grad_enabled():
+            return False
+    return True
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    (T, C), x, delta = x.shape, x.contiguous(), None if delta is None else delta.contiguous()
-    y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
-    library().add_norm(x, delta, weight, total, y, T, C, eps)
+    """x + delta, and its RMSNorm: [T, C] each."""
+    T, C = x.shape
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    total = x
+    if delta is not None:
+        delta = delta.contiguous()
+        total = torch.empty_like(x)
+    inputs = x.data_ptr(), address(delta), weight.data_ptr()
+    library().add_norm(*inputs, total.data_ptr(), y.data_ptr(), T, C, eps)
     return total, y
 
 
 def swiglu(x: Tensor) -> Tensor:
-    T, F = x.shape[0], x.shape[1] // 2
-    y = torch.empty(T, F)
-    library().swiglu(x.contiguous(), y, T, F)
+    """silu(gate) · up: [T, 2 F] -> [T, F]."""
+    T, width = x.shape
+    x = x.contiguous()
+    y = torch.empty(T, width // 2)
+    library().swiglu(x.data_ptr(), y.data_ptr(), T, width // 2)
     return y
 
 
-def soften(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) [B, V], V > 0; temperature 0: one-hot, first maximum. NaN in rows not finite."""
-    library().soften_rows(
-        logits.contiguous(), probs := torch.empty(logits.shape), *logits.shape, temperature
-    )
+def softmax(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
+
+    NaN in rows that are not finite.
+    """
+    B, V = logits.shape
+    logits = logits.contiguous()
+    probs = torch.empty(B, V)
+    library().soften_rows(logits.data_ptr(), probs.data_ptr(), B, V, temperature)
     return probs
 
 
 def race(probs: Tensor, streams: Tensor) -> Tensor:
-    """sampling.pick in C. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
-    (B, V), picked = probs.shape, torch.zeros(len(probs), dtype=torch.int64)
-    run = library().pick_f64 if probs.dtype == torch.float64 else library().pick_f32
-    run(probs.contiguous(), streams.expand(B, 1).contiguous(), picked, B, V)
+    """sampling.pick. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
+    B, V = probs.shape
+    probs = probs.contiguous()
+    streams = streams.expand(B, 1).contiguous()
+    picked = torch.zeros(B, dtype=torch.int64)
+    lib = library()
+    pick = lib.pick_f64 if probs.dtype == torch.float64 else lib.pick_f32
+    pick(probs.data_ptr(), streams.data_ptr(), picked.data_ptr(), B, V)
     return picked
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention ---------------------------------------------------------------------------------
 
 
-class _Kept(Record):
-    _fields_ = [("numbers", P), ("scale", P), ("kind", L)]
+class Vectors(ctypes.Structure):
+    """The keys or the values of a cache. `scale` is 0, unless they are INT8."""
+
+    _fields_ = [("numbers", POINTER), ("scale", POINTER), ("kind", LONG)]
+
+    @classmethod
+    def of(cls, store: Store) -> Vectors:
+        numbers, *scale = store.parts
+        scale_address = scale[0].data_ptr() if scale else 0
+        return cls(numbers.data_ptr(), scale_address, KINDS.index(numbers.dtype))
 
 
-class _Step(Record):
+class Step(ctypes.Structure):
+    """AttentionMetadata as native.c reads it: addresses of a cache's and of a step's tensors."""
+
     _fields_ = [
-        ("keys", _Kept),
-        ("values", _Kept),
-        ("tables", P),
-        ("S", L),
-        ("block", L),
-        ("head", L),
-        ("positions", P),
-        ("slots", P),
-        ("starts", P),
-        ("most", L),
-        ("work", L),
-        ("layer", L),
+        ("keys", Vectors),
+        ("values", Vectors),
+        ("block_tables", POINTER),
+        ("block_size", LONG),
+        ("block", LONG),
+        ("head", LONG),
+        ("positions", POINTER),
+        ("slot_mapping", POINTER),
+        ("cu_seqlens", POINTER),
+        ("max_blocks", LONG),
+        ("layer", LONG),
     ]
 
 
-def reads(*stores: Any) -> bool:
-    """Whether `attend` reads these keys and values: on a CPU, not of 4 bits, the tokens of a head side by side."""
-    parts = [store.parts[0] for store in stores]
-    return all(
-        x.dtype in KINDS[:3] and x.device.type == "cpu" and x.stride(2) == x.shape[4] for x in parts
-    )
+def reads(*stores: Store) -> bool:
+    """Whether `attend` reads these keys and values: not of 4 bits, a head's tokens side by side."""
+    for store in stores:
+        numbers = store.parts[0]
+        if numbers.dtype not in KINDS[:3] or numbers.device.type != "cpu":
+            return False
+        if numbers.stride(2) != numbers.shape[4]:
+            return False
+    return True
 
 
-def places(step: Step) -> _Step:
-    """Where the tokens of a step belong, for C: made once a step. It holds addresses of the step's tensors."""
-    if (made := vars(step).get("native")) is None:
-        made = step.native = _Step.from_buffer_copy(_layout(step.cache))
-        made.positions, made.slots, made.starts, _, made.tables = map(
-            torch.Tensor.data_ptr, step.places
-        )
-        made.S, made.most = step.block_size, step.shape[2]
-        made.work = sum((stop - start) * stop for _, start, stop in step.spans)
-    return made
+def cache_layout(cache: Cache) -> Step | None:
+    """The part of `Step` that all steps over a cache share; None if C does not read this cache."""
+    if "native" not in cache.backend:
+        cache.backend["native"] = None
+        if cache.dtype != torch.float64 and reads(cache.keys, cache.values):
+            numbers = cache.keys.parts[0]
+            layer, block, _, head, _ = (n // numbers.shape[4] for n in numbers.stride())
+            cache.backend["native"] = Step(
+                keys=Vectors.of(cache.keys),
+                values=Vectors.of(cache.values),
+                block_size=numbers.shape[2],
+                block=block,
+                head=head,
+                layer=layer,
+            )
+    return cache.backend["native"]
 
 
-def _layout(cache: Any) -> _Step:
-    """Where the keys and values of a cache are: the part that all its steps share."""
-    if "native" not in vars(cache):
-        keys, values = cache.keys.parts, cache.values.parts
-        layer, block, _, head, _ = (distance // keys[0].shape[4] for distance in keys[0].stride())
-        kept = [
-            _Kept(address(x), *map(address, scale or [None]), KINDS.index(x.dtype))
-            for x, *scale in (keys, values)
-        ]
-        cache.native = _Step(*kept, block=block, head=head, layer=layer)
-    return cache.native
+def step_address(metadata: AttentionMetadata) -> int:
+    """Where the new tokens belong, for C: a `Step`, made once for all layers."""
+    if "native" not in metadata.backend:
+        step = Step.from_buffer_copy(cache_layout(metadata.cache))
+        step.block_tables = metadata.block_tables.data_ptr()
+        step.positions = metadata.positions.data_ptr()
+        step.slot_mapping = metadata.slot_mapping.data_ptr()
+        step.cu_seqlens = metadata.cu_seqlens.data_ptr()
+        step.max_blocks = metadata.block_tables.shape[1]
+        metadata.backend["native"] = step
+    return ctypes.addressof(metadata.backend["native"])
 
 
 def attend(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, step: Step, G: int, layer: int
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    metadata: AttentionMetadata,
+    G: int,
+    layer: int,
 ) -> Tensor:
-    """qkv: float32[T, H + 2 G, D]; without cos and sin, q and k are rotated already -> [T, H, D]."""
-    T, heads, D = qkv.shape
-    out = torch.empty(T, heads - 2 * G, D)
-    library().attend(qkv.contiguous(), cos, sin, out, places(step), layer, T, heads - 2 * G, G, D)
+    """Rotate, store and attend. cos None: q and k are rotated already.
+
+    qkv: float32[T, H + 2 G, D] -> [T, H, D].
+    """
+    T, num_heads, D = qkv.shape
+    H = num_heads - 2 * G
+    qkv = qkv.contiguous()
+    out = torch.empty(T, H, D)
+    inputs = qkv.data_ptr(), address(cos), address(sin)
+    step = step_address(metadata)
+    library().attend(*inputs, out.data_ptr(), step, layer, T, H, G, D)
     return out
 
 
-# ---- All layers in one call ------------------------------------------------------------------------------------------
+# ---- All layers in one call --------------------------------------------------------------------
 
 
-class _Layer(Record):
-    _fields_ = [(name, P) for name in ("input_norm", "post_norm", "qkv", "o", "gate_up", "down")]
-
-
-class Layers(Record):
-    """All layers of a float32 model, and its last norm: addresses, and what lies there."""
+class LayerWeights(ctypes.Structure):
+    """model.Layer: addresses of tensors and of `Weight`s."""
 
     _fields_ = [
-        *((name, P) for name in ("layers", "norm", "embed", "head")),
-        *((name, L) for name in "LHGD"),
-        ("eps", ctypes.c_float),
+        ("input_norm", POINTER),
+        ("post_norm", POINTER),
+        ("qkv", POINTER),
+        ("o", POINTER),
+        ("gate_up", POINTER),
+        ("down", POINTER),
     ]
 
     @classmethod
-    def of(cls, llama: Any) -> "Layers | None":
-        """None if C cannot do all products, or the model is not float32."""
-        every = [[getattr(layer, name) for name, _ in _Layer._fields_] for layer in llama.layers]
-        products = [llama.embed, llama.head, *(part for _, _, *parts in every for part in parts)]
-        if (
-            not every
-            or not serves(llama.norm)
-            or not all(isinstance(part, Weight) for part in products)
-        ):
-            return None
-        c, layers = (
-            llama.config,
-            (_Layer * len(every))(*(_Layer(*map(address, parts)) for parts in every)),
+    def of(cls, layer: Layer) -> LayerWeights:
+        return cls(
+            layer.input_norm.data_ptr(),
+            layer.post_norm.data_ptr(),
+            layer.qkv.address,
+            layer.o.address,
+            layer.gate_up.address,
+            layer.down.address,
         )
-        self = cls(
-            ctypes.addressof(layers),
-            *map(address, (llama.norm, llama.embed, llama.head)),
-            len(every),
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.rms_norm_eps,
-        )
-        self.held, (_, _, qkv, _, gate_up, _) = [layers, llama.norm, products, every], every[0]
-        self.room, self.logits = (
-            2 * (qkv.K + max(gate_up.N, qkv.N)),
-            llama.head.N,
-        )  # for a token; for all
-        return self
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, step: Step) -> Tensor:
-        """The rows that the head multiplies: [T, C]. x: [T, C]; it is overwritten. cos, sin: [T, 1, D]."""
-        out, room = torch.empty_like(x), torch.empty(len(x) * self.room)
-        library().layers(self, x, out, room, cos, sin, places(step), len(x))
+
+class NativeModel(ctypes.Structure):
+    """A float32 model: its layers and its last norm.
+
+    `llama_parts` keeps alive what the addresses point to.
+    """
+
+    _fields_ = [
+        ("layers", POINTER),
+        ("norm", POINTER),
+        ("embed", POINTER),
+        ("head", POINTER),
+        ("L", LONG),
+        ("H", LONG),
+        ("G", LONG),
+        ("D", LONG),
+        ("eps", FLOAT),
+    ]
+
+    @classmethod
+    def of(cls, llama: Llama) -> NativeModel | None:
+        """None if C cannot do all products, or the model is not float32."""
+        linears = [llama.embed, llama.head]
+        for layer in llama.layers:
+            linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+        all_in_c = all(isinstance(linear, Weight) for linear in linears)
+        if not all_in_c or not llama.layers or not serves(llama.norm):
+            return None
+        config = llama.config
+        L = len(llama.layers)
+        layers = (LayerWeights * L)(*(LayerWeights.of(layer) for layer in llama.layers))
+        native_model = cls(
+            layers=ctypes.addressof(layers),
+            norm=llama.norm.data_ptr(),
+            embed=llama.embed.address,
+            head=llama.head.address,
+            L=L,
+            H=config.num_attention_heads,
+            G=config.num_key_value_heads,
+            D=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
+        native_model.llama_parts = layers, llama.norm, linears, list(llama.layers)
+        first = llama.layers[0]
+        widest = max(first.gate_up.N, first.qkv.N)
+        native_model.scratch_of_token = 2 * (first.qkv.K + widest)
+        native_model.num_logits = llama.head.N
+        return native_model
+
+    def run_layers(
+        self, x: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """The rows that the head multiplies. x: [T, C]; it is overwritten. cos, sin: [T, 1, D]."""
+        T = len(x)
+        out = torch.empty_like(x)
+        scratch = torch.empty(T * self.scratch_of_token)
+        library().layers(
+            ctypes.addressof(self),
+            x.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            step_address(metadata),
+            T,
+        )
         return out
 
-    def drafts(
+    def draft(
         self,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        step: Step,
+        metadata: AttentionMetadata,
         temperature: float,
         streams: Tensor,
         V: int,
     ) -> tuple[Tensor, Tensor]:
-        """The next k tokens of a text, int64[k], and their distributions, softmax(logits / temperature): float32[k, V].
+        """The next k tokens of a sequence, int64[k], and their distributions, float32[k, V].
 
-        x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; step: of T + k − 1 tokens;
-        streams: int64[k, 1], one for each pick.
+        x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; metadata: of
+        T + k − 1 tokens; streams: int64[k, 1], contiguous, one for each pick.
         """
-        (T, C), k = x.shape, len(streams)
-        room, drafted = (
-            torch.empty(T * (self.room + C) + self.logits),
-            torch.zeros(k, dtype=torch.int64),
-        )
+        T, C = x.shape
+        k = len(streams)
+        scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
+        drafted = torch.zeros(k, dtype=torch.int64)
         q = torch.empty(k, V)
         library().drafts(
-            self,
-            x,
-            room,
-            cos,
-            sin,
-            places(step),
+            ctypes.addressof(self),
+            x.data_ptr(),
+            scratch.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            step_address(metadata),
             T,
             temperature,
-            streams.contiguous(),
-            drafted,
-            q,
+            streams.data_ptr(),
+            drafted.data_ptr(),
+            q.data_ptr(),
             k,
             V,
         )
         return drafted, q
 
 
+def main() -> None:
+    """The demonstration: whether there is C here."""
+    reason = why_not()
+    if reason:
+        print(f"there is no C here: {reason}. Everything runs as PyTorch does it.")
+    else:
+        print("there is C here.")
+
+
 if __name__ == "__main__":
-    print(
-        f"there is no C here: {why_not()}. Everything runs as PyTorch does it."
-        if why_not()
-        else "there is C here."
-    )
+    main()

@@ -1,7 +1,7 @@
-// y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a stretch of columns)
-// and integers.c.
+// y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a
+// stretch of columns) and integers.c.
 
-enum { NEAR = 192 };                                // rows that one pass over the panels multiplies: x stays near
+enum { NEAR = 192 };                               // rows of one pass over the panels: x stays near
 
 // The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
 static Stretch stretch_at(const Weight *w, long p, long k, long n) {
@@ -26,7 +26,8 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
             a.x = x + k * size, a.row = row, a.digits = digits + k / stretch, a.groups = told;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             if (digits) a.x = x + DIGITS * T * k, a.row = DIGITS * a.units * COLUMNS_i4;
-            long bytes = T > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;   // of the next stretch, to fetch
+            // Of the next stretch, to fetch:
+            long bytes = T > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;
             const char *next = a.w + bytes;
             if (many) a = unfold[kind](&a, P, room);
             for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * told) {
@@ -40,7 +41,8 @@ static void some_panels(const Weight *w, const char *x, long row, const Digits *
     free(room);
 }
 
-// bfloat16: the scale of a vector whose largest number becomes `top`, 127 in INT8, 448 in FP8 (quant.int8, round_fp8).
+// bfloat16: the scale of a vector whose largest number becomes `top`, 127 in INT8, 448 in FP8
+// (quant.int8, round_fp8).
 INLINE uint16_t row_scale(const float *x, long n, float top) {
     float most = 0;
     #pragma omp simd reduction(max:most)
@@ -57,7 +59,8 @@ INLINE float to_e4m3(float x) {
     return rintf(x / step.f) * step.f;
 }
 
-// A row of x as the panels want it: in the order of the columns, rounded as W is if inputs have 8 bits, in whole units.
+// A row of x as the panels want it: in the order of the columns, in whole units; rounded as W is,
+// if inputs have 8 bits.
 static void arrange(const Weight *w, const float *x, float *to, long row) {
     for (long k = 0; k < w->K; k++) to[k] = x[w->order ? w->order[k] : k];
     for (long k = w->K; k < row; k++) to[k] = 0;

@@ -1,4 +1,5 @@
-"""Drafts in one call are those that are written one by one; and where they cannot be, they are written one by one."""
+"""Drafts in one call are those that are made one by one; and where one call cannot make them, they
+are made one by one."""
 
 from typing import Any
 from unittest import mock
@@ -8,37 +9,42 @@ import torch
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
+from checkpoint.load import fill
 from conftest import SMALL
 from cpu import CPU, native
-from drafters import write_drafts
+from kernels import Ops
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
 from proof import Walk
 from quant import WIDTHS
-from request import Request, Round, Settings
+from request import Request, Settings
 from sampling import Keyed
+from speculative import Round
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 TEXT = [7, 30, 4, 99, 5, 6, 12, 180, 3, 3, 41]
 
 
-def loud(
-    bits: int = 16, dtype: torch.dtype = torch.float32, prepared: bool = True, **config: Any
+def scaled_llama(
+    bits: int = 16, dtype: torch.dtype = torch.float32, packed: bool = True, **config: Any
 ) -> Llama:
+    """A random model whose logits differ."""
     llama = plain = Llama(Config(**SMALL | config), dtype=dtype, seed=3, ops=CPU())
-    for name, place in plain.places().items():
-        place.mul_(1 if "norm" in name else 9)
+    for name, tensor in plain.named_tensors().items():
+        tensor.mul_(1 if "norm" in name else 9)
     if bits < 16:
         llama = Llama(plain.config.quantized(Quantization(bits)), seed=None, ops=CPU())
-        llama.fill(plain.places().items())
-    return llama.prepare() if prepared else llama
+        fill(llama, plain.named_tensors().items())
+    if packed:
+        llama.pack_weights()
+    return llama
 
 
-def drafted(
+def drafts(
     llama: Llama,
     one_by_one: bool,
-    layout: str = "blocks",
+    layout: str = "paged",
     unread: int = 1,
     gamma: int = 2,
     coupled: bool = False,
@@ -46,13 +52,13 @@ def drafted(
     coin: Any = Keyed,
     bits: str = "16",
     **settings: Any,
-) -> tuple[Any, ...]:
-    """-> drafts, their distributions, the logits after them (so what is in the cache), and whether it was one call."""
-    cache = (
-        KVCache.of(llama, 40, 2, bits=WIDTHS[bits])
-        if layout == "rows"
-        else PagedCache.of(llama, 20, 4, prefix_sharing=False, bits=WIDTHS[bits])
-    )
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """-> drafts, their distributions, the logits after them (so what is in the cache), and whether
+    it was one call."""
+    if layout == "contiguous":
+        cache = KVCache.of(llama, 40, 2, bits=WIDTHS[bits])
+    else:
+        cache = PagedCache.of(llama, 20, 4, prefix_caching=False, bits=WIDTHS[bits])
     seqs = [cache.open(())[0] for _ in range(texts)]
     for seq in seqs:
         llama(torch.tensor(TEXT[:-unread]), cache.extend([(seq, TEXT[:-unread])]))
@@ -60,27 +66,27 @@ def drafted(
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
     round = Round(requests, [gamma] * texts, 250, llama.device, llama.dtype, coin, coupled)
-    plain = mock.Mock(side_effect=write_drafts)
     arguments = llama, cache, seqs, [TEXT[-unread:]] * texts, round
-    tokens, q = write_drafts(*arguments) if one_by_one else llama.ops.draft(plain, *arguments)
+    with mock.patch.object(Ops, "draft", autospec=True, side_effect=Ops.draft) as plain:
+        tokens, q = plain(llama.ops, *arguments) if one_by_one else llama.ops.draft(*arguments)
     assert all(cache.length(seq) == len(TEXT) + gamma - 1 for seq in seqs)
     after = torch.cat([llama(torch.tensor([8]), cache.extend([(seq, [8])])) for seq in seqs])
     return tokens, q, after, not plain.called
 
 
-@pytest.mark.parametrize("layout", ["rows", "blocks"])
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize(
     "kind",
     [
         dict(),
         dict(bits=8),
-        dict(attention_bias=True, tie_word_embeddings=False),
-        dict(bits=8, tie_word_embeddings=False),
+        dict(bits=8, attention_bias=True, tie_word_embeddings=False),
     ],
 )
 @torch.inference_mode()
-def test_they_are_those_written_one_by_one(layout, kind):
-    llama, different = loud(**kind), 0
+def test_drafts_in_one_call_are_those_one_by_one(layout, kind):
+    llama = scaled_llama(**kind)
+    num_different = 0
     for unread, gamma, coupled, temperature in (
         (1, 4, False, 1.0),
         (2, 1, False, 0.7),
@@ -93,54 +99,48 @@ def test_they_are_those_written_one_by_one(layout, kind):
         how = dict(
             layout=layout, unread=unread, gamma=gamma, coupled=coupled, temperature=temperature
         )
-        tokens, q, after, at_once = drafted(llama, False, **how)
-        wanted = drafted(llama, True, **how)
-        assert (
-            at_once
-            and tokens.shape == (1, gamma)
-            and tokens.dtype == torch.int64
-            and q.dtype == torch.float32
-        )
-        assert torch.equal(tokens, wanted[0]) and not q[wanted[1] == 0].any()
-        torch.testing.assert_close(q, wanted[1], atol=1e-6, rtol=1e-4)
-        torch.testing.assert_close(after, wanted[2], atol=1e-4, rtol=1e-4)
-        different += len(set(tokens[0].tolist()))
-    assert different > 12  # not one token all the time
+        tokens, q, after, one_call = drafts(llama, False, **how)
+        wanted_tokens, wanted_q, wanted_after, _ = drafts(llama, True, **how)
+        assert one_call and tokens.shape == (1, gamma)
+        assert tokens.dtype == torch.int64 and q.dtype == torch.float32
+        assert torch.equal(tokens, wanted_tokens) and not q[wanted_q == 0].any()
+        torch.testing.assert_close(q, wanted_q, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(after, wanted_after, atol=1e-4, rtol=1e-4)
+        num_different += len(set(tokens[0].tolist()))
+    assert num_different > 12  # not one token all the time
 
 
-@pytest.mark.parametrize(
-    "model, how, at_once",
-    [
-        ({}, dict(top_p=1.0, top_k=0, min_p=0.0), True),  # filters that filter nothing
-        ({}, dict(gamma=16), True),
-        ({}, dict(bits="8"), True),
-        ({}, dict(top_p=0.9), False),
-        ({}, dict(top_k=3), False),
-        ({}, dict(min_p=0.1), False),
-        ({}, dict(texts=2), False),
-        ({}, dict(gamma=17), True),
-        ({}, dict(bits="8/4"), False),
-        ({}, dict(bits="4"), False),
-        ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
-        (dict(dtype=torch.bfloat16), {}, False),
-        (dict(prepared=False), {}, False),
-    ],
-)
-@torch.inference_mode()
-def test_where_they_can_be_in_one_call(model, how, at_once):
-    llama = loud(**model)
-    tokens, _, _, found = drafted(llama, False, **how)
-    assert found == at_once and torch.equal(tokens, drafted(llama, True, **how)[0])
+CASES = [
+    ({}, dict(top_p=1.0, top_k=0, min_p=0.0), True),  # filters that filter nothing
+    ({}, dict(gamma=17), True),
+    ({}, dict(bits="8"), True),
+    ({}, dict(top_p=0.9), False),
+    ({}, dict(top_k=3), False),
+    ({}, dict(min_p=0.1), False),
+    ({}, dict(texts=2), False),
+    ({}, dict(bits="8/4"), False),
+    ({}, dict(bits="4"), False),
+    ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
+    (dict(dtype=torch.bfloat16), {}, False),
+    (dict(packed=False), {}, False),
+]
 
 
 @torch.inference_mode()
-def test_without_c_and_without_unread_tokens_they_are_written_one_by_one(monkeypatch):
-    llama = loud()
-    nothing = Round([], [], 250, llama.device)
-    assert llama.ops.draft(write_drafts, llama, KVCache.of(llama, 9), [], [], nothing)[0].shape == (
-        0,
-        0,
-    )
+def test_which_drafts_are_one_call():
+    for model, how, wanted in CASES:
+        llama = scaled_llama(**model)
+        tokens, _, _, one_call = drafts(llama, False, **how)
+        assert one_call == wanted, (model, how)
+        assert torch.equal(tokens, drafts(llama, True, **how)[0])
+
+
+@torch.inference_mode()
+def test_drafts_without_c_and_of_no_request_are_made_one_by_one(monkeypatch):
+    llama = scaled_llama()
+    no_requests = Round([], [], 250, llama.device)
+    tokens, _ = llama.ops.draft(llama, KVCache.of(llama, 9), [], [], no_requests)
+    assert tokens.shape == (0, 0)
     monkeypatch.setattr(native, "library", lambda: None)
-    tokens, _, _, found = drafted(llama, False)
-    assert not found and torch.equal(tokens, drafted(llama, True)[0])
+    tokens, _, _, one_call = drafts(llama, False)
+    assert not one_call and torch.equal(tokens, drafts(llama, True)[0])

@@ -1,4 +1,4 @@
-"""C's picks are torch's, to the last digits of the noise."""
+"""C's picks are torch's, to the last digits of the noise; and its softmax is torch's."""
 
 import math
 
@@ -15,7 +15,7 @@ from test_sampling import EXTREME
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 5),
     st.integers(1, 600),
@@ -25,70 +25,108 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {n
     st.floats(0, 1),
 )
 def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
-    """For rows with roles of their own or one for all, and where many tokens, or all, have probability 0."""
-    generator = torch.Generator().manual_seed(V)
-    probs = torch.where(
-        torch.rand(B, V, generator=generator) < hidden, 0, torch.rand(B, V, generator=generator)
-    ).to(dtype)
-    streams = Keyed(
-        torch.tensor([seed]).expand(B), torch.arange(B), torch.arange(B) if each else draft_role(B)
-    ).streams
+    """For rows with roles of their own or one for all, and where many tokens, or all, have
+    probability 0."""
+    torch.manual_seed(V)
+    probs = torch.where(torch.rand(B, V) < hidden, 0, torch.rand(B, V)).to(dtype)
+    roles = torch.arange(B) if each else draft_role(B)
+    streams = Keyed(torch.tensor([seed]).expand(B), torch.arange(B), roles).streams
     picked = native.race(probs, streams)
-    assert torch.equal(picked, pick(probs, streams)) and torch.equal(
-        native.race(probs.T.contiguous().T, streams), picked
-    )
+    assert torch.equal(picked, pick(probs, streams))
+    assert torch.equal(native.race(probs.T.contiguous().T, streams), picked)
 
 
 def test_the_noise_of_c_is_right_to_the_last_digits():
-    """Where every p is its own noise, all scores are 1: a token whose p is larger by 1e-13 of itself wins."""
+    """Where every p is its own noise, all scores are 1: a token whose p is larger by 1e-13 of
+    itself wins."""
     V = 2000
     streams = Keyed(torch.tensor([3]), torch.tensor([4])).streams
-    noise = sampling._exponential(streams, torch.arange(1, V + 1) * GOLDEN)
-    for at in range(0, V, 7):
+    noise = sampling.exponential(streams, V)
+    for i in range(0, V, 7):
         probs = noise.clone()
-        probs[0, at] *= 1 + 1e-13
-        assert native.race(probs, streams).item() == at
+        probs[0, i] *= 1 + 1e-13
+        assert native.race(probs, streams).item() == i
 
 
-@pytest.mark.parametrize("bits, u", EXTREME.values(), ids=EXTREME)
-def test_c_makes_noise_of_extreme_bits(bits, u):
-    """Places whose first number of the stream has these bits: what `_mix` makes of them is undone, a step at a time."""
+def test_ties_of_scores_go_to_the_first():
+    """Probabilities so small that most scores round to the same number."""
+    probs = torch.full((50, 3), 5e-324, dtype=torch.float64)
+    streams = Keyed(torch.arange(50), torch.arange(50)).streams
+    assert torch.equal(native.race(probs, streams), pick(probs, streams))
 
-    def unshift(z: int, by: int) -> int:
-        whole = z
-        for _ in range(64 // by + 1):
-            whole = z ^ whole >> by
-        return whole
 
-    for at in range(3):
-        z = unshift(bits % 2**64, 31) * pow(MIX2, -1, 2**64) % 2**64
-        z = unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64
-        start = (
-            unshift(z, 30) - (at + 1) * GOLDEN
-        ) % 2**64  # of the stream whose number `at` it is
-        z = unshift(start, 31) * pow(MIX2, -1, 2**64) % 2**64
-        place = unshift(unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64, 30)
-        streams = torch.tensor([[place - 2**64 if place >= 2**63 else place]])
-        probs = torch.full((1, 3), 1e-300, dtype=torch.float64)
-        probs[0, at] = 1
-        found = sampling._uniform(
-            sampling._mix(sampling._mix(streams) + torch.arange(1, 4) * GOLDEN)
-        )[0, at]
-        assert found == u and native.race(probs, streams).item() == at
+def unshift(z: int, by: int) -> int:
+    """z ^ z >> by, undone."""
+    result = z
+    for _ in range(64 // by + 1):
+        result = z ^ result >> by
+    return result
+
+
+def unmix(z: int) -> int:
+    """What `sampling.mix` makes of it is z: undone, a step at a time."""
+    z = unshift(z, 31) * pow(MIX2, -1, 2**64) % 2**64
+    z = unshift(z, 27) * pow(MIX1, -1, 2**64) % 2**64
+    return unshift(z, 30)
+
+
+def test_c_makes_noise_of_extreme_bits():
+    """Streams one of whose first numbers has these bits."""
+    for bits, u in EXTREME.values():
+        for i in range(3):
+            start = (unmix(bits % 2**64) - (i + 1) * GOLDEN) % 2**64
+            stream = unmix(start)
+            streams = torch.tensor([[stream - 2**64 if stream >= 2**63 else stream]])
+            probs = torch.full((1, 3), 1e-300, dtype=torch.float64)
+            probs[0, i] = 1
+            hashes = sampling.mix(sampling.mix(streams) + torch.arange(1, 4) * GOLDEN)
+            assert sampling.uniform(hashes)[0, i] == u
+            assert native.race(probs, streams).item() == i
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 0.7, 1.0])
 def test_minus_infinity_is_a_logit_and_what_else_is_not_finite_is_refused(temperature):
-    ops, logits = CPU(), torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    ops = CPU()
+    torch.manual_seed(0)
+    logits = torch.randn(3, 70)
     logits[0, 0] = logits[1, 5] = -math.inf
-    torch.testing.assert_close(
-        ops.probabilities(logits, temperature), sampling.probabilities(logits, temperature)
-    )
+    probs = ops.probabilities(logits, temperature=temperature)
+    torch.testing.assert_close(probs, sampling.probabilities(logits, temperature=temperature))
     for wrong in (math.nan, math.inf):
-        for place in (0, 69):
+        for column in (0, 69):
             damaged = logits.clone()
-            damaged[1, place] = wrong
+            damaged[1, column] = wrong
             with pytest.raises(ValueError, match="not finite"):
-                ops.probabilities(damaged, temperature)
+                ops.probabilities(damaged, temperature=temperature)
     with pytest.raises(ValueError, match="not finite"):
-        ops.probabilities(torch.full((1, 70), -math.inf), temperature)
+        ops.probabilities(torch.full((1, 70), -math.inf), temperature=temperature)
+
+
+def test_ties_go_to_the_first_at_temperature_0():
+    logits = torch.zeros(3, 50)
+    logits[1, [7, 30, 49]] = 2
+    logits[2, [0, 49]] = 1
+    probs = native.softmax(logits, 0)
+    assert probs.argmax(1).tolist() == [0, 7, 0] and probs.sum(1).tolist() == [1, 1, 1]
+
+
+def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
+    called = []
+    softmax = native.softmax
+    monkeypatch.setattr(native, "softmax", lambda *args: called.append(1) or softmax(*args))
+    logits = torch.randn(2, 30)
+    for settings_, in_c in (
+        (dict(temperature=0.7), True),
+        (dict(temperature=0), True),
+        (dict(temperature=0.7, top_k=3), False),
+        (dict(temperature=0.7, top_p=0.8), False),
+        (dict(temperature=torch.tensor([0.5, 0.0])), False),
+        (dict(min_p=0.1), False),
+        (dict(), False),
+    ):
+        called.clear()
+        probs = CPU().probabilities(logits, **settings_)
+        torch.testing.assert_close(probs, sampling.probabilities(logits, **settings_))
+        assert bool(called) == in_c, settings_
+    with pytest.raises(ValueError, match="temperature is -1"):
+        CPU().probabilities(logits, temperature=-1)

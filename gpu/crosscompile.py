@@ -2,18 +2,26 @@
 
 Compiled for sm_90 (H100, H200) or sm_80 (A100), a kernel tells much of why it is fast or slow:
 
-  - registers a thread: at most 255. A multiprocessor has 65,536, which limits how many programs run side by side
-  - spills: bytes that a thread keeps in memory because it ran out of registers. A hot loop must have none
-  - shared memory a program: at most 227 KB on sm_90, 163 KB on sm_80. It holds the `num_stages` tiles in flight
-  - copies ahead: asynchronous copies (`cp.async`) in flight where a loop waits. With none, the loop waits for memory
+  - registers a thread: at most 255. A multiprocessor has 65,536, which limits how many programs run
+    side by side
+  - spills: bytes that a thread keeps in memory because it ran out of registers. A hot loop must
+    have none
+  - shared memory a program: at most 227 KB on sm_90, 163 KB on sm_80. It holds the `num_stages`
+    tiles in flight
+  - copies ahead: asynchronous copies (`cp.async`) in flight where a loop waits. With none, the loop
+    waits for memory
   - instructions: `wgmma`, the matrix product of four warps (sm_90 only); `mma`, that of one warp
 
-At a launch Triton checks which pointers are multiples of 16 bytes, and reads 16 bytes at a time through these. Here all
-pointers count as such, but for those in the kernel's do_not_specialize_on_alignment; so do integers of type "…:16".
+At a launch Triton checks which pointers are multiples of 16 bytes, and reads 16 bytes at a time
+through these. Here all pointers count as such, but for those in the kernel's
+do_not_specialize_on_alignment; so do integers of type "…:16".
 
-    report = compile_for(kernel, {"x y": "*bf16", "bias": None, "n": "i32:16"}, {"BLOCK": 128}, num_warps=4)
+    types = {"x y": "*bf16", "bias": None, "n": "i32:16"}
+    report = compile_for(kernel, types, {"BLOCK": 128}, num_warps=4)
 
-None stands for a tensor that is not given. Under TRITON_INTERPRET kernels are Python and cannot be compiled."""
+None stands for a tensor that is not given. Under TRITON_INTERPRET kernels are Python and cannot be
+compiled.
+"""
 
 import re
 import subprocess
@@ -44,11 +52,9 @@ STORED = {
 @cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors (132, an H100's, where there is no GPU)."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Report(NamedTuple):
@@ -62,12 +68,13 @@ class Report(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor runs side by side, by its registers, shared memory and 64 warps."""
-        return min(
-            REGISTERS // (32 * self.num_warps * -(-self.registers // 8) * 8),
-            64 // self.num_warps,
-            (SHARED[self.arch] + RESERVED) // (self.shared + RESERVED),
-        )
+        """Programs that a multiprocessor runs side by side, by its registers, shared memory and 64
+        warps.
+        """
+        registers = 8 * triton.cdiv(self.registers, 8)  # of a thread: given out by eights
+        by_registers = REGISTERS // (32 * self.num_warps * registers)
+        by_shared = (SHARED[self.arch] + RESERVED) // (self.shared + RESERVED)
+        return min(by_registers, by_shared, 64 // self.num_warps)
 
     def count(self, instruction: str) -> int:
         """How often instructions with this beginning occur, such as "cp.async.cg"."""
@@ -82,55 +89,55 @@ def compile_for(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Report:
-    """Compile for compute capability `arch`. Types and constants that the kernel has no parameter for are ignored.
-    ValueError for a parameter without a type, RuntimeError under the interpreter."""
+    """Compile for compute capability `arch`. Types and constants that the kernel has no parameter
+    for are ignored. ValueError for a parameter without a type, RuntimeError under the interpreter.
+    """
     if knobs.runtime.interpret:
         raise RuntimeError(
             "TRITON_INTERPRET is set, so kernels are not compiled: use a process without it"
         )
-    told = {name: kind for names, kind in signature.items() for name in names.split()}
-    known = {name: None for name, kind in told.items() if kind is None} | constexprs
-    if missing := [name for name in fn.arg_names if name not in told and name not in known]:
+    types = {}
+    for names, kind in signature.items():
+        types |= dict.fromkeys(names.split(), kind)
+    constants = {name: None for name, kind in types.items() if kind is None} | constexprs
+    missing = [name for name in fn.arg_names if name not in types and name not in constants]
+    if missing:
         raise ValueError(
             f"{fn.__name__} has no type for {', '.join(missing)}: "
             "each parameter is in the signature or among the constexprs"
         )
-    types = {name: "constexpr" if name in known else told[name] for name in fn.arg_names}
-    aligned = [
-        i
-        for i, (name, kind) in enumerate(types.items())
-        if kind.endswith(":16")
-        or kind.startswith("*")
-        and name not in fn.do_not_specialize_on_alignment
-    ]
-    source = ASTSource(
-        fn,
-        {name: kind.removesuffix(":16") for name, kind in types.items()},
-        {name: value for name, value in known.items() if name in types},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
+    parameters = {}
+    attributes = {}
+    for i, name in enumerate(fn.arg_names):
+        kind = "constexpr" if name in constants else types[name]
+        parameters[name] = kind.removesuffix(":16")
+        pointer = kind.startswith("*") and name not in fn.do_not_specialize_on_alignment
+        if pointer or kind.endswith(":16"):
+            attributes[i,] = [["tt.divisibility", 16]]
+    constants = {name: value for name, value in constants.items() if name in parameters}
     kernel = triton.compile(
-        source,
+        ASTSource(fn, parameters, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
         options=dict(num_warps=num_warps, num_stages=num_stages),
     )
+    registers, spills = resources(kernel.asm["cubin"])
     return Report(
-        *resources(kernel.asm["cubin"]),
-        kernel.metadata.shared,
-        copies_ahead(kernel.asm["ttgir"]),
-        kernel.asm["ptx"],
-        num_warps,
-        arch,
+        registers=registers,
+        spills=spills,
+        shared=kernel.metadata.shared,
+        ahead=copies_ahead(kernel.asm["ttgir"]),
+        ptx=kernel.asm["ptx"],
+        num_warps=num_warps,
+        arch=arch,
     )
 
 
 def copies_ahead(ttgir: str) -> int:
     """`Report.ahead` from Triton's intermediate code; 0 if no loop copies in the background."""
-    loops = re.finditer(r"(?ms)^( *)[^\n]*scf\.for .*?^\1\}", ttgir)
-    return min(
-        (int(n) for loop in loops for n in re.findall(r"async_wait.*num = (\d+)", loop[0])),
-        default=0,
-    )
+    waits = []
+    for loop in re.finditer(r"(?ms)^( *)[^\n]*scf\.for .*?^\1\}", ttgir):
+        waits += re.findall(r"async_wait.*num = (\d+)", loop[0])
+    return min(map(int, waits), default=0)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -139,31 +146,12 @@ def resources(cubin: bytes) -> tuple[int, int]:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (
-        int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL")
-    )
-    return registers, stack + local
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"])
 
 
 def print_table(columns: str, rows: Iterable[Sequence[Any]]) -> None:
     """Print the names of the columns, then each row as soon as it is computed."""
-    for row in chain([columns.split()], rows):
-        print(
-            "".join(f"{cell:>11,}" if isinstance(cell, int) else f"{cell:>11}" for cell in row),
-            flush=True,
-        )
-
-
-if __name__ == "__main__":  # RMSNorm of a row of 4,096 numbers, by more and more warps
-    from gpu.fused import _add_norm
-
-    types = {"x delta weight total y": "*bf16", "C": "i32:16", "eps": "fp32"}
-    made = (
-        (warps, compile_for(_add_norm, types, {"SIZE": 4096}, 90, warps))
-        for warps in (1, 2, 4, 8, 16)
-    )
-    print_table(
-        "warps registers spills shared programs",
-        ([n, *report[:3], report.programs] for n, report in made),
-    )
+    for first, *numbers in chain([columns.split()], rows):
+        print(f"{first:24}", *(f"{number:>10}" for number in numbers), flush=True)

@@ -1,50 +1,55 @@
 """Storing new keys and values on a GPU: rotation and quantization in the kernel that writes them.
 
-The result of the qkv product is read once: queries and keys are rotated by their positions; keys and values are
-quantized to the cache's bits (quant.py) and written to their slots.
+The result of the qkv product is read once: queries and keys are rotated by their positions; keys
+and values are quantized to the cache's bits (quant.py) and written to their slots.
 
-    slot = block · S + place      vector = block · block_stride + place · token_stride + head · head_stride
+    slot = block · S + offset
+    vector = block · block_stride + offset · token_stride + head · head_stride
 
-A row of the contiguous cache is a block of max_len tokens. A negative slot (a captured graph's padding) stores nothing.
-Invariant: integers, scales and zeros are those of quant.py, to the bit. So divisions are exact ones, and halves round
-to even: to add and subtract 2²³ · 1.5 rounds as the machine does. Costs: a launch a layer.
+A row of the contiguous cache is a block of max_len tokens. A negative slot (a captured graph's
+padding) stores nothing.
+Invariant: integers, scales and zeros are those of quant.py, to the bit. So divisions are exact
+ones, and halves round to even: to add and subtract 2²³ · 1.5 rounds as the machine does.
+Costs: a launch a layer.
 
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
-
-from collections.abc import Sequence
-from itertools import product
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.crosscompile import SHARED, STORED, compile_for, print_table
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
-from quant import FAR, MOST4, MOST8, TINY, WIDTHS
+from quant import LARGEST
+from quant import LARGEST_ZERO as FAR
+from quant import SMALLEST_SCALE as TINY
 
-WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23
+MOST8 = LARGEST / 127  # the largest scales, as quant.safe_scale has them
+MOST4 = LARGEST / 7
+
+SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 this large has no fraction
 
 
 @triton.jit
 def _round(x):
     """To the nearest whole number, halves to the even one; |x| < 2^22."""
-    return (x + WHOLE) - WHOLE
+    return (x + SHIFT) - SHIFT
 
 
 @triton.jit
 def _round_up(x):
     """The next number above x ≥ 0 that a bfloat16 holds, as a float32."""
-    return ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0xFFFF) & -0x10000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _put(
     x,
-    at,
+    d,
     inside,
     pool,
     pool_scale,
@@ -59,61 +64,62 @@ def _put(
     MOST8: tl.constexpr,
     MOST4: tl.constexpr,
 ):
-    """Quantize a vector x: [WIDE / 2, 2], valid where `inside`, and write it. SIZE: numbers of a group in 4 bits."""
+    """Quantize a vector x: [WIDE / 2, 2], valid where `inside`, and write it. SIZE: numbers of a
+    group in 4 bits.
+    """
     if BITS == 16:
-        tl.store(pool + vector * D + at, x.to(pool.dtype.element_ty), inside)
+        tl.store(pool + vector * D + d, x.to(pool.dtype.element_ty), inside)
     if BITS == 8:
-        scale = _round_up(tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(x)), 127.0), TINY), MOST8))
-        tl.store(
-            pool + vector * D + at,
-            _round(tl.div_rn(x, scale + tl.zeros_like(x))).to(tl.int8),
-            inside,
-        )
+        largest = tl.max(tl.abs(x))
+        scale = tl.maximum(tl.div_rn(largest, 127.0), TINY)
+        scale = _round_up(tl.minimum(scale, MOST8))
+        steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)))
+        tl.store(pool + vector * D + d, steps.to(tl.int8), inside)
         tl.store(pool_scale + vector, scale.to(tl.bfloat16))
     if BITS == 4:
+        GROUPS: tl.constexpr = WIDE // SIZE
         M: tl.constexpr = (D + SIZE - 1) // SIZE
         parts: tl.constexpr = 1 if M == 1 else PARTS  # zeros count 1 / parts of a grid step
-        group = tl.arange(0, WIDE // SIZE)[:, None, None]
-        pair = tl.arange(0, WIDE // 2).reshape(WIDE // SIZE, SIZE // 2)
-        x, inside = (
-            x.reshape(WIDE // SIZE, SIZE // 2, 2),
-            inside.reshape(WIDE // SIZE, SIZE // 2, 2),
-        )
+        group = tl.arange(0, GROUPS)[:, None, None]
+        byte = tl.arange(0, WIDE // 2).reshape(GROUPS, SIZE // 2)
+        x = x.reshape(GROUPS, SIZE // 2, 2)
+        inside = inside.reshape(GROUPS, SIZE // 2, 2)
         inside |= group >= M  # beyond all groups: 0
-        low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)[:, None, None]
-        high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)[:, None, None]
+        low = tl.where(inside, x, float("inf"))
+        low = tl.min(tl.min(low, 2), 1)[:, None, None]  # [GROUPS, 1, 1]
+        high = tl.where(inside, x, float("-inf"))
+        high = tl.max(tl.max(high, 2), 1)[:, None, None]
         far = tl.maximum(high, -low)
-        scale = tl.maximum(
-            tl.maximum(tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0), tl.div_rn(far, FAR)), TINY
-        )
+        step = tl.div_rn(high, 15.0) - tl.div_rn(low, 15.0)
+        scale = tl.maximum(tl.maximum(step, tl.div_rn(far, FAR)), TINY)
         scale = _round_up(tl.where(far > 1e38, MOST4, scale))
         zero = -_round(tl.div_rn(low, scale) * parts)
-        steps = _round(tl.div_rn(x, scale + tl.zeros_like(x)) + zero * (1.0 / parts))
+        quotient = tl.div_rn(x, scale + tl.zeros_like(x))
+        steps = _round(quotient + zero * (1.0 / parts))
         steps = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.uint8)
-        first, second = tl.split(steps)  # [WIDE / SIZE, SIZE / 2] each
-        tl.store(pool + vector * (D // 2) + pair, first | (second << 4), pair < D // 2)
+        first, second = tl.split(steps)  # [GROUPS, SIZE / 2] each
+        tl.store(pool + vector * (D // 2) + byte, first | (second << 4), byte < D // 2)
         tl.store(pool_scale + vector * M + group, scale.to(tl.bfloat16), group < M)
         tl.store(pool_zero + vector * M + group, zero.to(tl.int16), group < M)
 
 
 @triton.jit
-def _turned(x, cos, sin, at, inside, D: tl.constexpr):
-    """The vectors at x with dimension pairs (i, i + D / 2) turned, rounded as Ops.rotate rounds. at: indices from x."""
-    own, other = (
-        tl.load(x + at, inside, 0),
-        tl.load(x + (at - at % D) + (at % D + D // 2) % D, inside, 0),
-    )
-    half = (
-        (own.to(tl.float32) * tl.load(cos + at % D, inside, 0).to(tl.float32))
-        .to(own.dtype)
-        .to(tl.float32)
-    )
-    return (half + other.to(tl.float32) * tl.load(sin + at % D, inside, 0).to(tl.float32)).to(
-        own.dtype
-    )
+def _turned(x, cos, sin, i, inside, D: tl.constexpr):
+    """The vectors at x with dimension pairs (d, d + D / 2) turned, rounded as Ops.rotate rounds. i:
+    indices from x.
+    """
+    d = i % D
+    number = tl.load(x + i, inside, 0)
+    other = tl.load(x + (i - d) + (d + D // 2) % D, inside, 0)
+    c = tl.load(cos + d, inside, 0)
+    near = number.to(tl.float32) * c.to(tl.float32)
+    near = near.to(number.dtype).to(tl.float32)
+    s = tl.load(sin + d, inside, 0)
+    far = other.to(tl.float32) * s.to(tl.float32)
+    return (near + far).to(number.dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store(
     q,
     k,
@@ -121,7 +127,7 @@ def _store(
     turned,
     cos,
     sin,
-    slots,
+    slot_mapping,
     keys,
     k_scale,
     k_zero,
@@ -151,32 +157,34 @@ def _store(
     MOST8: tl.constexpr,
     MOST4: tl.constexpr,
 ):
-    """A program for (token, key/value head): it stores key and value, and with TURN rotates the head's R queries."""
-    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = (
-        2 * tl.arange(0, WIDE // 2)[:, None] + tl.arange(0, 2)[None, :]
-    )  # pairs, as 4 bits are packed
-    inside = at < D
-    slot = tl.load(slots + t)
+    """A program for (token, key/value head): it stores key and value, and with TURN rotates the
+    head's R queries.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    pair = tl.arange(0, WIDE // 2)[:, None]
+    i = 2 * pair + tl.arange(0, 2)[None, :]  # [WIDE / 2, 2], as 4 bits are packed
+    inside = i < D
+    slot = tl.load(slot_mapping + t)
+    key = k + t * k_token + g * k_head
     if TURN:
         cos += t * D
         sin += t * D
-        row, d = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
-        inner = (row < R) & (d < D)
+        row = tl.arange(0, ROWS)[:, None]
+        d = tl.arange(0, WIDE)[None, :]
+        mask = (row < R) & (d < D)
         head = g * R + row
-        tl.store(
-            turned + (t * G * R + head) * D + d,
-            _turned(q + t * q_token + head * q_head, cos, sin, d, inner, D),
-            inner,
-        )
-        x = _turned(k + t * k_token + g * k_head, cos, sin, at, inside, D)
+        queries = _turned(q + t * q_token + head * q_head, cos, sin, d, mask, D)
+        tl.store(turned + (t * G * R + head) * D + d, queries, mask)
+        x = _turned(key, cos, sin, i, inside, D)
     else:
-        x = tl.load(k + t * k_token + g * k_head + at, inside, 0)
+        x = tl.load(key + i, inside, 0)
     if slot >= 0:
-        vector = (slot // S).to(tl.int64) * block_stride + slot % S * token_stride + g * head_stride
+        block = (slot // S).to(tl.int64)
+        vector = block * block_stride + slot % S * token_stride + g * head_stride
         _put(
             x.to(tl.float32),
-            at,
+            i,
             inside,
             keys,
             k_scale,
@@ -191,10 +199,10 @@ def _store(
             MOST8,
             MOST4,
         )
-        y = tl.load(v + t * v_token + g * v_head + at, inside, 0)
+        y = tl.load(v + t * v_token + g * v_head + i, inside, 0)
         _put(
             y.to(tl.float32),
-            at,
+            i,
             inside,
             values,
             v_scale,
@@ -216,7 +224,7 @@ def store_vectors(
     v: Tensor,
     keys: LayerStore,
     values: LayerStore,
-    slots: Tensor,
+    slot_mapping: Tensor,
     S: int,
     q: Tensor | None = None,
     cos: Tensor | None = None,
@@ -227,28 +235,33 @@ def store_vectors(
     With q: [T, H, D] and cos, sin: [T, 1, D], q and k are rotated first -> q, rotated.
     """
     T, G, D = k.shape
-    R = 1 if q is None else q.shape[1] // G
-    turned = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    strides = [*((0, 0) if q is None else q.stride()[:2]), *k.stride()[:2], *v.stride()[:2]]
-    rows, wide = triton.next_power_of_2(R), max(2, triton.next_power_of_2(D))
-    _store[(T, G)](
+    R = 1
+    turned = None
+    q_strides = (0, 0)
+    if q is not None:
+        R = q.shape[1] // G
+        turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q_strides = q.stride()[:2]
+    _store[T, G](
         q,
         k,
         v,
         turned,
         cos,
         sin,
-        slots,
+        slot_mapping,
         *keys[:3],
         *values[:3],
-        *strides,
+        *q_strides,
+        *k.stride()[:2],
+        *v.stride()[:2],
         S,
         *keys.strides,
         G,
         R,
-        rows,
+        triton.next_power_of_2(R),
         D,
-        wide,
+        max(2, triton.next_power_of_2(D)),
         keys.bits,
         values.bits,
         q is not None,
@@ -259,29 +272,3 @@ def store_vectors(
         num_warps=1,
     )
     return turned
-
-
-# ---- The demonstration: the kernel's resources for Llama 3.1 8B and 3.2 1B in bfloat16, with rotation ----------------
-
-
-def store_table(archs: Sequence[int] = tuple(SHARED)) -> list[list[Any]]:
-    """A row for each kernel: architecture, head size, bits of keys and values, registers, spills, shared memory."""
-    found, limits = [], dict(TINY=TINY, FAR=FAR, MOST8=MOST8, MOST4=MOST4)
-    for arch, D, (K, V) in product(archs, (128, 64), WIDTHS.values()):
-        types = {
-            "q k v turned cos sin": "*bf16",
-            "slots": "*i32",
-            "S block_stride": "i32:16",
-            "token_stride": "i32",
-        }
-        types |= dict(zip(_store.arg_names[7:13], STORED[K] + STORED[V]))
-        types |= dict.fromkeys(_store.arg_names[13:19], "i32:16")  # strides of q, k and v
-        fixed = limits | dict(
-            G=8, R=4, ROWS=4, D=D, WIDE=D, K_BITS=K, V_BITS=V, TURN=True, head_stride=1
-        )
-        found.append([arch, D, f"{K}/{V}", *compile_for(_store, types, fixed, arch, 1)[:3]])
-    return found
-
-
-if __name__ == "__main__":
-    print_table("sm D K/V registers spills shared", store_table())

@@ -1,32 +1,42 @@
-"""Products with weights of 8 or 4 bits on a GPU, for a few rows: weights are dequantized in registers only.
+"""Products with weights of 8 or 4 bits on a GPU, for a few rows: weights are dequantized in
+registers only.
 
     y[t, n] = Σ_k x[t, k] · (q[n, k] − zero) · scale = Σ_groups scale · (Σ_k x · q − zero · Σ_k x)
 
-A step of a few rows takes as long as reading its weights takes. By an H200's data sheet, 4.8 TB/s and 1.98 GHz, each of
-its 132 multiprocessors reads 37 weights of 4 bits a cycle and starts 128 operations: at most three for each weight.
+A step of a few rows takes as long as reading its weights takes. By an H200's data sheet, 4.8 TB/s
+and 1.98 GHz, each of its 132 multiprocessors reads 37 weights of 4 bits a cycle and starts 128
+operations: at most three for each weight.
 
-  - Tensor cores make the products, even for one row of x: rows of W are the rows, tokens the columns, as few as 8.
-  - One operation unpacks two weights of 4 bits: bfloat16 has 7 mantissa bits, so 0x4300 with q < 128 in its last bits
-    *is* the number 128 + q. The 128 is added to the zero, which is subtracted anyway.
-  - Scale and zero act on a group's sums. They are too small for asynchronous copies, which x and W use, so each
-    iteration loads the scales and zeros of the next one.
+  - Tensor cores make the products, even for one row of x: rows of W are the rows, tokens the
+    columns, as few as 8.
+  - One operation unpacks two weights of 4 bits: bfloat16 has 7 mantissa bits, so 0x4300 with q <
+    128 in its last bits *is* the number 128 + q. The 128 is added to the zero, which is subtracted
+    anyway.
+  - Scale and zero act on a group's sums. They are too small for asynchronous copies, which x and W
+    use, so each iteration loads the scales and zeros of the next one.
   - Even and odd columns are two products, so the halves of a byte need not be put side by side.
-  - float32 and float16 rows are split into three and two bfloat16 parts that add up to them exactly.
+  - float32 and float16 rows are split into three and two bfloat16 parts that add up to them
+    exactly.
 
-  - 1 to 8 rows of x: a program takes 16 or 32 rows of W; its warps take different columns, and it adds up their sums.
-  - 9 to 64 rows: a program takes 128 rows of W, so that x is read less often. If these are too few programs for the
-    GPU, several programs share the columns and write partial sums, and a second launch adds these up in order.
+  - 1 to 8 rows of x: a program takes 16 or 32 rows of W; its warps take different columns, and it
+    adds up their sums.
+  - 9 to 64 rows: a program takes 128 rows of W, so that x is read less often. If these are too few
+    programs for the GPU, several programs share the columns and write partial sums, and a second
+    launch adds these up in order.
   - More rows: one kernel dequantizes W, SLAB weights at a time, and torch multiplies.
 
-FP8 numbers become bfloat16 by one conversion, from compute capability 8.9 on. If x is rounded to 8 bits, too, torch's
-own products on the tensor cores multiply both as they are (`tensor_core_product`).
-Not covered: weights that `can_serve` excludes (NF4; 8 bits with groups or zeros): plain torch dequantizes these.
-Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar et al. 2024, MARLIN (2408.11743).
+FP8 numbers become bfloat16 by one conversion, from compute capability 8.9 on. If x is rounded to 8
+bits, too, torch's own products on the tensor cores multiply both as they are
+(`tensor_core_product`).
+Not covered: weights that `can_serve` excludes (NF4; 8 bits with groups or zeros): plain torch
+dequantizes these.
+Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar et al. 2024, MARLIN
+(2408.11743).
 
-    T rows (tokens of a step) · K in_features · N out_features · M groups, J bytes of a row · B groups at a time
+    T rows (tokens of a step) · K in_features · N out_features
+    M groups, J bytes of a row of W · B groups at a time
 """
 
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from gpu.crosscompile import SHARED, STORED, compile_for, print_table, processors
+from gpu.crosscompile import processors
 from quant import Kind, Quantized, int8, round_fp8
 
 ROWS = 64  # the most rows of x for `_few` and `_many`
@@ -44,11 +54,13 @@ FEW = 8  # the most rows of x for `_few`
 SLAB = 1 << 27  # weights that are dequantized at a time
 PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bfloat16 parts of a number of x
 
-# A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register; lop3 0xEA: (a & b) | c.
+# A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register;
+# lop3 0xEA is (a & b) | c.
 NIBBLES = tl.constexpr("""{ .reg .b32 t, u; prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
     lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, u, 0x000F000F, 0x43004300, 0xEA;
     shr.b32 t, t, 4; shr.b32 u, u, 4;
-    lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, u, 0x000F000F, 0x43004300, 0xEA; }""")
+    lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $3, u, 0x000F000F, 0x43004300, 0xEA;
+    }""")
 
 
 @triton.jit
@@ -65,7 +77,8 @@ def _nibbles(p, GPU: tl.constexpr):
             NIBBLES, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
-        low, high = ((p & 15) + 128).to(tl.float32), ((p >> 4) + 128).to(tl.float32)
+        low = ((p & 15) + 128).to(tl.float32)
+        high = ((p >> 4) + 128).to(tl.float32)
     return low, high
 
 
@@ -74,21 +87,22 @@ def _halves(pair, X: tl.constexpr):
     """Two neighbours of a row of x, read as one integer -> the first, the second."""
     half: tl.constexpr = tl.int32 if X == tl.float32 else tl.int16
     bits: tl.constexpr = 32 if X == tl.float32 else 16
-    return pair.to(half).to(X, bitcast=True), (pair >> bits).to(half).to(X, bitcast=True)
+    first = pair.to(half)
+    second = (pair >> bits).to(half)
+    return first.to(X, bitcast=True), second.to(X, bitcast=True)
 
 
 @triton.jit
 def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
     """total + a v, with a in bfloat16 and v split into PIECES bfloat16 parts that add up to it."""
-    kind: tl.constexpr = (
-        tl.bfloat16 if GPU else tl.float32
-    )  # the interpreter multiplies no bfloat16
+    kind: tl.constexpr = tl.bfloat16 if GPU else tl.float32  # the interpreter has no bfloat16
+    a = a.to(kind)
     piece = v.to(tl.bfloat16)
-    total = tl.dot(a.to(kind), piece.to(kind), total)
+    total = tl.dot(a, piece.to(kind), total)
     for _ in tl.static_range(PIECES - 1):
         v = v.to(tl.float32) - piece.to(tl.float32)
         piece = v.to(tl.bfloat16)
-        total = tl.dot(a.to(kind), piece.to(kind), total)
+        total = tl.dot(a, piece.to(kind), total)
     return total
 
 
@@ -114,40 +128,54 @@ def _few(
     EVEN: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """ROWS rows of W, all columns, B groups at a time: these rows' part of y = x Wᵀ + bias, [T, N]."""
+    """ROWS rows of W, all columns, B groups at a time: their part of y = x Wᵀ + bias, [T, N]."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # rows of W; beyond N, the last row again
     t = tl.arange(0, COLS)
-    row, token = tl.minimum(n, N - 1), tl.minimum(t, T - 1)
+    row = tl.minimum(n, N - 1)
+    token = tl.minimum(t, T - 1)
     J = K * BITS // 8  # bytes of a row of W; x has a number or a pair for each
     SIZE: tl.constexpr = GROUP * BITS // 8  # bytes of a group
-    weights, rows = w + row[None, :, None].to(tl.int64) * J, x + token[None, None, :] * J
-    total, nothing = tl.zeros((B, ROWS, COLS), tl.float32), tl.zeros((B, ROWS, COLS), tl.float32)
+    weights = w + row[None, :, None].to(tl.int64) * J
+    inputs = x + token[None, None, :] * J
+    total = tl.zeros((B, ROWS, COLS), tl.float32)
+    nothing = tl.zeros((B, ROWS, COLS), tl.float32)
     m = tl.arange(0, B)[:, None]  # [B, 1]
     grid = row[None, :].to(tl.int64) * M + m  # [B, ROWS]
     if BITS == 4:
-        s, z = tl.load(scale + grid, m < M, 0), tl.load(zero + grid, m < M, 0)
+        s = tl.load(scale + grid, m < M, 0)
+        z = tl.load(zero + grid, m < M, 0)
     for start in tl.range(0, M, B):
         m = start + tl.arange(0, B)[:, None]
-        at = m * SIZE + tl.arange(0, SIZE)[None, :]  # [B, SIZE]
-        p = _load(weights + at[:, None, :], (at < J)[:, None, :], EVEN)  # [B, ROWS, SIZE]
-        v = _load(rows + at[:, :, None], (at < J)[:, :, None], EVEN)  # [B, SIZE, COLS]
+        j = m * SIZE + tl.arange(0, SIZE)[None, :]  # [B, SIZE]
+        inside = j < J
+        p = _load(weights + j[:, None, :], inside[:, None, :], EVEN)  # [B, ROWS, SIZE]
+        v = _load(inputs + j[:, :, None], inside[:, :, None], EVEN)  # [B, SIZE, COLS]
         if BITS == 8:
-            total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
+            number = p.to(tl.bfloat16 if GPU else tl.float32)
+            total = _dot(number, v, total, PIECES, GPU)
         else:
             low, high = _nibbles(p, GPU)
             even, odd = _halves(v, X)
             grid += B
-            next_s, next_z = tl.load(scale + grid, m + B < M, 0), tl.load(zero + grid, m + B < M, 0)
-            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)  # [B, COLS]
-            product = _dot(high, odd, _dot(low, even, nothing, PIECES, GPU), PIECES, GPU)
-            product -= (z.to(tl.float32) + 128)[:, :, None] * sums[:, None, :]
-            total, s, z = total + s.to(tl.float32)[:, :, None] * product, next_s, next_z
+            next_s = tl.load(scale + grid, m + B < M, 0)
+            next_z = tl.load(zero + grid, m + B < M, 0)
+            even_sums = tl.sum(even.to(tl.float32), 1)  # [B, COLS]
+            odd_sums = tl.sum(odd.to(tl.float32), 1)
+            sums = even_sums + odd_sums
+            product = _dot(low, even, nothing, PIECES, GPU)
+            product = _dot(high, odd, product, PIECES, GPU)
+            offset = z.to(tl.float32) + 128
+            product -= offset[:, :, None] * sums[:, None, :]
+            total += s.to(tl.float32)[:, :, None] * product
+            s = next_s
+            z = next_z
     out = tl.sum(total, 0)  # [ROWS, COLS]
     if BITS == 8:
         out *= tl.load(scale + row).to(tl.float32)[:, None]
     if bias is not None:
         out += tl.load(bias + row).to(tl.float32)[:, None]
-    tl.store(y + t[None, :] * N + n[:, None], out, mask=(t < T)[None, :] & (n < N)[:, None])
+    target = y + t[None, :] * N + n[:, None]
+    tl.store(target, out, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -170,73 +198,101 @@ def _many(
     EVEN: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """ROWS rows of W times a share of the groups -> partial sums, parts[share]: float32[T, N]. 8 bits: not scaled."""
+    """ROWS rows of W times a share of the groups -> partial sums, parts[share]: float32[T, N]. 8
+    bits: not scaled.
+    """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t, share, shares = tl.arange(0, COLS), tl.program_id(1), tl.num_programs(1)
-    row, token = tl.minimum(n, N - 1), tl.minimum(t, T - 1)
+    t = tl.arange(0, COLS)
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
+    row = tl.minimum(n, N - 1)
+    token = tl.minimum(t, T - 1)
     J = K * BITS // 8
     SIZE: tl.constexpr = GROUP * BITS // 8
-    weights, rows = w + row[:, None].to(tl.int64) * J, x + token[None, :] * J
+    weights = w + row[:, None].to(tl.int64) * J
+    inputs = x + token[None, :] * J
     grid = row.to(tl.int64) * M
     total = tl.zeros((ROWS, COLS), tl.float32)
     for m in tl.range(M * share // shares, M * (share + 1) // shares):
-        at = m * SIZE + tl.arange(0, SIZE)
-        p = _load(weights + at[None, :], (at < J)[None, :], EVEN)  # [ROWS, SIZE]
-        v = _load(rows + at[:, None], (at < J)[:, None], EVEN)  # [SIZE, COLS]
+        j = m * SIZE + tl.arange(0, SIZE)
+        inside = j < J
+        p = _load(weights + j[None, :], inside[None, :], EVEN)  # [ROWS, SIZE]
+        v = _load(inputs + j[:, None], inside[:, None], EVEN)  # [SIZE, COLS]
         if BITS == 8:
-            total = _dot(p.to(tl.bfloat16 if GPU else tl.float32), v, total, PIECES, GPU)
+            number = p.to(tl.bfloat16 if GPU else tl.float32)
+            total = _dot(number, v, total, PIECES, GPU)
         else:
             low, high = _nibbles(p, GPU)
             even, odd = _halves(v, X)
-            s, z = (
-                tl.load(scale + grid + m).to(tl.float32),
-                tl.load(zero + grid + m).to(tl.float32) + 128,
-            )  # [ROWS]
-            sums = tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)  # [COLS]
-            product = _dot(
-                high,
-                odd,
-                _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES, GPU),
-                PIECES,
-                GPU,
-            )
-            total += s[:, None] * (product - z[:, None] * sums[None, :])
-    at = (share * T + t)[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(parts + at, total, mask=(t < T)[None, :] & (n < N)[:, None])
+            s = tl.load(scale + grid + m).to(tl.float32)  # [ROWS]
+            offset = tl.load(zero + grid + m).to(tl.float32) + 128
+            even_sums = tl.sum(even.to(tl.float32), 0)  # [COLS]
+            odd_sums = tl.sum(odd.to(tl.float32), 0)
+            sums = even_sums + odd_sums
+            product = _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES, GPU)
+            product = _dot(high, odd, product, PIECES, GPU)
+            total += s[:, None] * (product - offset[:, None] * sums[None, :])
+    part = share * T + t  # [COLS]
+    target = parts + part[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(target, total, mask=(t < T)[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["shares"])
-def _add_up(parts, scale, bias, y, N, shares, SIZE: tl.constexpr):
+def _add_up(
+    parts,
+    scale,
+    bias,
+    y,
+    N,
+    shares,
+    SIZE: tl.constexpr,
+):
     """y = Σ parts · scale + bias, parts in order. A program has a row and SIZE columns."""
-    t, n = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    t = tl.program_id(0)
+    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = n < N
+    T = tl.num_programs(0)
     total = tl.zeros((SIZE,), tl.float32)
     for share in range(shares):
-        total += tl.load(
-            parts + (share * tl.num_programs(0) + t).to(tl.int64) * N + n, mask=n < N, other=0
-        )
+        start = (share * T + t).to(tl.int64) * N
+        total += tl.load(parts + start + n, inside, 0)
     if scale is not None:
-        total *= tl.load(scale + n, mask=n < N, other=0).to(tl.float32)
+        total *= tl.load(scale + n, inside, 0).to(tl.float32)
     if bias is not None:
-        total += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-    tl.store(y + t.to(tl.int64) * N + n, total, mask=n < N)
+        total += tl.load(bias + n, inside, 0).to(tl.float32)
+    tl.store(y + t.to(tl.int64) * N + n, total, inside)
 
 
 @triton.jit
 def _dequantize(
-    w, scale, zero, out, K, M, GROUP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr
+    w,
+    scale,
+    zero,
+    out,
+    K,
+    M,
+    GROUP: tl.constexpr,
+    B: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """As quant.dequantize. A program has B groups of a row of W."""
-    n, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)[:, None]  # [B, 1]
+    n = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(1) * B + tl.arange(0, B)[:, None]  # [B, 1]
     SIZE: tl.constexpr = GROUP * BITS // 8
-    at, column = m * SIZE + tl.arange(0, SIZE)[None, :], m * GROUP + tl.arange(0, GROUP)[None, :]
-    p = tl.load(w + n * (K * BITS // 8) + at, at < K * BITS // 8, 0.0)
+    J = K * BITS // 8
+    j = m * SIZE + tl.arange(0, SIZE)[None, :]  # [B, SIZE]
+    k = m * GROUP + tl.arange(0, GROUP)[None, :]  # [B, GROUP]
+    p = tl.load(w + n * J + j, j < J, 0.0)
     if BITS == 8:
-        numbers = p.to(tl.float32) * tl.load(scale + n).to(tl.float32)
+        s = tl.load(scale + n).to(tl.float32)
+        numbers = p.to(tl.float32) * s
     else:
-        numbers = tl.join(p & 15, p >> 4).reshape(B, GROUP).to(tl.float32)
-        numbers -= tl.load(zero + n * M + m, m < M, 0).to(tl.float32)
-        numbers *= tl.load(scale + n * M + m, m < M, 0).to(tl.float32)
-    tl.store(out + n * K + column, numbers.to(out.dtype.element_ty), column < K)
+        z = tl.load(zero + n * M + m, m < M, 0).to(tl.float32)
+        s = tl.load(scale + n * M + m, m < M, 0).to(tl.float32)
+        nibbles = tl.join(p & 15, p >> 4)
+        numbers = nibbles.reshape(B, GROUP).to(tl.float32)
+        numbers = (numbers - z) * s
+    tl.store(out + n * K + k, numbers.to(out.dtype.element_ty), k < K)
 
 
 class Cut(NamedTuple):
@@ -252,47 +308,61 @@ class Cut(NamedTuple):
 
 
 def can_multiply(K: int, bits: Kind, group: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels multiply x of this dtype by W: 8 bits with a scale a row, or 4 bits in such groups."""
-    return K % 32 == 0 and dtype in PIECES and (bits != 4 or group in (32, 64, 128))
+    """Whether the kernels multiply x of this dtype by W: 8 bits with a scale a row, or 4 bits in
+    such groups.
+    """
+    if bits == 4 and group not in (32, 64, 128):
+        return False
+    return K % 32 == 0 and dtype in PIECES
 
 
 def can_serve(w: Quantized, dtype: torch.dtype) -> bool:
     """Whether this page multiplies x of this dtype by w."""
-    N, K, grouped = len(w.values), w.columns, w.zero is not None or w.scale.shape[1] > 1
-    if w.values.is_cuda and w.bits == "fp8":  # with a scale for each row of x, from sm_90 on
-        if torch.cuda.get_device_capability(w.values.device) < (
-            (9, 0) if w.inputs == 8 else (8, 9)
-        ):
+    N = len(w.values)
+    K = w.columns
+    if w.values.is_cuda and w.bits == "fp8":
+        needed = (9, 0) if w.inputs == 8 else (8, 9)  # with a scale for each row of x: sm_90
+        if torch.cuda.get_device_capability(w.values.device) < needed:
             return False
-    if w.inputs == 8:  # float32 x by FP8 would become bfloat16
-        return (
-            N % 16 == K % 16 == 0 and dtype in PIECES and (w.bits == 8 or dtype == torch.bfloat16)
-        )
-    return can_multiply(K, w.bits, w.group, dtype) and (
-        w.bits == 4 or w.bits != "nf4" and not grouped
-    )
+    if w.inputs == 8:
+        exact = w.bits == 8 or dtype == torch.bfloat16  # float32 x by FP8 would become bfloat16
+        return N % 16 == 0 and K % 16 == 0 and dtype in PIECES and exact
+    if w.bits != 4:
+        grouped = w.zero is not None or w.scale.shape[1] > 1
+        if grouped or w.bits == "nf4":
+            return False
+    return can_multiply(K, w.bits, w.group, dtype)
 
 
 def tensor_core_product(x: Tensor, w: Quantized) -> Tensor:
     """quant.rounded_product for a W that `can_serve` admits: [T, K] -> [T, N]."""
-    T, by = len(x), w.scale.float().T
-    if w.bits == 8:  # cuBLAS requires more than 16 rows
-        values, scale = int8(F.pad(x, (0, 0, 0, max(0, 17 - T))))
-        return (torch._int_mm(values, w.values.T) * scale.float() * by)[:T].to(x.dtype)
+    T = len(x)
+    w_scale = w.scale.float().T
+    if w.bits == 8:
+        padding = max(0, 17 - T)  # cuBLAS requires more than 16 rows
+        values, scale = int8(F.pad(x, (0, 0, 0, padding)))
+        sums = torch._int_mm(values, w.values.T)
+        return (sums * scale.float() * w_scale)[:T].to(x.dtype)
     values, scale = round_fp8(x)
-    return torch._scaled_mm(values, w.values.T, scale.float(), by.contiguous(), out_dtype=x.dtype)
+    w_scale = w_scale.contiguous()
+    return torch._scaled_mm(values, w.values.T, scale.float(), w_scale, out_dtype=x.dtype)
 
 
 def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int = 132) -> Cut:
     """The cut for this product."""
     if T <= FEW:
-        group, columns = group if bits == 4 else 64, 1024 if bits == 4 and group > 32 else 512
-        return Cut(32 if N > 48 * processors else 16, 8, group, columns // group, 1, 8, 4)
-    cols, group = max(16, triton.next_power_of_2(T)), group if bits == 4 else 128
-    tiles, M = triton.cdiv(N, 128), triton.cdiv(K, group)
-    return Cut(
-        128, cols, group, 0, max(1, min(2 * processors // tiles, M // 2)), 4 if cols < 64 else 8, 4
-    )
+        columns = 1024 if bits == 4 and group > 32 else 512
+        if bits != 4:
+            group = 64
+        rows = 32 if N > 48 * processors else 16
+        return Cut(rows, 8, group, columns // group, 1, 8, 4)
+    if bits != 4:
+        group = 128
+    cols = max(16, triton.next_power_of_2(T))
+    tiles = triton.cdiv(N, 128)
+    most_shares = triton.cdiv(K, group) // 2
+    shares = max(1, min(2 * processors // tiles, most_shares))
+    return Cut(128, cols, group, 0, shares, 4 if cols < 64 else 8, 4)
 
 
 def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -302,26 +372,64 @@ def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[st
         COLS=cut.cols,
         GROUP=cut.group,
         BITS=bits,
-        X=getattr(tl, str(dtype).split(".")[1]),
+        X=getattr(tl, str(dtype).removeprefix("torch.")),
         PIECES=PIECES[dtype],
         EVEN=K % (cut.group * max(1, cut.at_once)) == 0,
         GPU=not knobs.runtime.interpret,
     )
 
 
-def as_numbers(
-    values: Tensor, scale: Tensor, zero: Tensor | None, K: int, group: int, dtype: torch.dtype
+def dequantize_rows(
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    K: int,
+    group: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """quant.dequantize for a W that `can_multiply` admits: [N, K] in `dtype`."""
-    out, bits = (
-        torch.empty(len(values), K, dtype=dtype, device=values.device),
-        8 if zero is None else 4,
-    )
-    M = triton.cdiv(K, group := 128 if bits == 8 else group)
-    _dequantize[len(values), triton.cdiv(M, 2048 // group)](
-        values, scale, zero, out, K, M, group, 2048 // group, bits
+    N = len(values)
+    bits = 8 if zero is None else 4
+    if bits == 8:
+        group = 128
+    M = triton.cdiv(K, group)
+    at_once = 2048 // group
+    out = torch.empty(N, K, dtype=dtype, device=values.device)
+    grid = N, triton.cdiv(M, at_once)
+    _dequantize[grid](
+        values,
+        scale,
+        zero,
+        out,
+        K,
+        M,
+        group,
+        at_once,
+        bits,
     )
     return out
+
+
+def dequantized_product(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """`weight_only_product` for many rows of x: W becomes numbers, some rows of W at a time."""
+    N = len(values)
+    K = x.shape[1]
+    tile = max(1, SLAB // K // 16) * 16
+    outputs = []
+    for start in range(0, N, tile):
+        rows = slice(start, start + tile)
+        zero_rows = None if zero is None else zero[rows]
+        bias_rows = None if bias is None else bias[rows]
+        w = dequantize_rows(values[rows], scale[rows], zero_rows, K, group, x.dtype)
+        outputs.append(F.linear(x, w, bias_rows))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 def weight_only_product(
@@ -333,85 +441,63 @@ def weight_only_product(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ + bias for a W that `can_multiply` admits. x: [T, K]; values, scale, zero: quant.Quantized's -> [T, N]."""
-    (T, K), (N, _), bits = x.shape, values.shape, 8 if zero is None else 4
+    """x Wᵀ + bias for a W that `can_multiply` admits. x: [T, K]; values, scale, zero:
+    quant.Quantized's -> [T, N].
+    """
+    T, K = x.shape
+    N = len(values)
+    bits = 8 if zero is None else 4
     if T == 0:
         return x.new_empty(0, N)
     if T > ROWS:
-        tile = max(1, SLAB // K // 16) * 16  # rows of W
-        parts = zip(
-            *(
-                [None] * N if part is None else part.split(tile)
-                for part in (values, scale, zero, bias)
-            )
-        )
-        y = [F.linear(x, as_numbers(*some, K, group, x.dtype), own) for *some, own in parts]
-        return torch.cat(y, -1) if len(y) > 1 else y[0]
-    cut, x = plan_product(T, N, K, bits, group, processors(x.device)), x.contiguous()
+        return dequantized_product(x, values, scale, zero, group, bias)
+    cut = plan_product(T, N, K, bits, group, processors(x.device))
+    M = triton.cdiv(K, cut.group)
+    x = x.contiguous()
     y = x.new_empty(T, N) if out is None else out
-    pairs = torch.int64 if x.dtype == torch.float32 else torch.int32
-    rows, sizes = x if bits == 8 else x.view(-1).view(pairs), (T, N, K, triton.cdiv(K, cut.group))
-    fixed = kernel_constants(cut, K, bits, x.dtype) | dict(
-        num_warps=cut.num_warps, num_stages=cut.num_stages
-    )
+    inputs = x
+    if bits == 4:  # pairs of neighbours, as the halves of a byte
+        inputs = x.view(-1).view(torch.int64 if x.dtype == torch.float32 else torch.int32)
+    constants = kernel_constants(cut, K, bits, x.dtype)
+    constants |= dict(num_warps=cut.num_warps, num_stages=cut.num_stages)
+    programs = triton.cdiv(N, cut.rows)
     if cut.at_once:
-        _few[triton.cdiv(N, cut.rows),](
-            rows, values, scale, zero, bias, y, *sizes, B=cut.at_once, **fixed
+        _few[programs,](
+            inputs,
+            values,
+            scale,
+            zero,
+            bias,
+            y,
+            T,
+            N,
+            K,
+            M,
+            B=cut.at_once,
+            **constants,
         )
-    else:
-        parts = torch.empty(cut.shares, T, N, device=x.device)
-        _many[triton.cdiv(N, cut.rows), cut.shares](
-            rows, values, scale, zero, parts, *sizes, **fixed
-        )
-        _add_up[T, triton.cdiv(N, 512)](
-            parts, scale if bits == 8 else None, bias, y, N, cut.shares, 512
-        )
+        return y
+    parts = torch.empty(cut.shares, T, N, device=x.device)
+    _many[programs, cut.shares](
+        inputs,
+        values,
+        scale,
+        zero,
+        parts,
+        T,
+        N,
+        K,
+        M,
+        **constants,
+    )
+    row_scale = scale if bits == 8 else None
+    _add_up[T, triton.cdiv(N, 512)](
+        parts,
+        row_scale,
+        bias,
+        y,
+        N,
+        cut.shares,
+        512,
+    )
     return y
-
-
-# ---- The demonstration: the kernels' resources, compiled without a GPU -----------------------------------------------
-
-SHAPES = {
-    "8B qkv": (6144, 4096),
-    "8B o": (4096, 4096),
-    "8B gate, up": (28672, 4096),
-    "8B down": (4096, 14336),
-    "8B head": (128256, 4096),
-    "1B qkv": (3072, 2048),
-    "1B o": (2048, 2048),
-    "1B gate, up": (16384, 2048),
-    "1B down": (2048, 8192),
-    "1B head": (128256, 2048),
-}
-
-
-def compile_product(
-    T: int, N: int, K: int, bits: Kind, group: int = 128, dtype: str = "bf16", arch: int = 90
-) -> list[int]:
-    """`Report`'s first four, programs of a multiprocessor, `mma` and `wgmma` of the kernel for this product."""
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    cut, pairs = plan_product(T, N, K, bits, group), "*i64" if dtype == "fp32" else "*i32"
-    types = dict(zip(("w", "scale", "zero"), STORED[bits])) | {
-        "parts": "*fp32",
-        "T M": "i32",
-        "N K": "i32:16",
-    }
-    types |= {"x": pairs if bits == 4 else f"*{dtype}", "bias": None, "y out": f"*{dtype}"}
-    fixed = kernel_constants(cut, K, 4 if bits == 4 else 8, kind) | dict(
-        B=cut.at_once or 2048 // cut.group
-    )
-    kernel, warps = (
-        (_dequantize, 4) if T > ROWS else (_few if cut.at_once else _many, cut.num_warps)
-    )
-    report = compile_for(kernel, types, fixed, arch, warps, cut.num_stages)
-    return [*report[:4], report.programs, report.count("mma.sync"), report.count("wgmma.mma")]
-
-
-if __name__ == "__main__":
-    print_table(
-        "sm product bits rows registers spills shared ahead programs mma wgmma",
-        (
-            [arch, name, bits, T, *compile_product(T, *SHAPES[name], bits, 128, "bf16", arch)]
-            for arch, name, bits, T in product(SHARED, ("8B o", "8B head"), (4, 8), (1, 64, 512))
-        ),
-    )

@@ -1,21 +1,30 @@
 """Distillation: train a small Llama to imitate a larger one, so that its drafts are accepted.
 
-Speculative decoding accepts a drafted token with probability α = Σ_x min(p(x), q(x)), p the target's distribution and
-q the draft's. So a draft learns all of p, on text and on the target's own texts; its last steps minimize 1 − α:
+Speculative decoding accepts a drafted token with probability α = Σ_x min(p(x), q(x)), p the
+target's distribution and q the draft's. So a draft learns all of p, on text and on texts that are
+sampled from the target; its last steps minimize 1 − α:
 
-    loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),        and α ≥ 1 − √(KL / 2)  (Pinsker)
+    loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),    α ≥ 1 − √(KL / 2)
 
-    python -m train.distill                                                     a draft for tiny, from its own texts
-    python -m train.distill --target NAME --data FILE... --out DIR              a new draft learns from a target
-    python -m train.distill --target NAME --alone ...                           for comparison: from the text alone
-    python -m train.distill --from-scratch --data FILE... --out DIR             a model, and its vocabulary (bpe.py)
-    python -m train.distill --from NAME --kv-heads N --data FILE... --out DIR   fewer K/V heads (gqa.py), trained on
+(the bound is Pinsker's). The optimizers are PyTorch's: Muon for the layers' matrices, AdamW for
+embeddings, norms and biases. A matrix's gradient is dominated by a few directions; Muon takes the
+momentum M = U S Vᵀ and moves the matrix by U Vᵀ, the same distance in every direction.
 
-Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and α = 0.35 at token 512.
-Invariant: step i depends on the training state and i alone (stories.py): a killed run resumes exactly from its
-checkpoint. Not covered: several GPUs, texts that do not fit in memory.
+    python -m train.distill                                          a draft for tiny, from its own texts
+    python -m train.distill --target NAME --data FILE… --out DIR     a new draft learns from a target
+    python -m train.distill --target NAME --alone …                  the control: from the text alone
+    python -m train.distill --from-scratch --data FILE… --out DIR    a model and its vocabulary (bpe.py)
+    python -m train.distill --from NAME --kv-heads N --data FILE… --out DIR    fewer K/V heads (gqa.py)
 
-Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories (2305.07759).
+Train at the length of use: tiny's draft, trained on 256 tokens, had α = 0.68 up to token 256 and
+α = 0.35 at token 512. Invariant: step i depends on the training state and i alone (stories.py), so
+a killed run resumes exactly from its checkpoint. Not covered: several GPUs, texts that do not fit
+in memory.
+
+Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
+(2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
+
+    B texts of a batch · N tokens of a crop · T = B N tokens of a step · V vocabulary
 """
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
@@ -24,82 +33,95 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     begin()
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, say, status, whole
+from app.shell import Parser, new_file, say, status
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from errors import UserError
-from kernels import Step, find_device
-from kvcache import KVCache
+from kernels import find_device
+from kvcache import AttentionMetadata, KVCache
 from model import Llama
 from request import Request, Settings
-from speculative import Decoder
+from runner import ModelRunner
 from tokenizer import Tokenizer
 from train import bpe
-from train.gqa import cache_bytes, merge_heads
-from train.muon import Optimizer, has_bfloat16
+from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
 
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 
-def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
-    """`count` texts of `length` tokens that the model makes at temperature 1, all in one batch (batcher.py)."""
-    requests = [
-        Request([end], Settings(1.0, seed=(seed << 32) + i, max_tokens=length))
-        for i in range(count)
-    ]
-    for _ in Batcher(
-        Decoder(llama, KVCache.of(llama, length, count), llama.config.vocab_size), count
-    ).run(requests):
-        pass
-    return Corpus(
-        torch.tensor([token for request in requests for token in (*request.tokens[1:], end)]), end
-    )
+
+# ---- The loss, and what a draft is worth -----------------------------------------------------------
 
 
 def divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """The mean of KL(p ‖ q) over rows. p_logits, q_logits: [T, V] -> []."""
-    p, q = p_logits.float().log_softmax(-1), q_logits.float().log_softmax(-1)
-    return F.kl_div(q, p, log_target=True, reduction="sum") / len(p)
+    log_p = p_logits.float().log_softmax(-1)
+    log_q = q_logits.float().log_softmax(-1)
+    return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
 
 
 def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """α = Σ min(p, q) of each row: the probability that a token drafted from q is accepted. [T, V] -> [T]."""
-    return torch.minimum(p_logits.float().softmax(-1), q_logits.float().softmax(-1)).sum(-1)
+    """α = Σ min(p, q) of each row: how likely a token drafted from q is accepted. [T, V] -> [T]."""
+    p = p_logits.float().softmax(-1)
+    q = q_logits.float().softmax(-1)
+    return torch.minimum(p, q).sum(-1)
+
+
+def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) -> Corpus:
+    """`count` texts of `length` tokens, sampled at temperature 1, all in one batch (batcher.py)."""
+    requests = []
+    for i in range(count):
+        settings = Settings(temperature=1.0, seed=(seed << 32) + i, max_tokens=length)
+        requests.append(Request([end], settings))
+    cache = KVCache.of(llama, length, count)
+    runner = ModelRunner(llama, cache, llama.config.vocab_size)
+    for _ in Batcher(runner, count).run(requests):
+        pass
+    texts = [torch.tensor([*request.tokens[1:], end]) for request in requests]
+    return Corpus(torch.cat(texts), end)
 
 
 @torch.no_grad()
 def evaluate(
     student: Llama, text: Corpus, target: Llama | None = None, length: int = 512, count: int = 40
 ) -> dict[str, float]:
-    """On held-out text, in the models' own dtype: bits per token, bits per byte, and α against the target."""
-    bits, alphas = [], []
+    """On held-out text, in the models' own dtype: bits a token, bits a byte, α against the target."""
+    bits = []
+    alphas = []
     for window in text.windows(length, count).to(student.device):  # int64[N + 1]
-        q = student(window[:-1])
-        bits.append(F.cross_entropy(q.float(), window[1:]).item() / math.log(2))
-        alphas += [acceptance(target(window[:-1]), q).mean().item()] if target is not None else []
-    bytewise = {"bits/byte": mean(bits) * len(text.tokens) / text.bytes} if text.bytes else {}
-    return {"bits/token": mean(bits)} | bytewise | ({"acceptance": mean(alphas)} if alphas else {})
+        q_logits = student(window[:-1])  # [N, V]
+        bits.append(F.cross_entropy(q_logits.float(), window[1:]).item() / math.log(2))
+        if target is not None:
+            alphas.append(acceptance(target(window[:-1]), q_logits).mean().item())
+    scores = {"bits/token": mean(bits)}
+    if text.bytes:
+        scores["bits/byte"] = mean(bits) * len(text.tokens) / text.bytes
+    if alphas:
+        scores["acceptance"] = mean(alphas)
+    return scores
 
 
-def show(when: str, found: dict[str, float]) -> None:
-    print(
-        f"{when}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()), flush=True
-    )
+def show(when: str, scores: dict[str, float]) -> None:
+    values = [f"{name} {value:.4f}" for name, value in scores.items()]
+    print(f"{when}: {', '.join(values)}", flush=True)
+
+
+# ---- Training --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,293 +133,328 @@ class Hyperparameters:
     length: int = 512
     warmup: int = 40
     decay: float = 0.5  # share of the steps, at the end, in which the rate falls to 0
-    own: float = 0.5  # share of the steps on the target's own texts
+    sampled: float = 0.5  # share of the steps on texts that are sampled from the target
     overlap: float = 0.25  # share of the steps, at the end, with the loss 1 − α
 
     def factor(self, step: int) -> float:
         """The share of the full learning rate at this step: up to 1, constant, then down to 0."""
-        return min(
-            1.0, (step + 1) / self.warmup, (self.steps - step) / max(1.0, self.decay * self.steps)
-        )
+        rising = (step + 1) / self.warmup
+        falling = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return min(1.0, rising, falling)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the machine has instructions for products in bfloat16."""
+    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+
+
+@torch.no_grad()
+def separate_weights(llama: Llama) -> dict[str, Tensor]:
+    """The model's tensors by their names in a checkpoint, as an optimizer wants them: with `.grad`.
+
+    q, k and v are rows of one parameter, and so are gate and up. Here each is a tensor of its own, in
+    the same memory, and its gradient is the same rows of the parameter's gradient."""
+    weights = {}
+    for parameter in llama.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # `backward` adds to it in place
+    for name, rows in llama.named_tensors().items():
+        parameter = rows if rows._base is None else rows._base
+        weight = rows.detach()
+        weight.grad = parameter.grad.as_strided(rows.size(), rows.stride(), rows.storage_offset())
+        weights[name] = weight
+    return weights
 
 
 class Training:
-    """A student, its target, the texts that it learns from, and its optimizer. told: the texts that the target made."""
+    """A student, its target (None: the text alone), and the texts that it learns from.
+
+    text: stories from files. sampled: texts from the target. target: frozen."""
 
     def __init__(
         self,
         student: Llama,
         text: Corpus | None,
         target: Llama | None,
-        told: Corpus | None,
+        sampled: Corpus | None,
         recipe: Hyperparameters,
     ):
-        self.student, self.target, self.text, self.told = (
-            student.requires_grad_(),
-            target,
-            text,
-            told,
-        )
-        self.recipe, self.optimizer, self.steps = recipe, Optimizer(student), 0
+        self.student = student.requires_grad_()
+        self.text = text
+        self.target = target
+        self.sampled = sampled
+        self.recipe = recipe
+        self.steps = 0  # done
+        self.weights = separate_weights(student)
+        matrices = []
+        others = []
+        for name, weight in self.weights.items():
+            if weight.ndim == 2 and name not in EMBEDDINGS:
+                matrices.append(weight)
+            else:
+                others.append(weight)
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
+            torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    def corpus(self, step: int) -> Corpus:
+        """The texts of this step: `recipe.sampled` of all steps are on the target's, evenly spread."""
+        if self.text is None or self.sampled is None:
+            return self.text or self.sampled
+        share = self.recipe.sampled
+        return self.sampled if int((step + 1) * share) > int(step * share) else self.text
+
+    def loss(self, crops: Tensor) -> Tensor:
+        """Nats a token, or 1 − α in the last steps. crops: int64[B, N + 1] -> []."""
+        recipe = self.recipe
+        device = self.student.device
+        tokens = crops[:, :-1].flatten()  # [T]
+        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
+        p_logits = None
+        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+            q_logits = self.student(tokens, metadata)  # [T, V]
+            if self.target is not None:
+                p_logits = self.target(tokens, metadata)
+        if p_logits is None:
+            return F.cross_entropy(q_logits.float(), crops[:, 1:].flatten())
+        if self.steps < (1 - recipe.overlap) * recipe.steps:
+            return divergence(p_logits, q_logits)
+        return 1 - acceptance(p_logits, q_logits).mean()
 
     def step(self) -> float:
-        """One training step -> its loss: in nats a token, or 1 − α in the last steps."""
-        r, i, device = self.recipe, self.steps, self.student.device
-        own = self.told is not None and (self.text is None or int((i + 1) * r.own) > int(i * r.own))
-        crops = (
-            (self.told if own else self.text).crops(r.batch, r.length, i).to(device)
-        )  # [B, N + 1]
-        tokens, step = crops[:, :-1].flatten(), Step.alone(r.batch, r.length, device)
-        with torch.autocast(
-            device.type, torch.bfloat16, enabled=has_bfloat16(device)
-        ):  # weights stay float32
-            logits = self.student(tokens, step)
-            with torch.no_grad():
-                goal = None if self.target is None else self.target(tokens, step)
-        if goal is None:
-            loss = F.cross_entropy(logits.float(), crops[:, 1:].flatten())
-        else:
-            loss = (
-                divergence(goal, logits)
-                if i < (1 - r.overlap) * r.steps
-                else 1 - acceptance(goal, logits).mean()
-            )
+        """One training step -> its loss."""
+        recipe = self.recipe
+        crops = self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
+        loss = self.loss(crops.to(self.student.device))
         loss.backward()
-        self.optimizer.step(r.factor(i), i)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
         self.steps += 1
         return loss.item()
 
     def run(self, checkpoint: Path, every: float = 20) -> None:
         """Train to the last step. every: seconds between checkpoints."""
-        start, first, saved, said, recent, r = (
-            time.time(),
-            self.steps,
-            time.time(),
-            0.0,
-            [],
-            self.recipe,
-        )
-        while self.steps < r.steps:
-            recent.append(self.step())
-            now, last = time.time(), self.steps == r.steps
-            if now - said > 10 or last:
-                speed = (self.steps - first) * r.batch * r.length / (now - start)
-                say(
-                    f"step {self.steps:5} of {r.steps}  loss {mean(recent):.4f}  {speed:,.0f} tokens/s"
-                )
-                said, recent = now, []
-            if now - saved > every or last:
+        recipe = self.recipe
+        first = self.steps
+        start = shown = saved = time.monotonic()
+        losses = []
+        while self.steps < recipe.steps:
+            losses.append(self.step())
+            now = time.monotonic()
+            last = self.steps == recipe.steps
+            if last or now - shown > 10:
+                speed = (self.steps - first) * recipe.batch * recipe.length / (now - start)
+                done = f"step {self.steps:5} of {recipe.steps}"
+                say(f"{done}  loss {mean(losses):.4f}  {speed:,.0f} tokens/s")
+                shown = now
+                losses = []
+            if last or now - saved > every:
                 self.save(checkpoint)
                 saved = now
 
-    def state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: weights and the optimizer's state."""
-        return {
-            f"weight.{name}": p.detach() for name, p in self.optimizer.places.items()
-        } | self.optimizer.state
-
     def save(self, file: Path) -> None:
         """Write a checkpoint. If that fails, the old file stays as it was."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.state().items()}
-        with whole(file) as new:
-            save_file(tensors, new, metadata={"steps": str(self.steps)})
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = dict(steps=self.steps, weights=self.weights, optimizers=optimizers)
+        with new_file(file) as new:
+            torch.save(state, new)
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
-        """Resume from a checkpoint. ValueError if it is damaged, or of a model of another shape."""
-        state = self.state()
+        """Resume from a checkpoint. UserError if it is damaged, or of a model of another shape."""
         try:
-            with safe_open(file, framework="pt") as stored:
-                shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}
-                if {name: list(tensor.shape) for name, tensor in state.items()} != shapes:
-                    raise UserError(
-                        f"{file} is the checkpoint of a model of another shape: delete it, or give the "
-                        "flags it was made with"
-                    )
-                for name, tensor in state.items():
-                    tensor.copy_(stored.get_tensor(name))
-                self.steps = int(stored.metadata()["steps"])
-        except SafetensorError as error:
+            state = torch.load(file, self.student.device, weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
             raise UserError(
                 f"{file} is no whole checkpoint ({error}): delete it to begin anew"
             ) from None
+        stored = state["weights"]
+        if shapes(stored) != shapes(self.weights):
+            raise UserError(
+                f"{file} is the checkpoint of a model of another shape: "
+                "delete it, or give the flags it was made with"
+            )
+        for name, weight in self.weights.items():
+            weight.copy_(stored[name])
+        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(optimizer_state)
+        self.steps = state["steps"]
 
 
+def shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+# ---- Models: made, loaded, saved -------------------------------------------------------------------
+
+
+@torch.no_grad()
 def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> Llama:
-    """A model with random weights, the same on every device. o_proj and down_proj start small."""
-    llama = Llama(config, device, seed=None)
-    llama.fill(Llama(config, seed=seed).places().items())
-    for linear in (linear for layer in llama.layers for linear in (layer.o, layer.down)):
-        linear.weight.data.mul_(0.3)
+    """A model with random weights. o_proj and down_proj start small."""
+    llama = Llama(config, device, seed=seed)
+    for layer in llama.layers:
+        layer.o.weight.mul_(0.3)
+        layer.down.weight.mul_(0.3)
     return llama
 
 
 def save_model(llama: Llama, folder: Path) -> None:
     """Write a model folder, in bfloat16."""
-    tensors = {
-        name: place.detach().to(torch.bfloat16).contiguous()
-        for name, place in llama.places().items()
-    }
-    with whole(folder / "model.safetensors") as new:
+    tensors = {}
+    for name, tensor in llama.named_tensors().items():
+        tensors[name] = tensor.detach().to(torch.bfloat16).contiguous()
+    with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
-    generation = dict(do_sample=True, temperature=0.7, eos_token_id=config["eos_token_id"])
-    for name, data in (("config.json", config), ("generation_config.json", generation)):
-        with whole(folder / name) as new:
-            new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    bpe.write_json(folder / "config.json", config)
+    eos = config["eos_token_id"]
+    generation = dict(do_sample=True, temperature=0.7, eos_token_id=eos)
+    bpe.write_json(folder / "generation_config.json", generation)
 
 
 def student_tokenizer(
     args: argparse.Namespace, out: Path, stories: Sequence[str]
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer in `out`, which is a copy of a model's or learned from the stories; and its end-of-text token."""
-    name = args.tokenizer or args.target or args.start
+    """The tokenizer in `out`, copied from a model or learned from stories; its end-of-text token."""
+    name = args.target or args.start
+    ends = ()
     if name is not None:
-        if find_folder(name).resolve() != out.resolve():
-            bpe.copy_files(find_folder(name), out, bpe.FILES)
+        source = find_folder(name)
+        ends = Config.load(source).eos_token_ids
+        if source.resolve() != out.resolve():
+            bpe.copy_files(source, out, bpe.FILES)
     elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1), args.context)
     tokenizer = Tokenizer.load(out)
-    if end := tokenizer.specials.get(bpe.END):
-        return tokenizer, end
-    if name is None or not (ends := Config.load(find_folder(name)).eos_token_ids):
+    if bpe.END in tokenizer.specials:
+        return tokenizer, tokenizer.specials[bpe.END]
+    if not ends:
         raise UserError(
             f"{name}: its tokenizer has no {bpe.END}, and its config.json names no end-of-text token"
         )
     return tokenizer, ends[0]
 
 
-def new_student(args: argparse.Namespace, tokenizer: Tokenizer, end: int, held: Corpus) -> Llama:
-    """The student before training: random weights, or an existing model, its key/value heads merged if asked."""
-    if args.start is None:
-        if args.width % args.heads and args.head_dim is None:
-            raise UserError(
-                f"--width {args.width} is not a multiple of --heads {args.heads}: change one, or give "
-                "--head-dim"
-            )
-        vocab = (
-            args.vocab if args.target is None and args.tokenizer is None else tokenizer.vocab_size
-        )
-        return new_model(
-            Config(
-                vocab_size=vocab,
-                hidden_size=args.width,
-                intermediate_size=args.mlp or 2 * args.width,
-                num_hidden_layers=args.layers,
-                num_attention_heads=args.heads,
-                rms_norm_eps=1e-5,
-                eos_token_ids=(end,),
-                num_key_value_heads=args.kv_heads or max(1, args.heads // 2),
-                tie_word_embeddings=True,
-                head_dim=args.head_dim or args.width // args.heads,
-                max_position_embeddings=args.context,
-            ),
-            args.seed,
-            args.device,
-        )
-    student = Llama.load(args.start, args.device, torch.float32, trainable=True)
-    if args.kv_heads:
-        heads, length = student.config.num_key_value_heads, student.config.max_position_embeddings
-        show(f"before the merge ({heads} key/value heads)", evaluate(student, held))
-        before, student = cache_bytes(student, length), merge_heads(student, args.kv_heads)
-        print(
-            f"cache of {length} tokens in bfloat16: {before:,} bytes with {heads} heads, "
-            f"{cache_bytes(student, length):,} with {args.kv_heads}"
-        )
-    return student
-
-
-def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
-    """The target, frozen. ValueError if its vocabulary or its context does not suit the student."""
-    target = Llama.load(args.target, args.device, torch.float32, trainable=True).requires_grad_(
-        False
-    )
-    c, size = (
-        target.config,
-        tokenizer.vocab_size
-        if args.start is None
-        else Config.load(find_folder(args.start)).vocab_size,
-    )
-    if c.vocab_size != size:
+def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
+    """The student before training: random weights, or a model, its K/V heads merged if asked."""
+    if args.start is not None:
+        student = Llama.load(args.start, args.device, torch.float32, trainable=True)
+        return merge_heads(student, args.kv_heads) if args.kv_heads else student
+    if args.width % args.heads:
         raise UserError(
-            f"{args.start or 'the tokenizer'} has {size} tokens and {args.target} {c.vocab_size}: "
+            f"--width {args.width} is not a multiple of --heads {args.heads}: change one"
+        )
+    config = Config(
+        vocab_size=vocab_size,
+        hidden_size=args.width,
+        intermediate_size=args.mlp or 2 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        rms_norm_eps=1e-5,
+        eos_token_ids=(end,),
+        num_key_value_heads=args.kv_heads or max(1, args.heads // 2),
+        tie_word_embeddings=True,
+        head_dim=args.width // args.heads,
+        max_position_embeddings=args.context,
+    )
+    return new_model(config, args.seed, args.device)
+
+
+def load_target(args: argparse.Namespace) -> Llama:
+    """The target, frozen. UserError if its context does not suit the student."""
+    target = Llama.load(args.target, args.device, torch.float32, trainable=True)
+    longest = target.config.max_position_embeddings
+    if args.length >= longest:
+        raise UserError(
+            f"--length {args.length}: {args.target} was made for at most {longest} tokens; give fewer"
+        )
+    return target.requires_grad_(False)
+
+
+def check_vocabularies(student: Llama, target: Llama) -> None:
+    """UserError unless the student can draft for the target."""
+    size = student.config.vocab_size
+    target_size = target.config.vocab_size
+    if size != target_size:
+        raise UserError(
+            f"the student has {size} tokens and its target {target_size}: "
             "a draft must share its target's vocabulary"
         )
-    if args.length >= c.max_position_embeddings:
-        raise UserError(
-            f"--length {args.length}: {args.target} was made for at most {c.max_position_embeddings} "
-            "tokens; give fewer"
-        )
-    return target
+
+
+# ---- The command line ------------------------------------------------------------------------------
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Read the texts, load the target, make the student; evaluate, train, evaluate, save."""
-    args.device = find_device(args.device)
-    out, stories = Path(args.out), read_stories(args.data) if args.data else []
-    if not stories and (args.target is None or args.alone or not args.own):
+    """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save."""
+    stories = read_stories(args.data) if args.data else []
+    samples = args.target is not None and args.own > 0 and not args.alone
+    if not stories and not samples:
         raise UserError(
             "there is no text to learn from: give some with --data, or let a --target tell texts, "
             "with --own above 0 and without --alone"
         )
+    args.device = find_device(args.device)
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    heard, unheard = hold_out(stories)
-    tokenizer, end = student_tokenizer(args, out, heard)
-    target, text, told = load_target(args, tokenizer) if args.target else None, None, None
+    train_stories, held_out_stories = hold_out(stories)
+    tokenizer, end = student_tokenizer(args, out, train_stories)
+    target = load_target(args) if args.target else None
+    vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
+    student = new_student(args, vocab_size, end)
+    if target is not None:
+        check_vocabularies(student, target)
+    text = None
+    sampled = None
     if stories:
         say(f"encoding {len(stories):,} stories")
-        text, held = Corpus.encode(heard, tokenizer, end), Corpus.encode(unheard, tokenizer, end)
-        say(f"{len(text.tokens):,} tokens to learn from, {len(held.tokens):,} held out")
+        text = Corpus.encode(train_stories, tokenizer, end)
+        held_out = Corpus.encode(held_out_stories, tokenizer, end)
+        say(f"{len(text.tokens):,} tokens to learn from, {len(held_out.tokens):,} held out")
     else:
-        held = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
-    if target is not None and args.own and not args.alone:
+        held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
+    if samples:
         say(f"the target tells {args.tales} texts")
-        told = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
-    student = new_student(args, tokenizer, end, held)
-    show("before", evaluate(student, held, target))
+        sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
     recipe = Hyperparameters(
-        **{field.name: getattr(args, field.name) for field in fields(Hyperparameters)}
+        steps=args.steps,
+        batch=args.batch,
+        length=args.length,
+        warmup=args.warmup,
+        decay=args.decay,
+        sampled=args.own,
+        overlap=args.overlap,
     )
-    training = Training(student, text, None if args.alone else target, told, recipe)
-    if (checkpoint := out / "training.safetensors").exists():
+    show("before", evaluate(student, held_out, target))
+    training = Training(student, text, None if args.alone else target, sampled, recipe)
+    checkpoint = out / "training.pt"
+    if checkpoint.exists():
         training.resume(checkpoint)
         say(f"going on after step {training.steps} ({checkpoint})")
     training.run(checkpoint)
-    show("after", evaluate(student, held, target, count=args.windows))
+    show("after", evaluate(student, held_out, target))
     save_model(student, out)
-    say(
-        f"{out} holds a model of {sum(p.numel() for p in student.places().values()):,} parameters; "
-        f"{checkpoint.name} is no longer needed, except to go on with more --steps"
-    )
+    say(f"{out} holds the model; {checkpoint.name} is needed only to go on with more --steps")
 
 
-USUAL = Hyperparameters()
-NUMBERS: dict[str, tuple[int | None, str]] = dict(
-    vocab=(4096, "tokens of a new vocabulary"),
-    layers=(1, ""),
-    width=(128, ""),
-    heads=(4, ""),
-    kv_heads=(None, "half"),
-    head_dim=(None, "width / heads"),
-    mlp=(None, "2 · width"),
-    context=(1024, "longest text"),
-    seed=(1, ""),
-    steps=(USUAL.steps, ""),
-    batch=(USUAL.batch, "crops a step"),
-    length=(USUAL.length, "tokens of a crop"),
-    warmup=(USUAL.warmup, "steps"),
-    tales=(32, "texts that the target tells"),
-    windows=(40, "held-out pieces of 512 tokens, measured at the end"),
-)
-SHARES = dict(
-    decay=(USUAL.decay, "share of the steps, at the end, in which the rate falls to 0"),
-    own=(USUAL.own, "share of the steps on the target's own texts"),
-    overlap=(
-        USUAL.overlap,
-        "share of the steps, at the end, that raise α itself instead of lowering KL",
-    ),
-)
+def count(text: str) -> int:
+    """The type of a flag that counts something, or is a seed."""
+    value = int(text)
+    if not 1 <= value <= 2**20:
+        raise argparse.ArgumentTypeError(f"it is {value}: it must be from 1 to {2**20:,}")
+    return value
+
+
+def share(text: str) -> float:
+    """The type of a flag that is a share of something."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"it is {value}: a share is from 0 to 1")
+    return value
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -408,7 +465,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = p.add_argument
     add(
         "--target",
-        help="the model to imitate: an alias, a Hub id or a folder (tiny, unless --from-scratch or --from)",
+        metavar="NAME",
+        help="the model to imitate: an alias, a Hub id or a folder "
+        "(tiny, unless --from-scratch or --from)",
     )
     add(
         "--from",
@@ -437,40 +496,49 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="draft",
         help="folder of the student, its tokenizer and its checkpoint (draft)",
     )
-    add("--tokenizer", metavar="NAME", help="with --from-scratch: the vocabulary of this model")
     add("--device", metavar="NAME", help="default: a GPU if there is one")
-    for name, (default, about) in (NUMBERS | SHARES).items():
-        add(
-            f"--{name.replace('_', '-')}",
-            type=float if name in SHARES else int,
-            default=default,
-            help=f"{about} ({default})" if default is not None else about,
-        )
+    add("--seed", type=count, default=1, help="(1)")
+    add("--vocab", type=count, default=4096, help="tokens of a new vocabulary (4096)")
+    add("--layers", type=count, default=1, help="(1)")
+    add("--width", type=count, default=128, help="hidden_size (128)")
+    add("--mlp", type=count, help="intermediate_size (2 · width)")
+    add("--heads", type=count, default=4, help="(4)")
+    add("--kv-heads", type=count, help="(half of --heads)")
+    add("--context", type=count, default=1024, help="longest text (1024)")
+    add("--steps", type=count, default=100, help="(100)")
+    add("--batch", type=count, default=8, help="crops a step (8)")
+    add("--length", type=count, default=512, help="tokens of a crop (512)")
+    add("--warmup", type=count, default=40, help="steps in which the rate rises (40)")
+    add(
+        "--decay",
+        type=share,
+        default=0.5,
+        help="share of the steps, at the end, in which the rate falls to 0 (0.5)",
+    )
+    add("--tales", type=count, default=32, help="texts that the target tells (32)")
+    add(
+        "--own",
+        type=share,
+        default=0.5,
+        help="share of the steps on texts that the target tells (0.5)",
+    )
+    add(
+        "--overlap",
+        type=share,
+        default=0.25,
+        help="share of the steps, at the end, that raise α itself instead of lowering KL (0.25)",
+    )
     args = p.parse_args(arguments)
-    for name in NUMBERS:
-        least, most = (-(2**31), 2**31 - 1) if name == "seed" else (1, 2**20)
-        if (value := getattr(args, name)) is not None and not least <= value <= most:
-            p.error(f"--{name.replace('_', '-')} is {value}: it must be from {least:,} to {most:,}")
-    if not all(0 <= getattr(args, name) <= 1 for name in SHARES):
-        p.error(
-            f"--decay {args.decay}, --own {args.own} and --overlap {args.overlap} are shares: from 0 to 1"
-        )
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
-    if args.start:
-        p.unused(
-            args,
-            "layers width heads head_dim mlp context",
-            "with --from, a model that has its shape",
-        )
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
+    if args.start:
+        p.unused(args, "layers width heads mlp context", "with --from, a model that has its shape")
     if args.target:
-        p.unused(args, "vocab tokenizer", "with the target's vocabulary")
+        p.unused(args, "vocab", "with the target's vocabulary")
     else:
         p.unused(args, "alone", "without a --target")
-    if args.tokenizer:
-        p.unused(args, "vocab", "with the vocabulary of --tokenizer")
     if args.alone or not args.target:
         p.unused(args, "tales own overlap", "where no target is imitated")
     return args
@@ -480,7 +548,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     return status(
         lambda: distill(args),
-        SafetensorError,
         interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}",
     )
 

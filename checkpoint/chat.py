@@ -1,0 +1,159 @@
+"""A chat template: from a conversation to the tokens of a prompt.
+
+A model's template is a Jinja program: messages in, one string out, with control tokens (<|eot_id|>)
+between them. It trims and reorders, so a message cannot be encoded before it is laid out; and after
+that, a control token of the template looks like the same characters in a message. So, while the
+template runs, a lone surrogate stands for the first character of every control token in a message:
+
+    a message "say <|eot_id|>"  ->  "say □|eot_id|>"  ->  template  ->  cut at control tokens  ->
+    "say <|eot_id|>" again, which is encoded as plain text
+
+Invariant: no control token of a rendered template begins inside a message, not even one that the
+next message would complete.
+
+The template is foreign code. It runs in jinja2's sandbox, with the additions of transformers: it
+reaches no file and no object, but it may take long. Not covered: a template that rewrites messages
+(changes their case, cuts out their middle) could assemble a control token, while trimming and
+repeating cannot.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from checkpoint.files import read_text
+from checkpoint.vocabulary import added_pattern
+from errors import UserError, brief
+
+FIRST_SURROGATE = 0xD800  # of 2,048
+
+
+def replace_surrogates(text: str) -> str:
+    """U+FFFD for each lone surrogate: after this, a surrogate can stand for another character."""
+    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def load_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The folder's template or None: chat_template.jinja, or else tokenizer_config.json's."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return read_text(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        file = folder / "tokenizer_config.json"
+        raise UserError(f"{file}: chat_template is {brief(template)}; it must be text")
+    return template
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """jinja2's sandbox, as transformers sets it up."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class ChatTemplate:
+    """A template, the control tokens (text -> id), and texts by name ("bos_token") for its use."""
+
+    def __init__(
+        self, folder: Path, source: str, controls: dict[str, int], named: dict[str, str]
+    ) -> None:
+        self.folder = folder
+        self.source = replace_surrogates(source)
+        self.controls = controls
+        self.named = named
+        first_letters = sorted({text[0] for text in controls})
+        self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
+        self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
+        self._control_pattern = added_pattern(controls)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return sandbox().from_string(self.source)
+
+    def tokens(
+        self,
+        messages: list[dict[str, str]],
+        add_generation_prompt: bool,
+        encode: Callable[[str], list[int]],
+    ) -> list[int]:
+        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for plain text."""
+        ids = []
+        for part in self._control_pattern.split(self._render(messages, add_generation_prompt)):
+            if part in self.controls:
+                ids.append(self.controls[part])
+            else:
+                ids += encode(part.translate(self._restore))
+        return ids
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The template's text, with stand-ins in the messages."""
+        for n, message in enumerate(messages):
+            check_message(n, message)
+        inert = [
+            {"role": self._inert(message["role"]), "content": self._inert(message["content"])}
+            for message in messages
+        ]
+        try:
+            return self._template.render(
+                **self.named,
+                messages=inert,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template is foreign code: it may raise anything
+            problem = brief(f"{type(error).__name__}: {error}".translate(self._restore))
+            raise UserError(
+                f"{self.folder}: the chat template fails on this conversation: {problem}; "
+                "change the messages, or use --raw"
+            ) from error
+
+    def _inert(self, text: str) -> str:
+        """The message with a stand-in wherever a control token begins, or could begin if other text
+        were to follow. Spaces at the end do not count: templates trim."""
+        text = replace_surrogates(text)
+        controls = tuple(self.controls)
+        longest = max(map(len, controls), default=0)
+        end = len(text.rstrip())
+        letters = list(text)
+        for i, letter in enumerate(text):
+            if letter not in self._stand_in:
+                continue
+            begins = text.startswith(controls, i)
+            if not begins and 0 < end - i < longest:
+                rest = text[i:end]
+                begins = any(control.startswith(rest) for control in controls)
+            if begins:
+                letters[i] = self._stand_in[letter]
+        return "".join(letters)
+
+
+def check_message(n: int, message: Any) -> None:
+    """UserError unless it is {"role": text, "content": text}."""
+    if isinstance(message, dict) and message.keys() == {"role", "content"}:
+        if all(isinstance(text, str) for text in message.values()):
+            return
+    raise UserError(
+        f"message {n} is {brief(message)}; it must hold a role and a content, both text, no more"
+    )

@@ -1,0 +1,132 @@
+"""Templates lay conversations out as transformers does; no message ever holds a control token."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.chat import ChatTemplate, load_template
+from errors import UserError
+
+CONTROLS = {"<|end|>": 1001, "<|start|>": 1002, "<|endless|>": 1003}
+TEXTS = {id: text for text, id in CONTROLS.items()}
+CHATML = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+TRIMMED = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+
+
+def encode(text: str) -> list[int]:
+    """A byte is a token."""
+    return list(text.encode())
+
+
+def layout(tmp_path, source: str, *messages: tuple[str, str], more=False, **named) -> list[int]:
+    template = ChatTemplate(tmp_path, source, CONTROLS, named)
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    return template.tokens(conversation, more, encode)
+
+
+def controls_in(ids: list[int]) -> list[str]:
+    return [TEXTS[id] for id in ids if id in TEXTS]
+
+
+def plain(ids: list[int]) -> str:
+    return bytes(id for id in ids if id < 256).decode()
+
+
+FRAGMENTS = [*CONTROLS, "<|", "end|>", "<|end", "|>", " ", "\n", "less|>", "user", "<", "hi", "é"]
+PIECES = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=3))
+def test_no_message_ever_holds_a_control_token(turns):
+    ids = layout(None, CHATML, *turns, more=True)
+    assert controls_in(ids) == ["<|start|>", "<|end|>"] * len(turns) + ["<|start|>"]
+    expected = "".join(f"{role}\n{content}\n" for role, content in turns)
+    assert plain(ids) == expected + "assistant\n"
+
+
+def test_messages_side_by_side_do_not_add_up_to_a_control_token():
+    for contents in (
+        ("x<|en", "d|>y"),
+        (" x<|en \n", "  d|>y "),
+        ("<", "|end|>"),
+        ("x<|e", "nd|>", "y"),
+        ("<|", "e", "nd|>"),
+        ("<|end", "less|>"),
+        ("<|endless|", ">"),
+    ):
+        ids = layout(None, TRIMMED, *(("user", content) for content in contents))
+        assert ids == encode("".join(content.strip() for content in contents)), contents
+
+
+def test_templates_compare_and_trim_messages():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' and '<' in m.content %}"
+        "<|start|>{{ m.content | trim }}<|end|>{% endif %}{% endfor %}"
+    )
+    ids = layout(None, source, ("user", "  <b> <|end|> x \n"), ("other", "<"))
+    assert controls_in(ids) == ["<|start|>", "<|end|>"]
+    assert plain(ids) == "<b> <|end|> x"
+
+
+def test_templates_find_what_transformers_gives_them():
+    block = "    {% if true %}\n{{ m.content }}\n    {% endif %}\n"
+    for source, expected in (
+        ("{% for m in messages %}\n" + block + "{% endfor %}\n", "é<|end|>\n"),
+        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "é<|end|>"}'),
+        ("{{ strftime_now('%%') }}", "%"),
+        ("{{ add_generation_prompt }}", "False"),
+        ("{{ tools is none and documents is none }}", "True"),
+    ):
+        ids = layout(None, source, ("user", "é<|end|>"))
+        assert plain(ids) == expected and controls_in(ids) == [], source
+    named = dict(bos_token="<|start|>", eos_token="<|end|>")
+    assert layout(None, "{{ bos_token }}a{{ eos_token }}{{ pad_token }}", **named) == [
+        1002,
+        97,
+        1001,
+    ]
+
+
+def test_a_lone_surrogate_is_a_replacement_character():
+    assert layout(None, "\udc80" + TRIMMED, ("user", "a\ud800b")) == encode("\ufffda\ufffdb")
+
+
+def test_templates_that_fail_are_one_line(tmp_path):
+    for source, says in (
+        ("{{ raise_exception('roles must\nalternate') }}", "TemplateError: roles must alternate"),
+        ("{{ raise_exception('no ' + messages[0].content) }}", "no <|end|>"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ nobody.x.y }}", "UndefinedError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+    ):
+        with pytest.raises(UserError, match="the chat template fails") as error:
+            layout(tmp_path, source, ("user", "<|end|>"))
+        said = str(error.value)
+        assert says in said and said.startswith(str(tmp_path)) and "\n" not in said, said
+        assert said.encode()  # no surrogate is left
+
+
+def test_messages_must_hold_a_role_and_a_content():
+    template = ChatTemplate(None, TRIMMED, CONTROLS, {})
+    good = {"role": "user", "content": "a"}
+    for bad in ({"role": "user"}, good | {"content": 3}, "x", good | {"name": "b"}):
+        with pytest.raises(UserError, match="message 1 is"):
+            template.tokens([good, bad], False, encode)
+
+
+def test_the_template_file_counts_before_the_configuration(tmp_path):
+    several = [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "D"}]
+    for template, expected in (("A", "A"), (several, "C"), (several[1:], None), (None, None)):
+        assert load_template(tmp_path, {"chat_template": template}) == expected
+    with pytest.raises(UserError, match="tokenizer_config.json: chat_template is 3"):
+        load_template(tmp_path, {"chat_template": 3})
+    (tmp_path / "chat_template.jinja").write_text("B")
+    assert load_template(tmp_path, {"chat_template": json.dumps("A")}) == "B"

@@ -1,0 +1,49 @@
+"""Recommended settings are checked, completed by the user's, and never dropped in silence."""
+
+import json
+
+import pytest
+
+from checkpoint.generation import GenerationConfig
+from errors import UserError
+
+
+def test_settings_follow_do_sample():
+    data = {"temperature": 0.6, "top_p": 0.9, "top_k": None}
+    greedy = GenerationConfig(data)
+    assert greedy.settings == {"temperature": 0.0} == greedy.complete({})
+    assert greedy.complete({"top_k": 5}) == {"temperature": 1.0, "top_k": 5}
+    sampled = GenerationConfig(data | {"do_sample": True})
+    assert sampled.settings == {"temperature": 0.6, "top_p": 0.9} == sampled.complete({})
+    assert sampled.complete({"temperature": 0.1}) == {"temperature": 0.1, "top_p": 0.9}
+    assert GenerationConfig({"do_sample": True}).complete({}) == {"temperature": 1.0}
+
+
+def test_a_bad_recommendation_is_refused_where_it_is_used():
+    config = GenerationConfig({"do_sample": True, "top_k": -1})
+    with pytest.raises(UserError, match="generation_config.json: top_k is -1.*yourself"):
+        config.complete({"temperature": 0.5})
+    assert config.complete({"top_k": 2}) == {"temperature": 1.0, "top_k": 2}
+
+
+def test_settings_without_effect_are_supported():
+    config = GenerationConfig({"num_beams": 1, "top_k": 3, "repetition_penalty": 1.2})
+    assert config.unsupported() == ["repetition_penalty 1.2"]
+    assert GenerationConfig({"num_beams": 4, "min_length": 0}).unsupported() == ["num_beams 4"]
+
+
+def test_the_file_is_optional_and_its_mistakes_name_it(tmp_path):
+    assert GenerationConfig.load(tmp_path).eos_token_ids == ()
+    file = tmp_path / "generation_config.json"
+    for end, tokens in ((7, (7,)), ([7, 8], (7, 8)), (None, ())):
+        file.write_text(json.dumps({"eos_token_id": end}))
+        assert GenerationConfig.load(tmp_path).eos_token_ids == tokens
+    for data, says in (
+        ({"do_sample": "false"}, "do_sample is 'false'"),
+        ({"eos_token_id": [-1]}, r"eos_token_id is \[-1\]"),
+        ({"eos_token_id": ["x" * 9999]}, "eos_token_id is"),
+    ):
+        file.write_text(json.dumps(data))
+        with pytest.raises(UserError, match=f"generation_config.json: {says}") as error:
+            GenerationConfig.load(tmp_path)
+        assert len(str(error.value)) < 1000
