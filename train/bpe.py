@@ -1,13 +1,15 @@
 """Byte-level BPE from text: how a vocabulary is learned.
 
-Cut the text into pieces (words with the space before them), spell each piece in bytes, and then, until there are enough
-tokens: find the pair of neighbours that occurs most often and make it one token. The list of these merges, in order,
-*is* the tokenizer. Of equally frequent pairs the one with the larger bytes wins. Equal pieces are stored once, with
-their count, and a merge changes only the pieces that hold its pair.
+Cut the text into pieces (words with the space before them), spell each piece in bytes, and then,
+until there are enough tokens: find the pair of neighbours that occurs most often and make it one
+token. The list of these merges, in order, *is* the tokenizer. Of equally frequent pairs the one with
+the larger bytes wins. Equal pieces are stored once, with their count, and a merge changes only the
+pieces that hold its pair.
 
-    Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (neighbours a, b in it), never 0
+    Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (neighbours a, b in it)
 
-Sennrich et al. 2016 (arXiv:1508.07909) for BPE; Radford et al. 2019 (GPT-2) for bytes as the alphabet and the split.
+Sennrich et al. 2016 (arXiv:1508.07909) for BPE; Radford et al. 2019 (GPT-2) for bytes as the
+alphabet and the split.
 """
 
 import json
@@ -16,54 +18,62 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from app.shell import new_file
 from checkpoint.vocabulary import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
 END = "<|endoftext|>"
-FILES = (
+FILES = (  # of a tokenizer
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
-)  # of a tokenizer
+)
 Pair = tuple[bytes, bytes]
 
 
 def learn(texts: Iterable[str], size: int) -> list[Pair]:
-    """The merges, in order, until there are `size` tokens, 256 bytes included, or no pairs. ValueError if below 256."""
+    """The merges, in order, until there are `size` tokens, 256 bytes included, or no pairs."""
     if size < 256:
         raise UserError(f"a byte-level vocabulary has at least 256 tokens, not {size}")
-    pieces = [(spell(piece), count) for piece, count in count_pieces(texts).items()]
-    pairs, holders = (
-        Counter[Pair](),
-        defaultdict[Pair, set[int]](set),
-    )  # count of a pair; pieces that have held it
+    counts = count_pieces(texts)
+    pieces = [spell(piece) for piece in counts]
+    weights = list(counts.values())  # how often each piece occurs
+    pairs = Counter[Pair]()
+    holders = defaultdict[Pair, set[int]](set)  # the pieces that have held a pair
 
-    def tally(i: int, sign: int) -> None:
-        tokens, count = pieces[i]
-        for pair in zip(tokens, tokens[1:]):
-            pairs[pair] += sign * count
+    def add_pairs(i: int, weight: int) -> None:
+        for pair in zip(pieces[i], pieces[i][1:]):
+            pairs[pair] += weight
             holders[pair].add(i)
-            if not pairs[pair]:
-                del pairs[pair]
 
-    for i in range(len(pieces)):
-        tally(i, 1)
-    merges, known = list[Pair](), set[bytes]()
-    while 256 + len(known) < size and pairs:
-        merges.append(best := max(pairs, key=lambda pair: (pairs[pair], pair)))
-        known.add(b"".join(best))
+    for i, weight in enumerate(weights):
+        add_pairs(i, weight)
+    merges = []
+    tokens = set()
+    while pairs and 256 + len(tokens) < size:
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if pairs[best] == 0:
+            break
+        merges.append(best)
+        tokens.add(b"".join(best))
         for i in holders.pop(best):
-            tally(i, -1)
-            pieces[i] = merge(pieces[i][0], best), pieces[i][1]
-            tally(i, 1)
+            add_pairs(i, -weights[i])
+            pieces[i] = merge(pieces[i], best)
+            add_pairs(i, weights[i])
     return merges
 
 
 def count_pieces(texts: Iterable[str]) -> Counter[str]:
+    """How often each piece occurs."""
     split = compile_split(Path("bpe.py"), GPT2_SPLIT)
-    return Counter(piece for text in texts for piece in split(text) if piece)
+    counts = Counter()
+    for text in texts:
+        counts.update(split(text))
+    del counts[""]
+    return counts
 
 
 def spell(piece: str) -> list[bytes]:
@@ -72,59 +82,45 @@ def spell(piece: str) -> list[bytes]:
 
 def merge(tokens: list[bytes], pair: Pair) -> list[bytes]:
     """`tokens` with every occurrence of the pair joined, from left to right."""
-    out, i = list[bytes](), 0
+    merged = []
+    i = 0
     while i < len(tokens):
-        joined = tuple(tokens[i : i + 2]) == pair
-        out.append(b"".join(pair) if joined else tokens[i])
-        i += 1 + joined
-    return out
+        if tuple(tokens[i : i + 2]) == pair:
+            merged.append(b"".join(pair))
+            i += 2
+        else:
+            merged.append(tokens[i])
+            i += 1
+    return merged
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
     """Copy the files of these names that exist."""
-    for file in filter(Path.exists, (source / name for name in names)):
-        shutil.copy(file, folder)
+    for name in names:
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
 
 
 def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
-    """tokenizer.json and tokenizer_config.json, as Hugging Face reads them -> the number of tokens, END the last."""
+    """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, END the last."""
     letters = {byte: letter for letter, byte in alphabet().items()}
-    words = [["".join(letters[byte] for byte in token) for token in pair] for pair in merges]
-    texts = dict.fromkeys(
-        [*(letters[byte] for byte in range(256)), *map("".join, words)]
-    )  # without repeats
-    end = dict(
-        id=len(texts),
-        content=END,
-        single_word=False,
-        lstrip=False,
-        rstrip=False,
-        normalized=False,
-        special=True,
-    )
+    vocab = {letters[byte]: byte for byte in range(256)}
+    lines = []
+    for pair in merges:
+        left, right = ("".join(letters[byte] for byte in token) for token in pair)
+        lines.append(f"{left} {right}")
+        vocab.setdefault(left + right, len(vocab))  # two merges can make the same token
+    end = dict(id=len(vocab), content=END, special=True, normalized=False)
+    end |= dict(single_word=False, lstrip=False, rstrip=False)
     split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    model = dict(
-        type="BPE",
-        dropout=None,
-        unk_token=None,
-        continuing_subword_prefix=None,
-        end_of_word_suffix=None,
-        fuse_unk=False,
-        byte_fallback=False,
-        ignore_merges=False,
-        vocab={text: id for id, text in enumerate(texts)},
-        merges=[" ".join(pair) for pair in words],
-    )
     tokenizer = dict(
         version="1.0",
-        truncation=None,
-        padding=None,
         added_tokens=[end],
         normalizer=None,
         pre_tokenizer=split,
         post_processor=None,
         decoder=split,
-        model=model,
+        model=dict(type="BPE", vocab=vocab, merges=lines),
     )
     config = dict(
         tokenizer_class="PreTrainedTokenizerFast",
@@ -133,27 +129,28 @@ def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
         clean_up_tokenization_spaces=False,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(
-        json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8"
-    )
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
-    return len(texts) + 1
+    write_json(folder / "tokenizer.json", tokenizer)
+    write_json(folder / "tokenizer_config.json", config)
+    return len(vocab) + 1
 
 
-# ---- The demonstration: the first merges of a text, and how it shrinks -----------------------------------------------
+def write_json(file: Path, data: dict[str, Any]) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    with new_file(file) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def main(file: str = __file__) -> None:
+    """The demonstration: the first merges of a text, and how it shrinks."""
     text = Path(file).read_text(encoding="utf-8")
-    merges, pieces = learn([text], 512), [spell(piece) for piece in count_pieces([text]).elements()]
-    first = " ".join(repr((a + b).decode(errors="replace")) for a, b in merges[:12])
+    merges = learn([text], 512)
+    first = [b"".join(pair).decode(errors="replace") for pair in merges[:12]]
     print(f"{len(text.encode()):,} bytes of {Path(file).name}; the first merges: {first}")
-    for n, pair in enumerate([*merges, (b"", b"")]):
-        if n in (0, 16, 64, 256):
-            print(f"  {n:4} merges: {sum(map(len, pieces)):6,} tokens")
+    pieces = [spell(piece) for piece in count_pieces([text]).elements()]
+    for n, pair in enumerate(merges, 1):
         pieces = [merge(piece, pair) for piece in pieces]
+        if n in (1, 16, 64, 256):
+            print(f"  {n:4} merges: {sum(len(piece) for piece in pieces):6,} tokens")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ from app.shell import say
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from errors import UserError
-from kernels import Linear, Ops, Step
-from model import Layer, Llama
+from kernels import Linear, Ops
+from kvcache import AttentionMetadata
+from model import Layer, Llama, Rope
 from quant import Kind, Quantized, dequantize, pack4, quantize, rounded_product
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
@@ -298,8 +299,8 @@ class LayerInput(NamedTuple):
 
     x: Tensor  # [T, C]
     delta: Tensor | None  # [T, C]
-    rope: tuple[Tensor, Tensor]
-    step: Step
+    rope: Rope
+    metadata: AttentionMetadata
 
 
 class Observer:
@@ -327,14 +328,14 @@ class Observer:
 
 def first_input(llama: Llama, text: Tensor) -> LayerInput:
     """What the first layer reads of a text: int64[T]."""
-    step = Step.alone(1, len(text), llama.device)
+    metadata = AttentionMetadata.without_cache(1, len(text)).to(llama.device)
     x = llama.ops.embed(text.to(llama.device), llama.embed, llama.dtype)
-    return LayerInput(x, None, llama.rope(step.places.positions), step)
+    return LayerInput(x, None, llama.rope(metadata.positions), metadata)
 
 
 def next_input(llama: Llama, layer: Layer, text: LayerInput) -> LayerInput:
     """What the layer after this one reads."""
-    x, delta = llama.through(layer, *text, 0)
+    x, delta = llama.decoder_layer(layer, *text, 0)
     return text._replace(x=x, delta=delta)
 
 
@@ -342,7 +343,7 @@ def packed(llama: Llama, layer: Layer) -> Layer:
     """The layer with its products in the format that this machine multiplies fastest."""
     weights = {}
     for name in PRODUCTS:
-        weights[name] = llama.ops.prepare(getattr(layer, name), llama.dtype, name)
+        weights[name] = llama.ops.pack_weight(getattr(layer, name), llama.dtype, name)
     return replace(layer, **weights)
 
 
@@ -452,5 +453,5 @@ def quantized(
 
 def size(llama: Llama) -> int:
     """Bytes of all weights, scales included; unquantized ones in 16 bits, a tied head once."""
-    tensors = llama.places().values()
+    tensors = llama.named_tensors().values()
     return sum(min(2, tensor.itemsize) * tensor.numel() for tensor in tensors)

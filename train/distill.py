@@ -33,7 +33,6 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     begin()
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -42,7 +41,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import mean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,14 +52,14 @@ from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from errors import UserError
-from kernels import Step, find_device
-from kvcache import KVCache
+from kernels import find_device
+from kvcache import AttentionMetadata, KVCache
 from model import Llama
 from request import Request, Settings
-from speculative import Decoder
+from runner import ModelRunner
 from tokenizer import Tokenizer
 from train import bpe
-from train.gqa import cache_bytes, merge_heads
+from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
 
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -91,7 +89,7 @@ def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) ->
         settings = Settings(temperature=1.0, seed=(seed << 32) + i, max_tokens=length)
         requests.append(Request([end], settings))
     cache = KVCache.of(llama, length, count)
-    runner = Decoder(llama, cache, llama.config.vocab_size)
+    runner = ModelRunner(llama, cache, llama.config.vocab_size)
     for _ in Batcher(runner, count).run(requests):
         pass
     texts = [torch.tensor([*request.tokens[1:], end]) for request in requests]
@@ -159,7 +157,7 @@ def separate_weights(llama: Llama) -> dict[str, Tensor]:
     weights = {}
     for parameter in llama.parameters():
         parameter.grad = torch.zeros_like(parameter)  # `backward` adds to it in place
-    for name, rows in llama.places().items():
+    for name, rows in llama.named_tensors().items():
         parameter = rows if rows._base is None else rows._base
         weight = rows.detach()
         weight.grad = parameter.grad.as_strided(rows.size(), rows.stride(), rows.storage_offset())
@@ -211,12 +209,12 @@ class Training:
         recipe = self.recipe
         device = self.student.device
         tokens = crops[:, :-1].flatten()  # [T]
-        step = Step.alone(recipe.batch, recipe.length, device)
+        metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
         p_logits = None
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            q_logits = self.student(tokens, step)  # [T, V]
+            q_logits = self.student(tokens, metadata)  # [T, V]
             if self.target is not None:
-                p_logits = self.target(tokens, step)
+                p_logits = self.target(tokens, metadata)
         if p_logits is None:
             return F.cross_entropy(q_logits.float(), crops[:, 1:].flatten())
         if self.steps < (1 - recipe.overlap) * recipe.steps:
@@ -306,20 +304,15 @@ def new_model(config: Config, seed: int, device: torch.device | str = "cpu") -> 
 def save_model(llama: Llama, folder: Path) -> None:
     """Write a model folder, in bfloat16."""
     tensors = {}
-    for name, tensor in llama.places().items():
+    for name, tensor in llama.named_tensors().items():
         tensors[name] = tensor.detach().to(torch.bfloat16).contiguous()
     with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
-    write_json(folder / "config.json", config)
+    bpe.write_json(folder / "config.json", config)
     eos = config["eos_token_id"]
     generation = dict(do_sample=True, temperature=0.7, eos_token_id=eos)
-    write_json(folder / "generation_config.json", generation)
-
-
-def write_json(file: Path, data: dict[str, Any]) -> None:
-    with new_file(file) as new:
-        new.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    bpe.write_json(folder / "generation_config.json", generation)
 
 
 def student_tokenizer(
@@ -327,35 +320,36 @@ def student_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """The tokenizer in `out`, copied from a model or learned from stories; its end-of-text token."""
     name = args.target or args.start
-    if name is None and not (out / "tokenizer.json").exists():
+    ends = ()
+    if name is not None:
+        source = find_folder(name)
+        ends = Config.load(source).eos_token_ids
+        if source.resolve() != out.resolve():
+            bpe.copy_files(source, out, bpe.FILES)
+    elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
         bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1), args.context)
-    if name is not None and find_folder(name).resolve() != out.resolve():
-        bpe.copy_files(find_folder(name), out, bpe.FILES)
     tokenizer = Tokenizer.load(out)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
-    ends = () if name is None else Config.load(find_folder(name)).eos_token_ids
     if not ends:
         raise UserError(
-            f"{name or out}: its tokenizer has no {bpe.END}, and its config.json names no end-of-text token"
+            f"{name}: its tokenizer has no {bpe.END}, and its config.json names no end-of-text token"
         )
     return tokenizer, ends[0]
 
 
-def new_student(
-    args: argparse.Namespace, tokenizer: Tokenizer, end: int, held_out: Corpus
-) -> Llama:
+def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
     """The student before training: random weights, or a model, its K/V heads merged if asked."""
     if args.start is not None:
         student = Llama.load(args.start, args.device, torch.float32, trainable=True)
-        return merged_student(student, args.kv_heads, held_out) if args.kv_heads else student
+        return merge_heads(student, args.kv_heads) if args.kv_heads else student
     if args.width % args.heads:
         raise UserError(
             f"--width {args.width} is not a multiple of --heads {args.heads}: change one"
         )
     config = Config(
-        vocab_size=args.vocab if args.target is None else tokenizer.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=args.width,
         intermediate_size=args.mlp or 2 * args.width,
         num_hidden_layers=args.layers,
@@ -370,45 +364,33 @@ def new_student(
     return new_model(config, args.seed, args.device)
 
 
-def merged_student(llama: Llama, kv_heads: int, held_out: Corpus) -> Llama:
-    """The model with fewer key/value heads, and what that costs and saves, printed."""
-    heads = llama.config.num_key_value_heads
-    length = llama.config.max_position_embeddings
-    show(f"before the merge ({heads} key/value heads)", evaluate(llama, held_out))
-    merged = merge_heads(llama, kv_heads)
-    print(
-        f"cache of {length} tokens in bfloat16: {cache_bytes(llama, length):,} bytes with {heads} "
-        f"heads, {cache_bytes(merged, length):,} with {kv_heads}"
-    )
-    return merged
-
-
-def load_target(args: argparse.Namespace, tokenizer: Tokenizer) -> Llama:
-    """The target, frozen. UserError if its vocabulary or its context does not suit the student."""
+def load_target(args: argparse.Namespace) -> Llama:
+    """The target, frozen. UserError if its context does not suit the student."""
     target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-    config = target.requires_grad_(False).config
-    size = tokenizer.vocab_size
-    if args.start is not None:
-        size = Config.load(find_folder(args.start)).vocab_size
-    if config.vocab_size != size:
+    longest = target.config.max_position_embeddings
+    if args.length >= longest:
         raise UserError(
-            f"{args.start or 'the tokenizer'} has {size} tokens and {args.target} "
-            f"{config.vocab_size}: a draft must share its target's vocabulary"
+            f"--length {args.length}: {args.target} was made for at most {longest} tokens; give fewer"
         )
-    if args.length >= config.max_position_embeddings:
+    return target.requires_grad_(False)
+
+
+def check_vocabularies(student: Llama, target: Llama) -> None:
+    """UserError unless the student can draft for the target."""
+    size = student.config.vocab_size
+    target_size = target.config.vocab_size
+    if size != target_size:
         raise UserError(
-            f"--length {args.length}: {args.target} was made for at most "
-            f"{config.max_position_embeddings} tokens; give fewer"
+            f"the student has {size} tokens and its target {target_size}: "
+            "a draft must share its target's vocabulary"
         )
-    return target
 
 
 # ---- The command line ------------------------------------------------------------------------------
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Read the texts, load the target, make the student; evaluate, train, evaluate, save."""
-    args.device = find_device(args.device)
+    """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save."""
     stories = read_stories(args.data) if args.data else []
     samples = args.target is not None and args.own > 0 and not args.alone
     if not stories and not samples:
@@ -416,12 +398,18 @@ def distill(args: argparse.Namespace) -> None:
             "there is no text to learn from: give some with --data, or let a --target tell texts, "
             "with --own above 0 and without --alone"
         )
+    args.device = find_device(args.device)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
-    target = load_target(args, tokenizer) if args.target else None
+    target = load_target(args) if args.target else None
+    vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
+    student = new_student(args, vocab_size, end)
+    if target is not None:
+        check_vocabularies(student, target)
     text = None
+    sampled = None
     if stories:
         say(f"encoding {len(stories):,} stories")
         text = Corpus.encode(train_stories, tokenizer, end)
@@ -429,12 +417,9 @@ def distill(args: argparse.Namespace) -> None:
         say(f"{len(text.tokens):,} tokens to learn from, {len(held_out.tokens):,} held out")
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
-    sampled = None
     if samples:
         say(f"the target tells {args.tales} texts")
         sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
-    student = new_student(args, tokenizer, end, held_out)
-    show("before", evaluate(student, held_out, target))
     recipe = Hyperparameters(
         steps=args.steps,
         batch=args.batch,
@@ -444,6 +429,7 @@ def distill(args: argparse.Namespace) -> None:
         sampled=args.own,
         overlap=args.overlap,
     )
+    show("before", evaluate(student, held_out, target))
     training = Training(student, text, None if args.alone else target, sampled, recipe)
     checkpoint = out / "training.pt"
     if checkpoint.exists():
@@ -452,11 +438,7 @@ def distill(args: argparse.Namespace) -> None:
     training.run(checkpoint)
     show("after", evaluate(student, held_out, target))
     save_model(student, out)
-    size = sum(tensor.numel() for tensor in training.weights.values())
-    say(
-        f"{out} holds a model of {size:,} parameters; {checkpoint.name} is no longer needed, "
-        "except to go on with more --steps"
-    )
+    say(f"{out} holds the model; {checkpoint.name} is needed only to go on with more --steps")
 
 
 def count(text: str) -> int:

@@ -1,21 +1,26 @@
-"""The cost of fewer bits: bytes and perplexity of a model with fewer bits for weights, keys and values, in one table.
+"""The cost of fewer bits: bytes and perplexity of a model with fewer bits for weights, keys, values.
 
     perplexity = exp(mean of −log p(token | the tokens before it in its piece of text))
 
-It is measured in float32, through the production cache: rows differ only in bits. With the model that told the texts,
-their `author`, the mean is over its probabilities of every token, not over the one that it drew: the same on average,
-without the noise. A calibrated method (calibrate.py) recovers some of the loss of rounding, with the same bytes:
+It is measured in float32, through the production cache: rows differ only in bits. On texts that a
+model made, their `author`, the mean is over the author's probabilities of every token, not over the
+one that it sampled: the same on average, without the noise. A calibrated method (calibrate.py)
+recovers some of the loss of rounding, with the same bytes:
 
-    saved = (rounding − method) / (rounding − 16 bits)        all are perplexities; 1: the method loses nothing
+    saved = (rounding − method) / (rounding − 16 bits)        1: the method loses nothing
 
-    python quant.py NAME --table TEXT --data FILE             the table of a model, calibrated on FILE
-    python -m train.perplexity                                a short one of the embedded model, on its own texts
+(all are perplexities).
 
-Cost: a pass over the text for each row, and quantizing the model for each recipe. Not covered: benchmarks.
+    python -m train.quantize NAME --table TEXT --data FILE    the table of a model, calibrated on FILE
+    python -m train.perplexity                                a short one of the embedded model
+
+Cost: a pass over the text for each row, and quantizing the model for each recipe. Not covered:
+benchmarks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,11 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.formats import Quantization
-from kvcache import KVCache, kv_bytes
+from kvcache import KVCache
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits
 from train.calibrate import quantized, size
 from train.distill import sample_corpus
+from train.gqa import cache_bytes
 
 CHUNK = 256  # tokens of a pass: the logits of more take much memory
 
@@ -36,22 +42,28 @@ CHUNK = 256  # tokens of a pass: the logits of more take much memory
 def perplexity(
     llama: Llama, texts: Sequence[Tensor], bits: Bits = (16, 16), author: Llama | None = None
 ) -> float:
-    """The perplexity of all tokens but each text's first, through a cache of these bits. texts: int64[T] each."""
-    cache, losses = KVCache.of(llama, max(map(len, texts)), bits=bits), []
+    """The perplexity of all tokens but each text's first, through a cache of these bits.
+
+    texts: int64[T] each.
+    """
+    cache = KVCache.of(llama, max(len(text) for text in texts), bits=bits)
+    losses = []
     for text in texts:
+        context = text[:-1]
+        targets = text[1:]  # [T − 1], or their probabilities, [T − 1, V]
+        if author is not None:
+            targets = author(context.to(author.device)).softmax(-1)
         seq, _ = cache.open(())
-        wanted = text[1:] if author is None else author(text[:-1].to(author.device)).softmax(-1)
-        for new, after in zip(text[:-1].split(CHUNK), wanted.split(CHUNK)):
-            logits = llama(
-                new.to(llama.device), cache.extend([(seq, new.tolist())])
-            ).float()  # [chunk, V]
-            losses.append(F.cross_entropy(logits, after.to(llama.device), reduction="none"))
+        for tokens, target in zip(context.split(CHUNK), targets.split(CHUNK)):
+            metadata = cache.extend([(seq, tokens.tolist())])
+            logits = llama(tokens.to(llama.device), metadata).float()  # [chunk, V]
+            losses.append(F.cross_entropy(logits, target.to(llama.device), reduction="none"))
         cache.free(seq)
     return torch.cat(losses).double().mean().exp().item()
 
 
 class Recipe(NamedTuple):
-    """How weights are quantized (None: as in the checkpoint), and the widths of keys and values to measure with."""
+    """How weights are quantized (None: they are not), and the widths of keys and values."""
 
     how: Quantization | None
     widths: Sequence[str]
@@ -68,79 +80,68 @@ class Row(NamedTuple):
 def recipes(
     methods: Sequence[str], groups: Sequence[int] = (32, 64, 128), head_bits: int = 8
 ) -> list[Recipe]:
-    """All recipes. The checkpoint's weights, and INT8 and INT4 by the last method and group, with K/V of every width.
-    SmoothQuant is a recipe if `methods` has a calibrated one."""
-    every, plain, best = list(WIDTHS), ["16"], methods[-1]
-    eights = [
-        Recipe(Quantization(8, 128, head_bits, method), every if method == best else plain)
-        for method in dict.fromkeys(("rtn", best))
-    ]
-    others = [
-        Recipe(Quantization("fp8", 128, head_bits), plain),
-        Recipe(Quantization("nf4", 64, head_bits), plain),
-        *(
-            Recipe(Quantization(8, 128, head_bits, method, 8), plain)
-            for method in dict.fromkeys(("rtn", "rtn" if best == "rtn" else "smoothquant"))
-        ),
-    ]
-    fours = [
-        Recipe(Quantization(4, group, head_bits, method), plain)
-        for group in groups
-        for method in methods
-    ]
-    return [Recipe(None, every), *eights, *others, *fours[:-1], fours[-1]._replace(widths=every)]
+    """All recipes; SmoothQuant is one if `methods` has a calibrated one.
+
+    Keys and values of every width: with the weights of the checkpoint, and with INT8 and INT4 by
+    the last method and group.
+    """
+    best = methods[-1]
+    rounded = [Quantization("fp8", 128, head_bits), Quantization("nf4", 64, head_bits)]
+    rounded.append(Quantization(8, 128, head_bits, activations=8))
+    if best != "rtn":
+        rounded.insert(0, Quantization(8, 128, head_bits))
+        rounded.append(Quantization(8, 128, head_bits, "smoothquant", activations=8))
+    for group in groups:
+        for method in methods:
+            rounded.append(Quantization(4, group, head_bits, method))
+    found = [Recipe(how, ["16"]) for how in rounded]
+    int8 = Recipe(Quantization(8, 128, head_bits, best), list(WIDTHS))
+    found.insert(0 if best == "rtn" else 1, int8)
+    found[-1] = found[-1]._replace(widths=list(WIDTHS))
+    return [Recipe(None, list(WIDTHS)), *found]
 
 
 def saved(row: Row, rows: Sequence[Row]) -> float | None:
-    """The share of rounding's loss that a calibrated row saves. None for other rows, and if rounding loses nothing."""
+    """The share of rounding's loss that a calibrated row saves.
+
+    None for other rows, and if rounding loses nothing.
+    """
     if row.how is None or row.how.method == "rtn" or row.width != "16":
         return None
-    plain, rounding = rows[0].perplexity, replace(row.how, method="rtn")
-    rounded = next(
-        (other.perplexity for other in rows if (other.how, other.width) == (rounding, "16")), plain
-    )
-    return (rounded - row.perplexity) / (rounded - plain) if rounded > plain else None
+    rounding = replace(row.how, method="rtn")
+    exact = rows[0].perplexity
+    for other in rows:
+        if other.how == rounding and other.width == "16" and other.perplexity > exact:
+            return (other.perplexity - row.perplexity) / (other.perplexity - exact)
+    return None
 
 
 def table(
-    name: str,
+    name: str | Path,
     texts: Sequence[Tensor],
     calibration: Sequence[Tensor],
-    wanted: Sequence[Recipe],
-    device: str | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    recipes: Sequence[Recipe],
+    device: torch.device | str | None = None,
     author: Llama | None = None,
 ) -> list[Row]:
-    """A row for each recipe and width, printed as soon as it is measured, and compared with the first row."""
+    """A row for each recipe and width, printed as soon as it is measured."""
+    num_tokens = sum(len(text) for text in texts)
     print(
-        f"{name}: bytes of the weights, scales included, and of a token's keys and values; perplexity of "
-        f"{sum(map(len, texts)):,} tokens, and how much of what rounding loses a method saves"
+        f"{name}: bytes of the weights, scales included, and of a token's keys and values; "
+        f"perplexity of {num_tokens:,} tokens, and how much of what rounding loses a method saves"
     )
     print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity{'saved':>17}")
-    rows: list[Row] = []
-    for recipe in wanted:
-        llama = quantized(name, recipe.how, calibration, device, torch.float32, progress)
-        c, weights = llama.config, size(llama)
-        llama.prepare()
-        for width in recipe.widths:
-            kv = kv_bytes(
-                c.num_hidden_layers,
-                c.num_key_value_heads,
-                c.head_dim,
-                1024,
-                torch.bfloat16,
-                WIDTHS[width],
-            )
-            rows.append(
-                Row(
-                    recipe.how,
-                    width,
-                    weights,
-                    kv / 1024,
-                    perplexity(llama, texts, WIDTHS[width], author),
-                )
-            )
-            print(printed(rows), flush=True)
+    rows = []
+    for how, widths in recipes:
+        llama = quantized(name, how, calibration, device, torch.float32)
+        weight_bytes = size(llama)
+        llama.pack_weights()
+        for width in widths:
+            bits = WIDTHS[width]
+            token_bytes = cache_bytes(llama, 1024, bits) / 1024
+            loss = perplexity(llama, texts, bits, author)
+            rows.append(Row(how, width, weight_bytes, token_bytes, loss))
+            print(row_text(rows[-1], rows), flush=True)
     return rows
 
 
@@ -148,31 +149,32 @@ def recipe_label(how: Quantization | None) -> str:
     """The name of a way to quantize weights."""
     if how is None:
         return "16 bits"
-    kind = "W8A8" if how.activations == 8 else how.name
-    return f"{kind} {how.method}" + (f", groups of {how.group}" if how.bits in GROUPS else "")
+    label = f"{how.name} {how.method}"
+    if how.activations == 8:
+        label = f"W8A8 {how.method}"
+    if how.bits in GROUPS:
+        label += f", groups of {how.group}"
+    return label
 
 
-def printed(rows: Sequence[Row]) -> str:
-    """The line of the last row."""
-    first, row, share = rows[0], rows[-1], saved(rows[-1], rows)
-    return (
-        f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{row.bytes / first.bytes:12.3f}{row.token:10,.0f}"
-        f"{row.perplexity:12.3f}{100 * (row.perplexity / first.perplexity - 1):+8.2f} %"
-        + (f"{share:7.0%}" if share is not None else "")
-    ).rstrip()
-
-
-# ---- The demonstration: the embedded model, on texts that it made: some to calibrate with, others to measure ---------
+def row_text(row: Row, rows: Sequence[Row]) -> str:
+    """A line of the table, beside the first row of it."""
+    first = rows[0]
+    size = row.bytes / first.bytes
+    loss = row.perplexity / first.perplexity - 1
+    share = saved(row, rows)
+    text = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{size:12.3f}"
+    text += f"{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}".replace("%", " %")
+    return text if share is None else f"{text}{share:7.0%}"
 
 
 def main() -> None:
-    target = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    told = (
-        sample_corpus(target, 64, 72, target.config.eos_token_ids[0], seed=1)
-        .tokens.roll(1)
-        .view(64, -1)
-    )
-    table("tiny", list(told[:40]), list(told[40:]), recipes(("rtn", "gptq"), (128,)), author=target)
+    """The demonstration: the embedded model, calibrated and measured on texts that it made."""
+    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
+    end = llama.config.eos_token_ids[0]
+    samples = sample_corpus(llama, 64, 72, end, seed=1).tokens.roll(1)
+    texts = samples.view(64, -1).unbind()
+    table("tiny", texts[:40], texts[40:], recipes(("rtn", "gptq"), (128,)), author=llama)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
         Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=seed),
         torch.Generator().manual_seed(seed),
     )
-    for place in llama.places().values():
+    for place in llama.named_tensors().values():
         if place.ndim == 1:
             place.add_(0.3 * torch.randn(place.shape, dtype=dtype, generator=generator))
         else:
@@ -265,14 +265,14 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
     llama, text = model(**shape), torch.arange(30)
     before, weights, layer = (
         llama(text),
-        {n: p.clone() for n, p in llama.places().items()},
+        {n: p.clone() for n, p in llama.named_tensors().items()},
         llama.layers[1],
     )
     seen = observe(llama, layer, through(llama, llama.layers[0], begun(llama, text)))
     fold(layer, llama.config.quantized(how), seen)
     torch.testing.assert_close(llama(text), before, rtol=1e-9, atol=1e-9)
     changed = {
-        name for name, place in llama.places().items() if not torch.equal(place, weights[name])
+        name for name, place in llama.named_tensors().items() if not torch.equal(place, weights[name])
     }
     products = [
         *(f"self_attn.{p}_proj" for p in "qkvo"),
@@ -377,7 +377,7 @@ def test_a_model_of_any_shape_is_quantized_by_every_method(shape, how):
     small = quantize_model(used, how, texts, lines.append)
     assert lines == ["layer 1 of 2", "layer 2 of 2"] and not used.layers
     assert small.config.quantization == how
-    assert not any(place.is_meta for place in (*small.places().values(), small.frequencies))
+    assert not any(place.is_meta for place in (*small.named_tensors().values(), small.frequencies))
     assert all(
         isinstance(getattr(layer, name).weight, Quantized)
         for layer in small.layers

@@ -51,7 +51,7 @@ def training(seed: int = 1, target: Llama | None = None, **recipe: float) -> Tra
 
 
 def weights(llama: Llama) -> dict[str, Tensor]:
-    return {name: place.detach().clone() for name, place in llama.places().items()}
+    return {name: place.detach().clone() for name, place in llama.named_tensors().items()}
 
 
 # ---- α, KL, steps --------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def embedded(name: str) -> Path:
 
 def size(llama: Llama) -> int:
     return sum(
-        place.numel() for place in Llama(llama.config, device="meta", seed=None).places().values()
+        place.numel() for place in Llama(llama.config, device="meta", seed=None).named_tensors().values()
     )
 
 

@@ -19,14 +19,14 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
     config = replace(CONFIG, num_key_value_heads=4, attention_bias=True)
     llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
     merged = merge_heads(llama, kv_heads)
-    source, place = (m.places()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
+    source, place = (m.named_tensors()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
     n = 4 // kv_heads  # heads of a group
     expected = torch.stack(
         [sum(source[(g * n + i) * D :][:D] for i in range(n)) / n for g in range(kv_heads)]
     )
     torch.testing.assert_close(place.view(kv_heads, D, C), expected)
     with torch.no_grad():
-        for name, place in llama.places().items():
+        for name, place in llama.named_tensors().items():
             if ".k_proj." in name or ".v_proj." in name:
                 heads = place.view(kv_heads, 4 // kv_heads, D, -1)
                 heads.copy_(heads[:, :1].expand_as(heads))
