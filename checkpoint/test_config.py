@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from checkpoint.config import Config, end_tokens
 from checkpoint.files import read_json
 from conftest import SMALL
 from errors import UserError
+from model import inverse_frequencies
 
 DATA = Path(__file__).parent.parent / "test_data"
 GOOD = json.loads((DATA / "mha" / "config.json").read_text())
@@ -67,6 +69,39 @@ def test_rope_settings_are_read_wherever_they_are(tmp_path):
         assert (config.rope_theta, config.rope_scaling) == (theta, scaling), data
 
 
+def published_frequency(config: Config, i: int) -> float:
+    """The angle of pair i a position, as the rule is published, pair by pair."""
+    frequency = config.rope_theta ** (-2 * i / config.head_dim)
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    if scaling["rope_type"] == "default":
+        return frequency
+    slow = frequency / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return slow
+    wavelength = 2 * math.pi / frequency
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength > original / low:
+        return slow
+    if wavelength < original / high:
+        return frequency
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * slow + smooth * frequency
+
+
+def test_frequencies_follow_the_published_rules():
+    plain = Config.load(DATA / "mha")
+    for config in (
+        plain,
+        Config.load(DATA / "linear-scaling"),
+        Config.load(DATA / "llama3-scaling"),
+        # Llama 3.1's: some pairs are slowed down, some in part, some kept.
+        replace(plain, head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31),
+    ):
+        expected = [published_frequency(config, i) for i in range(config.head_dim // 2)]
+        assert inverse_frequencies(config).tolist() == pytest.approx(expected, rel=1e-5)
+
+
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 REFUSED = [
     (dict(model_type="qwen2"), "model_type is 'qwen2'"),
@@ -108,8 +143,6 @@ REFUSED = [
         dict(rope_parameters=LLAMA31 | {"original_max_position_embeddings": None}),
         "original_max_position_embeddings is missing",
     ),
-    (dict(rope_parameters={"factor": 8.0}), "has no use for factor"),
-    (dict(rope_parameters={"full_attention": LINEAR}), "has no use for full_attention"),
     (dict(eos_token_id="x"), "eos_token_id is 'x'"),
     (dict(eos_token_id=[2, -1]), "eos_token_id is [2, -1]"),
     (dict(eos_token_id=True), "eos_token_id is True"),

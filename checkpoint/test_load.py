@@ -1,4 +1,4 @@
-"""A model loads whole or not at all, rounds its weights where it is asked to, and fits in memory."""
+"""A model loads whole or not at all, is rounded where that is asked for, and fits in memory."""
 
 import json
 from pathlib import Path

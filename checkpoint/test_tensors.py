@@ -165,11 +165,8 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
     assert torch.equal(read_all(tmp_path)["b.weight"], TENSORS["b.weight"])  # the index decides
 
 
-def test_a_file_that_changes_after_its_header_was_read(tmp_path):
+def test_a_file_that_is_cut_after_its_header_was_read(tmp_path):
     checkpoint = Checkpoint(write(tmp_path))
-    write(tmp_path, TENSORS | {"b.weight": torch.ones(1)})  # it would be copied to all four numbers
-    with pytest.raises(UserError, match="tensor b.weight in .* is another than a moment ago"):
-        checkpoint.read("b.weight")
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(UserError, match="cannot be read"):
