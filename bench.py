@@ -23,7 +23,6 @@ import argparse
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,10 +59,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
-    if args.gpu:
-        p.unused(args, "target against readme", "with --gpu")
-    if args.readme:
-        p.unused(args, "quick against target out", "where nothing is measured")
+    if args.gpu or args.readme:
+        p.unused(args, "target against", "with --gpu and --readme")
     return args
 
 
@@ -71,13 +68,12 @@ def measure_pair(effort: Effort) -> Results:
     """Every section of the embedded pair."""
     results = machine()
     for name, measure in SECTIONS.items():
-        start = time.perf_counter()
+        say(name)
         results[name] = measure(effort)
-        say(f"{name}: {time.perf_counter() - start:.0f} s")
     return results
 
 
-# ---- Files -----------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 def load_results(path: Path) -> Results:
@@ -117,7 +113,7 @@ def write_documents() -> None:
         write_file(Path("results", f"{name}.svg"), picture)
 
 
-# ---- The command line ------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> None:

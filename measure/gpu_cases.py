@@ -45,7 +45,7 @@ from measure.serving import log_spread, random_request, serve_at_once, weight_by
 from measure.shards import SHAPES, compare_processes
 from model import Llama
 from paged import PagedCache
-from quant import WIDTHS, Bits, Kind, quantize
+from quant import WIDTHS, Kind, quantize
 from request import Request, Settings
 from sampling import Keyed
 
@@ -74,7 +74,7 @@ class Scale:
 QUICK = Scale("tiny", "tiny", CPU, torch.float32, 24, 8, 48, 2, 4, 12, 1 << 22, 1)
 
 
-# ---- Parts -----------------------------------------------------------------------------------------
+# ---- Parts ---------------------------------------------------------------------------------------
 
 
 def device_seconds(run: Callable[[], object], scale: Scale) -> float:
@@ -117,23 +117,23 @@ def random_model(name: str, bits: Kind, scale: Scale) -> Llama:
     return llama.pack_weights()
 
 
-def random_engine(
-    llama: Llama, draft: Llama | None, max_len: int, max_batch: int, **options: Any
-) -> Engine:
+def random_engine(llama: Llama, draft: Llama | None, max_len: int, max_batch: int) -> Engine:
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
     drafts = None
     if draft is not None:
         drafts = Draft(draft, True, partial(ModelDrafter, draft))
-    return Engine(model, drafts, max_len * max_batch, max_len, max_batch, **options)
+    return Engine(model, drafts, max_len * max_batch, max_len, max_batch)
 
 
-# ---- Is everything right? --------------------------------------------------------------------------
+# ---- Is everything right? ------------------------------------------------------------------------
 
 
 def smoke_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
     """Greedy texts of the embedded model in float32 must be the CPU's, however they are made."""
-    for bits, kv_bits in product((16, 8, 4, "fp8", "nf4"), WIDTHS):
+    cases = [(bits, "16") for bits in (8, 4, "fp8", "nf4")]
+    cases += [(16, kv_bits) for kv_bits in WIDTHS]
+    for bits, kv_bits in cases:
         wanted = greedy_texts(CPU, bits, kv_bits, None, scale.count)
         for draft in (None, "tiny-draft"):
             texts = greedy_texts(scale.device, bits, kv_bits, draft, scale.count)
@@ -145,14 +145,16 @@ def greedy_texts(
     device: torch.device, bits: Kind, kv_bits: str, draft: str | None, count: int
 ) -> list[list[int]]:
     model = Model.load("tiny", device, torch.float32, bits)
-    settings = Settings(temperature=0.0, seed=0, max_tokens=count, gamma=3)
-    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
     drafts = load_draft(draft, model, torch.float32)
     engine = Engine(model, drafts, 1000, 500, 2, kv_bits=kv_bits)
+    settings = Settings(temperature=0.0, seed=0, max_tokens=count, gamma=3)
+    requests = []
+    for prompt in SENTENCES[:2]:
+        requests.append(Request(model.encode(prompt), settings))
     return serve_at_once(engine, requests).texts
 
 
-# ---- Kernels alone ---------------------------------------------------------------------------------
+# ---- Kernels alone -------------------------------------------------------------------------------
 
 
 Kernel = tuple[str, Callable[[], object], int]  # its name, a call, the bytes that it must read
@@ -171,30 +173,40 @@ def attention_kernels(ops: Ops, scale: Scale) -> Iterator[Kernel]:
     c = SHAPES[scale.target]
     G = c.num_key_value_heads
     n = scale.prompt
-    many = scale.num_texts
-    for num_texts, count, kv_bits in ((1, n, "16"), *((many, 1, bits) for bits in WIDTHS)):
-        bits = WIDTHS[kv_bits]
-        read = kv_bytes(1, G, c.head_dim, num_texts * n, scale.dtype, bits)
-        run = attention_call(ops, scale, num_texts, count, bits)
-        yield f"attention, {num_texts} x {count} queries, {n} keys, KV {kv_bits}", run, read
     q = random_numbers(scale, 1, c.num_attention_heads, n, c.head_dim)
     k = random_numbers(scale, 1, G, n, c.head_dim)
     call = partial(F.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True)
-    yield f"PyTorch's attention, {n} queries, {n} keys", call, 2 * k.nbytes
+    yield f"PyTorch's attention, a prompt of {n}", call, 2 * k.nbytes
+    run = attention_call(ops, scale, 1, n, "16")
+    yield f"attention, a prompt of {n}", run, 2 * k.nbytes
+    for kv_bits, bits in WIDTHS.items():
+        read = kv_bytes(1, G, c.head_dim, scale.num_texts * n, scale.dtype, bits)
+        run = attention_call(ops, scale, scale.num_texts, 1, kv_bits)
+        yield f"attention, {scale.num_texts} texts of {n}, KV {kv_bits}", run, read
 
 
 def attention_call(
-    ops: Ops, scale: Scale, num_texts: int, count: int, bits: Bits
+    ops: Ops, scale: Scale, num_texts: int, count: int, kv_bits: str
 ) -> Callable[[], Tensor]:
     """Attention of each text's newest `count` of `scale.prompt` tokens."""
     c = SHAPES[scale.target]
     H = c.num_attention_heads
     G = c.num_key_value_heads
     num_blocks = num_texts * (scale.prompt // 16 + 1)
-    options = {"device": scale.device, "dtype": scale.dtype, "bits": bits, "ops": ops}
-    cache = PagedCache(1, G, c.head_dim, num_blocks, **options)
+    cache = PagedCache(
+        1,
+        G,
+        c.head_dim,
+        num_blocks,
+        device=scale.device,
+        dtype=scale.dtype,
+        bits=WIDTHS[kv_bits],
+        ops=ops,
+    )
     seqs = [cache.open([])[0] for _ in range(num_texts)]
-    cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
+    past = [0] * (scale.prompt - count)
+    if past:
+        cache.extend([(seq, past) for seq in seqs])
     metadata = cache.extend([(seq, [0] * count) for seq in seqs])
     qkv = random_numbers(scale, num_texts * count, H + 2 * G, c.head_dim)
     q, k, v = (x.contiguous() for x in qkv.split((H, G, G), dim=1))
@@ -215,7 +227,7 @@ def product_kernels(ops: Ops, scale: Scale) -> Iterator[Kernel]:
             yield name, partial(ops.linear, x, layer), weight.nbytes
 
 
-# ---- Whole models ----------------------------------------------------------------------------------
+# ---- Whole models --------------------------------------------------------------------------------
 
 
 def decode_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
@@ -282,7 +294,7 @@ def serving_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
     llama = random_model(scale.target, 16, scale)
     n = scale.num_requests
     lengths = log_spread(n, scale.longest)
-    engine = random_engine(llama, None, 2 * scale.longest, n, prefix_cache=False)
+    engine = random_engine(llama, None, 2 * scale.longest, n)
     for _ in range(2):  # the first one compiles and records
         requests = []
         for seed, length in enumerate(lengths):
@@ -299,7 +311,7 @@ def parallel_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
     yield [f"{n} processes", f"{row['one']:.1f}", f"{row['many']:.1f}", f"{row['ratio']:.2f}"]
 
 
-# ---- The cases -------------------------------------------------------------------------------------
+# ---- The cases -----------------------------------------------------------------------------------
 
 SHARE = "of the read bandwidth"
 CASES = {  # -> headers, rows

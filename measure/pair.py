@@ -103,7 +103,7 @@ def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -
     return serve_at_once(engine, requests)
 
 
-# ---- Speculation by γ ------------------------------------------------------------------------------
+# ---- Speculation by γ ----------------------------------------------------------------------------
 
 
 def gammas(effort: Effort) -> list[Row]:
@@ -156,7 +156,7 @@ def pass_costs(target: Llama, draft: Llama, gamma: int, turns: int) -> tuple[flo
     return median(c), median(w)
 
 
-# ---- Fewer bits ------------------------------------------------------------------------------------
+# ---- Fewer bits ----------------------------------------------------------------------------------
 
 
 def bits(effort: Effort) -> list[Row]:

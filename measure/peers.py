@@ -61,7 +61,6 @@ class Contestant(NamedTuple):
     name: str
     make: Callable[[Prompts, int], Made]  # prompts of one length, and how many tokens each gets
     bytes: int = 0  # of weights that a token reads; 0 for a peer
-    makes_batches: bool = True
 
 
 def check_peer(name: str, gguf: str | None) -> None:
@@ -80,7 +79,7 @@ def check_peer(name: str, gguf: str | None) -> None:
         )
 
 
-# ---- The contestants -------------------------------------------------------------------------------
+# ---- The contestants -----------------------------------------------------------------------------
 
 
 def ours(target: str, width: str) -> Contestant:
@@ -144,10 +143,10 @@ def llama_cpp(gguf: str) -> Contestant:
         return Made(tokens, times[0], times[-1])
 
     width = Path(gguf).stem.replace("-", ".").split(".")[-1]
-    return Contestant(f"llama.cpp {width}", make, makes_batches=False)
+    return Contestant(f"llama.cpp {width}", make)
 
 
-# ---- The comparison --------------------------------------------------------------------------------
+# ---- The comparison ------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -189,7 +188,7 @@ def long_work(peer: Contestant, config: Config) -> Iterator[tuple[str, Prompts, 
     for n in PROMPTS:
         if n < config.max_position_embeddings:
             yield f"prompt{n}", [(texts[0] * n)[:n]], 1
-    if peer.makes_batches:
+    if not peer.name.startswith("llama.cpp"):
         yield "together", texts, TOGETHER_LENGTH
 
 

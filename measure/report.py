@@ -28,7 +28,7 @@ class Section(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------
+# ---- Numbers -------------------------------------------------------------------------------------
 
 
 def format_bytes(count: float) -> str:
@@ -43,26 +43,28 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    return f"{ratio:.3g}x" if ratio < 100 else f"{ratio:.0f}x"
+    return f"{ratio:.3g}x"
 
 
 FORMATS = {"bytes": format_bytes, "seconds": format_seconds, "ratio": format_ratio}
 
 
 def fill(template: str, row: Results) -> str:
-    """The template with each `{name:format}` replaced by the row's value, or nothing without one."""
+    """The template with each `{name:format}` replaced by the row's value; "" if one is missing."""
+    fields = FIELD.findall(template)
+    if any(row.get(name) is None for name, _ in fields):
+        return ""
 
     def value(found: re.Match[str]) -> str:
         name, spec = found.groups()
-        number = row.get(name)
-        if number is None:
-            return ""
-        return FORMATS[spec](number) if spec in FORMATS else format(number, spec)
+        if spec in FORMATS:
+            return FORMATS[spec](row[name])
+        return format(row[name], spec)
 
     return FIELD.sub(value, template)
 
 
-# ---- Tables ----------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
@@ -171,7 +173,7 @@ def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
     return found
 
 
-# ---- Documents -------------------------------------------------------------------------------------
+# ---- Documents -----------------------------------------------------------------------------------
 
 
 def markdown(section: Section) -> str:

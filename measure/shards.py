@@ -58,7 +58,7 @@ def compare_processes(name: str, n: int, turns: int, device: str, count: int) ->
 
 def parallel(effort: Effort) -> list[dict[str, Any]]:
     """The shape of tiny; and wide layers, which have more to compute between two sums."""
-    names = ("tiny", "two layers of 2048")[: effort.turns]
+    names = ["tiny", "two layers of 2048"][: effort.turns]
     return [compare_processes(name, 2, effort.turns, "cpu", effort.num_tokens) for name in names]
 
 

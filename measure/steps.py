@@ -19,7 +19,8 @@ WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
 ROWS = (1, 5, 16, 64, 256)  # of a step
 PROMPTS = (128, 512, 1500)  # tokens
 PAST = 100  # tokens before a step
-SIZES = {f"rows{n}": (PAST, n) for n in ROWS} | {f"prompt{n}": (0, n) for n in PROMPTS}
+SIZES = {f"rows{n}": (PAST, n) for n in ROWS}  # -> tokens before, new tokens
+SIZES |= {f"prompt{n}": (0, n) for n in PROMPTS}
 
 
 @torch.inference_mode()
@@ -29,17 +30,18 @@ def step_times(llama: Llama, past: int, new: int, repeats: int = 1) -> list[floa
     past 0: of a prompt, with its last logits.
     """
     cache = KVCache.of(llama, past + new)
-    tokens = (torch.arange(past + new) % 1000).to(llama.device)
-    last = slice(-1, None)
     seq, _ = cache.open([])
+    tokens = torch.arange(past + new, device=llama.device) % 1000
+    old_tokens, new_tokens = tokens.split((past, new))
+    last = slice(-1, None)
     if past:
-        llama(tokens[:past], cache.extend([(seq, tokens[:past].tolist())]), last)
-    new_tokens = tokens[past:].tolist()
+        metadata = cache.extend([(seq, old_tokens.tolist())])
+        llama(old_tokens, metadata, last)
     times = []
     for _ in range(repeats):
-        metadata = cache.extend([(seq, new_tokens)])
+        metadata = cache.extend([(seq, new_tokens.tolist())])
         start = time.perf_counter()
-        logits = llama(tokens[past:], metadata, None if past else last)
+        logits = llama(new_tokens, metadata, None if past else last)
         logits[-1].argmax().item()  # waits for a GPU
         times.append(time.perf_counter() - start)
         cache.truncate(seq, past)
@@ -51,33 +53,39 @@ def compare(
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of each model, and its speed-up over the first. One turn more warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(turns + 1):
+    for turn in range(turns + 1):
         for name, llama in models.items():
-            seconds[name] += step_times(llama, past, new)
+            (time_of_step,) = step_times(llama, past, new)
+            if turn:
+                seconds[name].append(time_of_step)
     first, *_ = seconds.values()
     result = {}
     for name, times in seconds.items():
-        gains = [a / b for a, b in zip(first[1:], times[1:])]
-        result[name] = (median(times[1:]), median(gains))
+        gain = median(a / b for a, b in zip(first, times))
+        result[name] = (median(times), gain)
     return result
 
 
 def load_widths(target: str) -> dict[str, Llama]:
-    return {
-        name: Llama.load(target, "cpu", torch.float32, bits=bits) for name, bits in WIDTHS.items()
-    }
+    models = {}
+    for name, bits in WIDTHS.items():
+        models[name] = Llama.load(target, "cpu", torch.float32, bits=bits)
+    return models
 
 
 def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
     """A row for each width. label: the target's name, without a folder."""
     models = load_widths(target)
-    plain = models["float32"]
-    rows = {name: {"target": label, "width": name} for name in WIDTHS}
-    rows["float32"]["width"] = str(plain.weight_dtype).removeprefix("torch.")  # or bfloat16
+    max_len = models["float32"].config.max_position_embeddings
+    rows: dict[str, dict[str, Any]] = {}
+    for name in WIDTHS:
+        rows[f"{label}, {name}"] = {"target": label, "width": name}
     for size, (past, new) in SIZES.items():
-        if past + new > plain.config.max_position_embeddings:
+        if past + new > max_len:
             continue
         turns = effort.turns * (3 if past else 1)
         for name, (seconds, gain) in compare(models, past, new, turns).items():
-            rows[name] |= {f"{size}_seconds": seconds, size: gain}
-    return {f"{label}, {name}": row for name, row in rows.items()}
+            row = rows[f"{label}, {name}"]
+            row[size] = gain
+            row[f"{size}_seconds"] = seconds
+    return rows
