@@ -351,16 +351,22 @@ def test_request_is_admitted_only_if_the_caches_have_room_for_all_of_it():
     assert third.num_preemptions == 0 and len(third.tokens) == 38
 
 
-def test_request_without_room_is_tried_again_after_some_steps_or_when_a_text_ends():
-    batcher = make_batcher(blocks=20)
-    opened = []
+def steps_of_opens(batcher: Batcher) -> list[int]:
+    """Filled with the step of each try to open a request."""
+    steps = []
     open_request = batcher.runner.open
 
     def noted(request, sibling):
-        opened.append(batcher.num_steps)
+        steps.append(batcher.num_steps)
         open_request(request, sibling)
 
     batcher.runner.open = noted
+    return steps
+
+
+def test_request_without_room_is_tried_again_after_some_steps_or_when_a_text_ends():
+    batcher = make_batcher(blocks=20)
+    opened = steps_of_opens(batcher)
     first = make_request(20, 60, 1)
     second = make_request(70, 2, 2)
     add_all(batcher, [first, second])
@@ -424,7 +430,10 @@ def test_requests_wait_where_a_contiguous_cache_has_no_row():
     batcher = Batcher(ModelRunner(LLAMA, KVCache.of(LLAMA, 40, 2), V), max_batch=5)
     requests = [make_request(5, 6, i) for i in range(5)]
     add_all(batcher, requests)
-    batcher.step()
+    opened = steps_of_opens(batcher)
+    for _ in range(4):
+        batcher.step()
+    assert opened == [1, 1, 1]  # the third has no row, and is not tried in each step
     assert len(batcher.running) == 2 and len(batcher.waiting) == 3
     list(batcher.run())
     assert all(len(r.tokens) == 11 for r in requests)
