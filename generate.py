@@ -445,8 +445,11 @@ def generate(
     """
     if (prompt is None) == (messages is None):
         raise UserError("give either a prompt or messages")
-    is_batch = not isinstance(prompt, str) and messages is None
-    prompts = list(prompt) if is_batch else [prompt if messages is None else messages]
+    is_batch = messages is None and not isinstance(prompt, str)
+    if messages is not None:
+        prompts = [messages]
+    else:
+        prompts = list(prompt) if is_batch else [prompt]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)
     return results if is_batch else results[0]

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from threading import Event, Thread
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ from torch.multiprocessing import (
     start_processes,
 )
 
-from app.shell import Terminated, handled, raise_signal, say, status
+from app.shell import Terminated, raise_signal, say, status
 from errors import UserError
 from parallel import num_processes, stop_flag
 
@@ -117,7 +118,7 @@ def read_once(read: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             answer = [read()]
-        except (EOFError, OSError, UnicodeError) as error:
+        except (EOFError, OSError, UnicodeError, UserError) as error:
             answer = [error]
     dist.broadcast_object_list(answer)
     if isinstance(answer[0], Exception):
@@ -199,6 +200,9 @@ def joined(
     if num_processes() > 1:  # one of those that `others` has started
         yield device_of(device, dist.get_rank())
     elif started > 1 and rank > 0:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # torchrun sends it to all; the first stops all
         dist.init_process_group(timeout=FOREVER)
         yield device_of(device, local_rank)
     elif started > 1:
@@ -221,18 +225,20 @@ def others(n: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     threads = max(1, torch.get_num_threads() // n)
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
-    with handled([signal.SIGINT], signal.SIG_IGN):  # by the others, while they begin
-        processes = start_processes(
-            begin_process, (n, store.port, threads, function, arguments), n - 1, False, daemon=True
-        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the others: one line tells all
+    context = (n, store.port, threads, function, arguments)
+    resource_tracker.ensure_running()  # it would unblock signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the others inherit that
+    processes = start_processes(begin_process, context, n - 1, join=False, daemon=True)
     leaving = Event()
     watcher = Thread(target=end_with, args=(processes, n, leaving), daemon=True)
-    watcher.start()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        watcher.start()
         dist.init_process_group(store=store, rank=0, world_size=n, timeout=FOREVER)
         yield
         dist.destroy_process_group()
-    except RuntimeError:  # perhaps because another process has ended: that one tells why
+    except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
         watcher.join(2 * GRACE)
         raise
     finally:
@@ -251,7 +257,9 @@ def begin_process(
 ) -> NoReturn:
     """What a process after the first does."""
     os.setsid()  # the terminal's Ctrl-C is for the first process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # comes when the first process has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what came before
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what comes when the first process has ended
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(threads)
 
     def run() -> None:

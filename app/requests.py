@@ -75,7 +75,7 @@ def parse_object(text: str) -> dict[str, Any]:
     rule = 'a line must be a JSON object like {"prompt": "…"}'
     try:
         fields = parse_json(text)
-        json.dumps(fields)  # the result repeats it
+        json.dumps(fields, allow_nan=False)  # the result repeats it
     except (ValueError, RecursionError) as error:
         raise UserError(f"{error}: {rule}") from None
     if not isinstance(fields, dict):
