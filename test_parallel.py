@@ -122,7 +122,9 @@ def texts_of(
         chosen = {name: value for name, value in fields.items() if name != "prompt"}
         requests.append(model.request(fields["prompt"], Settings(**chosen), max_len=60))
     list(engine.batcher.run(requests))
-    return [(request.tokens, request.settings.seed, request.num_preemptions) for request in requests]
+    return [
+        (request.tokens, request.settings.seed, request.num_preemptions) for request in requests
+    ]
 
 
 @settings(

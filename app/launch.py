@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from threading import Event, Thread
 from typing import Any, NoReturn
 
@@ -226,17 +227,18 @@ def others(n: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the others: one line tells all
     context = (n, store.port, threads, function, arguments)
+    resource_tracker.ensure_running()  # it would unblock signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the others inherit that
     processes = start_processes(begin_process, context, n - 1, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     leaving = Event()
     watcher = Thread(target=end_with, args=(processes, n, leaving), daemon=True)
-    watcher.start()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        watcher.start()
         dist.init_process_group(store=store, rank=0, world_size=n, timeout=FOREVER)
         yield
         dist.destroy_process_group()
-    except RuntimeError:  # perhaps because another process has ended: that one tells why
+    except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
         watcher.join(2 * GRACE)
         raise
     finally:
@@ -255,7 +257,8 @@ def begin_process(
 ) -> NoReturn:
     """What a process after the first does."""
     os.setsid()  # the terminal's Ctrl-C is for the first process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # comes when the first process has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what came before
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what comes when the first process has ended
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(threads)
 
