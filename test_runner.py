@@ -298,7 +298,9 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails):
         num_calls = 0
 
         class Breaks:
-            device, dtype, ops = llama.device, llama.dtype, llama.ops
+            device = llama.device
+            dtype = llama.dtype
+            ops = Ops()
 
             def __call__(self, tokens, metadata, logits_indices=None):
                 nonlocal num_calls
