@@ -24,6 +24,7 @@ from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from sampling import Keyed, exponential, probabilities
+from test_drafters import LastToken
 from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
 
 V = 259
@@ -238,7 +239,7 @@ def make_batcher(blocks=40, size=4, max_batch=4, budget=32, sharing=True, drafte
     return Batcher(ModelRunner(LLAMA, cache, V, drafter, budget=budget), max_batch)
 
 
-def make_request(prompt: int, count: int, seed: int = 0, gamma: int = 0) -> Request:
+def make_request(prompt: int, count: int, seed: int = 0, gamma: int | None = 0) -> Request:
     chosen = Settings(1.0, seed=seed, max_tokens=count, gamma=gamma)
     return Request(random_tokens(prompt, seed), chosen)
 
@@ -267,6 +268,20 @@ def test_no_running_request_starves_behind_drafts():
     assert sum(request.num_preemptions for request in requests) == 0
     for i in (0, 7, 55, 63):
         assert list(new_tokens(requests[i])) == alone(requests[i], "ngram")
+
+
+def test_auto_gamma_leaves_a_round_for_each_younger_request():
+    batcher = make_batcher(budget=12, drafter=LastToken())
+    batcher.runner.auto_gamma.choose = lambda batch_size: 8
+    requests = [make_request(3, 30, i, gamma=None) for i in range(4)]
+    add_all(batcher, requests)
+    most = 0
+    for _ in range(6):
+        running = list(batcher.running)
+        new = batcher.step()
+        assert new.keys() >= set(running)
+        most = max(most, *(request.rounds[-1].num_drafts for request in new))
+    assert most == 8 and len(batcher.running) == 4
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_read():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from conftest import SMALL
-from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Draft, Engine, Model, load_draft
 from kernels import Ops
 from kvcache import CacheFull, KVCache
@@ -28,6 +28,20 @@ from test_speculative import COPY, CPU, TARGET, Kind, new_tokens, play, toy_cach
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
     return Round([request], [num_drafts], V, CPU, torch.float64)
+
+
+class LastToken(Drafter):
+    """Drafts the last token once more."""
+
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        return wanted
+
+    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+        drafted, q = round.empty_drafts()
+        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
+            drafted[b, :num_drafts] = request.tokens[-1]
+            q[b, :num_drafts, request.tokens[-1]] = 1
+        return drafted, q
 
 
 # ---- n-grams

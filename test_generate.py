@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import generate as page
 from conftest import CHATML, write_model
-from drafters import Drafter
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, plain_loop, stream
 from kvcache import CacheFull
 from request import OutputStream, Request, Settings
+from test_drafters import LastToken
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -231,20 +231,6 @@ def test_weights_that_are_no_numbers_end_in_one_error(base, tmp_path):
 
 
 # ---- Drafts
-
-
-class LastToken(Drafter):
-    """Drafts the last token once more."""
-
-    def max_drafts(self, request: Request, wanted: int) -> int:
-        return wanted
-
-    def propose(self, round):
-        drafted, q = round.empty_drafts()
-        for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
-            drafted[b, :num_drafts] = request.tokens[-1]
-            q[b, :num_drafts, request.tokens[-1]] = 1
-        return drafted, q
 
 
 def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):

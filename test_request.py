@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
@@ -18,6 +18,8 @@ from request import Request, Result, RoundStats, Settings, Speculation, StopStri
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 30), max_size=12),
 )
+@example("aab", ["ab", "b"], [])
+@example("aaab", ["aab"], [3])
 def test_text_is_cut_before_the_stop_string_that_is_complete_first(text, stops, cuts):
     """However it is cut into pieces; of those that end at once, before the longest."""
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
