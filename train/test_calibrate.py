@@ -302,6 +302,24 @@ def test_smoothing_spares_inputs_of_8_bits_the_channels_that_are_large():
     assert lost[1] < 0.25 * lost[0]
 
 
+def test_smooth_takes_the_best_of_the_papers_scales(monkeypatch):
+    """s = max|x|^a / max|w|^(1 − a), with a = 1/n, 2/n, …, 1."""
+    w = weight(64, 96, 0, torch.float32) * torch.linspace(0.1, 2, 96)
+    x = torch.randn(100, 96, generator=torch.Generator().manual_seed(0))
+    x[:, 40] *= 100
+    largest_x = x.abs().amax(0)
+    largest_w = w.abs().amax(0)
+    for n in (1, 2, 10):
+        monkeypatch.setattr(calibrate, "CANDIDATES", n)
+        candidates = [largest_x ** (i / n) / largest_w ** (1 - i / n) for i in range(1, n + 1)]
+        costs = []
+        for s in candidates:
+            product = rounded_product(x / s, quantize(w * s, 8))
+            costs.append((product - x @ w.T).square().sum())
+        best = candidates[torch.stack(costs).argmin()]
+        torch.testing.assert_close(smooth(w, largest_x, x, unshared), best)
+
+
 # ---- Models
 
 
