@@ -1,48 +1,95 @@
-"""What the tests share: small random models in folders of their own, such as a user might have."""
+"""What the tests share: random models in memory and in folders, poisoned stores, programs."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anybody imports Triton: its kernels are then run as Python
-    )
+if not torch.cuda.is_available():  # before anybody imports Triton: it runs kernels as Python then
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from checkpoint.config import Config
+from checkpoint.load import fill
+from kernels import Ops
+from kvcache import Store
 from model import Llama
 from proof import Toy
 
-if find_spec("cpu"):  # the tests of the core run without it, too
-    from cpu import native
+# Modest by default; HYPOTHESIS_PROFILE=ci looks further. A test's own max_examples wins over both.
+hypothesis.settings.register_profile("default", max_examples=15, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 ROOT = Path(__file__).parent
+FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")
+
+
+def is_page(path: Path) -> bool:
+    """Whether it is code that a reader reads: no test, and not only a docstring."""
+    if path.name.startswith(("test_", "conftest")):
+        return False
+    return path.read_text(encoding="utf-8").count("\n") > 3
+
+
 PAGES = [
-    page
-    for folder in ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")
-    for page in sorted((ROOT / folder).glob("*.py"))
-    if not page.name.startswith(("test_", "conftest"))
-    and page.read_text(encoding="utf-8").count("\n") > 3
+    path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")) if is_page(path)
 ]
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Products this small are not worth sharing: on a busy machine threads wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether cpu/native.py has a library: once as it is here, and once without."""
+    if not find_spec("cpu"):
+        return False
+    from cpu import native
+
+    if request.param == "no C":
+        monkeypatch.setattr(native, "library", lambda: None)
+    return native.library() is not None
+
+
+# ---- Numbers, and models in memory
+
+
+class Cipher(Toy):
+    """A toy that stores every token as another one: from its cache other toys read another text."""
+
+    shift = 1
+
+
+def amid(x: Tensor, fill: float = 1000.0) -> Tensor:
+    """The same numbers, not contiguous, among others that must not be used."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), fill, dtype=x.dtype)
+    wide[..., :-3] = x
+    return wide[..., :-3]
+
+
+def poison(store: Store) -> Store:
+    """Fill a store with numbers that no result may depend on."""
+    for part in store.parts:
+        part.fill_(math.nan if part.is_floating_point() else 77)
+    return store
+
+
 SMALL = dict(
     vocab_size=261,
     hidden_size=24,
@@ -57,10 +104,33 @@ SMALL = dict(
 )
 
 
-class Cipher(Toy):
-    """A toy that stores every token as the digit of another one: from its cache every other toy reads another text."""
+@torch.no_grad()
+def random_llama(
+    seed: int,
+    ops: Ops | None = None,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 10.0,
+    **config: Any,
+) -> Llama:
+    """Random weights, the same in every dtype, and so large (`scale`) that logits differ."""
+    numbers = Llama(Config(**{**SMALL, **config}), seed=seed, ops=Ops()).named_tensors()
+    for name, tensor in numbers.items():
+        if "norm" not in name:
+            tensor.mul_(scale)
+    llama = Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=None, ops=ops)
+    fill(llama, numbers.items())
+    return llama.pack_weights()
 
-    shift = 1
+
+# ---- Model folders, such as a user might have
+
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_alphabet() -> list[str]:
@@ -72,20 +142,23 @@ def byte_alphabet() -> list[str]:
 
 def write_tokenizer(folder: Path, template: str | None = None) -> None:
     """Every byte is a token, and there are three control tokens."""
-    added = [
-        dict(
-            id=256 + i,
-            content=text,
-            special=True,
-            normalized=False,
-            lstrip=False,
-            rstrip=False,
-            single_word=False,
-        )
-        for i, text in enumerate(SPECIALS)
-    ]
+    flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+    added = []
+    for i, text in enumerate(SPECIALS):
+        added.append(dict(id=256 + i, content=text, special=True, **flags))
     split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    vocab = {c: b for b, c in enumerate(byte_alphabet())}
+    bpe = dict(
+        type="BPE",
+        vocab={c: b for b, c in enumerate(byte_alphabet())},
+        merges=[],
+        ignore_merges=False,
+        fuse_unk=False,
+        byte_fallback=False,
+        dropout=None,
+        unk_token=None,
+        continuing_subword_prefix=None,
+        end_of_word_suffix=None,
+    )
     tokenizer = dict(
         version="1.0",
         added_tokens=added,
@@ -93,24 +166,13 @@ def write_tokenizer(folder: Path, template: str | None = None) -> None:
         pre_tokenizer=split,
         post_processor=None,
         decoder=split,
-        model=dict(
-            type="BPE",
-            dropout=None,
-            unk_token=None,
-            continuing_subword_prefix=None,
-            end_of_word_suffix=None,
-            fuse_unk=False,
-            byte_fallback=False,
-            ignore_merges=False,
-            vocab=vocab,
-            merges=[],
-        ),
+        model=bpe,
     )
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIALS[0]}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config | ({"chat_template": template} if template else {}))
-    )
+    if template:
+        config["chat_template"] = template
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def write_model(
@@ -122,13 +184,13 @@ def write_model(
     dtype: str = "float32",
     **config: Any,
 ) -> Path:
-    """A model folder with random weights, large enough (`scale`) that its logits differ; returns the folder."""
+    """A model folder with random weights, so large (`scale`) that logits differ; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     llama = Llama(Config(**{**SMALL, **config}), seed=seed)
-    tensors = {
-        name: (place * (1 if "norm" in name else scale)).contiguous().to(getattr(torch, dtype))
-        for name, place in llama.named_tensors().items()
-    }
+    tensors = {}
+    for name, tensor in llama.named_tensors().items():
+        scaled = tensor if "norm" in name else tensor * scale
+        tensors[name] = scaled.contiguous().to(getattr(torch, dtype))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))
     (folder / "generation_config.json").write_text(json.dumps(generation or {}))
@@ -145,60 +207,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a chat template."""
-    return write_model(
-        tmp_path_factory.mktemp("instruct"), template=CHATML, eos_token_ids=(256, 258)
-    )
+    folder = tmp_path_factory.mktemp("instruct")
+    return write_model(folder, template=CHATML, eos_token_ids=(256, 258))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Products this small are not worth sharing: on a busy machine the threads wait for each other."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(params=["C", "no C"] if find_spec("cpu") else ["no C"])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether cpu/native.py has a library: once as it is here, and once without."""
-    if find_spec("cpu") and request.param == "no C":
-        monkeypatch.setattr(native, "library", lambda: None)
-    return bool(find_spec("cpu")) and native.library() is not None
-
-
-# ---- Processes of their own -----------------------------------------------------------------------------------------------------
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "meanwhile(function, *arguments): begins with the session; the fixture `meanwhile` waits for what it returned",
-    )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who waits for another process comes last."""
-    items.sort(key=lambda item: item.get_closest_marker("meanwhile") is not None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def begun(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Any, ...], Future[Any]]]:
-    """What the selected tests ask of other processes runs beside the tests, one after the other, in the order of the tests."""
-    asked = dict.fromkeys(
-        mark.args for item in request.session.items for mark in item.iter_markers("meanwhile")
-    )
-    with ThreadPoolExecutor(1) as pool:
-        yield {
-            (function, *arguments): pool.submit(function, *arguments)
-            for function, *arguments in asked
-        }
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def meanwhile(
-    request: pytest.FixtureRequest, begun: dict[tuple[Any, ...], Future[Any]]
-) -> Callable[[], Any]:
-    """What this test's mark asked for, or the error that it ended with."""
-    return begun[request.node.get_closest_marker("meanwhile").args].result
+# ---- Other processes
 
 
 def heard() -> None:
@@ -221,11 +234,13 @@ PEAK = """
 import sys, torch
 from model import Llama
 from generate import Model
-def kilobytes(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+def kilobytes(key):
+    lines = open("/proc/self/status").readlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
 torch.set_num_threads(1)
 folder, before, measured = sys.argv[1:]
 exec(before)
-open("/proc/self/clear_refs", "w").write("5")                          # the peak begins anew
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 start = kilobytes("VmRSS")
 exec(measured)
 print(1024 * (kilobytes("VmHWM") - start))
@@ -233,10 +248,19 @@ print(1024 * (kilobytes("VmHWM") - start))
 
 
 def peak(shape: str, before: str, measured: str) -> int:
-    """Bytes that a line of code takes at its peak, on top of what was there `before`: the libraries' own memory. Both may use `folder`, a random
-    model of this shape (JSON)."""
+    """Bytes that a line of code takes at its peak, on top of what was there after `before`.
+
+    Both may use `folder`, a random model of this shape (JSON).
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), **json.loads(shape))
         done = program("-c", PEAK, folder, before, measured)
         assert done.returncode == 0, done.stderr
     return int(done.stdout)
+
+
+@pytest.fixture
+def meanwhile(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """For tests that still name a function in a mark: it is called here, once."""
+    function, *arguments = request.node.get_closest_marker("meanwhile").args
+    return lambda: function(*arguments)

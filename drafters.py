@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -172,8 +171,16 @@ class NgramDrafter(Drafter):
 
     def __init__(self, longest: int = 3):
         self.longest = longest
-        # texts as strings, a character for each token: `rfind` then searches for tokens
-        self.texts = WeakKeyDictionary[Request, str]()
+        self.texts: dict[Request, str] = {}  # a character for each token: `rfind` finds tokens
+
+    def open(self, request: Request) -> None:
+        self.texts[request] = "".join(map(chr, request.tokens))
+
+    def close(self, request: Request) -> None:
+        del self.texts[request]
+
+    def commit(self, request: Request, num_new: int) -> None:
+        self.texts[request] += "".join(map(chr, request.tokens[-num_new:]))
 
     def max_drafts(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))
@@ -188,9 +195,7 @@ class NgramDrafter(Drafter):
 
     def look_up(self, request: Request, count: int) -> list[int]:
         """`count` tokens, or none. Near the text's end, the tokens after the match are repeated."""
-        text = self.texts.get(request, "")
-        text += "".join(map(chr, request.tokens[len(text) :]))
-        self.texts[request] = text
+        text = self.texts[request]
         for n in range(min(self.longest, len(text) - 1), 0, -1):
             start = text.rfind(text[-n:], 0, -1)
             if start >= 0:

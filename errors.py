@@ -1,7 +1,8 @@
-"""A user's mistake: one line that names the value, the rule and the way out, said before anything has changed.
+"""A user's mistake: one line that names the value, the rule and the way out, before any change.
 
-`app/shell.py` turns a `UserError`, and nothing else, into one line on standard error and exit status 2. Every other
-exception, PyTorch's and Python's own ValueErrors too, is a bug and keeps its traceback.
+`app/shell.py` turns a `UserError`, and an OSError of a file, into one line on standard error and
+exit status 2. Every other exception, PyTorch's and Python's own ValueErrors too, is a bug and keeps
+its traceback.
 """
 
 
@@ -10,11 +11,20 @@ class UserError(ValueError):
 
 
 def brief(value: object, limit: int = 400) -> str:
-    """One printable line of at most about `limit` characters: a long middle is left out, control characters escaped."""
+    """One printable line of about `limit` characters at most: a long middle is left out."""
     text = str(value)
     if len(text) > 2 * limit:
         text = text[:limit] + text[-limit:]
     text = " ".join(text.split())
     if len(text) > limit:
-        text = f"{text[: limit * 2 // 3]} […] {text[-limit // 4 :]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        head = limit * 2 // 3
+        tail = limit // 4
+        beginning = text[:head]
+        end = text[-tail:]
+        text = f"{beginning} […] {end}"
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = ascii(character)[1:-1]  # an escape sequence
+        characters.append(character)
+    return "".join(characters)

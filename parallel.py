@@ -1,185 +1,211 @@
-"""Tensor parallelism: one model over several processes, each with a share of every matrix (Megatron-LM).
+"""Tensor parallelism: one model over several processes, each with a shard of every matrix.
 
-    torchrun --nproc-per-node 2 generate.py --target 8B "…"        or        python generate.py --tensor-parallel 2 …
+    torchrun --nproc-per-node 2 generate.py --target 8B "…"
+    python generate.py --tensor-parallel 2 --target 8B "…"
 
-Two products in a row need one sum over processes. The first matrix is cut by outputs, so that a head's attention, or
-SwiGLU, between the two products stays in one process; the second matrix is cut by inputs:
+Two products in a row need one sum over processes. The first matrix is *column-parallel*, cut by
+outputs, so that a head's attention, or SwiGLU, between the two products stays in one process. The
+second matrix is *row-parallel*, cut by inputs:
 
     x W₁ᵀ = [x W₁,₀ᵀ | x W₁,₁ᵀ | …]       y W₂ᵀ = Σ_r y_r W₂,ᵣᵀ          r: the n processes
 
-So qkv and gate_up are cut by outputs, in whole heads; o and down by inputs, with one all-reduce each. Embedding and
-head are cut by vocabulary: tokens of other processes embed as 0, which an all-reduce fills in, and the head's logits
-are gathered. Where K/V heads are fewer than processes, several processes hold the same head. A process has a
-smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same scheduler: logits are
-equal to the bit; drawn tokens, measured times and input come from the first process.
+    column-parallel        qkv, gate_up     in whole heads
+    row-parallel           o, down          one all-reduce each; the bias is added once
+    vocabulary-parallel    embed, head      tokens of other processes embed as 0, and an all-reduce
+                                            fills them in; the head's logits are gathered
 
-Invariants: when a process ends, all end; Ctrl-C stops all after the same step.
+With fewer key/value heads than processes, several processes hold a replica of one head. A process
+has a smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
+scheduler: their logits are equal to the bit; drawn tokens, measured times and input come from the
+first process (`agree`), and so does the order to stop.
+
+Invariant: all processes stop after the same step.
 Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
-Not covered: training; machines of different kinds; inputs of 8 bits rounded as in one process (each share has its own
-scale); expert, sequence and pipeline parallelism.
+Not covered: training; machines of different kinds; inputs of 8 bits rounded as in one process
+(each shard has its own scale); expert, sequence and pipeline parallelism.
 
-Shoeybi et al. 2019 (arXiv:1909.08053).
-    L layers · H query heads · G key/value heads · D head size · C hidden_size · F intermediate_size · V vocab_size
+Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
+    L layers · G key/value heads · C hidden_size · V vocab_size · T tokens of a step · n processes
 """
 
-import platform
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.processes import asked_to_stop, several, stop_together
 from errors import UserError
 
-SUMMED, GATHERED = (
-    ("o", "down"),
-    ("embed", "head"),
-)  # roles of weights; a tied head is the embedding
+if TYPE_CHECKING:
+    from kernels import Linear, Ops
+    from model import Config
+
+ROW_PARALLEL = ("o", "down")
+VOCABULARY_PARALLEL = ("embed", "head")  # a tied head has the role "embed"
 
 
-def shard_config(config: Any, n: int) -> Any:
-    """The model of each of n processes; its vocab_size is the largest share. ValueError if it cannot be cut so."""
-    c, how, G = config, config.quantization, config.num_key_value_heads
-    group = how.together if how is not None else 1
-    if how is not None and how.ordered:
-        raise UserError(
-            f"the columns of each matrix are stored in another order (act-order), which {n} processes "
-            "cannot share: use one process, or another checkpoint"
-        )
-    for name, size, divides in (
-        ("num_attention_heads", c.num_attention_heads, c.num_attention_heads % n == 0),
-        ("num_key_value_heads", G, max(G, n) % min(G, n) == 0),
-        ("intermediate_size", c.intermediate_size, c.intermediate_size % n == 0),
-        ("vocab_size", c.vocab_size, c.vocab_size >= n),
-    ):
-        if not divides:
-            raise UserError(
-                f"{name} is {size}, which {n} processes cannot share: start another number of them"
-            )
-    for name, size in (
-        ("intermediate_size", c.intermediate_size),
-        ("num_attention_heads · head_dim", c.query_size),
-    ):
-        if size % (n * group):
-            raise UserError(
-                f"{name} is {size}, and weights of {how.bits} bits have groups of {group}, which {n} "
-                f"processes cannot share: start another number of them, or use 16 or 8 bits"
-            )
+def num_processes() -> int:
+    """How many processes share each model."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
+
+
+@dataclass
+class StopFlag:
+    """The order to stop, set by the signal handler of the first process (app/launch.py)."""
+
+    error: KeyboardInterrupt | None = None  # to be raised in place of the next step
+
+
+stop_flag = StopFlag()
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+
+
+def shard_config(config: Config, n: int) -> Config:
+    """The model of each of n processes. UserError if n processes cannot share it."""
+    check_divisible(config, n)
     return replace(
-        c,
-        num_attention_heads=c.num_attention_heads // n,
-        num_key_value_heads=max(1, G // n),
-        intermediate_size=c.intermediate_size // n,
-        vocab_size=-(-c.vocab_size // n),
+        config,
+        num_attention_heads=config.num_attention_heads // n,
+        num_key_value_heads=max(1, config.num_key_value_heads // n),
+        intermediate_size=config.intermediate_size // n,
+        vocab_size=-(-config.vocab_size // n),  # the largest shard
     )
+
+
+def check_divisible(config: Config, n: int) -> None:
+    """UserError if n processes cannot share this model."""
+    stored = config.quantization
+    group = 1 if stored is None else stored.together  # columns that share a scale
+    if stored is not None and stored.ordered:
+        raise UserError(
+            "the columns of each matrix are stored in another order (act-order), which "
+            f"{n} processes cannot share: use one process, or another checkpoint"
+        )
+    kv_heads = config.num_key_value_heads
+    divisible = {
+        "num_attention_heads": config.num_attention_heads % n == 0,
+        "num_key_value_heads": kv_heads % n == 0 or n % kv_heads == 0,
+        "intermediate_size": config.intermediate_size % (n * group) == 0,
+        "query_size": config.query_size % (n * group) == 0,
+        "vocab_size": config.vocab_size >= n * n,  # no shard is empty
+    }
+    for name, is_divisible in divisible.items():
+        if not is_divisible:
+            raise UserError(
+                f"{name} is {getattr(config, name)}, which {n} processes cannot share in groups of "
+                f"{group}: start another number of them, or use another number of --bits"
+            )
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
-    """The share of process `rank`, of this shape: a view, but for the last share of the vocabulary, padded with 0.
-
-    Along a dimension n · own // size processes hold the same part: n if it is not cut, else 1; n / G for a K/V head.
-    """
-    for dim, (size, own) in enumerate(zip(tensor.shape, shape)):
-        start = min(size, own * (rank // (n * own // size)))
-        tensor = tensor.narrow(dim, start, min(own, size - start))
+    """The shard of process `rank`, of this shape: a view, but for a padded vocabulary."""
+    for dim, size in enumerate(shape):  # 0: column- and vocabulary-parallel; 1: row-parallel
+        part = rank
+        replicas = n * size // tensor.shape[dim]
+        if replicas > 1:  # not cut, or fewer key/value heads than processes
+            part = rank // replicas
+        tensor = tensor.split(size, dim)[part]
     missing = shape[0] - len(tensor)
-    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing)) if missing else tensor
+    if missing:  # the end of the vocabulary
+        padding = [0] * (2 * tensor.ndim - 1)
+        return F.pad(tensor, [*padding, missing])
+    return tensor
 
 
-def traffic(config: Any, n: int, itemsize: int) -> int:
-    """Bytes that one token adds to all-reduces and all-gather in each of n processes. config: the whole model's."""
-    return itemsize * (
-        (2 * config.num_hidden_layers + 1) * config.hidden_size + -(-config.vocab_size // n)
-    )
+def traffic(config: Config, n: int, itemsize: int) -> int:
+    """Bytes that one token adds to all-reduces and all-gathers in each of n processes."""
+    reduced = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    gathered = -(-config.vocab_size // n)
+    return itemsize * (reduced + gathered)
 
 
-class Alone:
-    """What operations need to know about the other processes: here there are none."""
-
-    def shard_config(self, config: Any) -> Any:
-        """The model that this process computes."""
-        return config
-
-    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part of a checkpoint's tensor that fills a place of this shape."""
-        return tensor
-
-    def shard_memory(self, free: int, device: torch.device) -> int:
-        """The bytes that each process may take, where `free` are free on the device of this one."""
-        return free
+# ---- Operations ----------------------------------------------------------------------------------
 
 
 class Shard(NamedTuple):
-    """A process's share of a prepared weight."""
+    """A process's part of a packed weight."""
 
     weight: Any
     role: str
 
 
-class Split(Alone):
-    """The operations of one process of several. `parallelize` puts this class before the machine's own."""
+class Parallel:
+    """The operations `ops` of one process of several, and sums and gathers over processes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank, self.n = dist.get_rank(), dist.get_world_size()
+    def __init__(self, ops: Ops):
+        self.ops = ops
+        self.rank = dist.get_rank()
+        self.n = dist.get_world_size()
+        self.vocab_size = 0  # of the whole model,
+        self.vocab_rows = 0  # and of a shard
 
-    def shard_config(self, config: Any) -> Any:
-        self.vocab = config.vocab_size
-        return shard_config(config, self.n)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
 
-    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        return shard_tensor(tensor, shape, self.rank, self.n)
-
-    def shard_memory(self, free: int, device: torch.device) -> int:
-        told: list[Any] = [None] * self.n
-        dist.all_gather_object(told, ((platform.node(), str(device)), free))
-        places = [place for place, _ in told]
-        return min(free // places.count(place) for place, free in told)
-
-    def agree(self, numbers: Any) -> Any:
-        own = torch.tensor(numbers)
-        told = torch.cat((own.flatten(), own.new_full((1,), asked_to_stop())))
-        dist.broadcast(told, 0)
-        stop_together(int(told[-1]))
-        return told[:-1].view(own.shape).tolist()
-
-    def pack_weight(self, weight: Any, dtype: torch.dtype, role: str) -> Shard:
-        if role in SUMMED and self.rank:
-            weight = weight._replace(bias=None)  # the sum has it once
-        return Shard(super().pack_weight(weight, dtype, role), role)
+    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Shard:
+        """The process's shard. Only the first process adds a bias that is summed over processes."""
+        if role in ROW_PARALLEL and self.rank > 0:
+            weight = weight._replace(bias=None)
+        return Shard(self.ops.pack_weight(weight, dtype, role), role)
 
     def linear(self, x: Tensor, shard: Shard) -> Tensor:
-        y = super().linear(x, shard.weight)
-        if shard.role in SUMMED:
+        """x Wᵀ + b: [T, K] -> [T, N]; x is a shard of the columns where W is row-parallel."""
+        y = self.ops.linear(x, shard.weight)
+        if shard.role in ROW_PARALLEL:
             dist.all_reduce(y)
-        if shard.role not in GATHERED:
-            return y
-        every = [torch.empty_like(y) for _ in range(self.n)]  # [T, ⌈V / n⌉] each
-        dist.all_gather(every, y)
-        return torch.cat(every, -1)[:, : self.vocab]
+        if shard.role in VOCABULARY_PARALLEL:
+            shards = [torch.empty_like(y) for _ in range(self.n)]  # [T, ⌈V / n⌉] each
+            dist.all_gather(shards, y)
+            y = torch.cat(shards, dim=-1)[:, : self.vocab_size]
+        return y
 
     def embed(self, tokens: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
-        rows = -(-self.vocab // self.n)
-        at = tokens - self.rank * rows
-        others = (at < 0) | (at >= rows)
-        x = (
-            super()
-            .embed(at.masked_fill(others, 0), shard.weight, dtype)
-            .masked_fill(others[:, None], 0)
-        )
+        """Rows of W: int64[T] -> [T, C]."""
+        row = tokens - self.rank * self.vocab_rows
+        elsewhere = (row < 0) | (row >= self.vocab_rows)  # bool[T]: in another process
+        x = self.ops.embed(row.masked_fill(elsewhere, 0), shard.weight, dtype)
+        x = x.masked_fill(elsewhere[:, None], 0)
         dist.all_reduce(x)
         return x
 
+    # ---- What the processes know of each other
 
-def num_processes() -> int:
-    """Processes that share each model."""
-    return dist.get_world_size() if several() else 1
+    def shard_config(self, config: Config) -> Config:
+        """The model that this process computes."""
+        shard = shard_config(config, self.n)
+        self.vocab_size = config.vocab_size
+        self.vocab_rows = shard.vocab_size
+        return shard
 
+    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """The part of a checkpoint's tensor that fills a tensor of this shape."""
+        return shard_tensor(tensor, shape, self.rank, self.n)
 
-def Parallel(ops: Any) -> Any:
-    """These operations, for this process's share."""
-    return type("Parallel", (Split, type(ops)), {})()
+    def shard_memory(self, free: int, device: torch.device) -> int:
+        """The bytes that each process may take, where `free` are free on the device of this one."""
+        if device.type == "cpu":  # which all processes share
+            free //= self.n
+        smallest = torch.tensor(free)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
+
+    def agree(self, numbers: Any) -> Any:
+        """The first process's numbers, in every process. If its stop flag is set, all stop."""
+        mine = torch.tensor(numbers)
+        error = stop_flag.error
+        stop = mine.new_tensor([error is not None])
+        packed = torch.cat((mine.flatten(), stop))
+        dist.broadcast(packed, src=0)
+        if packed[-1]:
+            stop_flag.error = None
+            raise error or KeyboardInterrupt
+        return packed[:-1].view(mine.shape).tolist()

@@ -262,8 +262,8 @@ def test_enumeration_catches_every_planted_verify(monkeypatch):
     kind = Kind((1,), 2, 3, (0,))
     monkeypatch.setattr(runner_page, "verify", planted())
     assert error_of(kind) < 1e-12
-    for bug, verify in BUGS.items():
-        monkeypatch.setattr(runner_page, "verify", verify)
+    for bug, wrong in BUGS.items():
+        monkeypatch.setattr(runner_page, "verify", wrong)
         assert error_of(kind) > 1e-3, bug
 
 
@@ -315,8 +315,9 @@ def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
         probs = right(self, scheduled, drafted, round)
         for item in scheduled:
             if item.num_drafts:
-                slot = item.request.seq, len(item.request.tokens) - 1
-                stored[:, *slot] = before[:, *slot]
+                block = item.request.seq
+                last = len(item.request.tokens) - 1
+                stored[:, block, last] = before[:, block, last]
         return probs
 
     options = dict(draft=COPY, where="contiguous")

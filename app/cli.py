@@ -1,6 +1,8 @@
 """The command line of generate.py: flags, standard streams, files and chat.
 
-Text goes to standard output as it is made, messages to standard error. Mistakes: one line, exit status 2 (shell.py).
+Text goes to standard output as it is made, messages to standard error. A user's mistake is one line
+and exit status 2 (shell.py). Ctrl-C ends all texts as they are, and their results are printed; a
+finished result is printed whole. A second Ctrl-C ends the program at once.
 """
 
 import argparse
@@ -8,30 +10,32 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from app.processes import hush, joined, read_once
-from app.requests import read_requests
-from app.shell import LONGEST, Parser, Terminated, number_or_word, say, status, write
+from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
+from app.requests import Line, read_requests
+from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
 from checkpoint.config import Config
 from checkpoint.hub import EMBEDDED, find_folder
 from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
-from kvcache import CacheFull
-from model import Llama
-from parallel import shard_config
+from parallel import num_processes, shard_config
 from quant import STORED, WIDTHS
 from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
 
-MOST = 2**16  # texts asked for at a time
+MAX_TEXTS = 2**16  # asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
+
+
+# ---- Flags -------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,195 +46,306 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "prompt", nargs="?", help="text to continue or to answer; '-': standard input; none: chat"
     )
-    for name, kind, text in (  # kind: a type, the choices, or None for a switch
-        (
-            "target",
-            str,
-            "1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, or tiny (default)",
-        ),
-        (
-            "draft",
-            str,
-            "a smaller model, named like --target, or tiny-draft; ngram: looks back; self: INT4 copy",
-        ),
-        (
-            "gamma",
-            number_or_word,
-            "tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
-        ),
-        (
-            "verify",
-            ("exact", "coupled"),
-            "exact (default), or coupled: target and seed alone decide the text",
-        ),
-        ("temperature", float, "0: always the most probable token"),
-        ("top-k", int, "keep the k most probable"),
-        ("top-p", float, "keep the fewest holding this share"),
-        ("min-p", float, "keep this share of the largest"),
-        ("seed", int, "the same seed gives the same text; unset: a new one, which is told"),
-        ("max-tokens", int, f"make at most so many (default {MAX_TOKENS})"),
-        (
-            "max-len",
-            int,
-            "prompt and answer, at most (default: as memory allows, up to the model's limit)",
-        ),
-        ("system", str, "a system message, for chat templates"),
-        ("n", int, "texts, with seeds SEED, SEED+1, …"),
-        ("prompts", str, 'JSONL, a text a line: {"prompt": …} and any of the settings by name'),
-        ("max-batch", int, "at most so many texts at a time, of --prompts or --n (default 16)"),
-        (
-            "kv",
-            ("paged", "contiguous"),
-            "keys and values in blocks, on demand (default), or reserved rows",
-        ),
-        (
-            "kv-bits",
-            tuple(WIDTHS),
-            "keep keys and values in 8 or 4 bits, or keys in 8 and values in 4",
-        ),
-        (
-            "kv-memory",
-            float,
-            "for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
-        ),
-        (
-            "no-prefix-cache",
-            None,
-            "read every prompt from its beginning, also where another began alike",
-        ),
-        ("no-cache", None, "recompute everything for each token, to feel the difference"),
-        (
-            "bits",
-            (16, *STORED),
-            "round the target's weights as they are loaded (quant.py does it with care)",
-        ),
-        (
-            "dtype",
-            ("float64", "float32", "bfloat16", "float16"),
-            "what to compute in (default: on a CPU float32)",
-        ),
-        ("device", str, "cpu, cuda, cuda:1, … (default: a GPU if there is one)"),
-        (
-            "tensor-parallel",
-            int,
-            "split the models over so many processes (as torchrun does without this flag)",
-        ),
-        (
-            "profile",
-            str,
-            "a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
-        ),
-        (
-            "color",
-            None,
-            "show the origin of each token: accepted, corrected, or the bonus after a full round",
-        ),
-        ("json", None, "print each result as one JSON object, with the tokens and the times"),
-    ):
-        choice = str if isinstance(kind, tuple) and isinstance(kind[0], str) else number_or_word
-        how = dict(choices=kind, type=choice) if isinstance(kind, tuple) else dict(type=kind)
-        p.add_argument(f"--{name}", help=text, **(how if kind else dict(action="store_true")))
+    add_model_flags(p.add_argument_group("models and drafts"))
+    add_text_flags(p.add_argument_group("texts"))
+    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    add_output_flags(p.add_argument_group("output"))
+    return p
+
+
+def add_model_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--target",
+        default="tiny",
+        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, or tiny (default)",
+    )
+    p.add_argument(
+        "--draft",
+        help="a smaller model, named like --target, or tiny-draft; ngram: looks back; "
+        "self: INT4 copy",
+    )
+    p.add_argument(
+        "--gamma",
+        type=number_or_word,
+        help="tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
+    )
+    p.add_argument(
+        "--verify",
+        choices=("exact", "coupled"),
+        help="exact (default), or coupled: target and seed alone decide the text",
+    )
+    p.add_argument(
+        "--bits",
+        type=number_or_word,
+        choices=(16, *STORED),
+        default=16,
+        help="round the target's weights as they are loaded (quant.py does it with care)",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="what to compute in (default: on a CPU float32)",
+    )
+
+
+def add_text_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument("--temperature", type=float, help="0: always the most probable token")
+    p.add_argument("--top-k", type=int, help="keep the k most probable")
+    p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
+    p.add_argument("--min-p", type=float, help="keep this share of the largest")
+    p.add_argument(
+        "--seed",
+        type=int,
+        help="the same seed gives the same text; unset: a new one, which is told",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        help=f"make at most so many (default {MAX_TOKENS})",
+    )
     p.add_argument(
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
-    either = p.add_mutually_exclusive_group()
-    either.add_argument(
+    p.add_argument("--system", help="a system message, for chat templates")
+    template = p.add_mutually_exclusive_group()
+    template.add_argument(
         "--chat", action="store_true", default=None, help="use the chat template, as is usual"
     )
-    either.add_argument(
+    template.add_argument(
         "--raw",
         dest="chat",
         action="store_false",
         default=None,
         help="continue the prompt as it is",
     )
-    p.set_defaults(
-        target="tiny",
-        max_tokens=MAX_TOKENS,
-        n=1,
-        max_batch=16,
-        kv="paged",
-        kv_bits="16",
-        bits=16,
-        profiled=None,
+    p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
+    p.add_argument(
+        "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
     )
-    return p
+
+
+def add_memory_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--max-batch",
+        type=int,
+        default=16,
+        help="at most so many texts at a time, of --prompts or --n (default 16)",
+    )
+    p.add_argument(
+        "--max-len",
+        type=int,
+        help="prompt and answer, at most (default: as memory allows, up to the model's limit)",
+    )
+    p.add_argument(
+        "--kv",
+        choices=("paged", "contiguous"),
+        default="paged",
+        help="keys and values in blocks, on demand (default), or reserved rows",
+    )
+    p.add_argument(
+        "--kv-bits",
+        choices=tuple(WIDTHS),
+        default="16",
+        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4",
+    )
+    p.add_argument(
+        "--kv-memory",
+        type=float,
+        help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
+    )
+    p.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="read every prompt from its beginning, also where another began alike",
+    )
+    p.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="recompute everything for each token, to feel the difference",
+    )
+    p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    p.add_argument(
+        "--tensor-parallel",
+        type=int,
+        help="split the models over so many processes (as torchrun does without this flag)",
+    )
+
+
+def add_output_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--json",
+        action="store_true",
+        help="print each result as one JSON object, with the tokens and the times",
+    )
+    p.add_argument(
+        "--color",
+        action="store_true",
+        help="show the origin of each token: accepted, corrected, or the bonus after a full round",
+    )
+    p.add_argument(
+        "--profile",
+        help="a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError for flags that exclude each other. A seed with --gamma auto turns coupled mode on."""
-    paged = args.kv_memory is not None or args.no_prefix_cache
-    kept = args.draft or args.prompts or paged or args.kv != "paged" or args.kv_bits != "16"
-    drafts = next(
-        (name for name in ("gamma", "verify", "color") if getattr(args, name) not in (None, False)),
-        "",
-    )
-    for wrong, rule in (
-        (not 1 <= args.n <= MOST, f"--n is {args.n}: it must be from 1 to {MOST:,}"),
-        (
-            not 1 <= args.max_batch <= MOST,
-            f"--max-batch is {args.max_batch}: it must be from 1 to {MOST:,}",
-        ),
-        (
-            args.draft is None and drafts,
-            f"--{drafts} is about drafted tokens: name a --draft (tiny-draft, …)",
-        ),
-        (
-            args.no_cache and kept,
-            "--no-cache keeps nothing: leave it out, or --draft, --prompts and all --kv…",
-        ),
-        (
-            paged and args.kv != "paged",
-            "--kv-memory, --no-prefix-cache are about the paged cache: use --kv paged",
-        ),
-        (
-            args.prompts and (args.prompt is not None or args.n > 1 or args.color),
-            "--prompts FILE has the prompts, "
-            "a text for each, as JSON: leave out the prompt, --n and --color",
-        ),
-        (
-            args.profile is not None and args.profiled is None,
-            "--profile needs the folder measure/: fetch it again",
-        ),
-        (args.color and args.json, "--color is for text: leave it out, or --json"),
-    ):
-        if wrong:
-            raise UserError(rule)
-    if (
-        args.draft
-        and args.seed is not None
-        and args.gamma in (None, "auto")
-        and args.verify != "coupled"
-    ):
-        say(
-            "note: --gamma auto goes by the clock: this seed need not give the same text again (--gamma N does)"
-            if args.verify
-            else "note: a seed with --gamma auto: verifying in coupled mode, so that the seed decides"
+    """UserError for flags that exclude each other. A seed with --gamma auto implies coupling."""
+    for name in ("n", "max_batch"):
+        number = getattr(args, name)
+        if not 1 <= number <= MAX_TEXTS:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
+    if args.draft is None:
+        for name in ("gamma", "verify", "color"):
+            if getattr(args, name) not in (None, False):
+                raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
+        raise UserError(
+            "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
+            "and --color"
         )
-        args.verify = args.verify or "coupled"
+    if args.color and args.json:
+        raise UserError("--color is for text: leave it out, or --json")
+    if args.draft and args.seed is not None and args.gamma in (None, "auto"):
+        keep_seed(args)
 
 
-def load(args: argparse.Namespace) -> tuple[Model, Draft]:
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    model = Model.load(args.target, find_device(args.device), dtype, args.bits)
-    return model, load_draft(args.draft, model, dtype)
+def keep_seed(args: argparse.Namespace) -> None:
+    """--gamma auto goes by the clock, so a text repeats in coupled mode only."""
+    if args.verify is None:
+        args.verify = "coupled"
+        say("note: a seed with --gamma auto: verifying in coupled mode, so that the seed decides")
+    if args.verify == "exact":
+        say(
+            "note: --gamma auto goes by the clock: this seed need not give the same text again "
+            "(--gamma N does)"
+        )
+
+
+# ---- Results -----------------------------------------------------------------------------------
+
+
+def write_piece(piece: str, origin: str) -> None:
+    write(piece)
+
+
+def write_colored(piece: str, origin: str) -> None:
+    write(paint(piece, origin))
+
+
+def paint(piece: str, origin: str) -> str:
+    """The piece in the colour of its origin."""
+    if origin not in COLORS:
+        return piece
+    return f"\x1b[{COLORS[origin]}m{piece}\x1b[0m"
+
+
+def show_for(args: argparse.Namespace) -> Show | None:
+    """What writes each piece of text: in colours with --color, nothing with --json."""
+    if args.json:
+        return None
+    if not args.color:
+        return write_piece
+    legend = [paint(origin, origin) for origin in COLORS]
+    say(f"colours: {', '.join(legend)}, plain: without drafts")
+    return write_colored
+
+
+def summary(result: Result) -> str:
+    """What a text cost, in a line or two."""
+    milliseconds = 1e3 * result.seconds_to_first_token
+    text = f"{len(result.tokens)} tokens ({result.finish_reason}): "
+    text += f"the first after {milliseconds:.0f} ms"
+    if result.tokens_per_second:
+        text += f", then {result.tokens_per_second:.1f} tokens/s"
+    text += f"; seed {result.seed}"
+    speculation = result.speculation
+    if speculation is None:
+        return text
+    accepted = "no drafts"
+    if speculation.acceptance is not None:
+        accepted = f"{speculation.acceptance:.0%} of the drafts accepted"
+    text += f"\n{accepted}, {speculation.tokens_per_round:.2f} tokens a round"
+    if speculation.speed_up:
+        text += f": {speculation.speed_up:.2f} times as fast as plain decoding"
+    if speculation.predicted_speed_up:
+        text += f"; by the formula {speculation.predicted_speed_up:.2f}"
+    return text
+
+
+def print_json(result: Result, **more: Any) -> None:
+    """Print a result as a line of JSON, in ASCII if standard output cannot encode it."""
+    fields = result.to_dict() | more
+    text = json.dumps(fields, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair, say
+        text = json.dumps(fields)
+    write(text + "\n")
+
+
+def serve(
+    engine: Engine, streams: Sequence[OutputStream], report: Callable[[Result], None]
+) -> None:
+    """Report each result. Several processes stop after the same step."""
+    step_by_step = waiting_signals() if num_processes() > 1 else nullcontext()
+    with step_by_step:
+        report_each(engine.serve(streams), report)
+
+
+def report_each(results: Generator[Result, None, None], report: Callable[[Result], None]) -> None:
+    """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine.
+
+    The engine ends the other texts as they are, and raises it again after the last one.
+    """
+    result = next(results, None)
+    while result is not None:
+        try:
+            with waiting_signals():
+                report(result)
+        except KeyboardInterrupt as stop:
+            result = results.throw(stop)
+        else:
+            result = next(results, None)
+
+
+# ---- One prompt, many, or a chat ---------------------------------------------------------------
+
+
+def read_text(name: str) -> str:
+    """A file's text, or standard input's."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # not UTF-8, or no name of a file
+        raise UserError(f"{name} cannot be read: {error}") from None
+
+
+def read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt, or the lines of --prompts; None: a chat."""
+    if args.prompts is not None:
+        return read_once(lambda: read_text(args.prompts))
+    if args.prompt == "-":
+        return read_once(lambda: read_text("-"))
+    if args.prompt is not None:
+        return args.prompt
+    if args.json or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
+        raise UserError(
+            "there is no prompt: give one in quotes, or '-' "
+            "(chat needs a terminal, no --json or --n)"
+        )
+    return None
 
 
 def start(
     args: argparse.Namespace,
     model: Model,
-    draft: Draft,
+    draft: Draft | None,
     tokens: int,
     max_len: int,
     max_batch: int = 1,
-    first: Request | None = None,
 ) -> Engine:
-    """The engine, profiled if asked for. ValueError if it could never serve `first`; notes ignored settings."""
-    if args.profile is not None:
-        llamas = [
-            part for part in (model.llama, getattr(draft, "llama", None)) if isinstance(part, Llama)
-        ]
-        args.profiling.enter_context(args.profiled(args.profile, llamas))
+    """The engine; notes say which settings are ignored."""
     engine = Engine(
         model,
         draft,
@@ -244,8 +359,6 @@ def start(
         not args.no_prefix_cache,
         args.kv_bits,
     )
-    if first is not None:
-        engine.batcher.check(first)
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
     if args.chat is None and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
@@ -253,218 +366,181 @@ def start(
     return engine
 
 
-def shower(args: argparse.Namespace) -> Show:
-    """A function that writes each piece of text: in colours with --color, not at all with --json."""
-    paint = lambda piece, origin: (
-        f"\x1b[{COLORS[origin]}m{piece}\x1b[0m" if origin in COLORS else piece
-    )
-    if args.color:
-        say(f"colours: {', '.join(paint(name, name) for name in COLORS)}, plain: without drafts")
-    return lambda piece, origin: (
-        None if args.json else write(paint(piece, origin) if args.color else piece)
-    )
-
-
-def summary(result: Result) -> str:
-    rate, drafts = (
-        f", then {result.tokens_per_second:.1f} tokens/s" if result.tokens_per_second else "",
-        "",
-    )
-    if result.speculation:
-        alpha, per_round, gain, predicted = result.speculation
-        faster = f": {gain:.2f} times as fast as plain decoding" if gain else ""
-        faster += f"; by the formula {predicted:.2f}" if predicted else ""
-        accepted = "no drafts" if alpha is None else f"{alpha:.0%} of the drafts accepted"
-        drafts = f"\n{accepted}, {per_round:.2f} tokens a round{faster}"
-    return (
-        f"{len(result.tokens)} tokens ({result.finish_reason}): the first after {1e3 * result.seconds_to_first_token:.0f} ms{rate}; "
-        f"seed {result.seed}{drafts}"
-    )
-
-
-def print_json(result: Result, **more: Any) -> None:
-    """Print a result as one line of JSON, in ASCII if standard output cannot encode it (half a surrogate pair, say)."""
-    encoding, text = (
-        sys.stdout.encoding or "utf-8",
-        json.dumps(data := result.to_dict() | more, ensure_ascii=False),
-    )
-    write(
-        (text if text.encode(encoding, "replace").decode(encoding) == text else json.dumps(data))
-        + "\n"
-    )
-
-
-def each(results: Generator[Result, None, None], told: Callable[[Result], None]) -> None:
-    """Call `told` with each result. A Ctrl-C in `told` goes to the engine, which ends all other texts as they are."""
-    try:
-        for result in results:
-            told(result)
-    except KeyboardInterrupt as stop:
-        told(results.throw(stop))  # raised again here, if the engine raised it
-        for result in results:
-            told(result)
-
-
-def one_prompt(args: argparse.Namespace, settings: Settings) -> int:
-    """Answer args.prompt --n times: one after the other, or with --json in a batch. The prompt's cache is shared."""
-    prompt = read_once(lambda: sys.stdin.read()) if args.prompt == "-" else args.prompt
-    model, draft = load(args)
+def one_prompt(
+    args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
+) -> int:
+    """Answer a prompt --n times: one after the other, or with --json in a batch."""
     first = model.request(prompt, settings, args.system, args.chat, args.max_len, args.kv_bits)
-    length, seed = first.num_prompt_tokens + first.num_remaining, first.settings.seed
-    together = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
-    engine, show = (
-        start(args, model, draft, together * length, length, together, first),
-        shower(args),
-    )
-    seeds = [replace(first.settings, seed=seed + i) for i in range(1, args.n)]
-    requests = [
-        first,
-        *(Request(first.tokens, chosen, model.eos_token_ids, sibling=first) for chosen in seeds),
-    ]
-    writers = [
-        OutputStream(model.tokenizer, request, prompt, show, i)
-        for i, request in enumerate(requests)
-    ]
+    length = first.num_prompt_tokens + first.num_remaining
+    max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
+    engine = start(args, model, draft, max_batch * length, length, max_batch)
+    engine.batcher.check(first)
+    show = show_for(args)
+    streams = [OutputStream(model.tokenizer, first, prompt, show)]
+    for i in range(1, args.n):
+        chosen = replace(first.settings, seed=first.settings.seed + i)
+        request = Request(first.tokens, chosen, model.eos_token_ids, sibling=first)
+        streams.append(OutputStream(model.tokenizer, request, prompt, show, i))
 
-    def told(result: Result) -> None:
-        print_json(result) if args.json else write("\n")
+    def report(result: Result) -> None:
+        if args.json:
+            print_json(result)
+        else:
+            write("\n")
         say(summary(result))
 
-    for group in [writers] if together > 1 else [[writer] for writer in writers]:
-        each(engine.serve(group), told)
+    if max_batch > 1:
+        serve(engine, streams, report)
+        return 0
+    for stream in streams:
+        serve(engine, [stream], report)
     return 0
 
 
-def many_prompts(args: argparse.Namespace, settings: Settings) -> int:
-    """The requests of a file, as many at a time as --max-batch and memory allow -> 1 if a line was bad, else 0."""
-    read = lambda: (
-        sys.stdin.read() if args.prompts == "-" else Path(args.prompts).read_text(encoding="utf-8")
-    )
-    try:
-        lines = (
-            read_once(read).removeprefix("\ufeff").split("\n")
-        )  # a text may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {args.prompts} cannot be read: {error}") from None
-    model, draft = load(args)
+def many_prompts(
+    args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, text: str
+) -> int:
+    """The requests of a file, as many at a time as --max-batch and memory allow.
+
+    -> 1 if a line was bad, else 0
+    """
     limit = model.max_total_tokens(args.max_len, args.kv_bits)
     engine = start(args, model, draft, args.max_batch * limit, limit, args.max_batch)
     say(engine.describe())
-    begun, ids, made, bad = (
-        time.perf_counter(),
-        dict[int, dict[str, Any]](),
-        list[int](),
-        list[int](),
-    )
+    begin = time.perf_counter()
+    texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
+    longest = min(limit, engine.runner.cache.max_len)
 
-    def writers() -> Iterator[OutputStream]:
-        longest, clock = (
-            min(limit, engine.runner.cache.max_len),
-            args.draft and args.verify != "coupled",
-        )
-        requests = read_requests(lines, model, settings, longest, args.system, args.chat)
-        for index, (number, asked, request) in enumerate(requests):
-            ids[index] = {"id": asked["id"]} if "id" in asked else {}
-            try:
-                if isinstance(request, ValueError):
-                    raise request
-                if args.draft is None and asked.get("gamma") is not None:
-                    raise UserError(
-                        "gamma is about drafted tokens: name a --draft, or leave it out"
-                    )
-                engine.batcher.check(request)
-                if (
-                    clock
-                    and request.settings.gamma is None
-                    and asked.get("seed", args.seed) is not None
-                ):
-                    clock = False
-                    say(
-                        f"note: line {number} has a seed, but its γ goes by the clock: --verify coupled repeats texts"
-                    )
-                yield OutputStream(model.tokenizer, request, asked["prompt"], index=index)
-            except ValueError as error:
-                bad.append(number)
-                say(f"line {number} is left out: {brief(error, LONGEST)}")
-                refused = Result(asked.get("prompt", ""), [], 0, index, finish_reason="error")
-                print_json(refused, error=brief(error, LONGEST), **ids[index])
+    def check(request: Request) -> None:
+        if args.draft is None and request.settings.gamma is not None:
+            raise UserError("gamma is about drafted tokens: name a --draft, or leave it out")
+        engine.batcher.check(request)
 
-    def told(result: Result) -> None:
-        print_json(result, **ids[result.index])
-        made.append(len(result.tokens))
-        say(f"{len(made)} of {len(ids) - len(bad)}: {summary(result)}")
+    lines = [*read_requests(texts, model, settings, longest, args.system, args.chat, check)]
+    streams = []
+    for index, line in enumerate(lines):
+        if line.error is None:
+            prompt = line.fields["prompt"]
+            streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
+        else:
+            print_error(line, index)
+    results = []
 
-    each(engine.serve(writers()), told)
-    took = time.perf_counter() - begun
+    def report(result: Result) -> None:
+        results.append(result)
+        print_json(result, **lines[result.index].id)
+        say(f"{len(results)} of {len(streams)}: {summary(result)}")
+
+    serve(engine, streams, report)
+    seconds = time.perf_counter() - begin
+    num_tokens = sum(len(result.tokens) for result in results)
+    num_bad = len(lines) - len(streams)
     say(
-        f"{len(made)} texts, {sum(made)} tokens in {took:.1f} s: {sum(made) / took:.1f} tokens/s; {len(bad)} bad lines"
+        f"{len(results)} texts, {num_tokens} tokens in {seconds:.1f} s: "
+        f"{num_tokens / seconds:.1f} tokens/s; {num_bad} bad lines"
     )
-    return 1 if bad else 0
+    return 1 if num_bad else 0
 
 
-def chat(args: argparse.Namespace, settings: Settings) -> int:
+def print_error(line: Line, index: int) -> None:
+    """The result of a bad line."""
+    message = brief(line.error, MAX_MESSAGE)
+    say(f"line {line.number} is left out: {message}")
+    result = Result(line.fields.get("prompt", ""), [], 0, index, finish_reason="error")
+    print_json(result, error=message, **line.id)
+
+
+def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
-    model, draft = load(args)
-    first = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
     limit = model.max_total_tokens(args.max_len, args.kv_bits)
-    engine, show = start(args, model, draft, limit, limit, first=first), shower(args)
-    talk, messages = (
-        model.tokenizer.chat_template is not None and args.chat is not False,
-        list[Message](),
-    )
-    say("Type a message; Ctrl-D ends." if talk else "Type the beginning of a text; Ctrl-D ends.")
-    args.profiling.callback(say, "")  # ends the line of the last prompt
+    shortest = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
+    engine = start(args, model, draft, limit, limit)
+    engine.batcher.check(shortest)
+    longest = min(limit, engine.runner.cache.max_len)
+    show = show_for(args)
+    has_template = model.tokenizer.chat_template is not None and args.chat is not False
+    messages: list[Message] = []
+
+    def report(result: Result) -> None:
+        messages.append({"role": "assistant", "content": result.text})
+        write("\n")
+        say(summary(result))
+
+    kind = "a message" if has_template else "the beginning of a text"
+    say(f"Type {kind}; Ctrl-D ends.")
     while True:
         try:
-            if not (typed := read_once(lambda: input("> "))):
-                continue
-            messages = messages + [{"role": "user", "content": typed}] if talk else []
-            longest = min(limit, engine.runner.cache.max_len)
-            request = model.request(messages or typed, settings, args.system, args.chat, longest)
+            typed = read_once(lambda: input("> "))
         except EOFError:
             return 0
-        except ValueError as error:
-            messages = messages if (again := isinstance(error, UnicodeError)) else []
-            say(
-                f"{brief(error, LONGEST)}: {'type it again' if again else 'a new conversation begins'}"
-            )
+        except UnicodeError as error:
+            say(f"{error}: type it again")
+            continue
+        if not typed:
+            continue
+        messages.append({"role": "user", "content": typed})
+        prompt = messages if has_template else typed
+        try:
+            request = model.request(prompt, settings, args.system, args.chat, longest)
+        except UserError as error:
+            say(f"{brief(error, MAX_MESSAGE)}: a new conversation begins")
+            messages.clear()
             continue
         try:
-            for result in engine.serve([OutputStream(model.tokenizer, request, typed, show)]):
-                messages.append({"role": "assistant", "content": result.text})
-                write("\n")
-                say(summary(result))
-        except KeyboardInterrupt as stop:  # enough of this answer
-            if isinstance(stop, Terminated):
-                raise
+            serve(engine, [OutputStream(model.tokenizer, request, typed, show)], report)
+        except Terminated:
+            raise
+        except KeyboardInterrupt:  # enough of this answer
+            continue
+
+
+# ---- The program -------------------------------------------------------------------------------
+
+
+def profiled(
+    args: argparse.Namespace, model: Model, draft: Draft | None
+) -> AbstractContextManager[None]:
+    """--profile: measure/ is loaded only then."""
+    if args.profile is None:
+        return nullcontext()
+    llamas = [model.llama]
+    if draft is not None and draft.llama is not None:
+        llamas.append(draft.llama)
+    return import_module("measure.profiler").profiled(args.profile, llamas)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Do what the flags ask for -> the exit status. All processes come here."""
     check_flags(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
-    if (args.tensor_parallel or 0) > 1:  # refused before other processes start
-        shard_config(Config.load(find_folder(args.target)), args.tensor_parallel)
-    with (
-        joined(args.tensor_parallel, args.command, device) as args.device,
-        ExitStack() as args.profiling,
-    ):
-        if args.prompts is not None:
-            return many_prompts(args, settings)
-        if args.prompt is not None:
-            return one_prompt(args, settings)
-        if not read_once(lambda: sys.stdin.isatty()) or args.json or args.n > 1:
-            raise UserError(
-                "there is no prompt: give one in quotes, or '-' (chat needs a terminal, no --json or --n)"
-            )
-        return chat(args, settings)
+    n = args.tensor_parallel
+    if n is not None and n > 1:  # refused before other processes start
+        shard_config(Config.load(find_folder(args.target)), n)
+    with joined(n, device, run, args) as device:
+        prompt = read_prompt(args)
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        model = Model.load(args.target, device, dtype, args.bits)
+        draft = load_draft(args.draft, model, dtype)
+        with profiled(args, model, draft):
+            if args.prompts is not None:
+                return many_prompts(args, settings, model, draft, prompt)
+            if prompt is not None:
+                return one_prompt(args, settings, model, draft, prompt)
+            return chat(args, settings, model, draft)
 
 
-def main(arguments: Sequence[str] | None = None, profiled: Callable[..., Any] | None = None) -> int:
-    """profiled: the context manager behind --profile (measure/profiler.py)."""
-    hush()
-    args = parser().parse_args(given := sys.argv[1:] if arguments is None else arguments)
-    here = Path(__file__).parent.parent / "generate.py"
-    args.profiled, args.command = profiled, [sys.executable, str(here), *given]
-    warnings.showwarning = lambda message, *rest: say(f"note: {message}")
-    return status(lambda: run(args), CacheFull)
+def show_warning(message: Warning | str, *details: Any) -> None:
+    say(f"note: {message}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    warnings.showwarning = show_warning
+    try:
+        rank, _, _ = torchrun_ranks()
+    except UserError as error:
+        return refuse(str(error))
+    if rank > 0:
+        return follow(lambda: run(parser().parse_args(arguments)))
+    args = parser().parse_args(arguments)
+    return status(lambda: run(args), handler=handle_signal)

@@ -1,75 +1,116 @@
-"""Requests from a file: a line of JSON each.
+"""Requests from a file, one JSON object a line.
 
-{"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}. The prompt is a text, or chat messages; settings
-have the names that `Settings` gives them.
+    {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "id": "a"}
+
+The prompt is a text, or chat messages; settings have the names that `Settings` gives them. A bad
+line becomes an error that keeps the line's `id`; the other lines are served.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import parse_json
 from errors import UserError
 from request import Request, Settings
 
-KINDS = {
-    "prompt": (str | list, "a text, or chat messages"),
-    "id": (object, ""),
-    "system": (str | None, "a text"),
-    "raw": (bool | None, "true or false"),
-    "chat": (bool | None, "true or false"),
-}
-NAMES = (*KINDS, *Settings.__dataclass_fields__)  # that a line may have
+if TYPE_CHECKING:
+    from generate import Model
+
+SETTINGS = tuple(Settings.__dataclass_fields__)
+NAMES = ("prompt", "id", "system", "raw", "chat", *SETTINGS)
+
+
+@dataclass
+class Line:
+    """A line of the file: its JSON object, and its request or what is wrong with it."""
+
+    number: int  # from 1
+    fields: dict[str, Any] = field(default_factory=dict)
+    request: Request | None = None
+    error: UserError | None = None
+
+    @property
+    def id(self) -> dict[str, Any]:
+        """The field `id`, which the result repeats."""
+        return {"id": self.fields["id"]} if "id" in self.fields else {}
 
 
 def read_requests(
     lines: Iterable[str],
-    model: Any,
+    model: "Model",
     defaults: Settings,
     max_len: int | None,
     system: str | None = None,
     chat: bool | None = None,
-) -> Iterator[tuple[int, dict[str, Any], Request | ValueError]]:
-    """For each line that is not blank: its number, from 1; its JSON object; its Request, or a ValueError.
-    model: a `generate.Model`; defaults: the settings where a line has none."""
-    for number, text in ((n, line) for n, line in enumerate(lines, 1) if line.strip()):
-        asked: dict[str, Any] = {}
+    check: Callable[[Request], None] = lambda request: None,
+) -> Iterator[Line]:
+    """Each line that is not blank.
+
+    defaults: the settings where a line has none; check: UserError for a request to be refused.
+    """
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        line = Line(number)
         try:
-            asked = _object(text)
-            for name, (kind, rule) in KINDS.items():
-                if not isinstance(asked.get(name), kind):
-                    raise UserError(f"{name} is {asked[name]!r}: it must be {rule}")
-            if asked.get("chat") and asked.get("raw"):
-                raise UserError("chat and raw are both true: leave one out")
-            chosen = {
-                name: asked[name]
-                for name in Settings.__dataclass_fields__
-                if asked.get(name) is not None
-            }
-            how = asked.get("chat") or (False if asked.get("raw") else chat)
-            yield (
-                number,
-                asked,
-                model.request(
-                    asked["prompt"],
-                    replace(defaults, **chosen),
-                    asked.get("system", system),
-                    how,
-                    max_len,
-                ),
+            line.fields = parse_object(text)
+            check_fields(line.fields)
+            use_template = chat
+            if line.fields.get("raw"):
+                use_template = False
+            if line.fields.get("chat"):
+                use_template = True
+            request = model.request(
+                line.fields["prompt"],
+                settings_of(line.fields, defaults),
+                line.fields.get("system", system),
+                use_template,
+                max_len,
             )
-        except ValueError as error:
-            yield number, asked, error
+            check(request)
+            line.request = request
+        except UserError as error:
+            line.error = error
+        yield line
 
 
-def _object(text: str) -> dict[str, Any]:
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object of a line."""
+    rule = 'a line must be a JSON object like {"prompt": "…"}'
     try:
-        json.dumps(asked := parse_json(text))  # the result repeats it, so it must be JSON
-        if not isinstance(asked, dict) or "prompt" not in asked:
-            raise UserError('there is no "prompt"')
+        fields = parse_json(text)
+        json.dumps(fields, allow_nan=False)  # the result repeats it
     except (ValueError, RecursionError) as error:
-        raise UserError(f'{error}: a line must be a JSON object like {{"prompt": "…"}}') from None
-    if unknown := [repr(name) for name in asked if name not in NAMES]:
-        raise UserError(f"{', '.join(unknown)} is unknown here: a line may have {', '.join(NAMES)}")
-    return asked
+        raise UserError(f"{error}: {rule}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"it holds a {type(fields).__name__}: {rule}")
+    return fields
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    """UserError for a name or a type that is not known. `Settings` checks its own."""
+    for name in fields:
+        if name not in NAMES:
+            raise UserError(f"{name!r} is unknown here: a line may have {', '.join(NAMES)}")
+    if not isinstance(fields.get("prompt"), str | list):
+        raise UserError(
+            f'"prompt" is {fields.get("prompt")!r}: it must be a text, or chat messages'
+        )
+    if not isinstance(fields.get("system"), str | None):
+        raise UserError(f"system is {fields['system']!r}: it must be a text")
+    for name in ("raw", "chat"):
+        if not isinstance(fields.get(name), bool | None):
+            raise UserError(f"{name} is {fields[name]!r}: it must be true or false")
+    if fields.get("raw") and fields.get("chat"):
+        raise UserError("chat and raw are both true: leave one out")
+
+
+def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:
+    """The settings of a line; null is as if it were left out."""
+    chosen = {}
+    for name in SETTINGS:
+        if fields.get(name) is not None:
+            chosen[name] = fields[name]
+    return replace(defaults, **chosen)

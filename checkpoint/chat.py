@@ -32,8 +32,7 @@ from checkpoint.files import read_text
 from checkpoint.vocabulary import added_pattern
 from errors import UserError, brief
 
-FIRST_SURROGATE = 0xD800
-NUM_SURROGATES = 0x800
+FIRST_SURROGATE = 0xD800  # of 2,048
 
 
 def replace_surrogates(text: str) -> str:
@@ -84,11 +83,6 @@ class ChatTemplate:
         self.controls = controls
         self.named = named
         first_letters = sorted({text[0] for text in controls})
-        if len(first_letters) > NUM_SURROGATES:
-            raise UserError(
-                f"{folder}: its control tokens begin with {len(first_letters)} different "
-                f"characters; at most {NUM_SURROGATES} are supported"
-            )
         self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
         self._control_pattern = added_pattern(controls)

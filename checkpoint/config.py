@@ -18,24 +18,26 @@ from checkpoint.formats import Layout, check_setting
 from checkpoint.layouts import load_quantization
 from errors import UserError, brief
 
-# The least and the largest value of each number: far beyond any real model, but so that no product
-# overflows, and that a model on the meta device is made at once.
-RANGES: dict[str, tuple[float, float]] = {
-    "vocab_size": (1, 2**24),
-    "hidden_size": (1, 2**31 - 1),
-    "intermediate_size": (1, 2**20),
-    "num_hidden_layers": (1, 2**9),
-    "head_dim": (1, 2**12),
-    "num_attention_heads": (1, 2**12),
-    "num_key_value_heads": (1, 2**12),
-    "max_position_embeddings": (1, 2**31 - 1),
-    "original_max_position_embeddings": (1, 2**31 - 1),
-    "rms_norm_eps": (1e-30, 1.0),
-    "rope_theta": (1.0, 1e12),
-    "factor": (1e-3, 1e6),
-    "low_freq_factor": (1e-3, 1e6),
-    "high_freq_factor": (1e-3, 1e6),
+# The largest value of each number, far above any real model; an int asks for a whole number.
+LARGEST: dict[str, float] = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**9,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31 - 1,
+    "rms_norm_eps": 1.0,
 }
+LARGEST_ROPE: dict[str, float] = {
+    "rope_theta": 1e12,
+    "factor": 1e6,
+    "low_freq_factor": 1e6,
+    "high_freq_factor": 1e6,
+    "original_max_position_embeddings": 2**31 - 1,
+}
+SMALLEST = 1e-12
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "model_type": ("llama",),
@@ -101,7 +103,7 @@ class Config:
 
     @classmethod
     def load(cls, folder: Path) -> Config:
-        """The config of this folder's config.json. FileNotFoundError or UserError names the file."""
+        """The config of a folder's config.json. FileNotFoundError or UserError names the file."""
         file = folder / "config.json"
         data = read_json(file)
         try:
@@ -114,24 +116,19 @@ class Config:
         """From the object in a config.json."""
         for name, values in SUPPORTED.items():
             check_setting(name, data.get(name), *values)
-        num_heads = whole_number(data, "num_attention_heads")
-        hidden_size = whole_number(data, "hidden_size")
-        rope = rope_settings(data)
+        num_heads = number(data, "num_attention_heads", LARGEST)
+        defaults = {
+            "num_key_value_heads": num_heads,
+            "head_dim": number(data, "hidden_size", LARGEST) // num_heads,
+            "rms_norm_eps": cls.rms_norm_eps,
+        }
+        present = {name: value for name, value in data.items() if value is not None}
+        rope = rope_settings(present)
         return cls(
-            vocab_size=whole_number(data, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=whole_number(data, "intermediate_size"),
-            num_hidden_layers=whole_number(data, "num_hidden_layers"),
-            num_attention_heads=num_heads,
-            num_key_value_heads=whole_number(data, "num_key_value_heads", num_heads),
-            head_dim=whole_number(data, "head_dim", hidden_size // num_heads),
-            max_position_embeddings=whole_number(data, "max_position_embeddings"),
-            rms_norm_eps=number(data, "rms_norm_eps", cls.rms_norm_eps),
-            rope_theta=number(rope, "rope_theta", cls.rope_theta),
+            **{name: number(defaults | present, name, LARGEST) for name in LARGEST},
+            **{name: bool(data.get(name)) for name in FLAGS},
+            rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta", LARGEST_ROPE),
             rope_scaling=parse_rope_scaling(rope),
-            tie_word_embeddings=bool(data.get("tie_word_embeddings")),
-            attention_bias=bool(data.get("attention_bias")),
-            mlp_bias=bool(data.get("mlp_bias")),
             eos_token_ids=end_tokens(data),
             quantization=load_quantization(data.get("quantization_config")),
         )
@@ -158,11 +155,13 @@ class Config:
         return replace(self, quantization=layout)
 
 
-def rope_settings(data: dict[str, Any]) -> dict[str, Any]:
+def rope_settings(present: dict[str, Any]) -> dict[str, Any]:
     """All settings of the rotary embeddings, wherever this config.json has them."""
-    settings = {"rope_theta": data.get("rope_theta")}
+    settings = {}
+    if "rope_theta" in present:
+        settings["rope_theta"] = present["rope_theta"]
     for name in ("rope_scaling", "rope_parameters"):
-        found = data.get(name) or {}
+        found = present.get(name, {})
         if not isinstance(found, dict):
             raise UserError(f"{name} is {found!r}; it must be an object")
         settings |= {key: value for key, value in found.items() if value is not None}
@@ -175,37 +174,21 @@ def parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     check_setting("rope_type", kind, *ROPE_NUMBERS)
     check_setting("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1, 1.0)
     if kind == "default":
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        unknown = sorted(rope.keys() - known)
-        if unknown:
-            names = " and ".join(unknown)
-            raise UserError(f"rope_type is 'default', which has no use for {names}")
         return None
-    scaling = {name: number(rope, name) for name in ROPE_NUMBERS[kind]}
+    scaling = {name: number(rope, name, LARGEST_ROPE) for name in ROPE_NUMBERS[kind]}
     return scaling | {"rope_type": kind}
 
 
-def number(data: dict[str, Any], name: str, default: float | None = None) -> float:
-    """data[name], or the default for null. UserError unless it is a number in its range."""
-    return _number(data, name, default, (int, float), "a number")
-
-
-def whole_number(data: dict[str, Any], name: str, default: int | None = None) -> int:
-    """data[name], or the default for null. UserError unless it is an int in its range."""
-    return _number(data, name, default, (int,), "a whole number")
-
-
-def _number(
-    data: dict[str, Any], name: str, default: Any, types: tuple[type, ...], kind: str
-) -> Any:
+def number(data: dict[str, Any], name: str, limits: dict[str, float]) -> Any:
+    """data[name]. UserError unless it is a number above 0, up to its limit."""
     value = data.get(name)
-    if value is None:
-        value = default
-    low, high = RANGES[name]
-    if type(value) not in types or not low <= value <= high:
+    kind = type(limits[name])
+    smallest = 1 if kind is int else SMALLEST
+    if type(value) not in (int, kind) or not smallest <= value <= limits[name]:
         found = "missing" if value is None else brief(repr(value))
-        raise UserError(f"{name} is {found}; it must be {kind} from {low} to {high}")
-    return types[-1](value)
+        what = "a whole number" if kind is int else "a number"
+        raise UserError(f"{name} is {found}; it must be {what} from {smallest} to {limits[name]}")
+    return kind(value)
 
 
 def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:

@@ -1,14 +1,12 @@
 """Weights in fewer bits: the `quantization_config` of a config.json.
 
-A `Layout` says how a folder stores the matrices of the layers. It answers four questions:
+A `Layout` says how a folder stores the matrices of the layers. There are two kinds:
 
-    empty       a matrix in memory, to be filled (quant.py's `Quantized`)
-    expected    the tensors that the folder must hold for the model's tensors: names, shapes, dtypes
-    convert     the folder's tensors -> the model's, one after the other
-    to_dict     the `quantization_config` again
+  - `Quantization` is quant.py's: the folder holds the model's own tensors.
+  - `Foreign` is the base of other programs' layouts (layouts.py), which store a matrix in tensors
+    of other shapes: `expected` names them, `convert` reads them.
 
-`Quantization` is the layout of quant.py: the folder holds the model's own tensors. `Foreign` is the
-base of other programs' layouts (layouts.py), which store a matrix in tensors of other shapes.
+Both make an `empty` matrix in memory, and their `to_dict` is the `quantization_config` again.
 
 Invariant: a number is read as it is stored, never rounded. (A scale becomes a float32.)
 
@@ -91,31 +89,6 @@ class Layout:
         """Whether a byte holds two numbers."""
         return STORED[self.bits] == torch.uint8
 
-    @property
-    def together(self) -> int:
-        """Columns that must stay together where several processes share a row."""
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `quantization_config` of config.json."""
-        raise NotImplementedError
-
-    def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
-        """An uninitialized matrix. head: whether it is the embedding or the head."""
-        raise NotImplementedError
-
-    def expected(
-        self, tensors: Mapping[str, Tensor], stored: Mapping[str, Header]
-    ) -> dict[str, Header]:
-        """The tensors that the folder must hold. tensors: the model's. stored: the folder's."""
-        raise NotImplementedError
-
-    def convert(
-        self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, numbers) for each of the model's tensors, one after the other."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Quantization(Layout):
@@ -154,7 +127,8 @@ class Quantization(Layout):
         if not required <= settings.keys() <= known:
             names = ", ".join(sorted(known))
             raise UserError(
-                f"quantization_config is {how!r}, which is not supported; {OWN_METHOD}'s has {names}"
+                f"quantization_config is {how!r}, which is not supported; "
+                f"{OWN_METHOD}'s has {names}"
             )
         return cls(**settings)
 
@@ -170,6 +144,7 @@ class Quantization(Layout):
 
     @property
     def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
         return self.group if self.is_packed else 1
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
@@ -177,17 +152,6 @@ class Quantization(Layout):
         group = self.group if STORED[bits] == torch.uint8 else K
         inputs = 16 if head else self.activations
         return Quantized.empty(N, K, bits, group, device)._replace(inputs=inputs)
-
-    def expected(
-        self, tensors: Mapping[str, Tensor], stored: Mapping[str, Header]
-    ) -> dict[str, Header]:
-        return {name: header_of(tensor) for name, tensor in tensors.items()}
-
-    def convert(
-        self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name in tensors:
-            yield name, checkpoint.read(name)
 
 
 class Matrix(NamedTuple):
@@ -197,6 +161,10 @@ class Matrix(NamedTuple):
     N: int
     K: int
     M: int
+
+    def key(self, suffix: str) -> str:
+        """The name of one of its tensors."""
+        return f"{self.name}.{suffix}"
 
 
 class Parts(NamedTuple):
@@ -208,19 +176,20 @@ class Parts(NamedTuple):
     order: Tensor | None = None  # [K]
 
 
-Find = Callable[[str], Header | None]  # by a tensor's name after the matrix's: "qweight"
-Get = Callable[[str], Tensor | None]
+Tensors = Mapping[str, Tensor]  # of the model, by name
+Headers = Mapping[str, Header]  # of the folder's tensors, by name
+Get = Callable[[str], Tensor | None]  # the folder's tensor of this suffix ("qweight"), if any
 
 
 @dataclass(frozen=True)
 class Foreign(Layout):
-    """Another program's layout. `source` is its `quantization_config`, which `parse` has checked."""
+    """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
 
     zeros: bool = False  # whether 8 bits have zeros, too
     source: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def headers(self, matrix: Matrix, find: Find) -> dict[str, Header]:
-        """The tensors that the folder must hold for a matrix. find: what it holds."""
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
+        """The tensors that the folder must hold for a matrix, by suffix. stored: what it holds."""
         raise NotImplementedError
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
@@ -233,6 +202,7 @@ class Foreign(Layout):
 
     @property
     def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
         if self.group:
             return self.group
         return 2 if self.is_packed else 1
@@ -241,62 +211,65 @@ class Foreign(Layout):
         return self.source
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
+        """An uninitialized matrix."""
         if K % 2 and self.is_packed:
             raise UserError(
                 f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
                 "must have an even number: name a folder in 16 bits, with --bits 4"
             )
-        group = self.columns_of_scale(K)
         weight = Quantized.empty(
-            N, K, self.bits, group, device, torch.float32, self.zeros, self.ordered
+            N,
+            K,
+            self.bits,
+            self.columns_of_scale(K),
+            device,
+            torch.float32,
+            self.zeros,
+            self.ordered,
         )
         return weight._replace(inputs=self.activations)
 
-    def expected(
-        self, tensors: Mapping[str, Tensor], stored: Mapping[str, Header]
-    ) -> dict[str, Header]:
-        expected = {name: header_of(tensor) for name, tensor in plain_tensors(tensors).items()}
+    def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
+        """The tensors that the folder must hold for the model's. stored: what it holds."""
+        expected = {name: header_of(tensors[name]) for name in plain_names(tensors)}
         for matrix in matrices(tensors):
-            find = finder(matrix, stored)
-            for suffix, header in self.headers(matrix, find).items():
-                expected[f"{matrix.name}.{suffix}"] = header
+            for suffix, header in self.headers(matrix, stored).items():
+                expected[matrix.key(suffix)] = header
         return expected
 
-    def convert(
-        self, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name in plain_tensors(tensors):
+    def convert(self, tensors: Tensors, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+        """(name, numbers) for each of the model's tensors, one after the other."""
+        for name in plain_names(tensors):
             yield name, checkpoint.read(name)
-        first_orders = dict[int, tuple[str, Tensor]]()  # of each product, with its matrix
+        first_orders = dict[int, Tensor]()  # of each product: q, k and v share one
         for matrix in matrices(tensors):
             try:
                 parts = self._checked_parts(matrix, tensors, checkpoint)
                 if parts.order is not None:
-                    product = id(tensors[f"{matrix.name}.weight_order"])
-                    first = first_orders.setdefault(product, (matrix.name, parts.order))
-                    check_order(parts.order, *first)
+                    product = id(tensors[matrix.key("weight_order")])
+                    first = first_orders.setdefault(product, parts.order)
+                    if not torch.equal(parts.order, first):
+                        raise UserError("its g_idx differs from that of another part of a product")
             except UserError as error:
                 raise UserError(
                     f"{matrix.name}: {brief(error)}: fetch the model again, or name one in 16 bits"
                 ) from None
-            for name, part in zip(PARTS, parts):
+            for suffix, part in zip(PARTS, parts):
                 if part is not None:
-                    yield f"{matrix.name}.{name}", part
+                    yield matrix.key(suffix), part
 
-    def _checked_parts(
-        self, matrix: Matrix, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
-    ) -> Parts:
+    def _checked_parts(self, matrix: Matrix, tensors: Tensors, checkpoint: Checkpoint) -> Parts:
         """A matrix, its zeros as quant.py stores them."""
 
         def get(suffix: str) -> Tensor | None:
-            name = f"{matrix.name}.{suffix}"
+            name = matrix.key(suffix)
             return checkpoint.read(name) if name in checkpoint.headers else None
 
         parts = self.parts(matrix, get)
         if not parts.scale.isfinite().all():
             raise UserError("its scales must be finite numbers")
         bias = get("bias")
-        if bias is not None and f"{matrix.name}.bias" not in tensors and bias.any():
+        if bias is not None and matrix.key("bias") not in tensors and bias.any():
             raise UserError("its bias is not all 0, and config.json asks for none")
         if self.bits != 4:
             return parts
@@ -304,32 +277,20 @@ class Foreign(Layout):
         return parts._replace(zero=zero)
 
 
-def matrices(tensors: Mapping[str, Tensor]) -> list[Matrix]:
+def matrices(tensors: Tensors) -> list[Matrix]:
     """The quantized matrices among the model's tensors."""
     found = []
     for name, scale in tensors.items():
         if name.endswith(".weight_scale"):
             weight = tensors[name.removesuffix("_scale")]
-            numbers_a_byte = 2 if weight.dtype == torch.uint8 else 1
-            K = weight.shape[1] * numbers_a_byte
-            found.append(Matrix(name.removesuffix(".weight_scale"), len(weight), K, scale.shape[1]))
+            N, K = weight.shape
+            if weight.dtype == torch.uint8:
+                K = 2 * K  # two numbers a byte
+            found.append(Matrix(name.removesuffix(".weight_scale"), N, K, scale.shape[1]))
     return found
 
 
-def plain_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def plain_names(tensors: Tensors) -> list[str]:
     """The model's tensors that are no part of a quantized matrix."""
-    quantized = {f"{matrix.name}.{part}" for matrix in matrices(tensors) for part in PARTS}
-    return {name: tensor for name, tensor in tensors.items() if name not in quantized}
-
-
-def finder(matrix: Matrix, stored: Mapping[str, Header]) -> Find:
-    """A function that finds the headers of a matrix."""
-    return lambda suffix: stored.get(f"{matrix.name}.{suffix}")
-
-
-def check_order(order: Tensor, first_name: str, first_order: Tensor) -> None:
-    """UserError unless a matrix has the order of the first one of its product (q, k and v, say)."""
-    if not torch.equal(order, first_order):
-        raise UserError(
-            f"its g_idx differs from that of {first_name}, and both are one product here"
-        )
+    quantized = {matrix.key(suffix) for matrix in matrices(tensors) for suffix in PARTS}
+    return [name for name in tensors if name not in quantized]

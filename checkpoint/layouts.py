@@ -29,7 +29,7 @@ Words pack rows (along) or columns (down).
 
 Not covered: inputs with stored (static) scales; 2 and 3 bits; an odd number of columns in 4 bits;
 FP8 in blocks of rows; FP4; bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are
-not quantized. To add a layout, add a class with `parse`, `headers` and `parts`, and name it in
+not quantized. A new layout is a class with `parse`, `headers` and `parts`, and a line in
 `load_quantization`.
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2024 (2306.00978). NF4: Dettmers et
 al. 2023 (2305.14314).
@@ -49,10 +49,10 @@ from checkpoint.formats import (
     EXACT,
     FLOAT,
     OWN_METHOD,
-    Find,
     Foreign,
     Get,
     Header,
+    Headers,
     Layout,
     Matrix,
     Parts,
@@ -62,15 +62,9 @@ from checkpoint.formats import (
 from errors import UserError, brief
 from quant import STORED, nf4, pack4, unpack4
 
-HEADS = (  # modules that may stay in 16 bits; a Llama lacks some of them
-    "lm_head",
-    "re:.*lm_head",
-    "embed_tokens",
-    "model.embed_tokens",
-    "multi_modal_projector",
-    "merger",
-    "modality_projection",
-)
+# Modules that may stay in 16 bits. (bitsandbytes' folders name some that a Llama lacks.)
+HEADS = {"lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi_modal_projector"}
+HEADS |= {"merger", "modality_projection"}
 
 
 def load_quantization(how: Any) -> Layout | None:
@@ -173,87 +167,64 @@ def sort_columns(groups: Tensor, K: int, group: int) -> Tensor:
 
 
 class GPTQ(Foreign):
-    """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1), and some folders have not
-    lowered them."""
+    """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1): those of the folder,
+    which some programs have not lowered, are not read."""
 
     @classmethod
     def parse(cls, how: dict[str, Any]) -> GPTQ:
-        kind = how.get("checkpoint_format")
-        formats = (None, kind) if kind else (None, "gptq", "gptq_v2")
         check(
             how,
             bits=(4, 8),
             checkpoint_format=(None, "gptq", "gptq_v2"),
-            format=formats,
+            format=(None, "gptq", "gptq_v2"),
             dynamic=(None, {}),
             sym=(None, False, True),
             desc_act=(None, False, True),
             lm_head=(None, False),
             rotation=(None, ""),
-            is_marlin_format=(None, False),
-            pack_dtype=(None, "int32"),
-            adapter=(None, {}),
         )
         group = group_size(how)
-        return cls(
-            bits=how["bits"],
-            group=group,
-            method="gptq",
-            ordered=group > 0 and bool(how.get("desc_act")),
-            zeros=not how.get("sym"),
-            source=how,
-        )
+        is_ordered = group > 0 and bool(how.get("desc_act"))
+        has_zeros = not how.get("sym")
+        return cls(how["bits"], group, 16, "gptq", 16, is_ordered, has_zeros, how)
 
-    def headers(self, matrix: Matrix, find: Find) -> dict[str, Header]:
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         _, N, K, M = matrix
         headers = {
             "qweight": Header([num_words(K, self.bits), N], "I32"),
             "qzeros": Header([M, num_words(N, self.bits)], "I32"),
             "scales": Header([M, N], FLOAT),
         }
-        if self.ordered or find("g_idx"):  # without act-order some folders lack it
+        if self.ordered or matrix.key("g_idx") in stored:  # without act-order some folders lack it
             headers["g_idx"] = Header([K], "I32")
-        if find("bias"):  # old folders have one, all 0
+        if matrix.key("bias") in stored:  # old folders have one, all 0
             headers["bias"] = Header([N], FLOAT)
         return headers
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
-        _, N, K, _ = matrix
-        weight = get("qweight").T
-        scale = get("scales").T
-        order = self._order(K, get("g_idx"))
-        zero = zeros(self._raised_zeros(get("qzeros")), self.bits, N)
+        order = self._order(matrix.K, get("g_idx"))
+        weight = values(get("qweight").T, self.bits, matrix.K, order)
+        zero = None
         if self.zeros:
-            return Parts(values(weight, self.bits, K, order), scale, zero, order)
-        stored_zeros = zero.unique().tolist()
-        if stored_zeros != [0] and not (stored_zeros == [1] and self._is_lowered()):
-            middle = 2 ** (self.bits - 1)
-            raise UserError(
-                f"its zeros are not all {middle}, and config.json says that sym is true"
-            )
-        return Parts(values(weight, self.bits, K, order), scale, None, order)
+            zero = zeros(self._raised(get("qzeros")), self.bits, matrix.N)
+        return Parts(weight, get("scales").T, zero, order)
 
     def _order(self, K: int, groups: Tensor | None) -> Tensor | None:
         """The order of the columns; None if they are stored one group after the other."""
         if groups is None:
             return None
-        group = self.columns_of_scale(K)
+        order = sort_columns(groups, K, self.columns_of_scale(K))
         if self.ordered:
-            return sort_columns(groups, K, group)
-        if not torch.equal(groups.long(), torch.arange(K) // group):
+            return order
+        if not torch.equal(order, torch.arange(K)):
             raise UserError(
-                f"its g_idx must put {group} columns in each group, one after the other, as "
-                "config.json says"
+                "its g_idx must put columns in one group after the other, as config.json says"
             )
         return None
 
-    def _is_lowered(self) -> bool:
-        formats = (self.source.get("checkpoint_format"), self.source.get("format"))
-        return "gptq_v2" not in formats
-
-    def _raised_zeros(self, words: Tensor) -> Tensor:
+    def _raised(self, words: Tensor) -> Tensor:
         """Words of zeros, with the 1 that this layout takes from each number."""
-        if not self._is_lowered():
+        if "gptq_v2" in (self.source.get("checkpoint_format"), self.source.get("format")):
             return words
         return words + (0x11111111 if self.bits == 4 else 0x01010101)
 
@@ -271,12 +242,11 @@ class AWQ(Foreign):
             zero_point=(None, False, True),
             dynamic=(None, {}),
             lm_head=(None, False),
-            pack_dtype=(None, "int32"),
         )
         check_skipped(how, "modules_to_not_convert")
-        return cls(bits=4, group=group_size(how), method="awq", source=how)
+        return cls(4, group_size(how), method="awq", source=how)
 
-    def headers(self, matrix: Matrix, find: Find) -> dict[str, Header]:
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         _, N, K, M = matrix
         return {
             "qweight": Header([K, num_words(N, 4)], "I32"),
@@ -285,12 +255,12 @@ class AWQ(Foreign):
         }
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
-        q = self._rows(get("qweight"), matrix.N)  # [N, K]
-        zero = self._rows(get("qzeros"), matrix.N)  # [N, M]
+        q = self._unpacked(get("qweight"), matrix.N)  # [N, K]
+        zero = self._unpacked(get("qzeros"), matrix.N)  # [N, M]
         return Parts(pack4(q), get("scales").T, zero.short() - 8)
 
-    def _rows(self, words: Tensor, N: int) -> Tensor:
-        """Words along, int32[R, J] -> uint8[N, R]: field 4 of a word holds number 1, and so on."""
+    def _unpacked(self, words: Tensor, N: int) -> Tensor:
+        """Words along, int32[R, J] -> uint8[N, R]: number 1 of a word is in field 4, and so on."""
         fields = numbers(words, 4).unflatten(1, (-1, 8))
         in_order = fields[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
         return in_order[:, :N].T
@@ -305,23 +275,19 @@ class CompressedTensors(Foreign):
 
     @classmethod
     def parse(cls, how: dict[str, Any]) -> CompressedTensors:
-        formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+        formats = ("pack-quantized", "int-quantized", "float-quantized")
         check(how, format=formats, kv_cache_scheme=(None,), transform_config=(None, {}))
-        check(how.get("sparsity_config") or {}, "sparsity_config", format=(None, "dense"))
         check_skipped(how, "ignore")
         recipe = cls._recipe(how)
         weights = recipe.get("weights")
-        check(weights, "weights", type=("int", "float"))
-        stored = how["format"].replace("naive", weights["type"])
-        is_float = stored == "float-quantized"
-        in_words = stored == "pack-quantized"
-        cls._check_weights(weights, is_float)
-        strategy = cls._strategy(weights)
-        group = group_size(weights) if strategy == "group" else 0
-        has_zeros = weights.get("symmetric") is False
         inputs = recipe.get("input_activations")
+        is_float = how["format"] == "float-quantized"
+        in_words = how["format"] == "pack-quantized"
+        cls._check_weights(weights, is_float)
+        group = group_size(weights) if weights["strategy"] == "group" else 0
+        has_zeros = weights.get("symmetric") is False
         if inputs is not None:
-            cls._check_inputs(inputs, "float" if is_float else "int")
+            cls._check_inputs(inputs, is_float)
             if in_words or has_zeros or group:
                 raise UserError(
                     "quantization_config: input_activations of 8 bits need weights of 8 bits that "
@@ -336,7 +302,7 @@ class CompressedTensors(Foreign):
             zeros=has_zeros,
             source=how,
             in_words=in_words,
-            scale_of_tensor=strategy == "tensor",
+            scale_of_tensor=weights["strategy"] == "tensor",
         )
 
     @staticmethod
@@ -355,46 +321,36 @@ class CompressedTensors(Foreign):
         return recipe
 
     @staticmethod
-    def _check_weights(weights: dict[str, Any], is_float: bool) -> None:
+    def _check_weights(weights: Any, is_float: bool) -> None:
         check(
             weights,
             "weights",
             type=("float",) if is_float else ("int",),
             num_bits=(8,) if is_float else (4, 8),
             symmetric=(None, True) if is_float else (None, True, False),
+            strategy=("channel", "tensor", "group"),
             dynamic=(None, False),
-            block_structure=(None,),
             actorder=(None, False, "weight", "static", "group", "dynamic"),
         )
 
     @staticmethod
-    def _check_inputs(inputs: dict[str, Any], kind: str) -> None:
+    def _check_inputs(inputs: Any, is_float: bool) -> None:
         check(
             inputs,
             "input_activations",
             num_bits=(8,),
-            type=(kind,),
+            type=("float",) if is_float else ("int",),
             dynamic=(True,),
             strategy=("token",),
             symmetric=(None, True),
         )
 
-    @staticmethod
-    def _strategy(weights: dict[str, Any]) -> str:
-        """What shares a scale: a row ("channel"), the whole matrix ("tensor") or a group."""
-        size = weights.get("group_size")
-        strategy = weights.get("strategy")
-        if strategy is None:
-            strategy = {None: "tensor", -1: "channel"}.get(size, "group")
-        check_setting("weights: strategy", strategy, "channel", "tensor", "group")
-        return strategy
-
-    def headers(self, matrix: Matrix, find: Find) -> dict[str, Header]:
-        _, N, K, M = matrix
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
+        name, N, K, M = matrix
         scale = Header([N, M], FLOAT)
         if self.scale_of_tensor:
-            found = find("weight_scale")
-            scale = Header([], FLOAT) if found and found.shape == [] else Header([1], FLOAT)
+            found = stored.get(f"{name}.weight_scale")
+            scale = Header([] if found and found.shape == [] else [1], FLOAT)
         headers = {"weight_scale": scale}
         if self.in_words:
             headers["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
@@ -403,34 +359,30 @@ class CompressedTensors(Foreign):
             headers["weight"] = Header([N, K], EXACT[STORED[self.bits]])
         if self.ordered:
             headers["weight_g_idx"] = Header([K], "I32")
-        if self.zeros:
-            found = find("weight_zero_point")
-            if self.in_words and not (found and found.dtype == "I8"):
-                headers["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
-            else:  # in old folders, too
-                headers["weight_zero_point"] = Header(scale.shape, "I8")
+        if self.zeros and self.in_words:
+            headers["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
+        elif self.zeros:
+            headers["weight_zero_point"] = Header(scale.shape, "I8")
         return headers
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
-        _, N, K, _ = matrix
         order = None
         if self.ordered:
-            order = sort_columns(get("weight_g_idx"), K, self.columns_of_scale(K))
+            group = self.columns_of_scale(matrix.K)
+            order = sort_columns(get("weight_g_idx"), matrix.K, group)
         zero = get("weight_zero_point")
-        if zero is not None and zero.dtype == torch.int32:
-            zero = zeros(zero.T, self.bits, N)
-        scale = get("weight_scale")
-        if not self.in_words:
+        if self.in_words:
+            weight = values(get("weight_packed"), self.bits, matrix.K, order)
+            if zero is not None:
+                zero = zeros(zero.T, self.bits, matrix.N)
+        else:
             weight = get("weight")
-            return Parts(weight if order is None else weight[:, order], scale, zero, order)
-        shape = get("weight_shape").tolist()
-        if shape != [N, K]:
-            raise UserError(f"its weight_shape is {shape}; config.json asks for {[N, K]}")
-        return Parts(values(get("weight_packed"), self.bits, K, order), scale, zero, order)
+            if order is not None:
+                weight = weight[:, order]
+        return Parts(weight, get("weight_scale"), zero, order)
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
-LONGEST_STATE = 4096  # bytes
 BLOCK = 64  # numbers that share a scale
 NESTED_BLOCK = 256  # scales that share a scale, after double quantization
 
@@ -449,32 +401,30 @@ class NF4(Foreign):
             bnb_4bit_use_double_quant=(None, False, True),
         )
         check_skipped(how, "llm_int8_skip_modules")
-        return cls(bits="nf4", group=BLOCK, source=how)
+        return cls("nf4", BLOCK, source=how)
 
     def columns_of_scale(self, K: int) -> int:
         return math.gcd(K, BLOCK)
 
-    def headers(self, matrix: Matrix, find: Find) -> dict[str, Header]:
+    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         num_blocks = math.ceil(matrix.N * matrix.K / BLOCK)
         is_nested = bool(self.source.get("bnb_4bit_use_double_quant"))
+        state = stored.get(matrix.key(STATE), Header([1], "U8"))
         headers = {
             "weight": Header([matrix.N * matrix.K // 2, 1], "U8"),
             "weight.quant_map": Header([16], FLOAT),
             "weight.absmax": Header([num_blocks], "U8" if is_nested else FLOAT),
-            STATE: Header([LONGEST_STATE], "U8"),
+            STATE: Header(state.shape, "U8"),  # of any length
         }
-        state = find(STATE)
-        if state and len(state.shape) == 1 and state.shape[0] <= LONGEST_STATE:
-            headers[STATE] = Header(state.shape, "U8")
         if is_nested:
             headers["weight.nested_absmax"] = Header([math.ceil(num_blocks / NESTED_BLOCK)], FLOAT)
             headers["weight.nested_quant_map"] = Header([256], FLOAT)
         return headers
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
-        _, N, K, _ = matrix
+        _, N, K, M = matrix
         try:
-            state = json.loads(bytes(get(STATE).tolist()))
+            state = json.loads(bytes(get(STATE).flatten().tolist()))
         except (ValueError, RecursionError):
             raise UserError(f"its {STATE} is not JSON") from None
         check(state, "its quant_state", quant_type=("nf4",), blocksize=(BLOCK,), shape=([N, K],))
@@ -484,7 +434,7 @@ class NF4(Foreign):
         if scale.dtype == torch.uint8:
             scale = self._nested_scale(scale, state, get)
         groups_a_block = BLOCK // self.columns_of_scale(K)
-        scale = scale.repeat_interleave(groups_a_block)[: N * matrix.M].view(N, matrix.M)
+        scale = scale.repeat_interleave(groups_a_block)[: N * M].view(N, M)
         pairs = get("weight").view(N, -1)
         return Parts(pairs >> 4 | pairs << 4, scale)
 

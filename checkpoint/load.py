@@ -11,7 +11,7 @@ Cost: the peak of memory is the model and one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import Config
-from checkpoint.formats import Layout, Quantization, header_of
+from checkpoint.formats import Foreign, Quantization, header_of
 from checkpoint.hub import find_folder
 from checkpoint.tensors import Checkpoint
 from errors import UserError
@@ -41,7 +41,7 @@ def load_llama(
     trainable: bool = False,
     bits: Kind = 16,
 ) -> Llama:
-    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError names the way out.
+    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError: what to change.
 
     device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
     plain weights with gradients; otherwise weights are packed. bits: other than 16 rounds the
@@ -57,7 +57,10 @@ def load_llama(
             f"{name}: quantized weights cannot be trained or changed: "
             "use the model in 16 or 32 bits that they were made from"
         )
-    layout = config.quantization  # of the folder
+    if isinstance(config.quantization, Foreign):
+        numbers = config.quantization.convert(tensors, checkpoint)
+    else:
+        numbers = ((name, checkpoint.read(name)) for name in tensors)
     if bits != 16:
         config = config.quantized(Quantization(bits, GROUPS.get(bits, 128)))
     device = torch.device(device) if device else find_device()
@@ -67,16 +70,17 @@ def load_llama(
     empty = cls(config, "meta", dtype, None, ops, weight_dtype)  # what this process will hold
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
-    fill(model, read_tensors(checkpoint, tensors, layout))
+    fill(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
 
 
 def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Config) -> None:
     """UserError unless the folder holds the model's tensors, and no other with an effect."""
-    if config.quantization is None:
-        expected = {name: header_of(tensor) for name, tensor in tensors.items()}
+    layout = config.quantization
+    if isinstance(layout, Foreign):
+        expected = layout.expected(tensors, checkpoint.headers)
     else:
-        expected = config.quantization.expected(tensors, checkpoint.headers)
+        expected = {name: header_of(tensor) for name, tensor in tensors.items()}
     if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
         expected[HEAD] = expected[EMBEDDING]
         checkpoint.check(expected)
@@ -99,17 +103,6 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
             f"{name} needs {needed / 1e9:.1f} GB for its weights, and {device} has "
             f"{free / 1e9:.1f} GB free: use fewer --bits, another --device, or a smaller model"
         )
-
-
-def read_tensors(
-    checkpoint: Checkpoint, tensors: dict[str, Tensor], layout: Layout | None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, numbers) of each tensor of the model, one after the other."""
-    if layout is not None:
-        yield from layout.convert(tensors, checkpoint)
-        return
-    for name in tensors:
-        yield name, checkpoint.read(name)
 
 
 @torch.no_grad()

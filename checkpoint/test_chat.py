@@ -130,12 +130,3 @@ def test_the_template_file_counts_before_the_configuration(tmp_path):
         load_template(tmp_path, {"chat_template": 3})
     (tmp_path / "chat_template.jinja").write_text("B")
     assert load_template(tmp_path, {"chat_template": json.dumps("A")}) == "B"
-
-
-def test_control_tokens_may_begin_with_2048_characters():
-    controls = {chr(0x4E00 + n) + ">": 2000 + n for n in range(2048)}
-    template = ChatTemplate(None, TRIMMED, controls, {})
-    text = "".join(controls)
-    assert template.tokens([{"role": "user", "content": text}], False, encode) == encode(text)
-    with pytest.raises(UserError, match="2049 different characters"):
-        ChatTemplate(None, TRIMMED, controls | {"<": 1}, {})

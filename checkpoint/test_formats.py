@@ -1,4 +1,4 @@
-"""Folders of other programs: written here from the definition of each layout, number by number, and read to the number."""
+"""Folders of other programs, written here number by number from each layout's definition."""
 
 import json
 import math
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from app.cli import main as cli
 from checkpoint.config import Config
+from checkpoint.formats import Matrix, Quantization
 from checkpoint.layouts import load_quantization
 from conftest import SMALL, write_tokenizer
+from errors import UserError
 from model import Llama
 from quant import dequantize, nf4
 
@@ -59,7 +61,7 @@ Written = tuple[
 
 
 def put(words: Tensor, at: tuple[int, int], number: int, bits: int, field: int) -> None:
-    """A number into field `field` of a word, the lowest bits being field 0; words are int64 until `signed`."""
+    """A number into a word; the lowest bits are field 0. Words are int64 until `signed`."""
     words[at] |= (int(number) & (2**bits - 1)) << (bits * field)
 
 
@@ -290,7 +292,7 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
     config, draws = Config(**{**SMALL, **shape}), random.Random(seed)
     plain = Llama(config, dtype=torch.float64, seed=seed)
     tensors, orders = dict[str, Tensor](), dict[int, list[int]]()
-    for name, place in plain.places().items():
+    for name, place in plain.named_tensors().items():
         N, K = place.shape if place.ndim == 2 else (0, 0)
         if "proj.weight" not in name:
             place.copy_((place * (1 if "norm" in name else 12)).half())
@@ -354,12 +356,15 @@ HOW = (
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 @given(HOW, st.sampled_from([ROUND, RAGGED]), st.integers(0, 99))
 @example(settings_of("gptq", 8, 16, False, True), RAGGED, 0)
+@example(settings_of("awq", 4, 16), RAGGED, 0)
+@example(settings_of("gptq", 4, 8, True), ROUND, 0)
 @example(settings_of("gptq", 4, 16, False, True, checkpoint_format="gptq_v2"), ROUND, 0)
 @example(settings_of("compressed-tensors", 4, 16, False, True), RAGGED, 0)
 @example(settings_of("compressed-tensors", 8, 16), ROUND, 0)
+@example(settings_of("compressed-tensors", 8, 16, True, True, format="int-quantized"), ROUND, 0)
 @example(settings_of("bitsandbytes", sym=True), RAGGED, 0)
 @torch.inference_mode()
 def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape, seed):
@@ -386,7 +391,8 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
 )
 @torch.inference_mode()
 def test_inputs_of_8_bits(tmp_path, layout, inputs, strategy):
-    """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal steps, E4M3 has steps of a sixteenth of a number at most."""
+    """x Wᵀ with each row of x rounded, too: near the plain model's, and not equal. INT8 has equal
+    steps; E4M3 has steps of a sixteenth of a number at most."""
     plain, tokens = (
         write(
             tmp_path,
@@ -428,7 +434,8 @@ def test_the_table_is_the_published_one():
 
 def test_double_quantization_of_many_blocks():
     stored, w = bnb(random.Random(0), 132, 160, NESTED, [])  # 330 blocks of 64
-    values, scale, _, _ = load_quantization(NESTED).parts(stored.get, 132, 160, 32)
+    matrix = Matrix("layer", 132, 160, 160 // 32)
+    values, scale, _, _ = load_quantization(NESTED).parts(matrix, stored.get)
     torch.testing.assert_close(
         dequantize(values, scale, None, 160, 32).double(), w, rtol=1e-6, atol=0
     )
@@ -438,7 +445,7 @@ def test_double_quantization_of_many_blocks():
 
 
 def change(folder: Path, names: str, new: Any) -> None:
-    """Tensors whose names end so: replaced by what `new` makes of them, dropped where it is None."""
+    """Tensors whose names end so: replaced by what `new` makes of them; dropped, if it is None."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(names)]:
         tensor = tensors.pop(name)
@@ -458,52 +465,39 @@ def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
     save_file(tensors | found, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "how, harm",
-    [
-        (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
-        (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
-        (
-            settings_of("gptq", 8, 16),
-            lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
-        ),
-        (settings_of("gptq", 4, 10**30), lambda f: None),
-        (
-            settings_of("gptq", 4, 16, True),
-            lambda f: change(f, "qzeros", lambda t: t + 0x11111111),
-        ),  # not lowered
-        (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
-        (settings_of("awq", group=16, version="GEMM"), lambda f: None),
-        (
-            settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]),
-            lambda f: None,
-        ),
-        (
-            settings_of("compressed-tensors", 4, 16),
-            lambda f: change(
-                f,
-                "zero_point",
-                lambda t: (
-                    torch.stack([(t >> 4 * i & 15) - 8 for i in range(8)], 1)
-                    .flatten(0, 1)
-                    .to(torch.int8)
-                ),
-            ),
-        ),
-        (
-            settings_of(
-                "compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"
-            ),
-            lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
-        ),
-    ],
-)
+ODD: list[tuple[Any, Any]] = [
+    (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
+    (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
+    (
+        settings_of("gptq", 8, 16),
+        lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
+    ),
+    (settings_of("gptq", 4, 10**30), lambda f: None),
+    (
+        settings_of("gptq", 4, 16, True),
+        lambda f: change(f, "qzeros", lambda t: t + 0x11111111),
+    ),  # not lowered
+    (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
+    (settings_of("awq", group=16, version="GEMM"), lambda f: None),
+    (
+        settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]),
+        lambda f: None,
+    ),
+    (
+        settings_of("compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"),
+        lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
+    ),
+]
+
+
 @torch.inference_mode()
-def test_old_and_odd_folders(tmp_path, how, harm):
-    plain = write(tmp_path, how)
-    harm(tmp_path)
-    llama, tokens = Llama.load(tmp_path, "cpu", torch.float64), torch.arange(9)
-    torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
+def test_old_and_odd_folders(tmp_path):
+    for how, harm in ODD:
+        plain = write(tmp_path, how)
+        harm(tmp_path)
+        llama = Llama.load(tmp_path, "cpu", torch.float64)
+        tokens = torch.arange(9)
+        torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
 
 
 def recipe(**more: Any) -> dict[str, Any]:
@@ -516,121 +510,139 @@ def recipe(**more: Any) -> dict[str, Any]:
 GPTQ4, AWQ4, CT4, BNB = (settings_of(name) for name in WRITERS)
 
 
-@pytest.mark.parametrize(
-    "how, says",
-    [
-        ([], "quantization_config is []; it must be an object"),
-        ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
-        (dict(quant_method=["gptq"]), "quant_method is ['gptq']"),
-        (dict(quant_method="fp8"), "quant_method is 'fp8'"),
-        (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"),
-        (GPTQ4 | dict(bits=True), "bits is True"),
-        (GPTQ4 | dict(group_size=0), "group_size is 0; it must be a whole number above 0, or -1"),
-        (GPTQ4 | dict(group_size="128"), "group_size is '128'"),
-        (GPTQ4 | dict(group_size=None), "group_size is None"),
-        (
-            GPTQ4 | dict(checkpoint_format="marlin"),
-            "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'",
+NOT_HONOURED: list[tuple[Any, str]] = [
+    ([], "quantization_config is []; it must be an object"),
+    ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
+    (dict(quant_method=["gptq"]), "quant_method is ['gptq']"),
+    (dict(quant_method="fp8"), "quant_method is 'fp8'"),
+    (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"),
+    (GPTQ4 | dict(bits=True), "bits is True"),
+    (GPTQ4 | dict(group_size=0), "group_size is 0; it must be a whole number above 0, or -1"),
+    (GPTQ4 | dict(group_size="128"), "group_size is '128'"),
+    (GPTQ4 | dict(group_size=None), "group_size is None"),
+    (
+        GPTQ4 | dict(checkpoint_format="marlin"),
+        "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'",
+    ),
+    (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"),
+    (GPTQ4 | dict(lm_head=True), "lm_head is True"),
+    (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"),
+    (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
+    (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
+    (AWQ4 | dict(version="gemv"), "version is 'gemv'"),
+    (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
+    (
+        AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]),
+        "modules_to_not_convert is ['lm_head', 'model.layers.0']",
+    ),
+    (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
+    (BNB | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is 'fp4'; it must be 'nf4'"),
+    (BNB | dict(load_in_4bit=False, load_in_8bit=True), "load_in_4bit is False"),
+    (BNB | dict(bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage is 'bfloat16'"),
+    (
+        BNB | dict(llm_int8_skip_modules=["model.layers.3.mlp"]),
+        "llm_int8_skip_modules is ['model.layers.3.mlp']; all layers",
+    ),
+    (CT4 | dict(format="marlin-24"), "format is 'marlin-24'"),
+    (CT4 | dict(format=["x"]), "format is ['x']"),
+    (CT4 | dict(ignore=["lm_head", "re:.*mlp.*"]), "ignore is ['lm_head', 're:.*mlp.*']"),
+    (CT4 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme is"),
+    (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
+    (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"),
+    (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
+    (
+        CT4 | dict(config_groups=dict(W4A16=["Linear"])),
+        "config_groups is ['Linear']; it must be an object",
+    ),
+    (
+        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], weights=4))),
+        "weights is 4; it must be an object",
+    ),
+    (
+        CT4 | dict(config_groups=dict(a=dict(targets=["re:.*q_proj"]))),
+        "targets is ['re:.*q_proj']",
+    ),
+    (recipe(num_bits=3), "num_bits is 3"),
+    (recipe(type="float"), "type is 'float'; it must be 'int'"),
+    (recipe(strategy="block"), "strategy is 'block'"),
+    (recipe(group_size=0), "group_size is 0"),
+    (recipe(actorder="other"), "actorder is 'other'"),
+    (recipe(dynamic=True), "dynamic is True"),
+    (
+        settings_of("compressed-tensors", 4, 8, inputs=IN8),
+        "need weights of 8 bits that are symmetric and not packed",
+    ),
+    (
+        settings_of(
+            "compressed-tensors",
+            8,
+            -1,
+            True,
+            format="int-quantized",
+            inputs=IN8 | dict(dynamic=False),
         ),
-        (
-            GPTQ4 | dict(checkpoint_format="gptq_v2", format="gptq"),
-            "format is 'gptq'; it must be None or 'gptq_v2'",
+        "dynamic is False",
+    ),
+    (
+        settings_of(
+            "compressed-tensors",
+            8,
+            -1,
+            True,
+            format="int-quantized",
+            inputs=IN8 | dict(symmetric=False),
         ),
-        (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"),
-        (GPTQ4 | dict(lm_head=True), "lm_head is True"),
-        (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"),
-        (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
-        (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
-        (AWQ4 | dict(version="gemv"), "version is 'gemv'"),
-        (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
-        (
-            AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]),
-            "modules_to_not_convert is ['lm_head', 'model.layers.0']",
+        "symmetric is False",
+    ),
+    (
+        settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8),
+        "type is 'int'; it must be 'float'",
+    ),
+    (
+        settings_of(
+            "compressed-tensors",
+            8,
+            -1,
+            True,
+            format="float-quantized",
+            inputs=IN8 | dict(type="float", dynamic=False, strategy="tensor"),
         ),
-        (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
-        (BNB | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is 'fp4'; it must be 'nf4'"),
-        (BNB | dict(load_in_4bit=False, load_in_8bit=True), "load_in_4bit is False"),
-        (BNB | dict(bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage is 'bfloat16'"),
-        (
-            BNB | dict(llm_int8_skip_modules=["model.layers.3.mlp"]),
-            "llm_int8_skip_modules is ['model.layers.3.mlp']; all layers",
-        ),
-        (CT4 | dict(format="marlin-24"), "format is 'marlin-24'"),
-        (CT4 | dict(format=["x"]), "format is ['x']"),
-        (CT4 | dict(ignore=["lm_head", "re:.*mlp.*"]), "ignore is ['lm_head', 're:.*mlp.*']"),
-        (CT4 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme is"),
-        (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
-        (
-            CT4 | dict(sparsity_config=dict(format="sparse-24-bitmask")),
-            "sparsity_config: format is 'sparse-24-bitmask'",
-        ),
-        (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"),
-        (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
-        (
-            CT4 | dict(config_groups=dict(W4A16=["Linear"])),
-            "config_groups is ['Linear']; it must be an object",
-        ),
-        (
-            CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], weights=4))),
-            "weights is 4; it must be an object",
-        ),
-        (
-            CT4 | dict(config_groups=dict(a=dict(targets=["re:.*q_proj"]))),
-            "targets is ['re:.*q_proj']",
-        ),
-        (recipe(num_bits=3), "num_bits is 3"),
-        (recipe(type="float"), "type is 'float'; it must be 'int'"),
-        (recipe(strategy="block"), "strategy is 'block'"),
-        (recipe(group_size=0), "group_size is 0"),
-        (recipe(actorder="other"), "actorder is 'other'"),
-        (recipe(dynamic=True), "dynamic is True"),
-        (
-            settings_of("compressed-tensors", 4, 8, inputs=IN8),
-            "need weights of 8 bits that are symmetric and not packed",
-        ),
-        (
-            settings_of(
-                "compressed-tensors",
-                8,
-                -1,
-                True,
-                format="int-quantized",
-                inputs=IN8 | dict(dynamic=False),
-            ),
-            "dynamic is False",
-        ),
-        (
-            settings_of(
-                "compressed-tensors",
-                8,
-                -1,
-                True,
-                format="int-quantized",
-                inputs=IN8 | dict(symmetric=False),
-            ),
-            "symmetric is False",
-        ),
-        (
-            settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8),
-            "type is 'int'; it must be 'float'",
-        ),
-        (
-            settings_of(
-                "compressed-tensors",
-                8,
-                -1,
-                True,
-                format="float-quantized",
-                inputs=IN8 | dict(type="float", dynamic=False, strategy="tensor"),
-            ),
-            "dynamic is False",
-        ),
-    ],
-)
-def test_settings_that_are_not_honoured(how, says):
-    with pytest.raises(ValueError) as error:
-        load_quantization(how)
-    assert says in str(error.value)
+        "dynamic is False",
+    ),
+]
+
+
+def test_settings_that_are_not_honoured():
+    for how, says in NOT_HONOURED:
+        with pytest.raises(UserError) as error:
+            load_quantization(how)
+        assert says in str(error.value), says
+
+
+def test_the_project_s_own_settings_are_checked_and_written_as_they_were_read():
+    for own in (
+        Quantization(8),
+        Quantization("fp8", activations=8),
+        Quantization(4, 64, 16, "awq"),
+    ):
+        assert load_quantization(own.to_dict()) == own
+    settings = Quantization(8).to_dict()
+    del settings["activations"]  # older folders
+    assert load_quantization(settings) == Quantization(8)
+    for change, says in (
+        (dict(bits=3), "bits is 3; it must be 8, 4, 'fp8' or 'nf4'"),
+        (dict(group=5), "group is 5; it must be 32, 64 or 128"),
+        (dict(head_bits=True), "head_bits is True"),
+        (dict(method="magic"), "method is 'magic'"),
+        (dict(activations=4), "activations is 4"),
+        (dict(bits=4, activations=8), "activations of 8 bits need weights in 8 or fp8, not 4"),
+        (dict(method="smoothquant"), "smoothquant is for weights and activations of 8 bits"),
+        (dict(bits="nf4", method="gptq"), "method gptq needs whole numbers: bits 8 or 4, not nf4"),
+        (dict(other=1), "which is not supported"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_quantization(settings | change)
+        assert says in str(error.value) and "name another folder" in str(error.value)
 
 
 SORTED, SHUFFLED = settings_of("gptq", 4, 8), settings_of("gptq", 4, 8, ordered=True)
@@ -645,146 +657,122 @@ def state_of(**more: Any) -> Any:
 STATE = "quant_state.bitsandbytes__nf4"
 
 
-@pytest.mark.parametrize(
-    "how, names, new, says",
-    [
-        (
-            SORTED,
-            "mlp.up_proj.qweight",
-            None,
-            r"tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is missing",
-        ),
-        (
-            SORTED,
-            "qweight",
-            lambda t: t[:-1].clone(),
-            r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]",
-        ),
-        (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
-        (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
-        (
-            SORTED,
-            "q_proj.g_idx",
-            lambda t: t.float(),
-            "q_proj.g_idx in .* is F32; weights must be I32",
-        ),
-        (SHUFFLED, "q_proj.g_idx", None, r"q_proj.g_idx \[40\] is missing"),
-        (settings_of("gptq", 8, 8), "model.norm.weight", None, "model.norm.weight .* is missing"),
-        (
-            AWQ4,
-            "qzeros",
-            lambda t: t[:1].clone(),
-            r"qzeros in .* is \[1, \d\]; config.json asks for",
-        ),
-        (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
-        (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
-        (
-            settings_of("compressed-tensors", 4, 8, True),
-            "weight_packed",
-            lambda t: t.byte(),
-            "weight_packed in .* is U8; weights must be I32",
-        ),
-        (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
-        (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
-        (
-            BNB,
-            STATE,
-            lambda t: torch.zeros(10**5, dtype=torch.uint8),
-            r"quant_state.* is \[100000\]; config.json asks for \[4096\]",
-        ),
-        (BNB, STATE, lambda t: torch.zeros(3, 3, dtype=torch.uint8), r"quant_state.* is \[3, 3\]"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(
-    tmp_path, monkeypatch, how, names, new, says
-):
-    write(tmp_path, how)
-    change(tmp_path, names, new)
-    monkeypatch.setattr("model.free_memory", lambda device: pytest.fail("the audit is over"))
-    with pytest.raises(ValueError, match=says):
-        Llama.load(tmp_path, "cpu")
+MISFITS: list[tuple[Any, str, Any, str]] = [
+    (
+        SORTED,
+        "mlp.up_proj.qweight",
+        None,
+        r"tensor model.layers.0.mlp.up_proj.qweight \[5, 56\] is missing",
+    ),
+    (
+        SORTED,
+        "qweight",
+        lambda t: t[:-1].clone(),
+        r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]",
+    ),
+    (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
+    (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
+    (
+        SORTED,
+        "q_proj.g_idx",
+        lambda t: t.float(),
+        "q_proj.g_idx in .* is F32; weights must be I32",
+    ),
+    (SHUFFLED, "q_proj.g_idx", None, r"q_proj.g_idx \[40\] is missing"),
+    (settings_of("gptq", 8, 8), "model.norm.weight", None, "model.norm.weight .* is missing"),
+    (
+        AWQ4,
+        "qzeros",
+        lambda t: t[:1].clone(),
+        r"qzeros in .* is \[1, \d\]; config.json asks for",
+    ),
+    (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
+    (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
+    (
+        settings_of("compressed-tensors", 4, 8, True),
+        "weight_packed",
+        lambda t: t.byte(),
+        "weight_packed in .* is U8; weights must be I32",
+    ),
+    (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
+    (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
+]
 
 
-@pytest.mark.parametrize(
-    "how, names, new, says",
-    [
-        (
-            SHUFFLED,
-            "o_proj.g_idx",
-            lambda t: t + 1,
-            "o_proj: its g_idx must put 8 columns in each group",
-        ),
-        (
-            SHUFFLED,
-            "o_proj.g_idx",
-            lambda t: torch.zeros_like(t),
-            "o_proj: its g_idx must put 8 columns in each group",
-        ),
-        (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
-        (
-            SHUFFLED,
-            "k_proj.g_idx",
-            lambda t: t.flip(0),
-            "k_proj: its g_idx differs from that of .*q_proj, and both are one product",
-        ),
-        (
-            SORTED,
-            "q_proj.g_idx",
-            lambda t: t.flip(0),
-            "q_proj: its g_idx must .* one after the other, as config.json says",
-        ),
-        (
-            settings_of("gptq", 8, 8, True),
-            "down_proj.qzeros",
-            lambda t: t + 1,
-            "down_proj: its zeros are not all 128, and config.json says that sym is",
-        ),
-        (
-            SORTED,
-            "down_proj.scales",
-            lambda t: t * math.nan,
-            "down_proj: its scales must be finite",
-        ),
-        (
-            AWQ4,
-            "down_proj.scales",
-            lambda t: t.double() + 1e-12,
-            "down_proj: its scales must be .* no more precise than float32",
-        ),
-        (
-            CT4,
-            "up_proj.weight_shape",
-            lambda t: t + 1,
-            r"up_proj: its weight_shape is \[57, 41\]; config.json asks for \[56, 40\]",
-        ),
-        (BNB, "quant_map", lambda t: t.flip(0), "its quant_map is not NF4's"),
-        (BNB, "quant_map", lambda t: t * math.nan, "its quant_map is not NF4's"),
-        (BNB, STATE, lambda t: t + 1, "weight.quant_state.bitsandbytes__nf4 is not JSON"),
-        (BNB, STATE, lambda t: torch.full((4096,), ord("["), dtype=torch.uint8), "is not JSON"),
-        (
-            BNB,
-            STATE,
-            lambda t: torch.tensor([ord("1")], dtype=torch.uint8),
-            "its quant_state is 1; it must be an object",
-        ),
-        (BNB, STATE, state_of(blocksize=128), "blocksize is 128; it must be 64"),
-        (BNB, STATE, state_of(shape=[2, 2]), r"shape is \[2, 2\]; it must be \[\d+, \d+\]"),
-        (NESTED, STATE, state_of(nested_blocksize=64), "nested_blocksize is 64; it must be 256"),
-        (NESTED, STATE, state_of(nested_offset="x"), "nested_offset is 'x'"),
-        (NESTED, STATE, state_of(nested_offset=math.nan), "its scales must be finite"),
-    ],
-)
-def test_numbers_that_make_no_sense(tmp_path, how, names, new, says):
-    write(tmp_path, how)
-    change(tmp_path, names, new)
-    with pytest.raises(ValueError, match=f"model.layers.0.*{says}.*fetch the model again"):
-        Llama.load(tmp_path, "cpu")
+def test_tensors_that_do_not_fit_are_refused_before_memory_is_asked_for(tmp_path, monkeypatch):
+    def too_late(device):
+        pytest.fail("the check is over")
+
+    monkeypatch.setattr("checkpoint.load.free_memory", too_late)
+    for how, names, new, says in MISFITS:
+        write(tmp_path, how)
+        change(tmp_path, names, new)
+        with pytest.raises(UserError, match=says):
+            Llama.load(tmp_path, "cpu")
+
+
+NONSENSE: list[tuple[Any, str, Any, str]] = [
+    (
+        SHUFFLED,
+        "o_proj.g_idx",
+        lambda t: t + 1,
+        "o_proj: its g_idx must put 8 columns in each group",
+    ),
+    (
+        SHUFFLED,
+        "o_proj.g_idx",
+        lambda t: torch.zeros_like(t),
+        "o_proj: its g_idx must put 8 columns in each group",
+    ),
+    (SHUFFLED, "o_proj.g_idx", lambda t: t - 2**31, "o_proj: its g_idx must put 8 columns"),
+    (
+        SHUFFLED,
+        "k_proj.g_idx",
+        lambda t: t.flip(0),
+        "k_proj: its g_idx differs from that of another part",
+    ),
+    (
+        SORTED,
+        "q_proj.g_idx",
+        lambda t: t.flip(0),
+        "q_proj: its g_idx must put columns in one group after the other, as config.json",
+    ),
+    (
+        SORTED,
+        "down_proj.scales",
+        lambda t: t * math.nan,
+        "down_proj: its scales must be finite",
+    ),
+    (BNB, "quant_map", lambda t: t.flip(0), "its quant_map is not NF4's"),
+    (BNB, "quant_map", lambda t: t * math.nan, "its quant_map is not NF4's"),
+    (BNB, STATE, lambda t: t + 1, "weight.quant_state.bitsandbytes__nf4 is not JSON"),
+    (BNB, STATE, lambda t: torch.full((4096,), ord("["), dtype=torch.uint8), "is not JSON"),
+    (
+        BNB,
+        STATE,
+        lambda t: torch.tensor([ord("1")], dtype=torch.uint8),
+        "its quant_state is 1; it must be an object",
+    ),
+    (BNB, STATE, state_of(blocksize=128), "blocksize is 128; it must be 64"),
+    (BNB, STATE, state_of(shape=[2, 2]), r"shape is \[2, 2\]; it must be \[\d+, \d+\]"),
+    (NESTED, STATE, state_of(nested_blocksize=64), "nested_blocksize is 64; it must be 256"),
+    (NESTED, STATE, state_of(nested_offset="x"), "nested_offset is 'x'"),
+    (NESTED, STATE, state_of(nested_offset=math.nan), "its scales must be finite"),
+]
+
+
+def test_numbers_that_make_no_sense(tmp_path):
+    for how, names, new, says in NONSENSE:
+        write(tmp_path, how)
+        change(tmp_path, names, new)
+        with pytest.raises(UserError, match=f"model.layers.0.*{says}.*fetch the model again"):
+            Llama.load(tmp_path, "cpu")
 
 
 def test_a_bias_that_config_json_does_not_have(tmp_path):
     write(tmp_path, SORTED)
     add(tmp_path, "bias", "o_proj.qweight", lambda t: torch.ones(t.shape[1]))
-    with pytest.raises(ValueError, match="o_proj: its bias is not all 0"):
+    with pytest.raises(UserError, match="o_proj: its bias is not all 0"):
         Llama.load(tmp_path, "cpu")
 
 
@@ -797,10 +785,10 @@ def test_memory_is_counted_with_scales_and_each_order_once(tmp_path, monkeypatch
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
     ]
     needs = sum(w.nbytes for w in weights) + 4 * (50 * 40 + 3 * 40)
-    monkeypatch.setattr("model.free_memory", lambda device: needs)
+    monkeypatch.setattr("checkpoint.load.free_memory", lambda device: needs)
     Llama.load(tmp_path, "cpu", torch.float32)
-    monkeypatch.setattr("model.free_memory", lambda device: needs - 1)
-    with pytest.raises(ValueError, match="for its weights"):
+    monkeypatch.setattr("checkpoint.load.free_memory", lambda device: needs - 1)
+    with pytest.raises(UserError, match="for its weights"):
         Llama.load(tmp_path, "cpu", torch.float32)
 
 

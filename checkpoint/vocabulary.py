@@ -45,14 +45,6 @@ CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
 PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^$}}])*"
 
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
-LLAMA3_CONTROLS = {
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "<|eot_id|>",
-}
-LLAMA3_RANKS = 128_000  # the first control token's id
 ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
     "normalizer",
     "byte_fallback",
@@ -89,14 +81,12 @@ def load_vocabulary(folder: Path, config: dict[str, Any]) -> Vocabulary:
         file = ranks
     try:
         read = read_ranks if file == ranks else read_tokenizer_json
-        vocabulary = read(file, config)
+        return read(file, config)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         wrong = f"it, or tokenizer_config.json, is not laid out as it should be ({error!r})"
         reject(file, wrong, "download them again")
-    check(vocabulary)
-    return vocabulary
 
 
 def named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -107,21 +97,6 @@ def named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             named[name] = text
     return named
-
-
-def check(vocabulary: Vocabulary) -> None:
-    """UserError for a prompt's first tokens or an end of text that are not in the vocabulary."""
-    file = vocabulary.file
-    if not vocabulary.merged:
-        reject(file, "no byte is a token", "only byte-level BPE is supported")
-    if not vocabulary.tokens.keys() >= set(vocabulary.prefix):
-        wrong = f"a prompt is to begin with the tokens {vocabulary.prefix}"
-        reject(file, wrong, "they must be in the vocabulary")
-    for name in ("bos_token", "eos_token"):
-        text = vocabulary.named.get(name)
-        if text is not None and text not in vocabulary.special:
-            wrong = f"tokenizer_config.json says that {name} is {text!r}"
-            reject(file, wrong, "it must be a special added token")
 
 
 # ---- Pieces
@@ -194,6 +169,8 @@ def read_tokenizer_json(file: Path, config: dict[str, Any]) -> Vocabulary:
         if last.get(text) is not None:
             reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
     reachable = sorted((text for text in last if last[text] is not None), key=last.__getitem__)
+    if not reachable:
+        reject(file, "no byte is a token", "only byte-level BPE is supported")
     pieces = {}
     if model.get("ignore_merges"):
         pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
@@ -231,20 +208,22 @@ def read_added(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The added tokens, special and plain: text -> id. UserError unless every token of the
     vocabulary has a text and an id of its own."""
-    special, plain = {}, {}
+    special = {}
+    plain = {}
+    ids = dict(vocab)
     for entry in entries:
-        kind = special if entry.get("special") else plain
-        kind[entry["content"]] = entry["id"]
+        text = entry["content"]
         if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
-            wrong = f"{entry['content']!r} sets lstrip, rstrip or single_word"
+            wrong = f"{text!r} sets lstrip, rstrip or single_word"
             reject(file, wrong, "only plain matching is supported")
-    ids = {}
+        if ids.setdefault(text, entry["id"]) != entry["id"]:
+            reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
+        kind = special if entry.get("special") else plain
+        kind[text] = entry["id"]
     texts = {}
-    pairs = [*vocab.items(), *((entry["content"], entry["id"]) for entry in entries)]
-    for text, id in pairs:
-        valid = text != "" and type(id) is int and id >= 0
-        if not valid or ids.setdefault(text, id) != id or texts.setdefault(id, text) != text:
-            wrong = f"{text!r} has id {id!r}, {text!r} is {ids.get(text)}, {id!r} {texts.get(id)!r}"
+    for text, id in ids.items():
+        if not text or type(id) is not int or id < 0 or texts.setdefault(id, text) != text:
+            wrong = f"{text!r} has id {id!r}"
             reject(file, wrong, "each token needs a text and an id, from 0, of its own")
     return special, plain
 
@@ -321,21 +300,24 @@ def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
 
 
 def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
-    """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id."""
+    """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id. The
+    control tokens are in tokenizer_config.json."""
     merged = {}
     for n, line in enumerate(read_text(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
-        if not is_new_rank(line, n, merged):
+        word, rank = parse_rank(line)
+        if rank != n or word in merged:
             wrong = f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}"
             rule = "a tiktoken rank file is needed (Llama 2's SentencePiece model is none)"
             reject(file, wrong, rule)
-        merged[base64.b64decode(line.split()[0])] = n
-    entries = config.get("added_tokens_decoder") or llama3_controls()
+        merged[word] = n
+    entries = config.get("added_tokens_decoder", {})
     added = [entry | {"id": int(id)} for id, entry in entries.items()]
     special, plain = read_added(file, added, {})
-    first = min((special | plain).values())
+    first = min((special | plain).values(), default=None)
     if len(merged) != first:
         wrong = f"it holds {len(merged)} tokens, but added ones begin at {first}"
-        reject(file, wrong, "is tokenizer_config.json there?")
+        reject(file, wrong, "is tokenizer_config.json there, with added_tokens_decoder?")
+    named = named_tokens(config)
     tokens = {id: word for word, id in merged.items()}
     tokens |= {id: text.encode() for text, id in (special | plain).items()}
     begins = config.get("add_bos_token", True)
@@ -347,25 +329,15 @@ def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
         special=special,
         plain=plain,
         splits=[compile_split(file, LLAMA3_SPLIT)],
-        prefix=[special[LLAMA3_CONTROLS[0]]] if begins else [],
-        named=named_tokens(config),
+        prefix=[special[named["bos_token"]]] if begins else [],
+        named=named,
     )
 
 
-def is_new_rank(line: str, n: int, known: dict[bytes, int]) -> bool:
-    """Whether the line is "token rank" with rank n and a token that is not known yet."""
+def parse_rank(line: str) -> tuple[bytes, int]:
+    """A token and its rank; rank -1 if the line holds no such thing."""
     try:
         word, rank = line.split()
-        return int(rank) == n and base64.b64decode(word, validate=True) not in known
+        return base64.b64decode(word, validate=True), int(rank)
     except ValueError:
-        return False
-
-
-def llama3_controls() -> dict[str, dict[str, Any]]:
-    """Llama 3's 256 control tokens, where tokenizer_config.json does not name them."""
-    entries = {}
-    reserved = (f"<|reserved_special_token_{n}|>" for n in range(256))
-    for n in range(256):
-        content = LLAMA3_CONTROLS.get(n) or next(reserved)
-        entries[str(LLAMA3_RANKS + n)] = {"content": content, "special": True}
-    return entries
+        return b"", -1

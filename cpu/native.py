@@ -547,11 +547,10 @@ class NativeModel(ctypes.Structure):
         """The next k tokens of a sequence, int64[k], and their distributions, float32[k, V].
 
         x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; metadata: of
-        T + k − 1 tokens; streams: int64[k, 1], one for each pick.
+        T + k − 1 tokens; streams: int64[k, 1], contiguous, one for each pick.
         """
         T, C = x.shape
         k = len(streams)
-        streams = streams.contiguous()
         scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
         drafted = torch.zeros(k, dtype=torch.int64)
         q = torch.empty(k, V)

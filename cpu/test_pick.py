@@ -48,6 +48,13 @@ def test_the_noise_of_c_is_right_to_the_last_digits():
         assert native.race(probs, streams).item() == i
 
 
+def test_ties_of_scores_go_to_the_first():
+    """Probabilities so small that most scores round to the same number."""
+    probs = torch.full((50, 3), 5e-324, dtype=torch.float64)
+    streams = Keyed(torch.arange(50), torch.arange(50)).streams
+    assert torch.equal(native.race(probs, streams), pick(probs, streams))
+
+
 def unshift(z: int, by: int) -> int:
     """z ^ z >> by, undone."""
     result = z

@@ -1,102 +1,143 @@
 """A GPU's operations: Triton kernels in place of plain torch, and CUDA graphs of whole passes.
 
-    add_norm, rotate, swiglu      fused.py: the element-wise work between two products, a launch each
+    add_norm, rotate, swiglu      fused.py: the element-wise work between products, a launch each
     linear                        weightonly.py: 1 to 64 rows times weights of 8 or 4 bits
-    attend, look_back             store.py: rotate, quantize, store; flash.py: attention
+    attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
 
-Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were recorded over it."""
+Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
+recorded over it: cache.backend. `python -m gpu.resources` shows what the kernels take.
+"""
 
-import warnings
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
-from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kernels import Linear, Ops, Step
+from kernels import Linear, Ops
+from kvcache import AttentionMetadata
 from sampling import Setting
 
 if find_spec("triton"):
-    from gpu import draw, fused, graphs, weightonly
+    from gpu import draw, flash, fused, graphs, weightonly
     from gpu.crosscompile import processors
-    from gpu.flash import LEAST_KEYS, LayerStore, flash_attention, plan_launches
+    from gpu.flash import LayerStore, flash_attention
     from gpu.store import store_vectors
 
-    warnings.filterwarnings(
-        "ignore", r"'gpu\.\w+' found in sys.modules", RuntimeWarning
-    )  # python -m gpu.flash
+if TYPE_CHECKING:
+    from kvcache import Cache
+    from model import Llama
+    from speculative import Round
 
 
-def fuses(x: Tensor) -> bool:
+def is_fusable(x: Tensor) -> bool:
     """Whether the Triton kernels can compute on x: they have no float64 and no gradients."""
-    return x.dtype != torch.float64 and not (x.requires_grad and torch.is_grad_enabled())
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return x.dtype != torch.float64 and not needs_gradient
 
 
-def in_place(cache: Any) -> bool:
+def is_readable(cache: Cache | None) -> bool:
     """Whether the Triton kernels can read and write this cache."""
     return cache is not None and cache.keys.parts[0].dtype != torch.float64
 
 
 def store_and_attend(
-    q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int, *rope: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: AttentionMetadata,
+    layer: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
-    """`look_back` in two kernels. rope: cos and sin, if q and k are still to be rotated."""
-    keys, values = LayerStore.of(step.cache.keys, layer), LayerStore.of(step.cache.values, layer)
-    _, slots, starts, lengths, tables = step.places
-    rotated = store_vectors(
-        k, v, keys, values, slots, step.block_size, *((q, *rope) if rope else ())
-    )
-    if (launches := vars(step).get("launches")) is None:  # the same in all layers
-        longest = vars(step).get("longest") or max(stop for _, _, stop in step.spans)
-        step.launches = launches = plan_launches(
-            step.counts, longest, q.shape[1], k.shape[1], processors(q.device)
+    """`Ops.store_and_attend` in two kernels. With cos and sin, q and k are rotated first."""
+    cache = metadata.cache
+    keys = LayerStore.of(cache.keys, layer)
+    values = LayerStore.of(cache.values, layer)
+    S = metadata.block_size
+    if cos is None:
+        store_vectors(k, v, keys, values, metadata.slot_mapping, S)
+    else:
+        q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
+    backend = metadata.backend
+    if "launches" not in backend:  # the same in all layers
+        if "longest" not in backend:
+            backend["longest"] = max(sequence.seq_len for sequence in metadata.sequences)
+        backend["launches"] = flash.plan_launches(
+            metadata.num_new_tokens,
+            backend["longest"],
+            q.shape[1],
+            k.shape[1],
+            processors(q.device),
         )
-    block = 0 if step.block_size >= step.cache.max_len else step.block_size  # 0: one block a text
+    block = 0 if S >= cache.max_len else S  # 0: one block a sequence
     return flash_attention(
-        rotated if rope else q, keys, values, tables, starts, lengths, launches, block
+        q,
+        keys,
+        values,
+        metadata.block_tables,
+        metadata.cu_seqlens,
+        metadata.seq_lens,
+        backend["launches"],
+        block,
     )
 
 
-def recordings(kind: Callable[[], Any], llama: Any, cache: Any) -> Any:
-    """The graphs of this kind (Passes or Drafts) that were recorded of this model over this cache."""
-    held = vars(cache).setdefault("recorded", {})
-    if (kind, id(llama)) not in held:
-        held[kind, id(llama)] = kind(), llama  # holds the model, so that its id stays unique
-    return held[kind, id(llama)][0]
+def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
+    """The graphs of this kind (Passes or Drafts) that were recorded of a model over a cache."""
+    key = f"{kind.__name__} {id(llama)}"  # they hold the model, so that its id stays unique
+    if key not in cache.backend:
+        cache.backend[key] = kind(llama)
+    return cache.backend[key]
 
 
-def warm_up(llama: Any, cache: Any) -> None:
-    """Launch every kernel variant that serving uses, on steps without texts, so that Triton compiles nothing later:
-    attention of 16, 32, 64 and 128 rows, with and without a split; products of up to 8, 16, 32, 64 and more tokens with
-    quantized weights; sampling with filters and without. All other kernels have one variant."""
-    c, tokens = llama.config, partial(torch.zeros, dtype=torch.int64, device=llama.device)
-    R, step = (
-        c.num_attention_heads // c.num_key_value_heads,
-        Step([((), 0, 0)], cache.block_size, cache, llama.device),
-    )
-    each = {rows // R for rows in (16, 32, 64) if rows >= R} | {64 // R + 1}
-    for shape, parts in product(
-        [*((1, n) for n in each), *((n, 1) for n in (8, 16, 32, 64, 65))], (1, 2)
-    ):
-        empty = graphs.place_for(step, graphs.Bucket(*shape, 1))
-        empty.longest = parts * LEAST_KEYS
-        logits = llama._forward(tokens(shape[0] * shape[1]), empty, None)
+def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> Tensor:
+    """Launch a step of this shape, (sequences, new tokens of each), that has no sequences.
+
+    So it stores nothing. splits: of attention's keys, 1 or more -> logits, undefined.
+    """
+    B, each = shape
+    tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
+    metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
+    metadata.backend["longest"] = splits * flash.LEAST_KEYS
+    return llama.forward(tokens, metadata, None)
+
+
+def warm_up(llama: Llama, cache: Cache) -> None:
+    """Launch every kernel variant that serving uses, so that Triton compiles nothing later.
+
+    Attention has variants of 16, 32, 64 and 128 rows, with and without a split; products with
+    quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without. All
+    other kernels have one variant.
+    """
+    config = llama.config
+    R = config.num_attention_heads // config.num_key_value_heads
+    new_tokens = {rows // R for rows in (16, 32, 64) if rows >= R}
+    new_tokens.add(64 // R + 1)
+    shapes = [(1, n) for n in new_tokens] + [(n, 1) for n in (8, 16, 32, 64, 65)]
+    for shape in shapes:
+        for splits in (1, 2):
+            logits = run_empty_step(llama, cache, shape, splits)
+    streams = torch.zeros(1, 1, dtype=torch.int64, device=llama.device)
     for top_k in (None, 1):
-        llama.ops.pick(llama.ops.probabilities(logits[:1], 1.0, top_k), tokens(1, 1))
+        probs = llama.ops.probabilities(logits[:1], temperature=1.0, top_k=top_k)
+        llama.ops.pick(probs, streams)
 
 
 class GPU(Ops):
     """`kernels.Ops` by Triton kernels. records: whether passes are recorded as CUDA graphs."""
 
-    def __init__(self, records: bool = True):
-        self.records, self.ahead = records, 4
+    multi_step = 4
 
-    def dtype(self, stored: torch.dtype) -> torch.dtype:
+    def __init__(self, records: bool = True):
+        self.records = records
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
@@ -106,74 +147,84 @@ class GPU(Ops):
         if w.inputs == 8:
             y = weightonly.tensor_core_product(x, w)
             return y if bias is None else y + bias
-        x = x if w.order is None else x[:, w.order]
+        if w.order is not None:
+            x = x[:, w.order]
         return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
 
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return (fused.fused_norm if fuses(x) else super().add_norm)(x, delta, weight, eps)
+        if not is_fusable(x):
+            return super().add_norm(x, delta, weight, eps)
+        return fused.fused_norm(x, delta, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return (fused.fused_rotate if fuses(x) else super().rotate)(x, cos, sin)
+        if not is_fusable(x):
+            return super().rotate(x, cos, sin)
+        return fused.fused_rotate(x, cos, sin)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        return (fused.fused_swiglu if fuses(x) else super().swiglu)(x)
+        return fused.fused_swiglu(x) if is_fusable(x) else super().swiglu(x)
 
     def attend(
-        self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, step: Step, layer: int
-    ) -> Tensor:
-        if not (in_place(step.cache) and fuses(qkv)):
-            return super().attend(qkv, G, cos, sin, step, layer)
-        return store_and_attend(
-            *qkv.split((qkv.shape[1] - 2 * G, G, G), dim=1), step, layer, cos, sin
-        )
-
-    def look_back(self, q: Tensor, k: Tensor, v: Tensor, step: Step, layer: int) -> Tensor:
-        if not in_place(step.cache):
-            return super().look_back(q, k, v, step, layer)
-        if q.dtype == torch.float64:  # over a quantized cache
-            return store_and_attend(q.float(), k.float(), v.float(), step, layer).double()
-        return store_and_attend(q, k, v, step, layer)
-
-    def probabilities(
         self,
-        logits: Tensor,
-        temperature: Setting = 1.0,
-        top_k: Setting = None,
-        top_p: Setting = None,
-        min_p: Setting = None,
+        qkv: Tensor,
+        G: int,
+        cos: Tensor,
+        sin: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
     ) -> Tensor:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return draw.draw_probabilities(logits, temperature, top_k, top_p, min_p, dtype)
+        if not is_readable(metadata.cache) or not is_fusable(qkv):
+            return super().attend(qkv, G, cos, sin, metadata, layer)
+        H = qkv.shape[1] - 2 * G
+        q, k, v = qkv.split((H, G, G), dim=1)
+        return store_and_attend(q, k, v, metadata, layer, cos, sin)
+
+    def store_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> Tensor:
+        if not is_readable(metadata.cache):
+            return super().store_and_attend(q, k, v, metadata, layer)
+        if q.dtype == torch.float64:  # over a quantized cache
+            return store_and_attend(q.float(), k.float(), v.float(), metadata, layer).double()
+        return store_and_attend(q, k, v, metadata, layer)
+
+    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+        if settings.keys() <= draw.SUPPORTED:
+            return draw.draw_probabilities(logits, **settings)
+        return super().probabilities(logits, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         return draw.draw_token(probs, streams)
 
     def forward(
-        self, plain: Callable[..., Tensor], llama: Any, tokens: Tensor, step: Step, rows: Any
+        self,
+        llama: Llama,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | slice | None,
     ) -> Tensor:
-        if not (self.records and in_place(step.cache)):
-            return plain(tokens, step, rows)
-        return recordings(graphs.Passes, llama, step.cache)(plain, llama, tokens, step, rows)
+        if not self.records or not is_readable(metadata.cache):
+            return super().forward(llama, tokens, metadata, logits_indices)
+        passes = recordings(graphs.Passes, llama, metadata.cache)
+        return passes(tokens, metadata, logits_indices)
 
     def draft(
         self,
-        plain: Callable[..., Any],
-        llama: Any,
-        cache: Any,
+        llama: Llama,
+        cache: Cache,
         seqs: Sequence[int],
         unread: Sequence[Sequence[int]],
-        round: Any,
-        publish: bool = True,
+        round: Round,
+        cache_blocks: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """All drafts of a round by one graph, unless a text has more than two unread tokens."""
-        many = any(len(new) > 2 for new, gamma in zip(unread, round.gammas) if gamma)
-        if many or not self.records or not in_place(cache):
-            return plain(llama, cache, seqs, unread, round, publish)
-        return recordings(graphs.Drafts, llama, cache)(
-            llama._forward, cache, seqs, unread, round, publish
-        )
+        """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
+        unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
+        if max(unread_counts, default=0) > 2 or not self.records or not is_readable(cache):
+            return super().draft(llama, cache, seqs, unread, round, cache_blocks)
+        drafts = recordings(graphs.Drafts, llama, cache)
+        return drafts(cache, seqs, unread, round, cache_blocks)
 
 
 def ops() -> Ops | None:

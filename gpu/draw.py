@@ -41,6 +41,7 @@ from sampling import GOLDEN, MIX1, MIX2, Setting, column
 
 PIECE = 2048  # candidates of a row that a program holds in registers
 TILE = 1024  # candidates that `_edge` reads at a time
+SUPPORTED = {"temperature", "top_k", "top_p", "min_p"}  # settings of `draw_probabilities`
 LIKELY = tl.constexpr(2.0**-14)  # share of the largest probability from which one is likely
 GOLDEN_ = tl.constexpr(GOLDEN)
 MIX1_ = tl.constexpr(MIX1)

@@ -1,31 +1,45 @@
-"""Triton's operations keep the contract, in the interpreter; and so do recordings, on a tape."""
+"""Triton's operations keep the contract in the interpreter, and recordings keep it on a tape."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import test_kernels
 from gpu import GPU
 from gpu.test_graphs import Kernels, recorded
 from test_kernels import ROUNDING, Contract
 
 pytestmark = [
+    pytest.mark.gpu_interpreter,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the contract's tensors are on the CPU"),
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-]  # of padding, which is not read
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # padding is not read
+]
 
 
 class TestInterpreter(Contract):
+    """The contract's fixed sizes only."""
+
     ops = GPU(records=False)
     dtypes = (torch.float32, torch.float64)
-    examples, slow = 2, True
     refuses = False  # a GPU would have to wait for its logits
     test_whole_passes_and_all_drafts_of_a_round = None
 
-    @pytest.fixture(autouse=True)
-    def short_splits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(self, sizes: list[tuple[Any, ...]], *strategies: Any) -> Any:
+        def run(body: Callable[..., None]) -> None:
+            for seed, (size, dtype) in enumerate(product(sizes, self.dtypes)):
+                if size is sizes[0] or dtype is self.dtypes[0]:
+                    body(*size, dtype, seed)
+
+        return run
+
+    @pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
+    def test_attention_reads_what_is_stored(self, bits, monkeypatch):
         monkeypatch.setattr("gpu.flash.LEAST_KEYS", 64)
+        super().test_attention_reads_what_is_stored(bits)
 
     def rounding(self, dtype: torch.dtype, bits: int) -> float:
         """Keys and values in few bits are read in float32."""
@@ -33,15 +47,20 @@ class TestInterpreter(Contract):
 
 
 class TestRecordings(Contract):
+    """A coupled round, and one of requests with different numbers of drafts."""
+
     ops = Kernels()
     refuses = False
-    test_products_and_look_ups = test_between_the_products = test_attention_reads_what_is_stored = (
-        None
-    )
-    test_attention_without_a_cache = test_sampling = test_room_and_dtype = None
+    test_products_and_look_ups = None
+    test_between_the_products = None
+    test_attention_reads_what_is_stored = None
+    test_attention_without_a_cache = None
+    test_sampling = None
+    test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)
-    def tape(self) -> Iterator[None]:
-        with recorded() as made:
+    def tape(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(test_kernels, "ROUNDS", test_kernels.ROUNDS[3:5])
+        with recorded() as recordings:
             yield
-        assert made
+        assert recordings

@@ -1,26 +1,34 @@
-"""What the compiler says of a kernel, read from another process: this one may run kernels in the interpreter."""
+"""What the compiler says of a kernel, from another process: this one runs kernels in the
+interpreter.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import torch
 import triton
 import triton.language as tl
 
-from gpu.crosscompile import SHARED, compile_for, copies_ahead
+from gpu.crosscompile import SHARED, Report, compile_launches, copies_ahead
+
+pytestmark = pytest.mark.gpu_interpreter
+CODE = """
+import json, sys, triton, {module} as page
+print(json.dumps(page.{function}(*json.loads(sys.argv[1]))))
+"""
 
 
 def apart(module: str, function: str, *arguments: Any) -> Any:
-    """module.function(*arguments), JSON all, in a process without the interpreter. RuntimeError if it fails."""
-    code = f"import json, sys, triton, {module} as page; print(json.dumps(page.{function}(*json.loads(sys.argv[1]))))"
+    """module.function(*arguments), all JSON, without the interpreter. RuntimeError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = CODE.format(module=module, function=function)
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(arguments)],
         cwd=Path(__file__).parent.parent,
@@ -33,39 +41,41 @@ def apart(module: str, function: str, *arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def several(*calls: list[Any]) -> list[Any]:
-    """module.function(*arguments) of each, in one process."""
-    return [
-        getattr(import_module(module), function)(*arguments)
-        for module, function, *arguments in calls
-    ]
-
-
 @triton.jit
 def _product(a, b, out, K, ROWS: tl.constexpr, N: tl.constexpr):
     """out = a bᵀ. a: [ROWS, K], b: [N, K]."""
-    rows, columns, at = tl.arange(0, ROWS)[:, None], tl.arange(0, N), tl.arange(0, 64)
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, N)
+    k = tl.arange(0, 64)
     total = tl.zeros((ROWS, N), tl.float32)
     for start in tl.range(0, K, 64):
-        left = tl.load(a + rows * K + start + at[None, :])
-        right = tl.load(b + columns[None, :] * K + start + at[:, None])
+        left = tl.load(a + rows * K + start + k[None, :])
+        right = tl.load(b + columns[None, :] * K + start + k[:, None])
         total = tl.dot(left, right, total)
     tl.store(out + rows * N + columns[None, :], total)
 
 
-def instructions() -> list[list[int]]:
-    """For each architecture and number of rows: `Report`'s first four, wgmma, mma, cp.async."""
-    table, types = [], {"a b": "*bf16", "out": "*fp32", "K": "i32:16"}
-    for arch, rows in [(arch, rows) for arch in SHARED for rows in (16, 128)]:
-        report = compile_for(_product, types, {"ROWS": rows, "N": 128}, arch)
-        table.append(
-            [arch, rows, *report[:4], *map(report.count, ("wgmma.mma", "mma.sync", "cp.async.cg"))]
-        )
-    return table
+def product(rows: int, K: int = 1024, **options: int) -> None:
+    a = torch.empty(rows, K, dtype=torch.bfloat16, device="meta")
+    b = torch.empty(128, K, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(rows, 128, device="meta")
+    _product[1,](a, b, out, K, rows, 128, **options)
 
 
-def compiled() -> list[list[list[int]]]:
-    return [instructions(), squeezed(4, 8)]
+def compiled() -> list[Any]:
+    """For each architecture and number of rows: the report, wgmma, mma, cp.async; then two more."""
+    instructions = ("wgmma.mma", "mma.sync", "cp.async.cg")
+    table = []
+    for arch in SHARED:
+        for rows in (16, 128):
+            (report,) = compile_launches(lambda: product(rows), arch)
+            table.append([rows, report, *map(report.count, instructions)])
+
+    def squeezed() -> None:
+        for num_warps in (4, 8, 8):
+            product(128, 1023, num_warps=num_warps)
+
+    return [table, compile_launches(squeezed, 80)]
 
 
 HERE = apart, "gpu.test_crosscompile", "compiled"
@@ -73,39 +83,25 @@ HERE = apart, "gpu.test_crosscompile", "compiled"
 
 @pytest.mark.meanwhile(*HERE)
 def test_the_same_code_becomes_other_instructions(meanwhile):
-    for arch, rows, registers, spills, shared, ahead, wgmma, mma, copies in meanwhile()[0]:
-        assert (
-            16 < registers <= 255
-            and spills == 0
-            and 0 < shared <= SHARED[arch]
-            and ahead > 0
-            and copies > 0
-        )
-        assert (wgmma > 0) == (arch == 90 and rows == 128) and (mma > 0) != (wgmma > 0)
-
-
-def squeezed(*warps: int) -> list[list[int]]:
-    signature = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "K": "i32"}
-    with pytest.raises(ValueError, match="_product has no type for out, K: "):
-        compile_for(_product, {"a": "*bf16", "b": "*bf16"}, {"ROWS": 16, "N": 16})
-    reports = [
-        compile_for(_product, signature, {"ROWS": 128, "N": 128}, 80, num_warps)
-        for num_warps in warps
-    ]
-    return [[report.registers, report.spills, report.programs] for report in reports]
+    table, _ = meanwhile()
+    for rows, numbers, wgmma, mma, copies in table:
+        report = Report(*numbers)
+        assert 16 < report.registers <= 255 and report.spills == 0
+        assert 0 < report.shared <= SHARED[report.arch] and report.ahead > 0 and copies > 0
+        assert (wgmma > 0) == (report.arch == 90 and rows == 128)
+        assert (mma > 0) != (wgmma > 0)
 
 
 @pytest.mark.meanwhile(*HERE)
-def test_spills_are_seen_programs_counted_and_types_asked_for(meanwhile):
-    (registers, spills, programs), eight = meanwhile()[1]
-    assert (registers, programs) == (
-        255,
-        2,
-    ) and spills > 100  # 128 sums a thread, beside everything else
-    assert eight[1:] == [0, 1]
+def test_spills_and_programs_are_counted(meanwhile):
+    _, squeezed = meanwhile()
+    four_warps, eight_warps = (Report(*numbers) for numbers in squeezed)
+    assert (four_warps.registers, four_warps.programs) == (255, 2)
+    assert four_warps.spills > 100  # 128 sums a thread, beside everything else
+    assert (eight_warps.spills, eight_warps.programs) == (0, 1)
 
 
-def test_a_wait_for_all_copies_is_seen_in_loops_only():
+def test_a_wait_for_copies_counts_in_loops_only():
     lines = [
         "  scf.for %i = a {",
         "    %1 = ttg.async_wait %0 {num = 2 : i32}",
@@ -115,14 +111,12 @@ def test_a_wait_for_all_copies_is_seen_in_loops_only():
         "  }",
         "  ttg.async_wait %3 {num = 0 : i32}",
     ]
-    assert [copies_ahead("\n".join(lines[:n] + lines[5:])) for n in (1, 2, 4)] == [
-        0,
-        2,
-        1,
-    ] and copies_ahead("") == 0
+    for count, ahead in ((1, 0), (2, 2), (4, 1)):
+        assert copies_ahead("\n".join(lines[:count] + lines[5:])) == ahead
+    assert copies_ahead("") == 0
 
 
 @pytest.mark.meanwhile(apart, "json", "gone")
-def test_what_goes_wrong_there_is_told_here(meanwhile):
+def test_an_error_there_is_an_error_here(meanwhile):
     with pytest.raises(RuntimeError, match="json.gone failed:(.|\n)*has no attribute 'gone'"):
         meanwhile()

@@ -1,1 +1,1 @@
-"""What bench.py runs: measurements, their tables and pictures; and a pretended GPU (conftest.py)."""
+"""What bench.py runs: measurements, tables and pictures; and the profiler behind --profile."""

@@ -1,11 +1,12 @@
-"""The peers: Hugging Face transformers and llama.cpp, with the same prompts and the same weights.
+"""The peers: Hugging Face transformers and llama.cpp, with the same prompts and weights, in turns.
 
     python bench.py --against transformers --target NAME
-    python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in llama.cpp's own format
+    python bench.py --against llama.cpp --target NAME --gguf FILE      NAME's weights in its format
 
-All programs read the same tokens and make the same number, greedily, with the same number of threads, in turns: short
-prompts that are continued, long prompts, and sixteen texts together. A text is timed from its first token to its last;
-a ratio is a median. The same weights give the same tokens, up to near-ties: a wrongly configured peer is noticed.
+All programs read the same tokens and make as many, greedily, with as many threads: short prompts
+that are continued, long prompts, and sixteen texts together. A text is timed from its first token
+to its last; a ratio is a median. The same weights give the same tokens, up to near-ties: a wrongly
+configured peer is noticed.
 
 Invariant: a peer that is not installed is named, with the way to get it.
 Not covered: peers' own speculation.
@@ -14,7 +15,7 @@ Not covered: peers' own speculation.
 import importlib.util
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,27 +29,29 @@ from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from errors import UserError
 from generate import Engine, Model
-from measure.clock import read_bandwidth, spent
-from measure.pair import Effort, at_once, weight_bytes
-from measure.steps import LENGTHS, WIDTHS, machine_code
+from measure.clock import read_bandwidth
+from measure.effort import Effort
+from measure.serving import serve_at_once, weight_bytes
+from measure.steps import PROMPTS, WIDTHS
 from request import Request, Settings
 from tokenizer import Tokenizer
 
-PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp_python"}
-TEXTS, OWN = 16, 32  # texts made together; tokens of a prompt, and new ones
-Work = Sequence[tuple[int, int]]  # lengths of prompts and answers
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
+TOGETHER = 16  # texts made together,
+TOGETHER_LENGTH = 32  # the tokens of each one's prompt, and as many new ones
+Prompts = Sequence[Sequence[int]]
 
 
 class Made(NamedTuple):
-    """Texts that were made together: the first text, the seconds until its first token, and all seconds."""
+    """Texts that were made together: the first one's tokens, and seconds."""
 
     tokens: list[int]
-    first: float
+    first: float  # until the first token
     total: float
 
     @property
-    def rate(self) -> float:
-        """Tokens a second, after the first."""
+    def tokens_per_second(self) -> float:
+        """After the first token."""
         return (len(self.tokens) - 1) / (self.total - self.first)
 
 
@@ -56,62 +59,42 @@ class Contestant(NamedTuple):
     """This project, or a peer."""
 
     name: str
-    make: Callable[
-        [Sequence[Sequence[int]], int], Made
-    ]  # (prompts of one length, count) -> texts of `count` tokens
-    bytes: int = 0  # weight bytes read for each token; 0 for a peer
-    together: bool = True  # whether it makes several texts in one pass
-    seconds: float = 0.0  # until its first text has two tokens, loading included,
-    memory: int = 0  # and the peak of memory by then, in bytes
+    make: Callable[[Prompts, int], Made]  # prompts of one length, and how many tokens each gets
+    bytes: int = 0  # of weights that a token reads; 0 for a peer
 
 
-def installed(name: str) -> bool:
-    return importlib.util.find_spec(PACKAGES[name].removesuffix("_python")) is not None
+def check_peer(name: str, gguf: str | None) -> None:
+    """UserError if this peer cannot run."""
+    if name not in PACKAGES:
+        raise UserError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        raise UserError(
+            f"{name} is not installed here, so nothing is compared with it: "
+            "pip install transformers, or llama_cpp_python"
+        )
+    if name == "llama.cpp" and gguf is None:
+        raise UserError(
+            "llama.cpp reads a format of its own: --gguf FILE, made of --target with its "
+            "convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize"
+        )
 
 
-def not_compared(name: str) -> str:
-    return f"{name} is not installed here, so nothing is compared with it: pip install {PACKAGES[name]}"
+# ---- The contestants -----------------------------------------------------------------------------
 
 
-def ours(target: str, bits: int) -> Contestant:
-    model = Model.load(target, "cpu", torch.float32 if bits == 16 else None, bits)
+def ours(target: str, width: str) -> Contestant:
+    model = Model.load(target, "cpu", torch.float32, WIDTHS[width])
     limit = model.llama.config.max_position_embeddings
 
-    def make(prompts: Sequence[Sequence[int]], count: int) -> Made:
+    def make(prompts: Prompts, count: int) -> Made:
         longest = min(limit, len(prompts[0]) + count)
-        requests = [
-            Request(list(prompt), Settings(0.0, seed=0, max_tokens=count)) for prompt in prompts
-        ]
-        served = at_once(
-            Engine(model, None, len(prompts) * longest, longest, len(prompts)), requests
-        )
-        return Made(served.texts[0], served.first[0], served.seconds)
+        settings = Settings(temperature=0.0, seed=0, max_tokens=count)
+        requests = [Request(list(prompt), settings) for prompt in prompts]
+        engine = Engine(model, None, len(prompts) * longest, longest, len(prompts))
+        served = serve_at_once(engine, requests)
+        return Made(served.texts[0], served.first_token[0], served.seconds)
 
-    kept, computed = (str(dtype)[6:] for dtype in (model.llama.weight_dtype, model.llama.dtype))
-    kept = kept if bits == 16 else f"INT{bits}"
-    name = kept if kept == computed else f"{kept} in {computed}"
-    return Contestant(name, make, weight_bytes(model.llama, read=True))
-
-
-def reply(model: Any, prompts: Sequence[Sequence[int]], count: int, **more: Any) -> Made:
-    """Texts by transformers' `generate`."""
-    tokens, times = (
-        torch.tensor(prompts, device=model.device),
-        list[float](),
-    )  # times[0]: when it starts
-    streamer = SimpleNamespace(
-        put=lambda value: times.append(time.perf_counter()), end=lambda: None
-    )
-    made = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=streamer,
-        **more,
-    )
-    return Made(made[0, len(prompts[0]) :].tolist(), times[1] - times[0], times[-1] - times[0])
+    return Contestant(width, make, weight_bytes(model.llama, read=True))
 
 
 def transformers(target: str) -> Contestant:
@@ -120,7 +103,26 @@ def transformers(target: str) -> Contestant:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(find_folder(target), dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # no text stops early
-    return Contestant("transformers float32", partial(reply, model))
+    return Contestant("transformers float32", partial(transformers_text, model))
+
+
+def transformers_text(model: Any, prompts: Prompts, count: int) -> Made:
+    """Texts by transformers' `generate`."""
+    tokens = torch.tensor(prompts)
+    times: list[float] = []  # when it gets the prompt, and each token
+    streamer = SimpleNamespace(
+        put=lambda value: times.append(time.perf_counter()), end=lambda: None
+    )
+    texts = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=streamer,
+    )
+    new_tokens = texts[0, len(prompts[0]) :].tolist()
+    return Made(new_tokens, times[1] - times[0], times[-1] - times[0])
 
 
 def llama_cpp(gguf: str) -> Contestant:
@@ -129,162 +131,85 @@ def llama_cpp(gguf: str) -> Contestant:
     threads = torch.get_num_threads()
     model = Llama(gguf, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def make(prompts: Sequence[Sequence[int]], count: int) -> Made:
+    def make(prompts: Prompts, count: int) -> Made:
         model.reset()
+        tokens = []
+        times = []
         start = time.perf_counter()
-        tokens = model.generate(list(prompts[0]), temp=0.0, repeat_penalty=1.0, reset=True)
-        made, times = zip(*((int(token), time.perf_counter()) for token in islice(tokens, count)))
-        return Made(list(made), times[0] - start, times[-1] - start)
+        generator = model.generate(list(prompts[0]), temp=0.0, repeat_penalty=1.0, reset=True)
+        for token in islice(generator, count):
+            tokens.append(int(token))
+            times.append(time.perf_counter() - start)
+        return Made(tokens, times[0], times[-1])
 
-    return Contestant(
-        f"llama.cpp {Path(gguf).stem.rsplit('.', 1)[-1].rsplit('-', 1)[-1]}", make, together=False
-    )
-
-
-def ready(load: Callable[[], Contestant], prompt: Sequence[int]) -> Contestant:
-    (one, _), seconds, memory = spent(lambda: (one := load(), one.make([prompt], 2)))
-    return one._replace(seconds=seconds, memory=memory)
+    width = Path(gguf).stem.replace("-", ".").split(".")[-1]
+    return Contestant(f"llama.cpp {width}", make)
 
 
-class RandomTransformers:
-    """transformers' model of this shape, with random weights and no end-of-text token: no text stops early."""
-
-    def __init__(self, config: Config, device: str, dtype: torch.dtype):
-        from transformers import LlamaConfig, LlamaForCausalLM, logging
-
-        logging.set_verbosity_error()
-        shape = LlamaConfig.from_dict(config.to_dict() | dict(bos_token_id=None, eos_token_id=None))
-        self.on_gpu, self.vocab = device == "cuda", config.vocab_size
-        with (
-            torch.inference_mode(False),
-            torch.device(device),
-        ):  # its batching thread has no inference_mode
-            self.model = LlamaForCausalLM(shape).to(dtype).eval().requires_grad_(False)
-        self.attention = self.model.config._attn_implementation  # as it finally chose
-
-    def seconds_a_token(self, prompt: int, count: int, turns: int, cache: str) -> float:
-        """Seconds of a token after a prompt, by `generate`, which compiles for a static cache on a GPU."""
-        runs = [
-            reply(self.model, [[0] * prompt], count, cache_implementation=cache)
-            for _ in range(turns + 1)
-        ]
-        return 1 / median(made.rate for made in runs[1:])  # one warms up, or compiles
-
-    def batched(self, work: Work) -> float:
-        """Tokens a second by continuous batching, which warms up by itself. RuntimeError if a request is not whole."""
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-        from transformers.generation.continuous_batching.utils import WorkloadHints
-
-        generator, longest = torch.Generator().manual_seed(0), max(count for _, count in work)
-        prompts = [
-            torch.randint(self.vocab, (prompt,), generator=generator).tolist() for prompt, _ in work
-        ]
-        settings = GenerationConfig(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=longest
-        )
-        room = ContinuousBatchingConfig(
-            **({} if self.on_gpu else dict(num_blocks=64))
-        )  # or all of the main memory
-        hints = WorkloadHints(max(map(len, prompts)), longest, len(work))
-        batching = self.model.continuous_batching_context_manager
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            batching(settings, continuous_batching_config=room, workload_hints=hints) as manager,
-        ):
-            start, counts = time.perf_counter(), [count for _, count in work]
-            unserved = {
-                manager.add_request(p, max_new_tokens=count): count
-                for p, count in zip(prompts, counts)
-            }
-            for result in manager:
-                made, self.attention = (
-                    len(result.generated_tokens),
-                    self.model.config._attn_implementation,
-                )
-                if result.is_finished() and (
-                    unserved.pop(result.request_id) != made or result.error
-                ):
-                    raise RuntimeError(
-                        result.error or f"{made} tokens are not as many as were asked for"
-                    )
-                if not unserved:
-                    return sum(counts) / (time.perf_counter() - start)
-            raise RuntimeError(f"its loop ended with {len(unserved)} requests unserved")
+# ---- The comparison ------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
-    """Compare our float32, INT8 and INT4 with a peer -> a row for each. ValueError if the peer cannot run."""
-    if name not in PACKAGES:
-        raise UserError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
-    if not installed(name):
-        raise UserError(not_compared(name))
-    if name == "llama.cpp" and gguf is None:
-        raise UserError(
-            "llama.cpp reads a format of its own: --gguf FILE, "
-            "made of --target with its convert_hf_to_gguf.py --outtype q8_0, or its llama-quantize"
-        )
-    loads = [
-        partial(transformers, target) if name == "transformers" else partial(llama_cpp, gguf),
-        *(partial(ours, target, bits) for bits in WIDTHS.values()),
-    ]
-    limit, tokenizer = (
-        Config.load(find_folder(target)).max_position_embeddings,
-        Tokenizer.load(find_folder(target)),
-    )
-    everyone, roofs, short = (
-        [ready(load, tokenizer.prompt(effort.openings[0])) for load in loads],
-        [],
-        [],
-    )
-    peer = everyone[0]
-    for prompt in map(tokenizer.prompt, [effort.openings[0], *effort.openings]):
+    """Our float32, INT8 and INT4 beside a peer -> a row for each. UserError if it cannot run."""
+    check_peer(name, gguf)
+    tokenizer = Tokenizer.load(find_folder(target))
+    openings = [tokenizer.prompt(opening) for opening in effort.openings]
+    load_peer = partial(llama_cpp, gguf) if name == "llama.cpp" else partial(transformers, target)
+    peer = load_peer()
+    widths = [ours(target, width) for width in WIDTHS]
+    everyone = [peer, *widths]
+    for one in everyone:
+        one.make(openings[:1], 2)  # warms up
+
+    roofs = []
+    texts = []  # of each opening, what everyone made
+    for opening in openings:
         roofs.append(read_bandwidth())
-        short.append([one.make([prompt], effort.count // 2) for one in everyone])
-    texts = [random.Random(i).choices(range(1000), k=OWN) for i in range(TEXTS)]
-    others = {f"prompt{n}": ([(texts[0] * n)[:n]], 1) for n in LENGTHS if n < limit}
-    others |= {"together": (texts, OWN)} if peer.together else {}
-    long = {
-        name: [[one.make(*work).total for one in everyone] for _ in range(effort.turns)]
-        for name, work in others.items()
+        texts.append([one.make([opening], effort.num_tokens // 2) for one in everyone])
+    rows = []
+    for i, one in enumerate(widths, 1):
+        row = compare_texts(one, peer, [(made[0], made[i]) for made in texts], roofs)
+        rows.append({"target": label(target)} | row)
+    for key, prompts, count in long_work(peer, Config.load(find_folder(target))):
+        turns = []
+        for _ in range(effort.turns):
+            turns.append([one.make(prompts, count).total for one in everyone])
+        for i, row in enumerate(rows, 1):
+            row[key] = median(seconds[0] / seconds[i] for seconds in turns)
+    return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
+
+
+def long_work(peer: Contestant, config: Config) -> Iterator[tuple[str, Prompts, int]]:
+    """Long prompts, of which a token is wanted; and texts together, if the peer can."""
+    texts = []
+    for seed in range(TOGETHER):
+        texts.append(random.Random(seed).choices(range(1000), k=TOGETHER_LENGTH))
+    for n in PROMPTS:
+        if n < config.max_position_embeddings:
+            yield f"prompt{n}", [(texts[0] * n)[:n]], 1
+    if not peer.name.startswith("llama.cpp"):
+        yield "together", texts, TOGETHER_LENGTH
+
+
+def compare_texts(
+    one: Contestant, peer: Contestant, turns: Sequence[tuple[Made, Made]], roofs: Sequence[float]
+) -> dict[str, Any]:
+    """turns: what the peer made and what we made; roofs: bytes read a second, just before."""
+    peer_speeds = [theirs.tokens_per_second for theirs, _ in turns]
+    speeds = [mine.tokens_per_second for _, mine in turns]
+    return {
+        "ours": one.name,
+        "peer": peer.name,
+        "tokens_per_second": median(speeds),
+        "peer_tokens_per_second": median(peer_speeds),
+        "ratio": median(a / b for a, b in zip(speeds, peer_speeds)),
+        "bandwidth": median(speed * one.bytes / roof for speed, roof in zip(speeds, roofs)),
+        "same_texts": sum(theirs.tokens == mine.tokens for theirs, mine in turns),
+        "texts": len(turns),
     }
-    rows = [
-        row(
-            label(target), one, peer, [(turn[0], turn[i]) for turn in short[1:]], roofs[1:]
-        )  # one warms up
-        | {name: median(turn[0] / turn[i] for turn in turns) for name, turns in long.items()}
-        for i, one in enumerate(everyone[1:], 1)
-    ]
-    return {f"{row['target']}, {row['code']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
 def label(target: str) -> str:
     """A model's name, without the folder that holds it on this machine."""
     return Path(target).absolute().name if Path(target).is_dir() else target
-
-
-def row(
-    target: str,
-    one: Contestant,
-    peer: Contestant,
-    turns: Sequence[tuple[Made, Made]],
-    roofs: Sequence[float],
-) -> dict[str, Any]:
-    """turns: for each prompt, what the peer made and what we made; roofs: bytes a second, measured just before."""
-    return dict(
-        target=target,
-        code=machine_code(),
-        ours=one.name,
-        peer=peer.name,
-        tokens_per_second=median(we.rate for _, we in turns),
-        peer_tokens_per_second=median(they.rate for they, _ in turns),
-        ratio=median(we.rate / they.rate for they, we in turns),
-        seconds=one.seconds,
-        peer_seconds=peer.seconds,
-        memory=one.memory,
-        peer_memory=peer.memory,
-        bandwidth=median(we.rate * one.bytes / roof for (_, we), roof in zip(turns, roofs)),
-        same_texts=sum(they.tokens == we.tokens for they, we in turns),
-        texts=len(turns),
-    )

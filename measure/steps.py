@@ -1,11 +1,10 @@
 """Seconds of a model's steps and prompts in float32, INT8 and INT4, and the speed-up over float32.
 
-    python bench.py --target NAME       with LLAMA_MARCH and ATEN_CPU_CAPABILITY: like an older CPU, in separate rows
+    python bench.py --target NAME
 
 Invariant: all widths run the same step, in turns; a ratio is the median over turns.
 """
 
-import os
 import time
 from statistics import median
 from typing import Any
@@ -13,69 +12,80 @@ from typing import Any
 import torch
 
 from kvcache import KVCache
-from measure.pair import Effort
+from measure.effort import Effort
 from model import Llama
 
 WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
-ROWS, LENGTHS = (1, 2, 4, 5, 8, 16, 64, 256), (32, 128, 512, 1500)  # of a step, and of prompts
-SIZES = {f"rows{n}": (100, n) for n in ROWS} | {
-    f"prompt{n}": (0, n) for n in LENGTHS
-}  # tokens before, new tokens
-
-
-def machine_code() -> str:
-    """The CPU that C was compiled for, and the instruction set that PyTorch uses."""
-    c = (
-        "no C"
-        if os.environ.get("LLAMA_NATIVE") == "0"
-        else os.environ.get("LLAMA_MARCH") or "its own"
-    )
-    return f"{c}, {torch.backends.cpu.get_cpu_capability()}"
+ROWS = (1, 5, 16, 64, 256)  # of a step
+PROMPTS = (128, 512, 1500)  # tokens
+PAST = 100  # tokens before a step
+SIZES = {f"rows{n}": (PAST, n) for n in ROWS}  # -> tokens before, new tokens
+SIZES |= {f"prompt{n}": (0, n) for n in PROMPTS}
 
 
 @torch.inference_mode()
-def step_seconds(llama: Llama, past: int, new: int) -> float:
-    """Seconds of a step of `new` tokens after `past` others, with all logits; if past is 0, a prompt's last logits."""
-    cache, tokens = KVCache.of(llama, past + new), torch.arange(past + new) % 1000
-    seq, _ = cache.open(())
+def step_times(llama: Llama, past: int, new: int, repeats: int = 1) -> list[float]:
+    """Seconds of a step of `new` tokens after `past` others, with all logits, again and again.
+
+    past 0: of a prompt, with its last logits.
+    """
+    cache = KVCache.of(llama, past + new)
+    seq, _ = cache.open([])
+    tokens = torch.arange(past + new, device=llama.device) % 1000
+    old_tokens, new_tokens = tokens.split((past, new))
+    last = slice(-1, None)
     if past:
-        llama(tokens[:past], cache.extend([(seq, tokens[:past].tolist())]), rows=slice(-1, None))
-    step = cache.extend([(seq, tokens[past:].tolist())])
-    start = time.perf_counter()
-    llama(tokens[past:], step, rows=None if past else slice(-1, None))
-    return time.perf_counter() - start
+        metadata = cache.extend([(seq, old_tokens.tolist())])
+        llama(old_tokens, metadata, last)
+    times = []
+    for _ in range(repeats):
+        metadata = cache.extend([(seq, new_tokens.tolist())])
+        start = time.perf_counter()
+        logits = llama(new_tokens, metadata, None if past else last)
+        logits[-1].argmax().item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+        cache.truncate(seq, past)
+    return times
 
 
 def compare(
     models: dict[str, Llama], past: int, new: int, turns: int
 ) -> dict[str, tuple[float, float]]:
-    """For each model: median seconds, and its speed-up over the first model. One turn more warms up."""
-    spent = [
-        [step_seconds(llama, past, new) for llama in models.values()] for _ in range(turns + 1)
-    ][1:]
-    return {
-        name: (median(own), median(turn[0] / now for turn, now in zip(spent, own)))
-        for name, own in zip(models, zip(*spent))
-    }
+    """Median seconds of each model, and its speed-up over the first. One turn more warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(turns + 1):
+        for name, llama in models.items():
+            (time_of_step,) = step_times(llama, past, new)
+            if turn:
+                seconds[name].append(time_of_step)
+    first, *_ = seconds.values()
+    result = {}
+    for name, times in seconds.items():
+        gain = median(a / b for a, b in zip(first, times))
+        result[name] = (median(times), gain)
+    return result
 
 
-def of_all_widths(target: str) -> dict[str, Llama]:
-    return {
-        name: Llama.load(target, "cpu", torch.float32, bits=bits) for name, bits in WIDTHS.items()
-    }
+def load_widths(target: str) -> dict[str, Llama]:
+    models = {}
+    for name, bits in WIDTHS.items():
+        models[name] = Llama.load(target, "cpu", torch.float32, bits=bits)
+    return models
 
 
 def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
-    models = of_all_widths(target)
-    kept = dict.fromkeys(
-        ["float32"], str(models["float32"].weight_dtype)[6:]
-    )  # bfloat16 if stored so
-    told = {
-        name: dict(target=label, code=machine_code(), width=kept.get(name, name)) for name in WIDTHS
-    }
+    """A row for each width. label: the target's name, without a folder."""
+    models = load_widths(target)
+    max_len = models["float32"].config.max_position_embeddings
+    rows: dict[str, dict[str, Any]] = {}
+    for name in WIDTHS:
+        rows[f"{label}, {name}"] = {"target": label, "width": name}
     for size, (past, new) in SIZES.items():
-        if past + new <= models["float32"].config.max_position_embeddings:
-            found = compare(models, past, new, effort.turns * (3 if past else 1))
-            for name, (seconds, gain) in found.items():
-                told[name] |= {f"{size}_seconds": seconds, size: gain}
-    return {f"{label}, {machine_code()}, {name}": row for name, row in told.items()}
+        if past + new > max_len:
+            continue
+        turns = effort.turns * (3 if past else 1)
+        for name, (seconds, gain) in compare(models, past, new, turns).items():
+            row = rows[f"{label}, {name}"]
+            row[size] = gain
+            row[f"{size}_seconds"] = seconds
+    return rows

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from app.shell import whole
+from app.shell import new_file
 from checkpoint.vocabulary import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
@@ -136,7 +136,7 @@ def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    with whole(file) as new:
+    with new_file(file) as new:
         new.write_text(text, encoding="utf-8")
 
 

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, say, status, whole
+from app.shell import Parser, new_file, say, status
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
@@ -258,7 +258,7 @@ class Training:
         """Write a checkpoint. If that fails, the old file stays as it was."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = dict(steps=self.steps, weights=self.weights, optimizers=optimizers)
-        with whole(file) as new:
+        with new_file(file) as new:
             torch.save(state, new)
 
     @torch.no_grad()
@@ -305,7 +305,7 @@ def save_model(llama: Llama, folder: Path) -> None:
     tensors = {}
     for name, tensor in llama.named_tensors().items():
         tensors[name] = tensor.detach().to(torch.bfloat16).contiguous()
-    with whole(folder / "model.safetensors") as new:
+    with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     bpe.write_json(folder / "config.json", config)

@@ -1,0 +1,198 @@
+"""config.json: what is read, what is refused by name."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint.config import Config, end_tokens
+from checkpoint.files import read_json
+from conftest import SMALL
+from errors import UserError
+from model import inverse_frequencies
+
+DATA = Path(__file__).parent.parent / "test_data"
+GOOD = json.loads((DATA / "mha" / "config.json").read_text())
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write(folder: Path, data: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(data))
+    return folder
+
+
+def test_a_config_is_read_as_it_was_written(tmp_path):
+    for changes in (
+        {},
+        dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, eos_token_ids=(1, 2)),
+        dict(rope_theta=5e5, rope_scaling=LLAMA31, eos_token_ids=()),
+        dict(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    ):
+        config = Config(**{**SMALL, **changes})
+        assert Config.load(write(tmp_path, config.to_dict())) == config
+
+
+def test_defaults_are_those_of_transformers(tmp_path):
+    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "mlp_bias")
+    config = Config.load(write(tmp_path, GOOD | dict.fromkeys(names)))
+    assert config.num_key_value_heads == config.num_attention_heads == 4
+    assert config.head_dim == config.hidden_size // 4
+    assert config.rms_norm_eps == 1e-6 and config.rope_theta == 10000.0
+    assert config.rope_scaling is None and config.mlp_bias is False
+    assert config.query_size == config.kv_size == config.hidden_size
+
+
+def test_rope_settings_are_read_wherever_they_are(tmp_path):
+    plain = {name: GOOD[name] for name in GOOD if not name.startswith("rope")}
+    for data, theta, scaling in (
+        ({"rope_theta": 500.0}, 500.0, None),
+        ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
+        ({"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, 500.0, None),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 500.0}}, 500.0, None),
+        ({"rope_theta": 500.0, "rope_scaling": LLAMA31}, 500.0, LLAMA31),
+        ({"rope_parameters": LLAMA31 | {"rope_theta": 500.0}}, 500.0, LLAMA31),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            10000.0,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+    ):
+        config = Config.load(write(tmp_path, plain | data))
+        assert (config.rope_theta, config.rope_scaling) == (theta, scaling), data
+
+
+def published_frequency(config: Config, i: int) -> float:
+    """The angle of pair i a position, as the rule is published, pair by pair."""
+    frequency = config.rope_theta ** (-2 * i / config.head_dim)
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    if scaling["rope_type"] == "default":
+        return frequency
+    slow = frequency / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return slow
+    wavelength = 2 * math.pi / frequency
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength > original / low:
+        return slow
+    if wavelength < original / high:
+        return frequency
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * slow + smooth * frequency
+
+
+def test_frequencies_follow_the_published_rules():
+    plain = Config.load(DATA / "mha")
+    for config in (
+        plain,
+        Config.load(DATA / "linear-scaling"),
+        Config.load(DATA / "llama3-scaling"),
+        # Llama 3.1's: some pairs are slowed down, some in part, some kept.
+        replace(plain, head_dim=128, rope_theta=5e5, rope_scaling=LLAMA31),
+    ):
+        expected = [published_frequency(config, i) for i in range(config.head_dim // 2)]
+        assert inverse_frequencies(config).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+REFUSED = [
+    (dict(model_type="qwen2"), "model_type is 'qwen2'"),
+    (dict(model_type=None), "model_type is None"),
+    (dict(architectures=["LlamaForTokens"]), "architectures is ['LlamaForTokens']"),
+    (dict(architectures=7), "architectures is 7"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    (dict(hidden_act="x" * 10**5), "hidden_act is 'xxx"),
+    (dict(quantization_config={"bits": 4}), "quantization_config"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    (dict(vocab_size=None), "vocab_size is missing"),
+    (dict(hidden_size=0), "hidden_size is 0"),
+    (dict(hidden_size="24"), "hidden_size is '24'"),
+    (dict(num_hidden_layers=2.0), "num_hidden_layers is 2.0"),
+    (dict(num_attention_heads=True), "num_attention_heads is True"),
+    (dict(num_key_value_heads=3), "4 must be a multiple of num_key_value_heads 3"),
+    (dict(head_dim=5), "head_dim 5 even"),
+    (dict(hidden_size=2, head_dim=None), "head_dim is 0"),
+    (dict(rms_norm_eps=0), "rms_norm_eps is 0"),
+    (dict(rms_norm_eps=1e30), "rms_norm_eps is 1e+30"),
+    (dict(rms_norm_eps=10**400), "rms_norm_eps is 1000"),
+    (dict(hidden_size=2**70), "hidden_size is 1180591620717411303424"),
+    (dict(vocab_size=10**9), "vocab_size is 1000000000"),
+    (dict(num_hidden_layers=10**5), "num_hidden_layers is 100000"),
+    (dict(head_dim=2**30), "head_dim is 1073741824"),
+    (dict(max_position_embeddings=10**18), "max_position_embeddings is 1000000000000000000"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
+    (dict(attention_bias=1), "attention_bias is 1"),
+    (dict(rope_theta=-1.0, rope_parameters=None), "rope_theta is -1.0"),
+    (dict(rope_parameters={"rope_theta": 1e-300}), "rope_theta is 1e-300"),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'"),
+    (dict(rope_scaling={"type": "dynamic"}, rope_parameters=None), "rope_type is 'dynamic'"),
+    (dict(rope_parameters={"rope_type": "linear"}), "factor is missing"),
+    (dict(rope_parameters=LINEAR | {"factor": 1e-300}), "factor is 1e-300"),
+    (dict(rope_parameters=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+    (dict(rope_parameters=[1]), "rope_parameters is [1]"),
+    (dict(rope_parameters=LLAMA31 | {"low_freq_factor": 4.0}), "must be below high_freq_factor"),
+    (
+        dict(rope_parameters=LLAMA31 | {"original_max_position_embeddings": None}),
+        "original_max_position_embeddings is missing",
+    ),
+    (dict(eos_token_id="x"), "eos_token_id is 'x'"),
+    (dict(eos_token_id=[2, -1]), "eos_token_id is [2, -1]"),
+    (dict(eos_token_id=True), "eos_token_id is True"),
+]
+
+
+def test_a_setting_that_is_not_honoured_is_refused_by_name(tmp_path):
+    for change, says in REFUSED:
+        with pytest.raises(UserError) as error:
+            Config.load(write(tmp_path, GOOD | change))
+        said = str(error.value)
+        assert says in said and "config.json: " in said and len(said) < 1000, (says, said)
+
+
+def test_numbers_are_finite(tmp_path):
+    write(tmp_path, GOOD | {"rms_norm_eps": math.nan})
+    with pytest.raises(UserError, match="NaN is not a JSON number"):
+        Config.load(tmp_path)
+    text = json.dumps(GOOD | {"rms_norm_eps": "HUGE"}).replace('"HUGE"', "1e999")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="rms_norm_eps is inf"):
+        Config.load(tmp_path)
+
+
+def test_end_tokens_are_none_one_or_several():
+    for eos, ends in ((None, ()), (3, (3,)), ([3, 4], (3, 4)), ([], ())):
+        assert end_tokens({"eos_token_id": eos}) == ends
+
+
+def test_json_that_is_none(tmp_path):
+    file = tmp_path / "config.json"
+    for content, says in (
+        ("{", "not valid JSON"),
+        ("[]", "holds a list, not an object"),
+        ('{"a": NaN}', "NaN is not"),
+        ('{"a": -Infinity}', "-Infinity is not"),
+        ("\x00", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[" * 10**5, "not valid JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("\ufeff{}", "not valid JSON"),
+        (" " * 2**23, "at most 4194304 make sense"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=f"config.json .*{says}"):
+            read_json(file)
+    file.write_bytes(b'{"\xff": 1}')
+    with pytest.raises(UserError, match="config.json is not UTF-8"):
+        read_json(file)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match="no ordinary file"):
+        read_json(file)

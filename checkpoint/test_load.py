@@ -1,0 +1,131 @@
+"""A model loads whole or not at all, is rounded where that is asked for, and fits in memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.config import Config
+from conftest import SMALL, peak, write_model
+from errors import UserError
+from kernels import ops_for
+from model import Llama
+from quant import quantize
+
+
+def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+
+
+def test_weights_come_from_the_checkpoint_in_the_dtype_asked_for(tmp_path):
+    folder = write_model(tmp_path, tie_word_embeddings=False, attention_bias=True)
+    stored = load_file(folder / "model.safetensors")
+    for dtype in (torch.float32, torch.float64):
+        model = Llama.load(folder, "cpu", dtype, trainable=True)
+        loaded = model.named_tensors()
+        assert loaded.keys() == stored.keys()
+        for name, tensor in loaded.items():
+            assert tensor.dtype == dtype and torch.equal(tensor.detach(), stored[name].to(dtype))
+
+
+def test_bits_round_each_weight_to_nearest(tmp_path):
+    folder = write_model(tmp_path, tie_word_embeddings=False, hidden_size=64, intermediate_size=64)
+    stored = load_file(folder / "model.safetensors")
+    for bits, group in ((8, 128), (4, 128), ("nf4", 64), ("fp8", 128)):
+        filled = {}
+
+        class Recorder(Llama):
+            def pack_weights(self):
+                filled.update(self.named_tensors())
+                return self
+
+        Recorder.load(folder, "cpu", bits=bits)
+        for name, head_bits in (("model.layers.0.mlp.up_proj", bits), ("lm_head", 8)):
+            expected = quantize(stored[f"{name}.weight"], head_bits, group)
+            assert torch.equal(filled[f"{name}.weight"], expected.values)
+            assert torch.equal(filled[f"{name}.weight_scale"], expected.scale)
+            if expected.zero is not None:
+                assert torch.equal(filled[f"{name}.weight_zero"], expected.zero)
+
+
+def test_the_largest_scale_of_fp8_is_finite():
+    w = torch.full((1, 2), torch.finfo(torch.float32).max)
+    q = quantize(w, "fp8")
+    assert q.scale.isfinite().all()
+    restored = q.values.float() * q.scale.float()
+    assert restored.isfinite().all()
+    torch.testing.assert_close(restored, w, rtol=0.07, atol=0)
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    expected = Llama.load(folder)(torch.arange(9))
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    add_tensors(folder, **{"lm_head.weight": embedding.clone()})
+    assert torch.equal(Llama.load(folder)(torch.arange(9)), expected)
+    add_tensors(folder, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(UserError, match="lm_head.weight of .* differs .* config.json ties them"):
+        Llama.load(folder)
+    add_tensors(folder, **{"lm_head.weight": embedding[1:].clone()})
+    with pytest.raises(UserError, match=r"lm_head.weight in .* is \[260, 24\]; config.json asks"):
+        Llama.load(folder)
+
+
+def test_tensors_that_change_the_numbers_are_refused_by_name(tmp_path):
+    name = "model.layers.1.self_attn."
+    for extra in (name + "q_proj.bias", name + "q_norm.weight", "lm_head.bias"):
+        folder = write_model(tmp_path / extra)
+        add_tensors(folder, **{extra: torch.ones(3)})
+        with pytest.raises(UserError, match=f"tensor {extra} .* has no place"):
+            Llama.load(folder)
+    folder = write_model(tmp_path / "old")
+    add_tensors(folder, **{name + "rotary_emb.inv_freq": torch.ones(3)})
+    Llama.load(folder)
+
+
+def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path, monkeypatch):
+    folder = write_model(tmp_path)
+    needed = sum(tensor.nbytes for tensor in Llama(Config(**SMALL)).named_tensors().values())
+    monkeypatch.setattr("checkpoint.load.free_memory", lambda device: needed)
+    Llama.load(folder, "cpu", torch.float32)
+    monkeypatch.setattr("checkpoint.load.free_memory", lambda device: needed - 1)
+    with pytest.raises(UserError, match="needs 0.0 GB for its weights, and cpu has 0.0 GB free"):
+        Llama.load(folder, "cpu", torch.float32)
+
+
+def test_quantized_weights_are_not_trained_or_quantized_again(tmp_path):
+    folder = write_model(tmp_path, hidden_size=64)
+    with pytest.raises(UserError, match="quantized weights cannot be trained"):
+        Llama.load(folder, trainable=True, bits=8)
+
+
+# ---- Memory
+
+LARGE = dict(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    head_dim=64,
+    vocab_size=8192,
+    tie_word_embeddings=False,
+)
+
+
+def loading(stored: str) -> pytest.MarkDecorator:
+    load = 'llama = Llama.load({}, "cpu", torch.float32)'
+    shape = json.dumps(LARGE | dict(dtype=stored))
+    return pytest.mark.meanwhile(peak, shape, load.format("'test_data/mha'"), load.format("folder"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="read from Linux's /proc")
+@pytest.mark.parametrize("stored", [pytest.param("bfloat16", marks=loading("bfloat16"))])
+def test_loading_never_takes_more_than_the_model_and_one_tensor(stored, meanwhile):
+    kept = ops_for("cpu").weight_dtype([getattr(torch, stored)], torch.float32)
+    model = Llama(Config(**SMALL | LARGE), "meta", seed=None, weight_dtype=kept)
+    sizes = [tensor.nbytes for tensor in model.named_tensors().values()]
+    assert sum(sizes) > 75e6
+    assert meanwhile() < sum(sizes) + max(sizes) + 12e6

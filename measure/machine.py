@@ -1,0 +1,74 @@
+"""The machine that measures: its name, its instruction set, and the file of its results.
+
+Two CPUs of one name may have different instructions, which decide how fast products are: so the
+instruction set is part of the file's name. results/amd-epyc-avx512-vnni.json is of an AMD EPYC with
+AVX-512 and VNNI. Held down to an older CPU (LLAMA_MARCH, see cpu/compiled.py), a machine writes the
+results of that CPU.
+"""
+
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from measure.clock import read_bandwidth
+
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTIONS = {  # a flag of Linux, or a name for LLAMA_MARCH -> our name, the widest first
+    "avx512_vnni": "avx512-vnni",
+    "avx512f": "avx512",
+    "skylake-avx512": "avx512",
+    "avx2": "avx2",
+    "x86-64-v3": "avx2",
+    "asimd": "neon",
+}
+
+
+def cpu_info(field: str) -> str:
+    """The first value of this field in /proc/cpuinfo; empty where there is none."""
+    if not CPUINFO.exists():
+        return ""
+    found = re.search(rf"^{field}\s*:\s*(.*\S)", CPUINFO.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def processor() -> str:
+    """The GPU's name, or the CPU's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+    """The widest instructions that products use; empty for a GPU, or if they are unknown."""
+    if torch.cuda.is_available():
+        return ""
+    if os.environ.get("LLAMA_NATIVE") == "0":
+        return "no-c"
+    flags = cpu_info("flags") or cpu_info("Features")
+    known = (os.environ.get("LLAMA_MARCH") or flags).split()
+    names = [name for flag, name in INSTRUCTIONS.items() if flag in known]
+    return names[0] if names else ""
+
+
+def results_file() -> Path:
+    """results/<machine>.json, relative to the repository."""
+    words = f"{processor()} {instruction_set()}".lower()
+    slug = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    return Path("results", f"{slug}.json")
+
+
+def machine(bandwidth: float | None = None) -> dict[str, Any]:
+    """The machine, and its read bandwidth, measured now if it is not given."""
+    return {
+        "machine": processor(),
+        "instructions": instruction_set(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "read_bandwidth": bandwidth or read_bandwidth(),
+    }

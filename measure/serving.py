@@ -1,0 +1,117 @@
+"""Serving requests through an engine, with a stopwatch at every step.
+
+Invariant: a text's times are those of the steps that gave it tokens: the first one counts from its
+arrival, each later one from the one before.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from batcher import Batcher
+from generate import Engine
+from kvcache import KVCache
+from model import Llama
+from paged import PagedCache
+from request import Request, Settings
+
+Arrival = tuple[float, Request]  # seconds after the start
+
+
+class Served(NamedTuple):
+    """The costs of serving some requests."""
+
+    seconds: float
+    num_tokens: int
+    num_first_tokens: int  # those of each text's first step
+    first_token: list[float]  # seconds from a request's arrival to its first token
+    gaps: list[float]  # seconds between a text's successive steps
+    cache_bytes: int  # the most bytes of keys and values in use after any step
+    texts: list[list[int]]  # the new tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """For a text, after its first step."""
+        return sum(self.gaps) / (self.num_tokens - self.num_first_tokens)
+
+
+def random_request(prompt: int, count: int, seed: int, gamma: int | None = 0) -> Request:
+    """A request for exactly `count` tokens after a prompt of `prompt` random tokens."""
+    tokens = random.Random(seed).choices(range(300, 4000), k=prompt)
+    return Request(tokens, Settings(temperature=1.0, seed=seed, max_tokens=count, gamma=gamma))
+
+
+def bytes_in_use(caches: Sequence[Any]) -> int:
+    """All of a contiguous cache, the live blocks of a paged one, and nothing of `NoCache`."""
+    total = 0
+    for cache in caches:
+        if isinstance(cache, PagedCache):
+            live = cache.pool.total - cache.pool.available
+            total += cache.bytes * live // cache.pool.total
+        elif isinstance(cache, KVCache):
+            total += cache.bytes
+    return total
+
+
+def serve(batcher: Batcher, caches: Sequence[Any], arrivals: Sequence[Arrival]) -> Served:
+    """Serve all requests, each from its arrival on."""
+    arriving = deque(sorted(arrivals, key=itemgetter(0)))
+    last_seen = {request: seconds for seconds, request in arrivals}
+    first_token: list[float] = []
+    gaps: list[float] = []
+    cache_bytes = 0
+    num_first_tokens = 0
+    start = time.perf_counter()
+    now = 0.0
+    while arriving or batcher.waiting or batcher.running:
+        if not batcher.waiting and not batcher.running:
+            time.sleep(max(0.0, arriving[0][0] - now))
+            now = time.perf_counter() - start
+        while arriving and arriving[0][0] <= now:
+            _, request = arriving.popleft()
+            batcher.add(request)
+        new_tokens = batcher.step()
+        now = time.perf_counter() - start
+        cache_bytes = max(cache_bytes, bytes_in_use(caches))
+        for request, tokens in new_tokens.items():
+            if len(request.tokens) - len(tokens) == request.num_prompt_tokens:
+                first_token.append(now - last_seen[request])
+                num_first_tokens += len(tokens)
+            else:
+                gaps.append(now - last_seen[request])
+            last_seen[request] = now
+    texts = [request.tokens[request.num_prompt_tokens :] for _, request in arrivals]
+    num_tokens = sum(map(len, texts))
+    return Served(now, num_tokens, num_first_tokens, first_token, gaps, cache_bytes, texts)
+
+
+def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
+    """Serve all requests; they arrive at the start."""
+    return serve(engine.batcher, engine.caches, [(0.0, request) for request in requests])
+
+
+def weight_bytes(llama: Llama, read: bool = False) -> int:
+    """Bytes of the weights as they are stored, scales included; a tied head counts once.
+
+    read: only what a step reads: of an embedding that is not tied it reads single rows.
+    """
+    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
+    is_tied = llama.embed is llama.head
+    total = 0
+    for name, tensor in plain.named_tensors().items():
+        if is_tied or not read or "embed_tokens" not in name:
+            total += tensor.nbytes
+    return total
+
+
+def log_spread(count: int, longest: int) -> list[int]:
+    """`count` lengths from a fifth of the longest on, even on a logarithmic scale, shuffled."""
+    order = [7 * i % count for i in range(count)]
+    return [round(longest * 5 ** (-i / count)) for i in order]

@@ -1,0 +1,458 @@
+"""The runner: plans change nothing; offsets, ends and limits; chunks; interruptions; reports."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from gamma import MEASURED, TRIAL
+from generate import Engine, Model, load_draft
+from kernels import Ops
+from kvcache import KVCache
+from paged import PagedCache
+from proof import Walk, distance, enumerate_law
+from request import Request, Settings
+from runner import ModelRunner, ScheduledRequest
+from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
+
+
+class Scripted:
+    """A model that goes on with its script's token at each position.
+
+    calls: the (position, token) pairs of each pass.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float64
+    ops = Ops()
+
+    def __init__(self, script: Sequence[int]):
+        self.script = script
+        self.calls: list[list[tuple[int, int]]] = []
+
+    def __call__(self, tokens: Tensor, metadata, logits_indices=None) -> Tensor:
+        zeros = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
+        self.ops.store_and_attend(zeros, zeros, zeros, metadata, 0)
+        positions = metadata.positions.tolist()
+        self.calls.append(list(zip(positions, tokens.tolist())))
+        following = torch.tensor([self.script[position + 1] for position in positions])
+        logits = torch.full((len(tokens), 10), -torch.inf, dtype=torch.float64)
+        logits.scatter_(1, following[:, None], 0)
+        return logits if logits_indices is None else logits[logits_indices]
+
+
+def scripted_runner(
+    script: Sequence[int], draft_script: Sequence[int], draft_len: int = 200, **options
+) -> ModelRunner:
+    cache = KVCache(1, 1, 1, 200, dtype=torch.float64)
+    draft_cache = KVCache(1, 1, 1, draft_len, dtype=torch.float64)
+    drafter = ModelDrafter(Scripted(draft_script), draft_cache)
+    return ModelRunner(Scripted(script), cache, 10, drafter, **options)
+
+
+def sizes(model: Scripted) -> list[int]:
+    """The tokens of each pass."""
+    return [len(call) for call in model.calls]
+
+
+TRUTH = [5, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9]
+
+
+def scripted_text(draft_script: Sequence[int], count=8, gamma=3, ends=(), draft_len=40):
+    """-> the request, which goes on as TRUTH does, and the runner."""
+    request = Request(TRUTH[:2], Settings(1.0, seed=3, max_tokens=count, gamma=gamma), ends)
+    runner = scripted_runner(TRUTH, draft_script, draft_len)
+    play(runner, [request])
+    return request, runner
+
+
+# ---- Plans change nothing
+
+
+def snapshot(runner: ModelRunner, requests: Sequence[Request]) -> dict:
+    """All that a plan could change, but for tensors: those it can write only in a pass."""
+    caches = {id(cache): cache for cache in (runner.cache, getattr(runner.drafter, "cache", None))}
+    state = {"requests": [vars(request) for request in requests]}
+    for key, cache in caches.items():
+        if cache is not None:
+            state[key] = [vars(cache).get("_sequences"), vars(vars(cache).get("pool", cache))]
+    for name in ("drafter", "auto_gamma"):
+        state[name] = vars(getattr(runner, name))
+    state["runner"] = vars(runner)
+    return flat(state)
+
+
+def flat(value):
+    """Plain data, copied, down to what is no data."""
+    if isinstance(value, Mapping):
+        return {flat(key): flat(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set)) or hasattr(value, "maxlen"):
+        return tuple(flat(inner) for inner in value)
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    if type(value).__name__ == "CachedSequence":
+        return flat(vars(value))
+    return id(value)
+
+
+@pytest.mark.parametrize("drafts", ["model", "self", "ngram"])
+def test_plans_change_nothing(drafts):
+    """In a prompt, in a text, where a draft lags, and at the end of its context."""
+    script = [1] * 200
+    runner = scripted_runner(script, script, draft_len=40, budget=10)
+    if drafts == "ngram":
+        runner.drafter = NgramDrafter()
+    if drafts == "self":
+        runner.drafter = SelfDrafter(runner.drafter.llama, runner.cache)
+    request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=60))
+    runner.open(request)
+    kinds = set()
+    step = 0
+    while not request.finish_reason:
+        runner.next_gamma = 0 if step < 16 else 3
+        before = snapshot(runner, [request])
+        for budget in (1, 4, 10):
+            runner.schedule(request, budget)
+        item = runner.schedule(request)
+        assert item == runner.schedule(request)
+        runner.fits([item])
+        num_drafts = runner.drafter.max_drafts(request, 9)
+        runner.fits([ScheduledRequest(request, 1, num_drafts)])
+        runner.auto_gamma.choose(1)
+        runner.num_pending(request)
+        runner.report(request)
+        assert snapshot(runner, [request]) == before
+        kinds.add((item.samples, item.num_drafts > 0, item.num_catch_up > 0))
+        runner.step([item])
+        step += 1
+    assert (True, False, False) in kinds and (True, True, False) in kinds
+    if drafts == "model":
+        assert (True, False, True) in kinds  # it lagged
+        assert request not in runner.drafter.seqs  # and outgrew its context
+
+
+# ---- What stands in the caches
+
+
+def test_draft_cache_lacks_the_last_draft_after_full_acceptance():
+    request, runner = scripted_text(TRUTH)
+    draft = runner.drafter.llama
+    assert request.tokens == TRUTH[:10]
+    assert [stats[:2] for stats in request.rounds] == [(3, 3), (3, 3)]
+    assert request.origins == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"]
+
+    def at(*positions: int) -> list[tuple[int, int]]:
+        return [(i, TRUTH[i]) for i in positions]
+
+    # the token at 4 was drafted, not read: it comes with the bonus
+    assert draft.calls == [at(0, 1), at(2), at(3), at(4, 5), at(6), at(7)]
+    assert runner.target.calls == [at(0, 1, 2, 3, 4), at(5, 6, 7, 8)]
+
+
+def test_draft_cache_forgets_rejected_drafts():
+    request, runner = scripted_text([5, 1, 2, 9, 4, 5, 9, *TRUTH[7:]])
+    assert request.tokens == TRUTH[:10]
+    assert [stats[:2] for stats in request.rounds] == [(3, 1), (3, 2), (2, 2)]
+    assert request.origins[:2] == ["accepted", "corrected"]
+    # the draft's 9 at position 3 is gone, the correction is read
+    assert runner.drafter.llama.calls[:4] == [[(0, 5), (1, 1)], [(2, 2)], [(3, 9)], [(3, 3)]]
+    assert [call[0] for call in runner.target.calls] == [(0, 5), (3, 3), (6, 6)]
+
+    request, runner = scripted_text([9] * 24)  # nothing is accepted
+    assert request.tokens == TRUTH[:10]
+    assert [stats.num_accepted for stats in request.rounds] == [0] * 8
+    assert runner.drafter.llama.calls[:3] == [[(0, 5), (1, 1)], [(2, 9)], [(3, 9)]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 6),
+    st.integers(1, 14),
+    st.lists(st.integers(1, 9), max_size=3),
+    st.sets(st.integers(2, 16)),
+)
+@example(6, 14, [4], set())  # an end inside accepted drafts,
+@example(3, 8, [5], {5})  # as a correction,
+@example(3, 8, [4], set())  # and as the bonus
+def test_limits_and_ends_anywhere(gamma, count, ends, wrong):
+    """wrong: positions where the draft is wrong."""
+    script = [9 - token if i in wrong else token for i, token in enumerate(TRUTH)]
+    request, _ = scripted_text(script, count, gamma, ends)
+    expected = TRUTH[2 : 2 + count]
+    cut = next((i + 1 for i, token in enumerate(expected) if token in ends), count)
+    assert list(new_tokens(request)) == expected[:cut]
+    assert request.finish_reason == ("stop" if expected[cut - 1] in ends else "length")
+    assert len(request.origins) == cut
+
+
+def test_max_drafts_use_the_whole_context_of_the_draft_and_no_more():
+    """The text and all drafts but the last fit: then the text outgrows it, and goes on."""
+    is_full = []
+    for draft_len in range(2, 14):
+        request, runner = scripted_text(TRUTH, count=14, draft_len=draft_len)
+        assert request.tokens == TRUTH[:16]
+        last = max((call[-1][0] for call in runner.drafter.llama.calls), default=-1)
+        assert last < draft_len
+        is_full.append(last == draft_len - 1)
+        length = 2  # of the text at the beginning of a round
+        for stats in request.rounds:
+            room = max(0, draft_len - length + 1)
+            assert stats.num_drafts == min(3, room, 16 - length - 1), (draft_len, length)
+            length += stats.num_accepted + 1
+    assert sum(is_full) > 5
+    request, runner = scripted_text([5] * 20, count=5, draft_len=1)
+    assert request.tokens == TRUTH[:7] and runner.drafter.llama.calls == []
+
+
+# ---- Chunks
+
+
+def test_chunks_of_a_prompt_are_read_by_both():
+    runner = scripted_runner([1] * 60, [1] * 60, budget=10)
+    request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=6, gamma=2))
+    play(runner, [request])
+    assert sizes(runner.target)[:3] == [10, 10, 3 + 2]
+    assert sizes(runner.drafter.llama)[:4] == [10, 10, 3, 1]
+
+
+def test_draft_that_lags_catches_up_in_chunks():
+    """Where γ is measured. A γ that is fixed does not depend on what the draft has read."""
+    runner = scripted_runner([1] * 90, [1] * 90, budget=10)
+    request = Request([1] * 5, Settings(1.0, seed=3, max_tokens=60))
+    wanted = iter([0] * 29 + [2] * 40)  # for the second round, the third, ...
+    runner.auto_gamma.choose = lambda batch_size: next(wanted)
+    play(runner, [request])
+    assert new_tokens(request) == (1,) * 60
+    assert sizes(runner.drafter.llama)[:5] == [10, 10, 10, 8, 1]
+    assert [stats.num_drafts for stats in request.rounds][30:35] == [0, 0, 0, 2, 2]
+
+    request = Request([1] * 5, Settings(1.0, seed=3, max_tokens=60, gamma=2))
+    runner = scripted_runner([1] * 90, [1] * 90, budget=10)
+    runner.open(request)
+    request.tokens += [1] * 30  # as if the target had made them without the draft
+    runner.cache.extend([(request.seq, request.tokens[:-1])])
+    assert runner.schedule(request) == ScheduledRequest(request, 1, 2)
+
+
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tom said that"]
+
+
+@pytest.fixture(scope="module")
+def pair(base) -> tuple[Model, Model]:
+    """Random weights, and nearly the same. A byte is a token."""
+    model, draft = (Model.load(base, "cpu", torch.float64) for _ in range(2))
+    for tensor in draft.llama.named_tensors().values():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        tensor.mul_(1 + 0.05 * noise)
+    return model, draft
+
+
+def pair_runner(pair: tuple[Model, Model], sequences: int = 1, coupled=False) -> ModelRunner:
+    model, draft = pair
+    draft = load_draft(draft, model)
+    return Engine(model, draft, 96 * sequences, 96, sequences, coupled, kv="contiguous").runner
+
+
+def pair_request(pair: tuple[Model, Model], prompt: str, **chosen) -> Request:
+    model = pair[0]
+    chosen = Settings(**{**dict(temperature=1.0, seed=9, max_tokens=12, gamma=3), **chosen})
+    return Request(model.encode(prompt), chosen, model.eos_token_ids)
+
+
+def test_chunks_rounds_and_plain_rows_share_a_step(pair):
+    asked = [(PROMPTS[0], 3), (" ".join(PROMPTS), 2), (PROMPTS[1], 0)]
+    alone = [pair_request(pair, prompt, gamma=gamma) for prompt, gamma in asked]
+    for request in alone:
+        play(pair_runner(pair), [request])
+    together = [pair_request(pair, prompt, gamma=gamma) for prompt, gamma in asked]
+    runner = pair_runner(pair, 3)
+    runner.budget = 18  # the long prompt takes several steps
+    mixes = []
+    step = runner.step
+
+    def noted(scheduled):
+        mixes.append({(item.samples, item.num_drafts) for item in scheduled})
+        return step(scheduled)
+
+    runner.step = noted
+    play(runner, together)
+    assert {(False, 0), (True, 3), (True, 0)} in mixes
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    assert [r.rounds[0].num_drafts for r in together] == [3, 2, 0]
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+@pytest.mark.parametrize("fails", [1, 2, 4])
+def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails):
+    """Ctrl-C in the pass number `fails`: the prompt's first chunk, the second, and a round."""
+
+    def text(is_broken: bool) -> tuple[int, ...]:
+        runner = pair_runner(pair)
+        runner.budget = 10
+        request = pair_request(pair, PROMPTS[2])
+        llama = runner.target if where == "target" else runner.drafter.llama
+        num_calls = 0
+
+        class Breaks:
+            device = llama.device
+            dtype = llama.dtype
+            ops = Ops()
+
+            def __call__(self, tokens, metadata, logits_indices=None):
+                nonlocal num_calls
+                num_calls += 1
+                if not is_broken or num_calls != fails:
+                    return llama(tokens, metadata, logits_indices)
+                llama(tokens * 0 + 5, metadata, logits_indices)  # what it stored is wrong
+                raise KeyboardInterrupt
+
+        if where == "target":
+            runner.target = Breaks()
+        else:
+            runner.drafter.llama = Breaks()
+        runner.open(request)
+        while not request.finish_reason:
+            length = runner.cache.length(request.seq)
+            tokens = list(request.tokens)
+            try:
+                runner.step([runner.schedule(request)])
+            except KeyboardInterrupt:
+                assert runner.cache.length(request.seq) == length
+                assert request.tokens == tokens and runner.drafter.num_pending(request) > 0
+        assert num_calls > fails
+        return new_tokens(request)
+
+    assert text(is_broken=True) == text(is_broken=False)
+
+
+# ---- Several tokens in one look
+
+
+def test_law_of_multi_step_tokens_is_the_targets():
+    """Texts that end on the way leave tokens that nobody gets."""
+    kind = Kind((1,), 0, 5, (0,))
+    for multi_step in (2, 3):
+        num_steps = []
+
+        def run(walk: Walk, n: int) -> list:
+            requests = [kind.request(seed) for seed in range(n)]
+            cache = PagedCache(1, 1, 1, 4 * n, 2, dtype=torch.float64)
+            play(ModelRunner(TARGET, cache, 3, coin=walk, multi_step=multi_step), requests)
+            num_steps.append(max(len(request.rounds) for request in requests))
+            return list(map(new_tokens, requests))
+
+        assert distance(enumerate_law(run), kind.law()) < 1e-12
+        assert max(num_steps) == {2: 3, 3: 3}[multi_step]
+
+
+def test_multi_step_text_is_the_plain_text(pair):
+    model, _ = pair
+    cache = KVCache.of(model.llama, 64, 3)
+    texts = []
+    for multi_step in (1, 4):
+        requests = [pair_request(pair, p, gamma=0, seed=i) for i, p in enumerate(PROMPTS)]
+        runner = ModelRunner(model.llama, cache, 259, multi_step=multi_step)
+        play(runner, requests)
+        texts.append([request.tokens for request in requests])
+        for request in requests:
+            runner.close(request)
+        most = max(len(request.rounds) for request in requests)
+        assert most == (12 if multi_step == 1 else 1 + 2 + 3)  # the prompt; 4 at once; the rest
+    assert texts[0] == texts[1]
+
+
+# ---- The report, and γ by the clock
+
+
+def test_report_says_what_the_rounds_say(pair):
+    runner = pair_runner(pair)
+    request = pair_request(pair, PROMPTS[0], max_tokens=24, gamma=2, seed=1)
+    assert runner.report(request) is None
+    play(runner, [request])
+    assert runner.report(request).speed_up is None  # no plain round was measured
+    for _ in range(MEASURED):
+        runner.auto_gamma.observe([0], [0], 0.5)
+    report = runner.report(request)
+    examined = [min(stats.num_accepted + 1, stats.num_drafts) for stats in request.rounds]
+    accepted = [stats.num_accepted for stats in request.rounds]
+    assert report.acceptance == sum(accepted) / sum(examined)
+    assert len(accepted) > 5
+    num_tokens = sum(accepted[1:]) + len(accepted[1:])
+    assert report.tokens_per_round == pytest.approx(num_tokens / len(accepted[1:]))
+    seconds = sum(stats.seconds for stats in request.rounds[1:])
+    assert report.speed_up == pytest.approx(0.5 * num_tokens / seconds)
+    request.rounds = [stats for stats in request.rounds if stats.num_drafts == 2]
+    alpha = request.acceptance
+    usual = runner.auto_gamma.round_seconds(1, 2)
+    expected = 0.5 * (1 + alpha + alpha**2) / usual
+    assert runner.report(request).predicted_speed_up == pytest.approx(expected)
+    runner = toy_runner(1, TARGET, COPY)
+    runner.has_drafter = False
+    assert runner.report(request) is None
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_gamma_follows_how_the_drafts_fare(is_good):
+    """On a clock where a draft costs a twentieth of a pass, and every pass the same."""
+    runner = scripted_runner([1] * 200, [1 if is_good else 2] * 200)
+    observe = runner.auto_gamma.observe
+
+    def on_this_clock(num_drafts, num_accepted, seconds):
+        observe(num_drafts, num_accepted, 1 + 0.05 * max(num_drafts))
+
+    runner.auto_gamma.observe = on_this_clock
+    request = Request([1, 1], Settings(1.0, seed=3, max_tokens=180))
+    play(runner, [request])
+    num_drafts = [stats.num_drafts for stats in request.rounds]
+    first = [0] * (1 + MEASURED) + [TRIAL] * MEASURED  # the first round reads the prompt
+    assert num_drafts[: len(first)] == first
+    if is_good:
+        assert max(num_drafts) == 16
+    else:
+        assert sum(num_drafts[80:]) <= 4
+
+
+def test_chunks_are_not_timed_and_times_are_read_after_the_device_was_waited_for(monkeypatch):
+    """A GPU cannot tell what lies between two events before it has passed both."""
+    runner = toy_runner(2, budget=3)
+    events = []
+
+    class Timer:
+        def start(self) -> None:
+            events.append("start")
+
+        def stop(self) -> None:
+            events.append("stop")
+
+        @property
+        def seconds(self) -> float:
+            events.append("read")
+            return 1.0
+
+    runner.timer = Timer()
+    tolist = Tensor.tolist
+
+    def waits(x: Tensor) -> list:
+        if x.numel() and x.dim() == 2 and events[-1:] == ["stop"]:
+            events.append("wait")
+        return tolist(x)
+
+    monkeypatch.setattr(Tensor, "tolist", waits)
+    observed = []
+    runner.auto_gamma.observe = lambda *numbers: observed.append(numbers)
+    kinds = [Kind((1, 2, 1, 2), 1, 3), Kind((2,), 1, 3)]
+    first = kinds[0].request(0)
+    runner.open(first)
+    assert runner.step([runner.schedule(first)]) == {}  # a chunk, and nothing else
+    assert events == ["start"] and not observed
+    runner.close(first)
+    events.clear()
+    play(runner, [kind.request(seed) for seed, kind in enumerate(kinds)])
+    assert events[:4] == ["start", "stop", "wait", "read"]
+    assert events == ["start", "stop", "wait", "read"] * (len(events) // 4)
+    assert observed and all(seconds == 1.0 for *_, seconds in observed)
+    assert len(observed) < len(events) // 4  # steps that read a prompt teach nothing
