@@ -81,8 +81,10 @@ def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """`verify` in coupled mode: accept what the target picks, too. coin: B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
-    picked = coin.pick(rows).view(B, k + 1)
-    accepted = count_leading(drafted == picked[:, :k])  # padding is −1: never picked
+    picked = coin.pick(rows)
+    picked = picked.view(B, k + 1)
+    stands = drafted == picked[:, :k]  # padding is −1: never picked
+    accepted = count_leading(stands)
     token = picked.gather(1, accepted[:, None])
     return accepted, token[:, 0]
 
@@ -162,8 +164,9 @@ class Round:
         """No drafts, to be filled: int64[B, k], all −1, and float[B, k, V], all zero."""
         B = len(self.requests)
         k = self.width - 1
+        V = self.vocab_size
         drafted = torch.full((B, k), -1, device=self.device)
-        q = torch.zeros(B, k, self.vocab_size, dtype=self.dtype, device=self.device)
+        q = torch.zeros(B, k, V, dtype=self.dtype, device=self.device)
         return drafted, q
 
     def setting(self, name: str) -> list[float | int | None]:
@@ -190,9 +193,10 @@ def main() -> None:
     """The demonstration: the law of the production code, beside the target's own."""
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
-        caches = [KVCache(1, 1, 1, 7, n, dtype=torch.float64) for _ in range(2)]
-        drafter = ModelDrafter(Toy(seed=2), caches[1])
-        runner = ModelRunner(target, caches[0], 3, drafter, coin=walk)
+        cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
+        draft_cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
+        drafter = ModelDrafter(Toy(seed=2), draft_cache)
+        runner = ModelRunner(target, cache, 3, drafter, coin=walk)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)
@@ -204,10 +208,11 @@ def main() -> None:
     target = Toy(seed=1)
     law = enumerate_law(run)
     wanted = sequential_law(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
+    print("text, its probability by speculation, and by the target alone")
     for text, mass in wanted.items():
         print(f"{str(text):10} {law[text]:.15f}  {mass:.15f}")
-    print(f"{len(wanted)} texts, speculatively and by the target alone", end=": ")
-    print(f"they differ by at most {distance(law, wanted):.1e}")
+    error = distance(law, wanted)
+    print(f"{len(wanted)} texts: the probabilities differ by at most {error:.1e}")
 
 
 if __name__ == "__main__":

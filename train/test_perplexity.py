@@ -171,9 +171,8 @@ def losses() -> list[float]:
     return [row.perplexity / rows[0].perplexity - 1 for row in rows[1:]]
 
 
-@pytest.mark.meanwhile(program, "-c", "from train.test_perplexity import losses; print(*losses())")
-def test_on_the_embedded_model_gptq_recovers_half_of_what_rounding_loses(meanwhile):
-    done = meanwhile()
+def test_on_the_embedded_model_gptq_recovers_half_of_what_rounding_loses():
+    done = program("-c", "from train.test_perplexity import losses; print(*losses())")
     assert done.returncode == 0, done.stderr
     int8, fp8, both, smooth, nf4, int4, gptq = map(float, done.stdout.splitlines()[-1].split())
     assert 0 < int8 < 0.0005 and 0 < fp8 < 0.003
