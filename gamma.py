@@ -7,11 +7,12 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
     speed-up = (1 − α^(γ+1)) / (1 − α) / (w + γ c)         (Leviathan et al. 2023, 3.3, where w = 1)
 
 `AutoGamma` takes the γ with the best speed-up, or 0. The denominator is the time of a whole round
-over that of a plain one, both measured on real rounds: two plain rounds, two with TRIAL drafts
-(the first of each warms up), and then every round. A γ that was not measured lies on the line
-through those two. α is a moving average over all requests, so all of them have the same γ; a new
-text begins with the acceptance of those before it. While γ is 0, a round with drafts is tried now
-and then, so rarely that it costs at most 1 / PATIENCE of the time.
+over that of a plain one, both measured on real rounds: a few plain rounds, a few with TRIAL drafts,
+and then every round. A time is the lower quartile of at least MEASURED rounds: neither the first,
+which warms up, nor an interruption counts. A γ that was not measured lies on the line through those
+that were. α is a moving average over all requests, so all of them have the same γ; a new text begins
+with the acceptance of those before it. While γ is 0, a round with drafts is tried now and then, so
+rarely that it costs at most 1 / PATIENCE of the time; else, as rarely, a plain round.
 
 γ depends on past rounds and the clock, never on its own round's draws: the text's law stays, but a
 seed may give another text. Steps that read a prompt are not measured.
@@ -24,14 +25,15 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import linear_regression
 
 import torch
 
 TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
-WINDOW = 50  # drafts that the acceptance is a mean over
-PATIENCE = 64
+WINDOW = 100  # drafts that the acceptance is a mean over
+PATIENCE = 64  # rounds before what seems worse is tried again
+MEASURED = 3  # rounds, at least, that a time is taken from
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -79,26 +81,31 @@ class AutoGamma:
     def __init__(self) -> None:
         self.alpha = 0.7
         self.weight = 5.0  # drafts that alpha is a mean over
-        self.num_plain = 0  # rounds since the last draft
-        # seconds of rounds, by (batch sizes up to a power of two, γ): the first ones warm up
+        self.num_plain = 0  # plain rounds since the last draft
+        self.num_drafting = 0  # rounds with drafts since the last plain one
+        # seconds of the last rounds, by (bits of the batch size, γ)
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
-        self.num_warm = defaultdict[tuple[int, int], int](int)
 
     def round_seconds(self, batch_size: int, gamma: int) -> float | None:
-        """The median time of a round; None if it was not measured."""
-        times = self.seconds.get((batch_size.bit_length(), gamma))
-        return median(times) if times else None
+        """The lower quartile of its times; None if it was not measured often enough."""
+        times = self.seconds.get((batch_size.bit_length(), gamma), ())
+        return sorted(times)[len(times) // 4] if len(times) >= MEASURED else None
 
-    def gain(self, batch_size: int, gamma: int) -> float | None:
-        """The speed-up by the formula at today's acceptance; None before the trial is over."""
+    def gains(self, batch_size: int) -> list[float]:
+        """The speed-up for γ = 1, 2, …, MAX_GAMMA, after the trial."""
         plain = self.round_seconds(batch_size, 0)
-        trial = self.round_seconds(batch_size, TRIAL)
-        seconds = self.round_seconds(batch_size, gamma)
-        if plain is None or trial is None:
-            return None
-        if seconds is None:
-            seconds = plain + max(0.0, trial - plain) * gamma / TRIAL
-        return expected_tokens(self.alpha, gamma) * plain / seconds
+        measured = {}
+        for gamma in range(1, MAX_GAMMA + 1):
+            seconds = self.round_seconds(batch_size, gamma)
+            if seconds is not None:
+                measured[gamma] = seconds
+        line = measured if len(measured) > 1 else {0: plain} | measured
+        slope, start = linear_regression(list(line), list(line.values()))
+        gains = []
+        for gamma in range(1, MAX_GAMMA + 1):
+            seconds = measured.get(gamma, max(plain, start + slope * gamma))
+            gains.append(expected_tokens(self.alpha, gamma) * plain / seconds)
+        return gains
 
     def choose(self, batch_size: int) -> int:
         """γ for the next round of so many requests. Changes nothing."""
@@ -106,11 +113,11 @@ class AutoGamma:
             return 0
         if self.round_seconds(batch_size, TRIAL) is None:
             return TRIAL
-        gains = [self.gain(batch_size, gamma) for gamma in range(1, MAX_GAMMA + 1)]
+        gains = self.gains(batch_size)
         best = max(gains)
         gamma = 1 + gains.index(best)
         if best > 1:
-            return gamma
+            return gamma if self.num_drafting < PATIENCE else 0
         cost = expected_tokens(self.alpha, gamma) / best  # of a round, in plain rounds
         return gamma if self.num_plain >= PATIENCE * cost else 0
 
@@ -120,10 +127,9 @@ class AutoGamma:
         """Learn from a round: the drafts of each request, how many stand, and its time."""
         gamma = math.ceil(sum(num_drafts) / len(num_drafts))
         key = (len(num_drafts).bit_length(), gamma)
-        self.num_warm[key] += 1
-        if self.num_warm[key] > 1:
-            self.seconds[key].append(seconds)
+        self.seconds[key].append(seconds)
         self.num_plain = 0 if gamma else self.num_plain + 1
+        self.num_drafting = self.num_drafting + 1 if gamma else 0
         for drafted, accepted in zip(num_drafts, num_accepted):
             examined = min(accepted + 1, drafted)  # none beyond the first rejection
             if examined:

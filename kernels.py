@@ -434,8 +434,11 @@ class Flash(Ops):
 def ops_for(device: torch.device | str) -> Ops:
     """The fastest operations for this device: from cpu/ or gpu/, or plain; and for this process's
     shard."""
-    ops = fastest_ops(torch.device(device))
-    return Parallel(ops) if num_processes() > 1 else ops
+    device = torch.device(device)
+    ops = fastest_ops(device)
+    if num_processes() > 1 and device.type != "meta":  # a meta model has the shapes of a checkpoint
+        return Parallel(ops)
+    return ops
 
 
 def fastest_ops(device: torch.device) -> Ops:

@@ -94,8 +94,8 @@ def check_divisible(config: Config, n: int) -> None:
     divisible = {
         "num_attention_heads": config.num_attention_heads % n == 0,
         "num_key_value_heads": kv_heads % n == 0 or n % kv_heads == 0,
-        "query_size": config.query_size % (n * group) == 0,
         "intermediate_size": config.intermediate_size % (n * group) == 0,
+        "query_size": config.query_size % (n * group) == 0,
         "vocab_size": config.vocab_size >= n * n,  # no shard is empty
     }
     for name, is_divisible in divisible.items():

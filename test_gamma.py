@@ -1,225 +1,218 @@
-"""Choosing γ: the formula against simulation, and a chooser that finds what pays and never costs much."""
+"""Choosing γ: the formula beside a simulation, and a choice that finds what pays."""
 
 import random
+from copy import deepcopy
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
-from gamma import Auto, Costs, Times, expected_tokens, mean_gains, speed_up
+import gamma
+from gamma import MAX_GAMMA, MEASURED, PATIENCE, TRIAL, AutoGamma, Timer, expected_tokens, speed_up
+
+
+def accepted_drafts(coin: random.Random, alpha: float, gamma: int) -> int:
+    """Drafts before the first rejection."""
+    count = 0
+    while count < gamma and coin.random() < alpha:
+        count += 1
+    return count
+
+
+def round_seconds(gamma: int, c: float, w: float) -> float:
+    """c: of a draft; w: of a pass over more than one token, in plain passes."""
+    return (w if gamma else 1.0) + c * gamma
 
 
 def simulate(
-    alpha: float,
-    c: float,
-    wide: float = 0.0,
-    rounds: int = 500,
-    noise: float = 0.0,
-    most: int = 8,
-    seed: int = 0,
-    fixed: float = 0.0,
-) -> tuple[float, list[int]]:
-    """(speed-up over plain decoding, γ by round): γ drafts cost fixed + c γ, a wider pass `wide` a token; α is hidden.
-    As in a decoder, the first drafts after a round without any are not measured: they read what the drafter lacks."""
-    costs, coin, taken, made, spent = Costs(), random.Random(seed), [0], 0, 0.0
-    auto = Auto(costs)
-    while made < rounds:
-        gamma = auto.choose(most)
-        stood = next((j for j in range(gamma) if coin.random() >= alpha), gamma)
-        shaky = lambda seconds: seconds * coin.uniform(1 - noise, 1 + noise)
-        drafting, verifying = shaky(c * gamma + fixed * (gamma > 0)), shaky(1 + wide * gamma)
-        if gamma and taken[-1]:
-            costs.drafts.saw(gamma, drafting)
-        costs.passes.saw(1 + gamma, verifying)
-        auto.saw(gamma, stood, drafting + verifying)
-        taken.append(gamma)
-        made, spent = made + stood + 1, spent + drafting + verifying
-    return made / spent, taken[1:]
+    auto: AutoGamma, alpha: float, c: float, w: float, num_rounds: int, seed: int = 0, batch=1
+) -> list[tuple[int, float, float]]:
+    """(γ, expected tokens, seconds) of each round; the clock varies by a tenth, with hiccups."""
+    coin = random.Random(seed)
+    rounds = []
+    for _ in range(num_rounds):
+        gamma = auto.choose(batch)
+        accepted = [accepted_drafts(coin, alpha, gamma) for _ in range(batch)]
+        seconds = round_seconds(gamma, c, w)
+        hiccup = 20 if coin.random() < 0.02 else 1
+        auto.observe([gamma] * batch, accepted, seconds * coin.uniform(0.9, 1.1) * hiccup)
+        rounds.append((gamma, expected_tokens(alpha, gamma), seconds))
+    return rounds
 
 
-@pytest.mark.parametrize(
-    "alpha, gamma, tokens",
-    [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)],
-)
-def test_expected_tokens_by_hand(alpha, gamma, tokens):
-    assert expected_tokens(alpha, gamma) == pytest.approx(tokens, abs=0.005)
+def reached(rounds: list[tuple[int, float, float]]) -> float:
+    """The speed-up over plain decoding."""
+    return sum(tokens for _, tokens, _ in rounds) / sum(seconds for *_, seconds in rounds)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.floats(0, 0.95), st.integers(0, 6))
-def test_expected_tokens_by_simulation(alpha, gamma):
+def test_expected_tokens_by_hand_and_by_simulation():
+    table = [(0.7, 5, 2.94), (0.8, 4, 3.36), (0, 4, 1), (1, 4, 5), (0.5, 1, 1.5), (0.9, 0, 1)]
     coin = random.Random(1)
-    made = (
-        sum(
-            1 + next((j for j in range(gamma) if coin.random() >= alpha), gamma)
-            for _ in range(20_000)
-        )
-        / 20_000
-    )
-    assert made == pytest.approx(expected_tokens(alpha, gamma), rel=0.05)
+    for alpha, num_drafts, tokens in table:
+        assert expected_tokens(alpha, num_drafts) == pytest.approx(tokens, abs=0.005)
+        counts = [1 + accepted_drafts(coin, alpha, num_drafts) for _ in range(5_000)]
+        assert sum(counts) / 5_000 == pytest.approx(tokens, rel=0.05)
+    assert speed_up(0.7, 0, c=0.5) == 1
+    assert speed_up(0.7, 5, c=0.1) == pytest.approx(2.94 / 1.5, abs=0.01)
+    assert speed_up(0.7, 3, c=0.1, w=1.2) == pytest.approx(expected_tokens(0.7, 3) / 1.5)
 
 
-def test_speed_up_counts_drafts_and_wider_passes():
-    assert speed_up(0.7, 0, 0.5) == 1 and speed_up(0.7, 5, 0.1) == pytest.approx(
-        2.94 / 1.5, abs=0.01
-    )
-    assert speed_up(0.7, 3, 0.1, w=1.2) == pytest.approx(expected_tokens(0.7, 3) / 1.5)
+def test_trial_measures_plain_rounds_then_drafts():
+    gammas = [gamma for gamma, *_ in simulate(AutoGamma(), 0.9, 0.05, 1.0, 7)]
+    assert gammas[:6] == [0] * MEASURED + [TRIAL] * MEASURED and gammas[6] > TRIAL
+    auto = AutoGamma()
+    for seconds in (100.0, 1.0, 1.1):  # the first warms up
+        assert auto.round_seconds(1, 0) is None and auto.choose(1) == 0
+        auto.observe([0], [0], seconds)
+    assert auto.round_seconds(1, 0) == 1.0 and auto.choose(1) == TRIAL
 
 
-def test_the_first_time_of_all_is_left_out_and_outliers_do_not_matter():
-    times = Times()
-    times.saw(3, 100.0)
-    assert times.at(3) == 0
-    for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
-        times.saw(3, seconds)
-    assert times.at(3) == 1.0
+@pytest.mark.parametrize("batch", [1, 4])
+def test_auto_reaches_the_best_fixed_gamma(batch):
+    """After the trial, however the drafts fare and whatever they cost."""
+    shares = []
+    for alpha in (0.3, 0.5, 0.8, 0.95):
+        for c in (0.03, 0.1, 0.3):
+            for w in (1.0, 1.5):
+                times = [round_seconds(num_drafts, c, w) for num_drafts in range(MAX_GAMMA + 1)]
+                fixed = [expected_tokens(alpha, g) / seconds for g, seconds in enumerate(times)]
+                auto = AutoGamma()
+                simulate(auto, alpha, c, w, 2 * MEASURED, batch=batch)
+                rounds = simulate(auto, alpha, c, w, 600, seed=1, batch=batch)
+                shares.append(reached(rounds) / max(fixed))
+                assert shares[-1] > 0.95, (alpha, c, w)
+    assert sum(shares) / len(shares) > 0.97
 
 
-def known(**passes: float) -> Costs:
-    costs = Costs()
-    for n, seconds in passes.items():
-        for _ in range(3):
-            costs.passes.saw(int(n[1:]), seconds)
-    return costs
+def test_pair_that_does_not_pay_is_hardly_noticed():
+    for alpha, c, w in [(0.0, 0.1, 1.0), (0.02, 0.1, 1.1), (0.05, 0.5, 1.2), (0.3, 1.0, 1.1)]:
+        rounds = simulate(AutoGamma(), alpha, c, w, 1000)
+        assert reached(rounds) > 0.97, (alpha, c, w)
+    rounds = simulate(AutoGamma(), 0.1, 3.0, 1.0, 1000)  # its trial alone takes 39 passes
+    assert reached(rounds[2 * MEASURED :]) > 0.97
 
 
-def test_a_pass_of_a_width_that_was_not_measured_lies_between_those_that_were():
-    costs = known(n1=1.0, n4=1.3, n8=2.1)
-    assert [costs.passes.at(n) for n in (1, 4, 8)] == [1.0, 1.3, 2.1]
-    assert costs.passes.at(9) == 2.1 and costs.passes.at(64) == 2.1
-    assert costs.passes.at(2) == pytest.approx(1.1) and costs.passes.at(6) == pytest.approx(1.7)
-    assert known(n4=1.3).passes.at(2) == 1.3 and Costs().passes.at(3) == 0
-    # a hiccup: one token cannot cost more than two
-    assert known(n1=5.0, n2=1.0).passes.at(1) == 1.0
+def test_draft_that_becomes_useful_is_found_and_one_that_does_not_pay_any_more_is_left():
+    auto = AutoGamma()
+    useless = simulate(auto, 0.0, 0.1, 1.0, 400)
+    assert reached(useless[100:]) > 0.96
+    useful = simulate(auto, 0.9, 0.1, 1.0, 1500)
+    assert reached(useful[-200:]) > 2
+    useless = simulate(auto, 0.0, 0.1, 1.0, 1000)
+    assert reached(useless[-400:]) > 0.96
 
 
-def test_in_a_batch_a_pass_has_the_tokens_of_all_texts():
-    costs = known(n8=1.0, n16=1.0, n24=2.5, n64=6.0)
-    costs.drafts.saw(1, 0.1), costs.drafts.saw(1, 0.1)
-    assert costs.plain(8) == 1.0 and costs.plain(4) is None and costs.plain(16) == 1.0
-    costs.alpha = 0.9
-    trusting, together = Auto(costs, weight=1000), lambda *alphas: mean_gains(costs, alphas, 8)
-    # nothing as narrow as 4 rows was measured
-    assert (
-        trusting.choose(1, together(*[0.9] * 4)) == 0
-        and trusting.choose(1, together(*[0.9] * 8)) == 1
-    )
-    costs.drafts.saw(4, 4.0), costs.drafts.saw(4, 4.0)
-    costs.trial = 1.0
-    assert (
-        trusting.choose(8, together(*[0.9] * 8)) == 1
-        and trusting.choose(1, together(*[0.8] * 24)) == 0
-    )
-    costs.alpha = 0.1
-    doubter = Auto(costs, weight=1000)
-    # texts made together choose one γ for all of them
-    for alphas in ([0.9] * 7 + [0.0], [0.0] * 7 + [0.7]):
-        assert (
-            doubter.choose(1, together(*alphas))
-            == trusting.choose(1, together(*alphas))
-            == int(alphas[0] > 0.5)
-        )
+def test_interrupted_plain_rounds_of_the_trial_do_not_stay():
+    """They make drafts look good; but plain rounds are measured again."""
+    auto = AutoGamma()
+    for seconds in (1.0, 50.0, 50.0):
+        auto.observe([0], [0], seconds)
+    simulate(auto, 0.1, 0.1, 1.0, 500)
+    assert reached(simulate(auto, 0.1, 0.1, 1.0, 500)) > 0.97
 
 
-def test_plain_decoding_is_measured_first_and_then_one_width_after_the_other():
-    _, taken = simulate(0.95, 0.05)
-    assert taken[:10] == [0, 0, 1, 1, 1, 2, 2, 4, 4, 8]
+def test_choose_changes_nothing():
+    auto = AutoGamma()
+    for num_rounds in (0, 1, 2, 4, 300):
+        simulate(auto, 0.05, 0.1, 1.0, num_rounds)
+        before = deepcopy(vars(auto))
+        for batch_size in (1, 2, 7, 100):
+            auto.choose(batch_size)
+            auto.round_seconds(batch_size, 5)
+        assert vars(auto) == before
 
 
-@pytest.mark.parametrize(
-    "alpha, c, wide, fixed",
-    [
-        (0.9, 0.05, 0.0, 0.0),
-        (0.7, 0.1, 0.02, 0.0),
-        (0.8, 0.2, 0.05, 0.0),
-        (0.5, 0.05, 0.1, 0.0),
-        (0.7, 0.09, 0.17, 0.3),
-    ],
-)
-def test_auto_comes_near_the_best_fixed_gamma(alpha, c, wide, fixed):
-    best = max(speed_up(alpha, g, c, 1 + wide * g + fixed * (g > 0)) for g in range(9))
-    reached = (
-        sum(simulate(alpha, c, wide, 1500, 0.2, seed=seed, fixed=fixed)[0] for seed in range(4)) / 4
-    )
-    assert reached > 0.95 * best > 1.1
+def test_time_of_the_last_rounds_ignores_outliers():
+    auto = AutoGamma()
+    for seconds in (100.0, 50.0, 1.0, 1.0, 50.0, 1.0):
+        auto.observe([3], [1], seconds)
+    assert auto.round_seconds(1, 3) == 1.0
+    for _ in range(7):  # of nine
+        auto.observe([3], [1], 2.0)
+    assert auto.round_seconds(1, 3) == 2.0
 
 
-@pytest.mark.parametrize(
-    "alpha, c, wide",
-    [(0.0, 0.1, 0.0), (0.02, 0.11, 0.05), (0.05, 0.5, 0.2), (0.3, 1.0, 0.1), (0.1, 3.0, 0.0)],
-)
-def test_a_useless_draft_is_hardly_noticed(alpha, c, wide):
-    reached = sum(simulate(alpha, c, wide, 512, 0.2, seed=seed)[0] for seed in range(4)) / 4
-    assert reached > (0.96 if c < 1 else 0.93)
+def test_rounds_are_measured_by_batch_size_and_mean_gamma():
+    auto = AutoGamma()
+    for _ in range(MEASURED):
+        auto.observe([4, 4, 4, 3], [0] * 4, 2.0)  # some near their ends draft fewer
+        auto.observe([0, 0, 0, 0], [0] * 4, 1.0)
+    assert auto.round_seconds(7, 4) == 2.0 and auto.round_seconds(4, 0) == 1.0
+    assert auto.round_seconds(8, 4) is None and auto.round_seconds(3, 4) is None
+
+    def seconds() -> list[float]:
+        auto.alpha = 0.5
+        return [expected_tokens(0.5, 1 + i) / gain for i, gain in enumerate(auto.gains(4))]
+
+    # a γ that was not measured lies on the line through plain rounds and the trial's
+    assert seconds() == pytest.approx([1 + num_drafts / 4 for num_drafts in range(1, 17)])
+    for _ in range(MEASURED):
+        auto.observe([8] * 4, [0] * 4, 2.4)
+    # on that through all rounds with drafts: any draft may make a pass wider
+    assert seconds() == pytest.approx([1.6 + num_drafts / 10 for num_drafts in range(1, 17)])
+    for _ in range(MEASURED):
+        auto.observe([2] * 4, [0] * 4, 7.0)
+    assert seconds()[1] == 7.0 and min(seconds()) == 1.0  # never less than a plain round
 
 
-def test_a_draft_that_becomes_useful_is_found_again():
-    costs, coin = Costs(), random.Random(0)
-    auto, taken = Auto(costs), []
-    for i in range(1500):
-        gamma, alpha = auto.choose(6), 0.0 if i < 300 else 0.9
-        stood = next((j for j in range(gamma) if coin.random() >= alpha), gamma)
-        costs.drafts.saw(gamma, 0.1 * gamma)
-        costs.passes.saw(1 + gamma, 1.0)
-        auto.saw(gamma, stood, 1 + 0.1 * gamma)
-        taken.append(gamma)
-    assert sum(taken[100:300]) < 60 and sum(taken[-100:]) > 400
+def test_alpha_is_a_mean_over_examined_drafts():
+    """Behind the first rejection none is examined; a new text begins with this mean."""
+    auto = AutoGamma()
+    auto.alpha = 0.5
+    auto.weight = 10.0
+    auto.observe([4], [1], 1.0)  # two examined, one accepted
+    assert auto.alpha == 0.5
+    auto.observe([4], [4], 1.0)  # four of four: 10 of 16 with those before
+    assert auto.alpha == pytest.approx(10 / 16)
+    auto.observe([0], [0], 1.0)
+    assert auto.alpha == pytest.approx(10 / 16)
+    for _ in range(100):
+        auto.observe([4], [4], 1.0)
+    assert auto.weight == gamma.WINDOW and auto.alpha > 0.99
 
 
-def test_gamma_never_exceeds_what_is_asked():
-    for most in (0, 1, 3):
-        assert max(simulate(0.99, 0.01, most=most)[1]) == most
+def test_a_try_is_as_rare_as_it_is_expensive():
+    auto = AutoGamma()
+    for _ in range(MEASURED):
+        auto.observe([0], [0], 1.0)
+        auto.observe([TRIAL], [0], 2.0)
+    auto.alpha = 0.0
+    cost = 1.25  # of a round with γ = 1
+    waited = 0
+    while auto.choose(1) == 0:
+        auto.observe([0], [0], 1.0)
+        waited += 1
+    assert auto.choose(1) == 1 and waited == PATIENCE * cost
+    auto.observe([1], [0], cost)
+    assert auto.choose(1) == 0  # and waits again
+    auto.observe([0], [0], 1.0)
+    auto.alpha = 1.0
+    num_rounds = 0
+    while auto.choose(1):
+        auto.observe([MAX_GAMMA], [MAX_GAMMA], 5.0)
+        num_rounds += 1
+    assert num_rounds == PATIENCE  # then a plain round
 
 
-def test_a_trial_is_as_dear_for_the_next_text():
-    """What one text's trial cost beyond its tokens' worth is known to all: a later one waits sixty times as long."""
-    costs = known(n1=1.0, n2=1.0)
-    costs.drafts.saw(1, 0.1), costs.drafts.saw(1, 0.1)
-    costs.alpha = 0.01
-    first, second = Auto(costs, weight=1000), Auto(costs, weight=1000)
-    first.saw(1, 0, 5.01)
-    assert costs.trial == pytest.approx(4.0)
-    for auto in (first, second):
-        auto.saw(0, 0, 239.0)
-        assert auto.choose(4) == 0
-        auto.saw(0, 0, 1.01)
-        assert auto.choose(4) > 0
+def test_timer_reads_the_clock_or_events(monkeypatch):
+    times = iter([1.0, 3.5])
+    monkeypatch.setattr(gamma.time, "perf_counter", lambda: next(times))
+    timer = Timer(torch.device("cpu"))
+    timer.start()
+    timer.stop()
+    assert timer.seconds == 2.5
 
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
 
-def test_any_gain_is_taken_and_a_trial_drafts_as_many_as_lose_least():
-    costs = known(n1=1.0, n2=1.3, n5=1.3)
-    for gamma, seconds in ((1, 0.5), (4, 0.6)) * 2:
-        costs.drafts.saw(gamma, seconds)
-    text = Auto(costs)
-    text.alpha = 0.5  # 1.02 times plain decoding with γ = 4
-    assert text.choose(4) == 4
-    text.alpha = 0.45  # 0.94 times
-    assert text.choose(4) == 0
-    text.idle = 60.0
-    assert text.choose(4) == 4
+        def record(self) -> None:
+            pass
 
+        def elapsed_time(self, end) -> float:
+            return 250.0  # milliseconds
 
-def test_a_text_begins_with_the_acceptance_of_those_before_it():
-    costs = Costs()
-    for _ in range(20):
-        text = Auto(costs)
-        for _ in range(10):
-            text.saw(2, 0, 1.0)
-    assert Auto(costs).alpha < 0.1
-
-
-def test_what_a_pass_adds_is_not_compared_with_all_widths_squared():
-    class Seconds(float):
-        compared = 0
-
-        def __lt__(self, other):
-            Seconds.compared += 1
-            return float(self) < other
-
-    costs = known(**{f"n{n}": Seconds(n) for n in range(1, 101)})
-    for n in range(1, 101):
-        # an odd number of times, of which the median is one
-        costs.passes.saw(n, Seconds(n))
-    Seconds.compared = 0
-    costs.passes.saw(50, Seconds(50))
-    assert costs.passes.at(50) == 50 and Seconds.compared < 500
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = Timer(torch.device("cuda"))
+    timer.start()
+    timer.stop()
+    assert timer.seconds == 0.25

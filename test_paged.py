@@ -1,4 +1,4 @@
-"""The paged cache: every operation beside the same on Python lists, with planted collisions and faults; logits beside a cold run's."""
+"""The paged cache beside Python lists, with planted collisions and faults; logits of a cold run."""
 
 import math
 import random
@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from checkpoint.config import Config
-from conftest import SMALL
+from conftest import poison, random_llama
+from errors import UserError
 from kernels import attention, ops_for
 from kvcache import CacheFull, KVCache
 from model import Llama
-from paged import PagedCache, Pool, blocks_that_fit
-from test_kernels import poison
+from paged import BlockPool, PagedCache, blocks_that_fit
 
 L, G, H, D, BLOCKS, S = 2, 2, 4, 6, 9, 3
 
@@ -31,44 +30,47 @@ class Colliding(tuple):
 
 
 @cache
-def numbers(*text: int) -> torch.Tensor:
-    """k (and −v) of each token of a text in each layer: [L, len, G, D], different for every text and place."""
-    codes = [
-        [float(hash((text[: i + 1], layer)) % 100003) for i in range(len(text))]
-        for layer in range(L)
-    ]
-    return (
-        torch.tensor(codes, dtype=torch.float64)[..., None, None] + torch.arange(G * D).view(G, D)
-    ).sin()
+def keys_of(*text: int) -> torch.Tensor:
+    """k (and −v) of each token of a text: [L, len, G, D], different for every text and position."""
+    codes = torch.empty(L, len(text), dtype=torch.float64)
+    for layer in range(L):
+        for i in range(len(text)):
+            codes[layer, i] = hash((text[: i + 1], layer)) % 100003
+    return (codes[..., None, None] + torch.arange(G * D).view(G, D)).sin()
 
 
 class PagedMachine(RuleBasedStateMachine):
-    """Texts of tokens 0 and 1, so that many begin alike. The keys and values of a token are made from its whole text: a block that
-    is shared wrongly, or written to while others read it, shows."""
+    """Texts of tokens 0 and 1, so that many begin alike.
+
+    The keys and values of a token are made from its whole text: a block that is shared wrongly, or
+    written to while others read it, shows.
+    """
 
     def __init__(self):
         super().__init__()
         self.cache = PagedCache(L, G, D, BLOCKS, S, max_len=22, dtype=torch.float64)
         self.texts: dict[int, list[int]] = {}  # what each sequence has stored
-        poison(self.cache.keys), poison(self.cache.values)
+        poison(self.cache.keys)
+        poison(self.cache.values)
 
     @initialize(collide=st.booleans())
-    def keys(self, collide):
+    def plant_collisions(self, collide):
         if collide:
-            self.cache._key = lambda parent, tokens: Colliding((parent, tokens))
+            self.cache.block_key = lambda parent, tokens: Colliding((parent, tuple(tokens)))
 
     def state(self):
         pool = self.cache.pool
+        sequences = {}
+        for seq, s in self.cache._sequences.items():
+            sequences[seq] = (list(s.tokens), list(s.block_table), list(s.block_hashes))
         return (
-            {
-                s: (list(t.tokens), list(t.blocks), list(t.chain))
-                for s, t in self.cache._texts.items()
-            },
+            sequences,
             list(pool.free),
-            list(pool.cached),
+            list(pool.unused),
             list(pool.references),
-            dict(pool.published),
-            dict(pool.known),
+            dict(pool.cached),
+            dict(pool.keys),
+            dict(pool.hashes),
             self.cache.keys.parts[0].clone().view(torch.int64),
         )
 
@@ -87,9 +89,9 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
     def open(self, tokens):
-        seq, have = self.cache.open(tokens)
-        assert have < len(tokens) and have % S == 0 and seq not in self.texts
-        self.texts[seq] = tokens[:have]
+        seq, num_cached = self.cache.open(tokens)
+        assert num_cached < len(tokens) and num_cached % S == 0 and seq not in self.texts
+        self.texts[seq] = tokens[:num_cached]
 
     @precondition(lambda self: self.texts)
     @rule(
@@ -100,43 +102,37 @@ class PagedMachine(RuleBasedStateMachine):
     )
     def extend(self, pieces, first):
         seqs = sorted(self.texts)
-        wanted = list(
-            {seqs[(first + i) % len(seqs)]: piece for i, piece in enumerate(pieces)}.items()
-        )
+        wanted = {}
+        for i, piece in enumerate(pieces):
+            wanted[seqs[(first + i) % len(seqs)]] = piece
+        counts = [(seq, len(piece)) for seq, piece in wanted.items()]
         before = self.state()
-        fits = self.cache.fits([(seq, len(piece)) for seq, piece in wanted])
+        fits = self.cache.fits(counts)
         self.unchanged(before)
         if not fits:
-            self.refused(
-                CacheFull,
-                "are free or cached: free a sequence|the limit is 22",
-                lambda: self.cache.extend(wanted),
-            )
+            match = "are free or cached: free a sequence|the limit is 22"
+            self.refused(CacheFull, match, lambda: self.cache.extend([*wanted.items()]))
             return
         free, cached, _ = self.cache.check()
-        needed = self.cache._blocks_needed([(seq, len(piece)) for seq, piece in wanted])
+        num_new = self.cache._num_new_blocks(counts)
         self.attend(wanted)
-        assert sum(self.cache.check()[:2]) == free + cached - needed
+        assert sum(self.cache.check()[:2]) == free + cached - num_new
 
     def attend(self, wanted):
-        step = self.cache.extend(wanted)
-        starts = {seq: len(self.texts[seq]) for seq, _ in wanted}
-        for seq, piece in wanted:
+        metadata = self.cache.extend([*wanted.items()])
+        starts = {seq: len(self.texts[seq]) for seq in wanted}
+        for seq, piece in wanted.items():
             self.texts[seq] = self.texts[seq] + piece
-        assert step.places.positions.tolist() == [
-            i for seq, piece in wanted for i in range(starts[seq], starts[seq] + len(piece))
-        ]
         for layer in range(L):
-            new = torch.cat([numbers(*self.texts[seq])[layer, starts[seq] :] for seq, _ in wanted])
-            q = torch.randn(
-                len(new), H, D, dtype=torch.float64, generator=torch.Generator().manual_seed(layer)
-            )
-            out, at = ops_for("cpu").look_back(q, new, -new, step, layer), 0
-            for seq, piece in wanted:
-                all_k = numbers(*self.texts[seq])[layer].transpose(0, 1)
-                expected = attention(q[at : at + len(piece)], all_k, -all_k)
-                assert torch.allclose(out[at : at + len(piece)], expected, atol=1e-12)
-                at += len(piece)
+            new = [keys_of(*self.texts[seq])[layer, starts[seq] :] for seq in wanted]
+            k = torch.cat(new)
+            generator = torch.Generator().manual_seed(layer)
+            q = torch.randn(len(k), H, D, dtype=torch.float64, generator=generator)
+            out = ops_for("cpu").store_and_attend(q, k, -k, metadata, layer)
+            counts = [len(piece) for piece in wanted.values()]
+            for seq, own_q, own_out in zip(wanted, q.split(counts), out.split(counts)):
+                keys = keys_of(*self.texts[seq])[layer]
+                assert torch.allclose(own_out, attention(own_q, keys, -keys), atol=1e-12)
 
     @precondition(lambda self: self.texts)
     @rule(i=st.integers(0, 5), share=st.floats(0, 1))
@@ -152,9 +148,9 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 5))
     def fork(self, i):
         seq = self.pick(i)
-        free = self.cache.check()[:2]
+        free, cached, _ = self.cache.check()
         self.texts[self.cache.fork(seq)] = list(self.texts[seq])
-        assert self.cache.check()[:2] == free
+        assert self.cache.check()[:2] == (free, cached)
 
     @precondition(lambda self: self.texts)
     @rule(i=st.integers(0, 5))
@@ -170,53 +166,41 @@ class PagedMachine(RuleBasedStateMachine):
         def fail(count):
             raise MemoryError("planted")
 
-        seq, take = self.pick(i), self.cache.pool.take
+        seq = self.pick(i)
         n = len(self.texts[seq])
+        extend = self.cache.extend
+        take = self.cache.pool.take
         self.cache.pool.take = fail
         if n + len(tokens) <= 22:
-            self.refused(MemoryError, "planted", lambda: self.cache.extend([(seq, tokens)]))
+            self.refused(MemoryError, "planted", lambda: extend([(seq, tokens)]))
         self.cache.pool.take = take
-        self.refused(ValueError, "at least one new token", lambda: self.cache.extend([(seq, [])]))
-        self.refused(
-            ValueError, "occurs twice", lambda: self.cache.extend([(seq, [1]), (seq, [1])])
-        )
-        self.refused(
-            ValueError,
-            f"has {n} tokens: it cannot be truncated to {n + 1}",
-            lambda: self.cache.truncate(seq, n + 1),
-        )
-        self.refused(
-            KeyError,
-            "sequence 999 is not open",
-            lambda: self.cache.extend([(seq, [1]), (999, [1])] if n < 22 else [(999, [1])]),
-        )
+        self.refused(ValueError, "at least one new token", lambda: extend([(seq, [])]))
+        self.refused(ValueError, "occurs twice", lambda: extend([(seq, [1]), (seq, [1])]))
+        match = f"has {n} tokens: it cannot be cut to {n + 1}"
+        self.refused(ValueError, match, lambda: self.cache.truncate(seq, n + 1))
+        unknown = [(seq, [1]), (999, [1])] if n < 22 else [(999, [1])]
+        self.refused(KeyError, "sequence 999 is not open", lambda: extend(unknown))
 
     @invariant()
     def everything_is_where_it_should_be(self):
         self.cache.check()
+        used = {}
         for seq, tokens in self.texts.items():
-            text = self.cache._texts[seq]
-            assert (
-                text.tokens == tokens
-                and self.cache.length(seq) == len(tokens)
-                and len(text.blocks) == -(-len(tokens) // S)
-            )
-            keys, values = (
-                kept.parts[0][:, text.blocks].flatten(1, 2)[:, : len(tokens)]
-                for kept in (self.cache.keys, self.cache.values)
-            )
-            assert torch.equal(keys, numbers(*tokens)) and torch.equal(values, -keys)
-        used = {block: 0 for text in self.cache._texts.values() for block in text.blocks}
-        for text in self.cache._texts.values():
-            for i, block in enumerate(text.blocks):
-                used[block] = max(used[block], min(S, len(text.tokens) - i * S))
-        assert self.cache.waste() == pytest.approx(
-            1 - sum(used.values()) / (len(used) * S) if used else 0
-        )
+            sequence = self.cache.sequence(seq)
+            assert sequence.tokens == tokens and self.cache.length(seq) == len(tokens)
+            assert len(sequence.block_table) == -(-len(tokens) // S)
+            stores = (self.cache.keys, self.cache.values)
+            keys, values = (store.parts[0][:, sequence.block_table] for store in stores)
+            assert torch.equal(keys.flatten(1, 2)[:, : len(tokens)], keys_of(*tokens))
+            assert torch.equal(values.flatten(1, 2)[:, : len(tokens)], -keys_of(*tokens))
+            for i, block in enumerate(sequence.block_table):
+                used[block] = max(used.get(block, 0), min(S, len(tokens) - i * S))
+        waste = 1 - sum(used.values()) / (len(used) * S) if used else 0
+        assert self.cache.waste() == pytest.approx(waste)
 
 
 TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
+TestPaged.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 
 
 # ---- With a model
@@ -224,312 +208,301 @@ TestPaged.settings = settings(max_examples=70, stateful_step_count=30, deadline=
 
 @pytest.fixture(scope="module")
 def llama() -> Llama:
-    llama = Llama(Config(**SMALL), dtype=torch.float64, seed=3)
-    for place in llama.places().values():
-        place.mul_(8)
-    return llama
+    return random_llama(3, scale=8.0)
 
 
-def paged(llama: Llama, blocks: int = 60, size: int = 4, **how) -> PagedCache:
-    return PagedCache.of(llama, blocks, size, 96, **how)
+def paged(llama: Llama, num_blocks: int = 60, block_size: int = 4, **settings) -> PagedCache:
+    return PagedCache.of(llama, num_blocks, block_size, 96, **settings)
 
 
-@settings(max_examples=15, deadline=None)
+def random_text(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (length,), generator=generator).tolist()
+
+
 @given(
     st.integers(1, 32),
-    st.lists(
-        st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
-        min_size=1,
-        max_size=4,
-    ),
+    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=4),
     st.integers(0, 99),
 )
-def test_a_ragged_step_equals_the_contiguous_caches(size, texts, seed):
+@settings(max_examples=10)
+@torch.inference_mode()
+def test_ragged_steps_equal_those_of_the_contiguous_cache(block_size, sizes, seed):
     """Prompts, chunks, single tokens and a few at once, in the same steps."""
-    llama = Llama(
-        Config(**{**SMALL, "num_key_value_heads": 1 + seed % 2}), dtype=torch.float64, seed=seed
-    )
-    tokens = [
-        torch.randint(
-            256, (n + sum(later),), generator=torch.Generator().manual_seed(seed + i)
-        ).tolist()
-        for i, (n, later) in enumerate(texts)
-    ]
+    llama = random_llama(seed, num_key_value_heads=1 + seed % 2)
+    blocks = 4 * -(-96 // block_size)
     caches = (
-        paged(llama, 4 * (-(-111 // size)), size, prefix_sharing=False),
-        KVCache.of(llama, 96, len(texts)),
+        PagedCache.of(llama, blocks, block_size, prefix_caching=False),
+        KVCache.of(llama, 96, len(sizes)),
     )
-    caches[0].max_len = 96
-    seqs = [[cache.open(text)[0] for text in tokens] for cache in caches]
-    at = [0] * len(texts)
-    for turn in range(5):
-        pieces = [
-            (i, ([n, *later][turn : turn + 1] or [0])[0]) for i, (n, later) in enumerate(texts)
-        ]
-        pieces = [(i, n) for i, n in pieces if n and at[i] + n <= 96]
-        if not pieces:
-            continue
-        new = torch.tensor([token for i, n in pieces for token in tokens[i][at[i] : at[i] + n]])
-        both = [
-            llama(new, cache.extend([(seq[i], tokens[i][at[i] : at[i] + n]) for i, n in pieces]))
-            for cache, seq in zip(caches, seqs)
-        ]
-        assert torch.allclose(*both, atol=1e-12)
-        for i, n in pieces:
-            at[i] += n
+    texts = [random_text(sum(counts), seed + i) for i, counts in enumerate(sizes)]
+    seqs = [[cache.open(text)[0] for text in texts] for cache in caches]
+    for step in range(4):
+        pieces = {}
+        for i, counts in enumerate(sizes):
+            first = sum(counts[:step])
+            if first < sum(counts[: step + 1]):
+                pieces[i] = texts[i][first : sum(counts[: step + 1])]
+        if pieces:
+            tokens = torch.tensor(sum(pieces.values(), []))
+            both = []
+            for cache, own in zip(caches, seqs):
+                metadata = cache.extend([(own[i], piece) for i, piece in pieces.items()])
+                both.append(llama(tokens, metadata))
+            assert torch.allclose(*both, atol=1e-12)
 
 
-def logits_after(
+@torch.inference_mode()
+def last_logits(
     llama: Llama, cache: PagedCache, tokens: list[int]
 ) -> tuple[torch.Tensor, int, int]:
-    seq, have = cache.open(tokens)
-    out = llama(
-        torch.tensor(tokens[have:]), cache.extend([(seq, tokens[have:])]), rows=slice(-1, None)
-    )
-    return out[0], have, seq
+    """The logits after a text, how many of its tokens were cached, and its sequence."""
+    seq, num_cached = cache.open(tokens)
+    metadata = cache.extend([(seq, tokens[num_cached:])])
+    logits = llama(torch.tensor(tokens[num_cached:]), metadata, slice(-1, None))
+    return logits[0], num_cached, seq
 
 
-def test_a_prefix_hit_equals_a_cold_run(llama):
-    tokens, cache = (
-        torch.randint(256, (40,), generator=torch.Generator().manual_seed(1)).tolist(),
-        paged(llama),
-    )
+def test_prefix_hit_equals_a_cold_run(llama):
+    tokens = random_text(40, 1)
+    cache = paged(llama)
     cold = llama(torch.tensor(tokens))
     for length, expected in ((40, 0), (40, 36), (37, 36), (36, 32), (21, 20), (4, 0), (5, 4)):
-        logits, have, seq = logits_after(llama, cache, tokens[:length])
-        assert have == expected and torch.allclose(logits, cold[length - 1], atol=1e-12)
+        logits, num_cached, seq = last_logits(llama, cache, tokens[:length])
+        assert num_cached == expected and torch.allclose(logits, cold[length - 1], atol=1e-12)
         cache.free(seq)
     other = tokens[:20] + [7] + tokens[21:]
-    logits, have, seq = logits_after(llama, cache, other)
-    assert have == 20 and torch.allclose(logits, llama(torch.tensor(other))[-1], atol=1e-12)
+    logits, num_cached, _ = last_logits(llama, cache, other)
+    assert num_cached == 20
+    assert torch.allclose(logits, llama(torch.tensor(other))[-1], atol=1e-12)
 
 
-def test_hits_after_eviction_and_reuse(llama):
-    """A pool of 12 blocks, and texts that need 10 each: what is found again must be what it was."""
-    cache, generator = paged(llama, 12), torch.Generator().manual_seed(2)
-    texts = [torch.randint(256, (38,), generator=generator).tolist() for _ in range(3)]
+def test_prefix_hits_after_eviction_and_reuse(llama):
+    """12 blocks, and texts that need 10 each: what is found again must be what it was."""
+    cache = paged(llama, 12)
+    texts = [random_text(38, seed) for seed in range(3)]
     texts.append(texts[0][:20] + texts[1][20:])
-    found = []
+    cold = [llama(torch.tensor(text))[-1] for text in texts]
+    hits = []
     for i in (0, 0, 1, 0, 3, 3, 2, 1, 1, 3, 0):
-        logits, have, seq = logits_after(llama, cache, texts[i])
-        assert torch.allclose(logits, llama(torch.tensor(texts[i]))[-1], atol=1e-12)
-        found.append(have)
+        logits, num_cached, seq = last_logits(llama, cache, texts[i])
+        assert torch.allclose(logits, cold[i], atol=1e-12)
+        hits.append(num_cached)
         cache.free(seq)
         assert cache.check()[2] == 0
-    assert found[1] == 36 and found[2] == 0 and max(found[2:]) == 36 and found[4] >= 16
-
-
-def test_the_least_recently_used_goes_first_and_beginnings_stay_longest(llama):
-    cache = paged(llama, 8)
-    a, b = list(range(16)), list(range(100, 116))
-    for text in (a, b):
-        cache.free(logits_after(llama, cache, text)[2])
-    assert cache.check() == (0, 8, 0)
-    seq, _ = cache.open([200] * 9)
-    cache.extend([(seq, [200] * 9)])  # takes three blocks: a's tail
-    assert [cache.open(text + [1])[1] for text in (b, a)] == [16, 4]
+    assert hits[1] == 36 and hits[2] == 0 and max(hits[2:]) == 36 and hits[4] >= 16
 
 
 def test_a_key_without_its_parent_would_be_wrong(llama):
     """Two texts whose second blocks hold the same tokens after different first ones."""
     cache = paged(llama)
-    a, b = [1, 2, 3, 4, 9, 9, 9, 9, 5], [4, 3, 2, 1, 9, 9, 9, 9, 5]
-    cache.free(logits_after(llama, cache, a)[2])
+    a = [1, 2, 3, 4, 9, 9, 9, 9, 5]
+    b = [4, 3, 2, 1, 9, 9, 9, 9, 5]
+    cache.free(last_logits(llama, cache, a)[2])
     assert cache.open(b)[1] == 0
-    logits, have, seq = logits_after(llama, cache, b[:4] + [8])
-    cache.free(seq)
-    logits, have, _ = logits_after(llama, cache, b)
-    assert have == 4 and torch.allclose(logits, llama(torch.tensor(b))[-1], atol=1e-12)
+    cache.free(last_logits(llama, cache, b[:4] + [8])[2])
+    logits, num_cached, _ = last_logits(llama, cache, b)
+    assert num_cached == 4 and torch.allclose(logits, llama(torch.tensor(b))[-1], atol=1e-12)
 
 
-def test_what_may_be_truncated_is_not_found_yet(llama):
-    cache = paged(llama)
-    _, _, seq = logits_after(llama, cache, list(range(8)))
+# ---- What is found, and what goes first
+
+
+def small_cache(num_blocks: int = 20, block_size: int = 3, **settings) -> PagedCache:
+    return PagedCache(1, 1, 1, num_blocks, block_size, dtype=torch.float64, **settings)
+
+
+def stored(cache: PagedCache, tokens: list[int]) -> int:
+    """A new sequence with these tokens."""
+    seq, num_cached = cache.open(tokens)
+    cache.extend([(seq, tokens[num_cached:])])
+    return seq
+
+
+def test_least_recently_used_goes_first_and_beginnings_stay_longest():
+    cache = small_cache(8, 4)
+    a = list(range(16))
+    b = list(range(100, 116))
+    for text in (a, b):
+        cache.free(stored(cache, text))
+    assert cache.check() == (0, 8, 0)
+    stored(cache, [200] * 9)  # takes three blocks: a's tail
+    assert [cache.open(text + [1])[1] for text in (b, a)] == [16, 4]
+
+
+def test_what_may_be_truncated_is_not_found_yet():
+    cache = small_cache(block_size=4)
+    seq = stored(cache, list(range(8)))
     assert cache.open(list(range(9)))[1] == 0  # drafts, perhaps
     cache.truncate(seq, 6)
     cache.extend([(seq, [50, 51])])
-    assert cache.open(list(range(9)))[1] == 4 and cache.open([0, 1, 2, 3, 4, 5, 50, 51, 0])[1] == 4
+    corrected = [0, 1, 2, 3, 4, 5, 50, 51, 0]
+    assert cache.open(list(range(9)))[1] == 4 and cache.open(corrected)[1] == 4
     cache.free(seq)
-    assert cache.open([0, 1, 2, 3, 4, 5, 50, 51, 0])[1] == 8
+    assert cache.open(corrected)[1] == 8
 
 
-def test_without_sharing_nothing_is_found(llama):
-    cache = paged(llama, prefix_sharing=False)
-    cache.free(logits_after(llama, cache, list(range(20)))[2])
+def test_without_prefix_caching_nothing_is_found():
+    cache = small_cache(prefix_caching=False)
+    cache.free(stored(cache, list(range(20))))
     assert cache.open(list(range(20)))[1] == 0 and cache.check()[1] == 0
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (dict(blocks=0), "blocks is 0"),
-        (dict(block_size=0), "block_size is 0"),
-        (dict(max_len=0), "max_len is 0"),
+def test_drafts_are_not_cached_where_it_is_not_wanted():
+    cache = small_cache()
+    seq = stored(cache, [0] * 6)
+    cache.extend([(seq, [0])], cache_blocks=False)
+    assert cache.open([0] * 8)[1] == 0
+    cache.extend([(seq, [0])])
+    assert cache.open([0] * 8)[1] == 6
+
+
+def test_a_rewritten_block_is_no_longer_found_by_what_it_held():
+    cache = small_cache()
+    seq = stored(cache, [0] * 6)
+    cache.extend([(seq, [0])])  # caches the two that are full
+    assert cache.open([0] * 8)[1] == 6
+    cache = small_cache()
+    seq = stored(cache, [0] * 6)
+    cache.extend([(seq, [0])])
+    cache.truncate(seq, 4)
+    cache.extend([(seq, [1, 1, 1])])
+    assert cache.open([0] * 8)[1] == 3
+    assert cache.open([0, 0, 0, 0, 1, 1, 1])[1] == 3  # cached only when it is extended again
+
+
+def test_what_follows_a_rewritten_block_has_another_hash():
+    """A fork keeps the old beginning alive: the new end must not be found behind it."""
+    cache = small_cache()
+    a = stored(cache, [0] * 7)
+    b = cache.fork(a)
+    cache.extend([(a, [0])])
+    cache.truncate(a, 1)
+    cache.extend([(a, [1, 1, 0, 0, 0, 5, 5, 5])])
+    cache.extend([(a, [5])])
+    cache.extend([(b, [0])])
+    assert cache.open([0] * 6 + [5] * 4)[1] == 6
+    assert cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
+
+
+# ---- Sizes
+
+
+def test_impossible_caches_are_refused():
+    for wrong, match in (
+        (dict(num_blocks=0), "0 blocks of 16 tokens: both must be at least 1"),
+        (dict(block_size=0), "2 blocks of 0 tokens"),
         (dict(dtype=torch.int8), "torch.int8 is not supported"),
-    ],
-)
-def test_sizes_that_are_none(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        PagedCache(**(dict(layers=1, kv_heads=1, head_dim=2, blocks=2) | wrong))
-
-
-def test_a_pool_that_memory_does_not_hold():
+    ):
+        with pytest.raises(UserError, match=match):
+            PagedCache(**(dict(layers=1, kv_heads=1, head_dim=2, num_blocks=2) | wrong))
     with pytest.raises(CacheFull, match="a cache of 1099511627776 x 16 tokens needs .* GB"):
         PagedCache(80, 8, 128, 2**40)
 
 
 def test_blocks_that_fit():
-    cpu, one = torch.device("cpu"), 2 * 2 * 2 * 6 * 16 * 4
-    assert blocks_that_fit(10_000, one, cpu) == 10_000 // one
-    all_of_it, half = (blocks_that_fit(share, one, cpu) for share in (1.0, 0.5))
-    assert all_of_it > 1000 and half / all_of_it == pytest.approx(0.5, rel=0.2)
-    for memory, says in (
+    cpu = torch.device("cpu")
+    block_bytes = 2 * 2 * 2 * 6 * 16 * 4
+    assert blocks_that_fit(10_000, block_bytes, cpu) == 10_000 // block_bytes
+    whole, half = (blocks_that_fit(share, block_bytes, cpu) for share in (1.0, 0.5))
+    assert whole > 1000 and half / whole == pytest.approx(0.5, rel=0.2)
+    for memory, match in (
         (0, "it must be a share"),
         (-3, "it must be a share"),
         (math.nan, "it must be a share"),
         (100, "does not hold a block, which takes 3,072 bytes"),
     ):
-        with pytest.raises(ValueError, match=says):
-            blocks_that_fit(memory, one, cpu)
+        with pytest.raises(UserError, match=match):
+            blocks_that_fit(memory, block_bytes, cpu)
 
 
-def test_the_same_texts_take_fewer_bytes_than_reserved_rows():
-    contiguous, cache = KVCache(2, 2, 6, 96, 8), PagedCache(2, 2, 6, 16, 16)
-    seqs = [cache.open([i] * 20)[0] for i in range(8)]
-    cache.extend([(seq, [i] * 20) for i, seq in enumerate(seqs)])
-    assert cache.bytes * 3 == contiguous.bytes and cache.waste() == pytest.approx(1 - 20 / 32)
+def test_waste_of_live_blocks_on_a_mix_of_lengths():
+    """Lengths log-normal with mean 300, 32 texts in flight; the mean over time.
 
-
-def filled(sharing: bool = True) -> PagedCache:
-    return PagedCache(1, 1, 1, 20, 3, dtype=torch.float64, prefix_sharing=sharing)
-
-
-def test_a_block_that_is_written_anew_is_no_longer_found_by_what_it_held():
-    cache = filled()
-    seq, _ = cache.open(())
-    cache.extend([(seq, [0] * 6)])
-    cache.extend([(seq, [0])])  # publishes the two that are full
-    assert cache.open([0] * 8)[1] == 6
-    cache = filled()
-    seq, _ = cache.open(())
-    cache.extend([(seq, [0] * 6)])
-    cache.extend([(seq, [0])])
-    cache.truncate(seq, 4)
-    cache.extend([(seq, [1, 1, 1])])
-    assert (
-        cache.open([0] * 8)[1] == 3 and cache.open([0, 0, 0, 0, 1, 1, 1])[1] == 3
-    )  # the second: published only when it is extended again
-
-
-def test_what_comes_after_a_rewritten_block_has_another_identity():
-    """A twin keeps the old beginning alive: the new end must not be found behind it."""
-    cache = filled()
-    a, _ = cache.open(())
-    cache.extend([(a, [0] * 7)])
-    b = cache.fork(a)
-    cache.extend(
-        [
-            (a, [0]),
-        ]
-    )
-    cache.truncate(a, 1)
-    cache.extend([(a, [1, 1, 0, 0, 0, 5, 5, 5])])
-    cache.extend([(a, [5])])
-    cache.extend([(b, [0])])
-    assert (
-        cache.open([0] * 6 + [5] * 4)[1] == 6 and cache.open([0, 1, 1, 0, 0, 0, 5, 5, 5, 5])[1] == 9
-    )
-
-
-def test_what_is_wasted_of_the_live_blocks_on_a_mix_of_lengths():
-    """Lengths log-normal with mean 300, 32 texts in flight, averaged over time; a contiguous cache would reserve 1024 for each."""
-    coin, cache = random.Random(1), PagedCache(1, 1, 1, 32 * 64, 16, prefix_sharing=False)
-    texts, paged, reserved = {}, [], []
-    for _ in range(400):
-        while len(texts) < 32:
-            length = min(1024, max(8, round(coin.lognormvariate(math.log(300) - 0.18, 0.6))))
-            seq, _ = cache.open(())
-            cache.extend([(seq, range(length // 3))])
-            texts[seq] = length
-        cache.extend([(seq, [0]) for seq in texts])
-        stored, allocated = sum(map(cache.length, texts)), 16 * cache.check()[2]
-        assert cache.waste() == pytest.approx(1 - stored / allocated)
-        paged.append(cache.waste())
-        reserved.append(1 - stored / (32 * 1024))
-        for seq in [seq for seq, length in texts.items() if cache.length(seq) >= length]:
+    A contiguous cache would reserve 1024 tokens for each.
+    """
+    generator = random.Random(1)
+    cache = PagedCache(1, 1, 1, 32 * 64, 16, prefix_caching=False)
+    lengths = {}
+    wasted = []
+    reserved = []
+    for _ in range(200):
+        while len(lengths) < 32:
+            length = generator.lognormvariate(math.log(300) - 0.18, 0.6)
+            length = min(1024, max(8, round(length)))
+            lengths[stored(cache, [0] * (length // 3))] = length
+        cache.extend([(seq, [0]) for seq in lengths])
+        tokens = sum(map(cache.length, lengths))
+        assert cache.waste() == pytest.approx(1 - tokens / (16 * cache.check()[2]))
+        wasted.append(cache.waste())
+        reserved.append(1 - tokens / (32 * 1024))
+        for seq in [seq for seq, length in lengths.items() if cache.length(seq) >= length]:
             cache.free(seq)
-            del texts[seq]
-    assert sum(paged) / len(paged) < 0.04 and sum(reserved) / len(reserved) > 0.6
+            del lengths[seq]
+    assert sum(wasted) / len(wasted) < 0.05 and sum(reserved) / len(reserved) > 0.6
 
 
-# ---- The block pool by itself: which block goes first, and what can be found
+# ---- The block pool by itself
 
 
 def test_free_blocks_go_first_then_the_least_recently_used():
-    pool = Pool(4)
+    pool = BlockPool(4)
     a, b, c = pool.take(3)
     for block, tokens in ((a, (1,)), (b, (2,)), (c, (3,))):
-        pool.publish(block, (0, tokens))
+        pool.cache_block(block, (0, tokens))
     for block in (b, a, c):
         pool.release(block)
-    assert list(pool.cached) == [b, a, c] and pool.available == 4
-    found, _ = pool.find((0, (2,)))
-    pool.share(found)
-    pool.release(found)
-    assert found == b and list(pool.cached) == [a, c, b]
-    taken = pool.take(2)
-    assert (
-        a in taken
-        and len(pool.cached) == 2
-        and pool.find((0, (1,))) is None
-        and pool.find((0, (3,))) is not None
-    )
+    assert list(pool.unused) == [b, a, c] and pool.available == 4
+    assert pool.cached[0, (2,)] == b
+    pool.share(b)
+    pool.release(b)
+    assert list(pool.unused) == [a, c, b]
+    assert a in pool.take(2) and len(pool.unused) == 2
+    assert (0, (1,)) not in pool.cached and (0, (3,)) in pool.cached
 
 
-def test_more_than_there_is_is_refused_before_anything_changed():
-    pool = Pool(3)
+def test_too_many_blocks_are_refused_before_any_change():
+    pool = BlockPool(3)
     (block,) = pool.take(1)
-    pool.publish(block, (0, (1,)))
+    pool.cache_block(block, (0, (1,)))
     pool.release(block)
     with pytest.raises(CacheFull, match="4 more blocks are needed and 3 are free or cached"):
         pool.take(4)
-    assert pool.find((0, (1,))) and len(pool.take(3)) == 3
+    assert (0, (1,)) in pool.cached and len(pool.take(3)) == 3
 
 
-def test_an_identity_is_never_given_twice():
-    pool, seen = Pool(1), set()
+def test_a_hash_is_never_given_twice():
+    pool = BlockPool(1)
+    hashes = set()
     for i in range(5):
         (block,) = pool.take(1)
-        seen.add(pool.publish(block, (0, (i % 2,))))
+        hashes.add(pool.cache_block(block, (0, (i % 2,))))
         pool.release(block)
-    assert len(seen) == 5
+    assert len(hashes) == 5
 
 
 def test_the_first_block_with_some_tokens_is_the_one_that_is_found():
-    pool = Pool(2)
+    pool = BlockPool(2)
     a, b = pool.take(2)
-    assert pool.publish(a, (0, (1,))) == pool.publish(b, (0, (1,)))
+    assert pool.cache_block(a, (0, (1,))) == pool.cache_block(b, (0, (1,)))
     pool.release(b)
-    assert pool.find((0, (1,)))[0] == a and list(pool.cached) == [] and b in pool.free
-    pool.withdraw(a)
-    pool.withdraw(a)
-    assert pool.find((0, (1,))) is None
+    assert pool.cached == {(0, (1,)): a} and not pool.unused and b in pool.free
+    pool.evict(a)
+    pool.evict(a)
+    assert not pool.cached and not pool.keys and not pool.hashes
 
 
-def test_a_block_has_one_identity_even_if_its_parent_comes_back_as_another():
-    """The key it was published under must not stay behind: whoever met it again would look for a block that is not known."""
-    pool = Pool(4)
+def test_a_block_keeps_its_hash_if_its_parent_comes_back_with_another():
+    """The key it was cached under must not stay behind: it would lead to a block that is gone."""
+    pool = BlockPool(4)
     first, twin, block, _ = pool.take(4)
-    parent = pool.publish(first, (0, (1, 2)))
-    assert (
-        pool.publish(twin, (0, (1, 2))) == parent
-    )  # its twin is not published, and goes by the other's identity
-    identity = pool.publish(block, (parent, (3, 4)))
-    pool.withdraw(first)  # the parent goes; the twin is published in its place
-    again = pool.publish(twin, (0, (1, 2)))
-    assert again != parent and pool.publish(block, (again, (3, 4))) == identity
-    assert len(pool.published) == len(pool.known) and all(
-        pool.published[key] == b for b, (key, _) in pool.known.items()
-    )
-    pool.withdraw(block)
-    assert pool.find((parent, (3, 4))) is None and pool.publish(block, (parent, (3, 4))) > identity
+    parent = pool.cache_block(first, (0, (1, 2)))
+    assert pool.cache_block(twin, (0, (1, 2))) == parent  # its twin goes by the other's hash
+    block_hash = pool.cache_block(block, (parent, (3, 4)))
+    pool.evict(first)
+    again = pool.cache_block(twin, (0, (1, 2)))  # cached in its place
+    assert again != parent and pool.cache_block(block, (again, (3, 4))) == block_hash
+    assert pool.cached == {key: b for b, key in pool.keys.items()}
+    pool.evict(block)
+    assert (parent, (3, 4)) not in pool.cached
+    assert pool.cache_block(block, (parent, (3, 4))) > block_hash

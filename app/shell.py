@@ -97,11 +97,12 @@ def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
 
 def status(
     run: Callable[[], int | None],
+    *mistakes: type[Exception],
     interrupted: str = "",
     handler: Callable[[int, Any], None] = raise_signal,
     signals: Sequence[int] = SIGNALS,
 ) -> int:
-    """Run it -> the exit status. After a signal, say `interrupted`."""
+    """Run it -> the exit status. mistakes: a user's, too; after a signal, say `interrupted`."""
     try:
         with handled(signals, handler):
             code = run() or 0
@@ -109,7 +110,7 @@ def status(
             return code
     except BrokenPipeError:  # the reader wants no more
         return 0
-    except (UserError, OSError) as error:
+    except (UserError, OSError, *mistakes) as error:
         return refuse(str(error))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):

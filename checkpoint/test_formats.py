@@ -364,6 +364,7 @@ HOW = (
 @example(settings_of("gptq", 4, 16, False, True, checkpoint_format="gptq_v2"), ROUND, 0)
 @example(settings_of("compressed-tensors", 4, 16, False, True), RAGGED, 0)
 @example(settings_of("compressed-tensors", 8, 16), ROUND, 0)
+@example(settings_of("compressed-tensors", 8, 16, True, True, format="int-quantized"), ROUND, 0)
 @example(settings_of("bitsandbytes", sym=True), RAGGED, 0)
 @torch.inference_mode()
 def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape, seed):

@@ -141,16 +141,15 @@ def write_json(file: Path, data: dict[str, Any]) -> None:
 
 
 def main(file: str = __file__) -> None:
-    """The demonstration: the first merges of a text, and how it shrinks."""
+    """The demonstration: how a text shrinks."""
     text = Path(file).read_text(encoding="utf-8")
-    merges = learn([text], 512)
-    first = [b"".join(pair).decode(errors="replace") for pair in merges[:12]]
-    print(f"{len(text.encode()):,} bytes of {Path(file).name}; the first merges: {first}")
     pieces = [spell(piece) for piece in count_pieces([text]).elements()]
-    for n, pair in enumerate(merges, 1):
+    print(f"{Path(file).name}: {sum(len(piece) for piece in pieces):,} bytes")
+    for n, pair in enumerate(learn([text], 512), 1):
         pieces = [merge(piece, pair) for piece in pieces]
         if n in (1, 16, 64, 256):
-            print(f"  {n:4} merges: {sum(len(piece) for piece in pieces):6,} tokens")
+            size = sum(len(piece) for piece in pieces)
+            print(f"{n:5} merges, the last {b''.join(pair)!r}: {size:,} tokens")
 
 
 if __name__ == "__main__":

@@ -111,18 +111,20 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
 
     w: [N, S]. grid: its scale and zero are those of the block. U: [S, S], the block's."""
     scale = grid.scale[:, 0].to(w.dtype)  # [N]
-    if grid.zero is None:
-        zero = 0
-        low, high = -127, 127
-    else:
-        zero = grid.zero[:, 0]
-        low, high = 0, 15
+    zero = 0
+    low = -127
+    high = 127
+    if grid.zero is not None:  # 4 bits
+        zero = grid.zero[:, 0]  # [N]
+        low = 0
+        high = 15
     w = w.clone()
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):
-        q[:, k] = ((w[:, k] / scale).round() + zero).clamp(low, high)
-        rounded = (q[:, k] - zero) * scale  # [N]
+        steps = (w[:, k] / scale).round() + zero  # [N]
+        q[:, k] = steps.clamp(low, high)
+        rounded = (q[:, k] - zero) * scale
         e[:, k] = (w[:, k] - rounded) / U[k, k]
         w[:, k + 1 :] -= e[:, k].outer(U[k, k + 1 :])
     return q, e
@@ -234,7 +236,8 @@ def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tens
 
 def at_least_little(x: Tensor) -> Tensor:
     """x ≥ 0 with numbers near 0 raised, so that powers of it are finite and not 0."""
-    return x.float().clamp(min=1e-4 * x.max().item() + 1e-30)
+    least = 1e-4 * x.max().item() + 1e-30
+    return x.float().clamp(min=least)
 
 
 def fold(layer: Layer, config: Config, moments: dict[str, Moments]) -> None:
@@ -286,9 +289,10 @@ def scale_inputs(
 
 def divide_rows(linear: Linear, s: Tensor) -> None:
     """Divide the last rows of a matrix, and their biases, by s."""
-    linear.weight[-len(s) :].div_(s[:, None])
+    rows = slice(-len(s), None)
+    linear.weight[rows] /= s[:, None]
     if linear.bias is not None:
-        linear.bias[-len(s) :].div_(s)
+        linear.bias[rows] /= s
 
 
 # ---- The inputs of each product --------------------------------------------------------------------
@@ -373,7 +377,8 @@ def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str
 
 def length(stream: Tensor) -> Tensor:
     """The root of each token's mean square: [T, C] -> [T, 1]."""
-    return stream.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-10)
+    squares = stream.float().square()
+    return squares.mean(1, keepdim=True).sqrt().clamp(min=1e-10)
 
 
 # ---- Models ----------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ class Training:
         """Resume from a checkpoint. UserError if it is damaged, or of a model of another shape."""
         try:
             state = torch.load(file, self.student.device, weights_only=True)
-        except (RuntimeError, EOFError, UnpicklingError) as error:
+        except (RuntimeError, OSError, EOFError, UnpicklingError) as error:
             raise UserError(
                 f"{file} is no whole checkpoint ({error}): delete it to begin anew"
             ) from None

@@ -57,28 +57,20 @@ def main() -> None:
     """The demonstration: the embedded model with one K/V head a layer, trained for a few seconds."""
     llama = Llama.load("tiny", dtype=torch.float32, trainable=True).requires_grad_(False)
     end = llama.config.eos_token_ids[0]
-    samples = sample_corpus(llama, 16, 129, end, seed=1)
     held_out = sample_corpus(llama, 8, 129, end, seed=2)
-
-    def show(when: str, model: Llama) -> None:
-        scores = evaluate(model, held_out, llama, length=128, count=8)
-        print(
-            f"{when:14} {model.config.num_key_value_heads} K/V heads, "
-            f"{cache_bytes(model, 1024):>9,} bytes for 1,024 tokens: {scores['bits/token']:.2f} "
-            f"bits a token, {scores['acceptance']:.0%} of its tokens accepted"
-        )
-
-    show("before", llama)
     merged = merge_heads(llama, 1)
-    show("merged", merged)
+    before = cache_bytes(llama, 1024)
+    print(f"cache of 1,024 tokens: {before:,} bytes, merged {cache_bytes(merged, 1024):,}")
+    show("before", evaluate(llama, held_out, llama, 128, 8))
+    show("merged", evaluate(merged, held_out, llama, 128, 8))
     recipe = Hyperparameters(steps=10, batch=4, length=128, warmup=1, overlap=0)
-    training = Training(merged, None, llama, samples, recipe)
+    training = Training(merged, None, llama, sample_corpus(llama, 16, 129, end, seed=1), recipe)
     for _ in range(recipe.steps):
         training.step()
-    show("after 10 steps", merged)
+    show("after 10 steps", evaluate(merged, held_out, llama, 128, 8))
 
 
 if __name__ == "__main__":
-    from train.distill import Hyperparameters, Training, evaluate, sample_corpus
+    from train.distill import Hyperparameters, Training, evaluate, sample_corpus, show
 
     main()

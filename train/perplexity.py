@@ -77,28 +77,28 @@ class Row(NamedTuple):
     perplexity: float
 
 
-def recipes(
-    methods: Sequence[str], groups: Sequence[int] = (32, 64, 128), head_bits: int = 8
-) -> list[Recipe]:
+def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> list[Recipe]:
     """All recipes; SmoothQuant is one if `methods` has a calibrated one.
 
     Keys and values of every width: with the weights of the checkpoint, and with INT8 and INT4 by
     the last method and group.
     """
     best = methods[-1]
-    rounded = [Quantization("fp8", 128, head_bits), Quantization("nf4", 64, head_bits)]
-    rounded.append(Quantization(8, 128, head_bits, activations=8))
+    every = list(WIDTHS)
+    found = [Recipe(None, every)]
     if best != "rtn":
-        rounded.insert(0, Quantization(8, 128, head_bits))
-        rounded.append(Quantization(8, 128, head_bits, "smoothquant", activations=8))
+        found.append(Recipe(Quantization(8), ["16"]))
+    found.append(Recipe(Quantization(8, method=best), every))
+    found.append(Recipe(Quantization("fp8"), ["16"]))
+    found.append(Recipe(Quantization("nf4", 64), ["16"]))
+    found.append(Recipe(Quantization(8, activations=8), ["16"]))
+    if best != "rtn":
+        found.append(Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]))
     for group in groups:
         for method in methods:
-            rounded.append(Quantization(4, group, head_bits, method))
-    found = [Recipe(how, ["16"]) for how in rounded]
-    int8 = Recipe(Quantization(8, 128, head_bits, best), list(WIDTHS))
-    found.insert(0 if best == "rtn" else 1, int8)
-    found[-1] = found[-1]._replace(widths=list(WIDTHS))
-    return [Recipe(None, list(WIDTHS)), *found]
+            found.append(Recipe(Quantization(4, group, method=method), ["16"]))
+    found[-1] = found[-1]._replace(widths=every)
+    return found
 
 
 def saved(row: Row, rows: Sequence[Row]) -> float | None:

@@ -143,8 +143,14 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     if (args.out is None) == (args.table is None):
         p.error("give either --out, the folder to write, or --table, a text to measure on")
     if args.table is not None:
-        p.unused(args, "bits method group activations", "with --table, which measures them all")
-    elif args.method == "rtn":
+        p.unused(
+            args, "bits method group head_bits activations", "with --table, which measures them all"
+        )
+        return args
+    p.unused(args, "tokens", "without --table")
+    if args.bits not in GROUPS and args.head_bits not in GROUPS:
+        p.unused(args, "group", f"with --bits {args.bits}, where a whole row shares a scale")
+    if args.method == "rtn":
         p.unused(args, "data pieces", "with --method rtn, which looks at no text")
     elif args.data is None:
         p.error(f"--method {args.method} looks at text: give some with --data FILE")
@@ -167,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         length = min(1024, config.max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
         methods = METHODS if calibration else METHODS[:1]
-        recipes = perplexity.recipes(methods, head_bits=args.head_bits)
+        recipes = perplexity.recipes(methods)
         perplexity.table(args.name, texts, calibration, recipes, args.device)
 
 

@@ -19,7 +19,9 @@ def test_merging_equal_heads_changes_nothing_and_the_rest_is_the_mean(kv_heads: 
     config = replace(CONFIG, num_key_value_heads=4, attention_bias=True)
     llama, D, C = new_model(config, 8), config.head_dim, config.hidden_size
     merged = merge_heads(llama, kv_heads)
-    source, place = (m.named_tensors()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged))
+    source, place = (
+        m.named_tensors()["model.layers.1.self_attn.k_proj.weight"] for m in (llama, merged)
+    )
     n = 4 // kv_heads  # heads of a group
     expected = torch.stack(
         [sum(source[(g * n + i) * D :][:D] for i in range(n)) / n for g in range(kv_heads)]

@@ -30,7 +30,7 @@ def test_stories_are_what_stands_between_ends(tmp_path: Path, name: str) -> None
     [
         (b"one story", "1 stories; at least 10"),
         (b"\xff\xfe", "cannot be read as UTF-8"),
-        (None, "no such file"),
+        (None, "No such file"),
     ],
 )
 def test_what_is_no_file_of_stories_is_refused(
