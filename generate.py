@@ -66,9 +66,9 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
         position = len(tokens) + len(text)
         coin = Keyed(send([seed], llama.device), send([position], llama.device))
         new = coin.pick(probs).tolist()
-        text += new
         if new[0] in model.eos_token_ids:
             break
+        text += new
     return model.tokenizer.decode(text)
 
 
@@ -408,13 +408,20 @@ def paged_caches(
 # ---- For Python callers --------------------------------------------------------------------------
 
 
+def either(prompt: Any, messages: Any) -> Any:
+    """The one that is not None."""
+    if (prompt is None) == (messages is None):
+        raise UserError("give either a prompt or messages")
+    return prompt if messages is None else messages
+
+
 def stream(
     prompt: str | None = None, *, messages: list[Message] | None = None, **options: Any
 ) -> Iterator[str]:
     """`for piece in stream("…")`: the text as it is made. Options: those of `prepare`."""
     pieces: list[str] = []
     options["show"] = lambda piece, origin: pieces.append(piece)
-    engine, streams = prepare([prompt if messages is None else messages], **options)
+    engine, streams = prepare([either(prompt, messages)], **options)
     request = streams[0].request
     engine.batcher.add(request)
     while not streams[0].is_done:
@@ -443,13 +450,9 @@ def generate(
     Options: those of `prepare`, and the settings of `Settings` by name. Several processes that
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """
-    if (prompt is None) == (messages is None):
-        raise UserError("give either a prompt or messages")
+    asked = either(prompt, messages)
     is_batch = messages is None and not isinstance(prompt, str)
-    if messages is not None:
-        prompts = [messages]
-    else:
-        prompts = list(prompt) if is_batch else [prompt]
+    prompts = list(asked) if is_batch else [asked]
     engine, streams = prepare(prompts, target, **options)
     results = sorted(engine.serve(streams), key=lambda result: result.index)
     return results if is_batch else results[0]

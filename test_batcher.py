@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batcher import RETRY_AFTER, Batcher
-from checkpoint.config import Config
-from conftest import SMALL, write_model
+from conftest import random_llama, write_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
@@ -30,19 +29,12 @@ from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
 V = 259
 
 
-def random_llama(num_layers: int = 2, noise: float = 0.0) -> Llama:
-    """noise: as if its weights were rounded."""
-    config = Config(**{**SMALL, "max_position_embeddings": 300, "num_hidden_layers": num_layers})
-    llama = Llama(config, dtype=torch.float64, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in llama.named_tensors().values():
-        tensor.mul_(10 * (1 + noise * torch.randn(tensor.shape, generator=generator)))
-    return llama
-
-
-LLAMA = random_llama()
-SMALLER = random_llama(num_layers=1)
-ROUNDED = random_llama(noise=0.05)
+LLAMA = random_llama(1, max_position_embeddings=300)
+SMALLER = random_llama(1, max_position_embeddings=300, num_hidden_layers=1)
+ROUNDED = random_llama(1, max_position_embeddings=300)  # as if its weights were rounded
+for tensor in ROUNDED.named_tensors().values():
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    tensor.mul_(1 + 0.05 * noise)
 
 
 def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:

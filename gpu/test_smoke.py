@@ -27,7 +27,7 @@ CONFIG = Config(
 
 
 def texts(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt, then two tokens by the same recording: logits [T, V], and tokens picked from them."""
+    """A prompt, then two tokens by one recording: logits [T, V], and tokens picked from them."""
     llama = Llama(CONFIG.quantized(Quantization(8)), DEVICE, seed=None, ops=ops)
     fill(llama, Llama(CONFIG, DEVICE, seed=1).named_tensors().items())
     llama.pack_weights()
@@ -44,7 +44,7 @@ def texts(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def test_recorded_steps_are_those_of_plain_torch():
-    """Attention over 8/4-bit keys and values, INT8 products, all between them, filters, the pick."""
+    """Attention over 8/4-bit keys and values, INT8 products, filters, the pick."""
     wanted, wanted_tokens = texts(Ops())
     with recorded() as recordings:
         logits, tokens = texts(GPU())
