@@ -147,7 +147,7 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
         f"decoding in float32 is {ratio:.2f} times as fast as transformers' generate "
         f"(each round: {', '.join(f'{b / a:.2f}' for a, b in pairs)})",
     )
-    weights = Llama(model.llama.config, "meta", torch.float32, seed=None).places()
+    weights = Llama(model.llama.config, "meta", torch.float32, seed=None).named_tensors()
     read = sum(place.nbytes for name, place in weights.items() if place.ndim == 2)
     shares = [read / decode_ours(model, prompt, 32) / read_bandwidth() for _ in range(5)]
     # where two cores read 30 GB/s it is 75 to 95 %, where they read 55 (an EPYC whose neighbours are quiet) 43 to 58 %

@@ -163,7 +163,7 @@ def read_tokenizer_json(file: Path, config: Json) -> Vocabulary:
     vocab = model["vocab"]
     check_model(file, data)
     special, plain = read_added(file, data["added_tokens"], vocab)
-    spelled = spell(file, vocab, special | plain)
+    spelled = spell_tokens(file, vocab, special | plain)
     numbers = read_merges(file, model["merges"], spelled)
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
@@ -235,7 +235,7 @@ def alphabet() -> Ids:
     return letters | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def spell(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
+def spell_tokens(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
     """The tokens that are spelled in GPT-2's alphabet -> their bytes. All others must be added."""
     byte_of = alphabet()
     spelled = {}
