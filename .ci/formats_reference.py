@@ -2,8 +2,9 @@
 
     python .ci/formats_reference.py         (with compressed-tensors, bitsandbytes and accelerate)
 
-A random model is quantized and saved by the package, and its own dequantization gives the reference: logits must agree to 1e-5 of the largest. Where
-inputs have 8 bits, too, a package rounds by a scale of its own: the error that rounding adds must be as large as theirs.
+A random model is quantized and saved by the package, and its own dequantization gives the
+reference: logits must agree to 1e-5 of the largest. Where inputs have 8 bits, too, a package rounds
+by a scale of its own: the error that rounding adds must be as large as theirs.
 """
 
 import copy

@@ -2,7 +2,8 @@
 
     python .ci/tokenizer_reference.py DATA SMOLLM2
 
-DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw; SMOLLM2 is a model folder.
+DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw;
+SMOLLM2 is a model folder.
 """
 
 import itertools
@@ -35,7 +36,8 @@ CONVERSATIONS = [
 
 
 def is_new(c: str) -> bool:
-    """Whether `regex` knows this character and Python does not: its edition of Unicode is newer than that of `tokenizers`."""
+    """Whether `regex` knows this character and Python does not: its edition of Unicode is newer
+    than that of `tokenizers`."""
     return unicodedata.category(c) == "Cn" and not regex.match(r"\p{Cn}", c)
 
 
@@ -76,7 +78,8 @@ def every_character() -> list[str]:
 
 
 def compare_merges(n: int, seed: int = 0) -> None:
-    """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes, bytes that are missing."""
+    """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes,
+    bytes that are missing."""
     draw, level = (
         random.Random(seed),
         dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False),
