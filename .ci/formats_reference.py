@@ -1,4 +1,4 @@
-"""Folders that compressed-tensors and bitsandbytes write themselves, through transformers, and what we read in them.
+"""Folders that compressed-tensors and bitsandbytes write themselves, and what we read there.
 
     python .ci/formats_reference.py         (with compressed-tensors, bitsandbytes and accelerate)
 

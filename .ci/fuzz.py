@@ -1,6 +1,6 @@
-"""Random command lines and files of requests, by the careless and the malicious: each ends in a result or in one line.
+"""Random command lines and files of requests: each ends in a result or in one line.
 
-    python .ci/fuzz.py [N] [SEED]           N command lines of generate.py (10,000), in this process, tiny random models
+    python .ci/fuzz.py [N] [SEED]     N command lines of generate.py (10,000), tiny random models
 
 A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file
 an object for each line. Otherwise it is status 2 and one line `error: …`, after notes at most, and

@@ -1,4 +1,4 @@
-"""Small random Llamas made by Hugging Face transformers, one for each thing that a config can ask for.
+"""Small random Llamas made by transformers, one for each thing that a config can ask for.
 
 Needs transformers. `python .ci/random_models.py` writes test_data/: the models and the logits that
 transformers gives them, which test_model.py compares ours with, offline. transformers_reference.py

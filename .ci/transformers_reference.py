@@ -1,6 +1,6 @@
-"""Ours against Hugging Face transformers, live: logits of random models, greedy text of a real one, and the speed of both.
+"""Ours beside Hugging Face transformers: logits of random models, greedy text, and speed.
 
-    python .ci/transformers_reference.py SMOLLM2           (a folder; transformers must be installed)
+    python .ci/transformers_reference.py SMOLLM2     (a folder; transformers must be installed)
 
 Speeds are ratios of medians, measured in turns in one run on one machine.
 """
@@ -61,7 +61,8 @@ def random_models() -> None:
             )
     require(
         worst < 1e-4,
-        f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from those of transformers, relatively",
+        f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from "
+        "those of transformers, relatively",
     )
 
 
@@ -83,7 +84,8 @@ def embedded_models() -> None:
         )
         require(
             error < 1e-4 and same,
-            f"{folder.name}: the same tokens as in transformers, and logits {error:.1e} from its own, relatively",
+            f"{folder.name}: the same tokens as in transformers, and logits {error:.1e} from its "
+            "own, relatively",
         )
 
 
@@ -150,10 +152,11 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
     weights = Llama(model.llama.config, "meta", torch.float32, seed=None).named_tensors()
     read = sum(place.nbytes for name, place in weights.items() if place.ndim == 2)
     shares = [read / decode_ours(model, prompt, 32) / read_bandwidth() for _ in range(5)]
-    # where two cores read 30 GB/s it is 75 to 95 %, where they read 55 (an EPYC whose neighbours are quiet) 43 to 58 %
+    # where two cores read 30 GB/s it is 75 to 95 %; where they read 55, 43 to 58 %
     require(
         median(shares) >= 0.4 or max(shares) >= 0.8,
-        f"which reads {median(shares):.0%} of what this machine's memory can give (goal 80 %; each time: "
+        f"which reads {median(shares):.0%} of what this machine's memory can give (goal 80 %; "
+        "each time: "
         f"{', '.join(f'{share:.0%}' for share in shares)})",
     )
     cost = five_over_one(model.llama, prompt)
