@@ -143,7 +143,9 @@ def main() -> int:
         "NF4": (nf4, False),
         "NF4, double quantization": (nf4, True),
     }
-    rms = lambda x: x.square().mean().sqrt().item()
+    def rms(x: torch.Tensor) -> float:
+        return x.square().mean().sqrt().item()
+
     for name, (write, how) in writers.items():
         with tempfile.TemporaryDirectory() as folder:
             model = write(copy.deepcopy(first), how, Path(folder))

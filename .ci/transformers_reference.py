@@ -103,10 +103,10 @@ def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None
         )[0].tolist()
         ours = generate(question, model, temperature=0, max_tokens=64)
         if "France?" in question:
-            require("Paris" in ours["text"], f"{question} {ours['text']}")
+            require("Paris" in ours.text, f"{question} {ours['text']}")
         require(
-            ours["prompt_tokens"] + ours["tokens"] == theirs,
-            f"{len(ours['tokens'])} greedy tokens: {question}",
+            ours.prompt_tokens + ours.tokens == theirs,
+            f"{len(ours.tokens)} greedy tokens: {question}",
         )
 
 
@@ -130,10 +130,11 @@ def decode_theirs(reference: torch.nn.Module, prompt: torch.Tensor, n: int) -> f
 def decode_ours(model: Model, prompt: torch.Tensor, n: int) -> float:
     """Seconds a token of our generate, after the first, as it says itself."""
     text = model.tokenizer.decode(prompt.tolist())
-    saved, model.ends = model.ends, set()
-    stats = generate(text, model, temperature=0, max_tokens=n + 1, chat=False)["stats"]
-    model.ends = saved
-    return 1 / stats["tokens_per_second"]
+    ends = model.eos_token_ids
+    model.eos_token_ids = set()
+    result = generate(text, model, temperature=0, max_tokens=n + 1, chat=False)
+    model.eos_token_ids = ends
+    return 1 / result.tokens_per_second
 
 
 @torch.inference_mode()
