@@ -179,10 +179,11 @@ class Round:
         for name, neutral in SETTINGS.items():
             by_request = self.setting(name)
             values = [by_request[row] for row in rows]
-            if len(set(values)) == 1:  # one number for all
-                if values[0] is not None:
-                    settings[name] = values[0]
-            elif values:
+            first = values[0] if values else None
+            if all(value == first for value in values):  # one number for all
+                if first is not None:
+                    settings[name] = first
+            else:
                 numbers = [neutral if value is None else value for value in values]
                 settings[name] = send(numbers, self.device, torch.float64)
         logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
