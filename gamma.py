@@ -10,9 +10,9 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
 over that of a plain one, both measured on real rounds: a few plain rounds, a few with TRIAL drafts,
 and then every round. A time is the lower quartile of at least MEASURED rounds: neither the first,
 which warms up, nor an interruption counts. A γ that was not measured lies on the line through those
-that were. α is a moving average over all requests, so all of them have the same γ; a new text
-begins with the acceptance of those before it. While γ is 0, a round with drafts is tried now and
-then, so rarely that it costs at most 1 / PATIENCE of the time; else, as rarely, a plain round.
+that were. α is a moving average over all requests, so all have the same γ; a new text begins with
+the acceptance of those before it. While γ is 0, a round with drafts is tried now and then, so
+rarely that it costs at most 1 / PATIENCE of the time; else, as rarely, a plain round.
 
 γ depends on past rounds and the clock, never on its own round's draws: the text's law stays, but a
 seed may give another text. Steps that read a prompt are not measured.

@@ -178,7 +178,7 @@ def test_a_try_is_as_rare_as_it_is_expensive():
     auto.alpha = 0.0
     cost = 1.25  # of a round with γ = 1
     waited = 0
-    while auto.choose(1) == 0:
+    while auto.choose(1) == 0 and waited < 1000:
         auto.observe([0], [0], 1.0)
         waited += 1
     assert auto.choose(1) == 1 and waited == PATIENCE * cost
@@ -187,7 +187,7 @@ def test_a_try_is_as_rare_as_it_is_expensive():
     auto.observe([0], [0], 1.0)
     auto.alpha = 1.0
     num_rounds = 0
-    while auto.choose(1):
+    while auto.choose(1) and num_rounds < 1000:
         auto.observe([MAX_GAMMA], [MAX_GAMMA], 5.0)
         num_rounds += 1
     assert num_rounds == PATIENCE  # then a plain round
