@@ -140,6 +140,8 @@ class ModelRunner:
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ: as the request says, or as many as pay, of the `room` in the step."""
+        if not self.has_drafter:
+            return 0
         most = min(request.num_remaining, self.budget) - 1
         wanted = request.settings.gamma
         if wanted is None:

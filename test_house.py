@@ -224,7 +224,7 @@ def test_a_public_name_has_one_meaning():
     assert {name: pages for name, pages in several.items() if name not in SEVERAL} == {}
 
 
-@pytest.mark.parametrize("draft, most", [(None, 8), ("tiny-draft", 11), ("ngram", 11)])
+@pytest.mark.parametrize("draft, most", [(None, 9), ("tiny-draft", 11), ("ngram", 11)])
 def test_a_token_visits_few_pages(draft, most, monkeypatch):
     """A step after the prompt, and a round of speculation, as plain torch computes them."""
     monkeypatch.setenv("LLAMA_PLAIN", "1")
