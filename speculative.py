@@ -63,7 +63,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
     q_x = q.gather(-1, index)[..., 0]
     ratio = torch.where(q_x > 0, p_x / q_x, 0)
-    stands = coin.accept(ratio.clamp(max=1))
+    ratio = ratio.clamp(max=1)
+    stands = coin.accept(ratio)
     accepted = count_leading(stands)
 
     end = accepted[:, None, None].expand(B, 1, V)  # where the round ends
@@ -71,7 +72,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     q_end = q.gather(1, end.clamp(max=k - 1))[:, 0]
     is_bonus = accepted[:, None] == k
     q_end = torch.where(is_bonus, 0, q_end)
-    residual = (p_end - q_end).clamp(min=0)
+    residual = p_end - q_end
+    residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
     return accepted, coin.pick(probs)
