@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -263,4 +264,4 @@ def peak(shape: str, before: str, measured: str) -> int:
 def meanwhile(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """For tests that still name a function in a mark: it is called here, once."""
     function, *arguments = request.node.get_closest_marker("meanwhile").args
-    return lambda: function(*arguments)
+    return cache(partial(function, *arguments))

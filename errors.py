@@ -19,7 +19,9 @@ def brief(value: object, limit: int = 400) -> str:
     if len(text) > limit:
         head = limit * 2 // 3
         tail = limit // 4
-        text = f"{text[:head]} […] {text[-tail:]}"
+        beginning = text[:head]
+        end = text[-tail:]
+        text = f"{beginning} […] {end}"
     characters = []
     for character in text:
         if not character.isprintable():

@@ -22,12 +22,9 @@ Not covered: a γ for each text of a batch; acceptance that depends on the posit
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import linear_regression
-
-import torch
 
 TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
@@ -48,33 +45,6 @@ def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
     return expected_tokens(alpha, gamma) / (w + gamma * c)
 
 
-class Timer:
-    """Seconds from `start` to `stop`: on a GPU by events, so that nothing waits for its work."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-
-    def _mark(self) -> float | torch.cuda.Event:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self.begin = self._mark()
-
-    def stop(self) -> None:
-        self.end = self._mark()
-
-    @property
-    def seconds(self) -> float:
-        """Only after the host has waited for work that was queued later."""
-        if self.on_gpu:
-            return self.begin.elapsed_time(self.end) / 1e3
-        return self.end - self.begin
-
-
 class AutoGamma:
     """The γ of all requests that are decoded together."""
 
@@ -89,7 +59,9 @@ class AutoGamma:
     def round_seconds(self, batch_size: int, gamma: int) -> float | None:
         """The lower quartile of its times; None if it was not measured often enough."""
         times = self.seconds.get((batch_size.bit_length(), gamma), ())
-        return sorted(times)[len(times) // 4] if len(times) >= MEASURED else None
+        if len(times) < MEASURED:
+            return None
+        return sorted(times)[len(times) // 4]
 
     def gains(self, batch_size: int) -> list[float]:
         """The speed-up for γ = 1, 2, …, MAX_GAMMA, after the trial."""
@@ -117,9 +89,11 @@ class AutoGamma:
         best = max(gains)
         gamma = 1 + gains.index(best)
         if best > 1:
-            return gamma if self.num_drafting < PATIENCE else 0
+            is_due = self.num_drafting >= PATIENCE  # a plain round, to measure it again
+            return 0 if is_due else gamma
         cost = expected_tokens(self.alpha, gamma) / best  # of a round, in plain rounds
-        return gamma if self.num_plain >= PATIENCE * cost else 0
+        is_due = self.num_plain >= PATIENCE * cost
+        return gamma if is_due else 0
 
     def observe(
         self, num_drafts: Sequence[int], num_accepted: Sequence[int], seconds: float
@@ -128,8 +102,12 @@ class AutoGamma:
         gamma = math.ceil(sum(num_drafts) / len(num_drafts))
         key = (len(num_drafts).bit_length(), gamma)
         self.seconds[key].append(seconds)
-        self.num_plain = 0 if gamma else self.num_plain + 1
-        self.num_drafting = self.num_drafting + 1 if gamma else 0
+        if gamma:
+            self.num_plain = 0
+            self.num_drafting += 1
+        else:
+            self.num_plain += 1
+            self.num_drafting = 0
         for drafted, accepted in zip(num_drafts, num_accepted):
             examined = min(accepted + 1, drafted)  # none beyond the first rejection
             if examined:

@@ -121,8 +121,10 @@ class AttentionMetadata:
         return moved
 
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:
-        """Reuse the tensors for other sequences, by one copy. Keys and values of padding are stored
-        nowhere."""
+        """Reuse the tensors for other sequences, by one copy; the rest is padding, stored nowhere.
+
+        `num_new_tokens` and `slots` stay those of before: a recording has fixed ones.
+        """
         self.sequences = sequences
         packed = pack_metadata(sequences, self.block_size, *self.shape)
         self.buffer.copy_(send(packed, self.buffer.device), non_blocking=True)

@@ -18,6 +18,7 @@ target's cache lacks only the last token of a text beyond its prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter
-from gamma import AutoGamma, Timer, expected_tokens
+from gamma import AutoGamma, expected_tokens
 from kernels import send
 from kvcache import Cache, CacheFull
 from model import Llama
@@ -89,7 +90,6 @@ class ModelRunner:
         self.budget = budget
         self.multi_step = multi_step
         self.auto_gamma = AutoGamma()
-        self.timer = Timer(target.device)
         self.next_gamma = 0  # where a request does not fix its own
 
     # ---- Requests
@@ -140,6 +140,8 @@ class ModelRunner:
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ: as the request says, or as many as pay, of the `room` in the step."""
+        if not self.has_drafter:
+            return 0
         most = min(request.num_remaining, self.budget) - 1
         wanted = request.settings.gamma
         if wanted is None:
@@ -162,7 +164,9 @@ class ModelRunner:
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether both caches have room for a step."""
         wanted = [(item.request.seq, item.num_new_tokens) for item in scheduled]
-        return self.cache.fits(wanted) and self.drafter.fits(scheduled)
+        if not self.cache.fits(wanted):
+            return False
+        return not self.has_drafter or self.drafter.fits(scheduled)
 
     # ---- A step
 
@@ -171,6 +175,7 @@ class ModelRunner:
         """Run the plans in one pass -> the new tokens of each request that had a round."""
         rounds = [item for item in scheduled if item.samples]
         lengths = [self.cache.length(item.request.seq) for item in scheduled]
+        start = time.perf_counter()
         try:
             for item in scheduled:
                 if item.num_catch_up:
@@ -182,7 +187,9 @@ class ModelRunner:
                 self.drafter.close(item.request)  # it reads the text again
                 self.drafter.open(item.request)
             raise
-        seconds = self._measure(scheduled, rounds, outcomes) if self.has_drafter else 0.0
+        seconds = time.perf_counter() - start  # the host has waited for the device
+        if self.has_drafter and rounds:
+            seconds = self._learn(scheduled, rounds, outcomes, seconds)
         new_tokens = {}
         for item, outcome in zip(rounds, outcomes):
             num_accepted = outcome.num_accepted
@@ -198,7 +205,6 @@ class ModelRunner:
             return self._decode_multi_step(rounds, counts)
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
-        self.timer.start()
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
         p = self._target_probabilities(scheduled, drafted, round)  # [B, k+1, V]
         if not rounds:
@@ -208,7 +214,6 @@ class ModelRunner:
         else:
             accepted, token = verify(p, q, drafted, round.text_coin())
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        self.timer.stop()
         packed = self.target.ops.agree(packed.tolist())  # a GPU is waited for here, and only here
         outcomes = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
@@ -297,7 +302,8 @@ class ModelRunner:
         request.origins += origins[: len(new)]
         request.rounds.append(stats)
         self.cache.commit(request.seq, request.tokens, len(new))
-        self.drafter.commit(request, len(new))
+        if self.has_drafter:
+            self.drafter.commit(request, len(new))
         return new
 
     # ---- Several plain tokens before the host looks
@@ -330,16 +336,15 @@ class ModelRunner:
 
     # ---- The clock
 
-    def _measure(
+    def _learn(
         self,
         scheduled: Sequence[ScheduledRequest],
         rounds: Sequence[ScheduledRequest],
         outcomes: Sequence[Outcome],
+        seconds: float,
     ) -> float:
-        """Learn from a round, for the next γ -> its seconds, in all processes the same."""
-        if not rounds:
-            return 0.0
-        (seconds,) = self.target.ops.agree([self.timer.seconds])
+        """Choose the next γ from a round and its seconds -> those of the first process."""
+        (seconds,) = self.target.ops.agree([seconds])
         if all(item.num_tokens == 1 and not item.num_catch_up for item in scheduled):
             num_drafts = [item.num_drafts for item in rounds]
             num_accepted = [outcome.num_accepted for outcome in outcomes]

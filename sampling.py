@@ -84,10 +84,13 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """softmax(logits / t): float64[B, V]. Where t is 0, a one-hot at the first of the largest
     logits."""
     t = column(temperature, logits)
-    shifted = logits - logits.amax(-1, keepdim=True)  # the largest is 0: no overflow
-    probs = (shifted / torch.where(t == 0, 1, t)).softmax(-1)
-    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
-    return torch.where(t == 0, one_hot, probs)
+    is_greedy = t == 0
+    largest = logits.amax(-1, keepdim=True)
+    scaled = (logits - largest) / torch.where(is_greedy, 1, t)  # at most 0: no overflow
+    probs = scaled.softmax(-1)
+    best = logits.argmax(-1, keepdim=True)
+    one_hot = torch.zeros_like(probs).scatter_(-1, best, 1)
+    return torch.where(is_greedy, one_hot, probs)
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -257,11 +260,13 @@ class Keyed:
     def uniforms(self, k: int) -> Tensor:
         """float64[B, k] in [0, 1): a number for each drafted token."""
         roles = torch.arange(accept_role(0), accept_role(k), 2, device=self.keys.device)
-        return uniform(mix(self.keys ^ roles))
+        hashes = mix(self.keys ^ roles)
+        return uniform(hashes)
 
     def accept(self, prob: Tensor) -> Tensor:
         """prob: float[B, k] -> bool[B, k], True with that probability."""
-        return self.uniforms(prob.shape[1]) < prob
+        u = self.uniforms(prob.shape[1])
+        return u < prob
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities."""

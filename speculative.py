@@ -63,7 +63,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
     q_x = q.gather(-1, index)[..., 0]
     ratio = torch.where(q_x > 0, p_x / q_x, 0)
-    stands = coin.accept(ratio.clamp(max=1))
+    ratio = ratio.clamp(max=1)
+    stands = coin.accept(ratio)
     accepted = count_leading(stands)
 
     end = accepted[:, None, None].expand(B, 1, V)  # where the round ends
@@ -71,7 +72,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     q_end = q.gather(1, end.clamp(max=k - 1))[:, 0]
     is_bonus = accepted[:, None] == k
     q_end = torch.where(is_bonus, 0, q_end)
-    residual = (p_end - q_end).clamp(min=0)
+    residual = p_end - q_end
+    residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
     return accepted, coin.pick(probs)
@@ -81,8 +83,10 @@ def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """`verify` in coupled mode: accept what the target picks, too. coin: B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
-    picked = coin.pick(rows).view(B, k + 1)
-    accepted = count_leading(drafted == picked[:, :k])  # padding is −1: never picked
+    picked = coin.pick(rows)
+    picked = picked.view(B, k + 1)
+    stands = drafted == picked[:, :k]  # padding is −1: never picked
+    accepted = count_leading(stands)
     token = picked.gather(1, accepted[:, None])
     return accepted, token[:, 0]
 
@@ -162,8 +166,9 @@ class Round:
         """No drafts, to be filled: int64[B, k], all −1, and float[B, k, V], all zero."""
         B = len(self.requests)
         k = self.width - 1
+        V = self.vocab_size
         drafted = torch.full((B, k), -1, device=self.device)
-        q = torch.zeros(B, k, self.vocab_size, dtype=self.dtype, device=self.device)
+        q = torch.zeros(B, k, V, dtype=self.dtype, device=self.device)
         return drafted, q
 
     def setting(self, name: str) -> list[float | int | None]:
@@ -176,10 +181,11 @@ class Round:
         for name, neutral in SETTINGS.items():
             by_request = self.setting(name)
             values = [by_request[row] for row in rows]
-            if len(set(values)) == 1:  # one number for all
-                if values[0] is not None:
-                    settings[name] = values[0]
-            elif values:
+            first = values[0] if values else None
+            if all(value == first for value in values):  # one number for all
+                if first is not None:
+                    settings[name] = first
+            else:
                 numbers = [neutral if value is None else value for value in values]
                 settings[name] = send(numbers, self.device, torch.float64)
         logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
@@ -190,9 +196,10 @@ def main() -> None:
     """The demonstration: the law of the production code, beside the target's own."""
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
-        caches = [KVCache(1, 1, 1, 7, n, dtype=torch.float64) for _ in range(2)]
-        drafter = ModelDrafter(Toy(seed=2), caches[1])
-        runner = ModelRunner(target, caches[0], 3, drafter, coin=walk)
+        cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
+        draft_cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
+        drafter = ModelDrafter(Toy(seed=2), draft_cache)
+        runner = ModelRunner(target, cache, 3, drafter, coin=walk)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)
@@ -204,10 +211,11 @@ def main() -> None:
     target = Toy(seed=1)
     law = enumerate_law(run)
     wanted = sequential_law(target, (1,), 3, (0,), lambda logits: logits.softmax(-1))
+    print("text, its probability by speculation, and by the target alone")
     for text, mass in wanted.items():
         print(f"{str(text):10} {law[text]:.15f}  {mass:.15f}")
-    print(f"{len(wanted)} texts, speculatively and by the target alone", end=": ")
-    print(f"they differ by at most {distance(law, wanted):.1e}")
+    error = distance(law, wanted)
+    print(f"{len(wanted)} texts: the probabilities differ by at most {error:.1e}")
 
 
 if __name__ == "__main__":

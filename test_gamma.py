@@ -4,10 +4,9 @@ import random
 from copy import deepcopy
 
 import pytest
-import torch
 
 import gamma
-from gamma import MAX_GAMMA, MEASURED, PATIENCE, TRIAL, AutoGamma, Timer, expected_tokens, speed_up
+from gamma import MAX_GAMMA, MEASURED, PATIENCE, TRIAL, AutoGamma, expected_tokens, speed_up
 
 
 def accepted_drafts(coin: random.Random, alpha: float, gamma: int) -> int:
@@ -191,28 +190,3 @@ def test_a_try_is_as_rare_as_it_is_expensive():
         auto.observe([MAX_GAMMA], [MAX_GAMMA], 5.0)
         num_rounds += 1
     assert num_rounds == PATIENCE  # then a plain round
-
-
-def test_timer_reads_the_clock_or_events(monkeypatch):
-    times = iter([1.0, 3.5])
-    monkeypatch.setattr(gamma.time, "perf_counter", lambda: next(times))
-    timer = Timer(torch.device("cpu"))
-    timer.start()
-    timer.stop()
-    assert timer.seconds == 2.5
-
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            pass
-
-        def elapsed_time(self, end) -> float:
-            return 250.0  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    timer = Timer(torch.device("cuda"))
-    timer.start()
-    timer.stop()
-    assert timer.seconds == 0.25

@@ -431,9 +431,8 @@ def by_torchrun() -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.meanwhile.with_args(by_torchrun)
-def test_torchrun_starts_it_too(meanwhile):
-    done = meanwhile()
+def test_torchrun_starts_it_too():
+    done = by_torchrun()
     assert done.returncode == 0, done.stderr
     (result,) = map(json.loads, done.stdout.splitlines())
     model = Model.load("tiny", "cpu")
@@ -544,23 +543,20 @@ on_linux = pytest.mark.skipif(
 
 
 @on_linux
-@pytest.mark.meanwhile.with_args(killed)
-def test_a_process_that_is_killed_ends_all_with_one_line(meanwhile):
-    status, seconds, errors, results = meanwhile()
+def test_a_process_that_is_killed_ends_all_with_one_line():
+    status, seconds, errors, results = killed()
     assert status == 2 and seconds < 10 and results == [3]
     assert errors == ["error: process 2 of 2 was killed, and so all end"]
 
 
 @on_linux
-@pytest.mark.meanwhile.with_args(at_a_terminal)
-def test_a_chat_reads_the_terminal_and_ctrl_c_is_never_dead(meanwhile):
-    chat = meanwhile()
+def test_a_chat_reads_the_terminal_and_ctrl_c_is_never_dead():
+    chat = at_a_terminal()
     assert chat["said"].count("(interrupted)") == 1
     assert chat["said"].count(" tokens (") == 2  # then came a whole answer
     assert chat["is_waiting"] and chat["status"] == 130 and chat["seconds"] < 20
 
 
 @on_linux
-@pytest.mark.meanwhile.with_args(amid_beginning)
-def test_an_interrupt_while_processes_begin_ends_all_in_silence(meanwhile):
-    assert meanwhile() == ("", 130)
+def test_an_interrupt_while_processes_begin_ends_all_in_silence():
+    assert amid_beginning() == ("", 130)

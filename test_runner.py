@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import runner as runner_page
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
 from gamma import MEASURED, TRIAL
 from generate import Engine, Model, load_draft
@@ -416,43 +417,38 @@ def test_gamma_follows_how_the_drafts_fare(is_good):
         assert sum(num_drafts[80:]) <= 4
 
 
-def test_chunks_are_not_timed_and_times_are_read_after_the_device_was_waited_for(monkeypatch):
-    """A GPU cannot tell what lies between two events before it has passed both."""
+def test_a_round_is_timed_until_the_device_was_waited_for(monkeypatch):
+    """Steps that read a prompt teach nothing."""
     runner = toy_runner(2, budget=3)
     events = []
 
-    class Timer:
-        def start(self) -> None:
-            events.append("start")
+    def clock() -> float:
+        events.append("clock")
+        return float(len(events))
 
-        def stop(self) -> None:
-            events.append("stop")
+    monkeypatch.setattr(runner_page.time, "perf_counter", clock)
+    agree = runner.target.ops.agree
 
-        @property
-        def seconds(self) -> float:
-            events.append("read")
-            return 1.0
+    def waits(numbers: list) -> list:
+        events.append("wait")
+        return agree(numbers)
 
-    runner.timer = Timer()
-    tolist = Tensor.tolist
-
-    def waits(x: Tensor) -> list:
-        if x.numel() and x.dim() == 2 and events[-1:] == ["stop"]:
-            events.append("wait")
-        return tolist(x)
-
-    monkeypatch.setattr(Tensor, "tolist", waits)
+    monkeypatch.setattr(runner.target.ops, "agree", waits)
     observed = []
     runner.auto_gamma.observe = lambda *numbers: observed.append(numbers)
     kinds = [Kind((1, 2, 1, 2), 1, 3), Kind((2,), 1, 3)]
     first = kinds[0].request(0)
     runner.open(first)
     assert runner.step([runner.schedule(first)]) == {}  # a chunk, and nothing else
-    assert events == ["start"] and not observed
+    assert "wait" not in events and not observed
     runner.close(first)
     events.clear()
     play(runner, [kind.request(seed) for seed, kind in enumerate(kinds)])
-    assert events[:4] == ["start", "stop", "wait", "read"]
-    assert events == ["start", "stop", "wait", "read"] * (len(events) // 4)
-    assert observed and all(seconds == 1.0 for *_, seconds in observed)
-    assert len(observed) < len(events) // 4  # steps that read a prompt teach nothing
+    assert events[:4] == [
+        "clock",
+        "wait",
+        "clock",
+        "wait",
+    ]  # a round; all get its time
+    assert observed and all(seconds == 2.0 for *_, seconds in observed)
+    assert len(observed) < len(events) // 4

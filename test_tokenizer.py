@@ -69,7 +69,9 @@ def reference(
     """The definition: split, spell out, and merge the pair that stands first in the list, at its
     leftmost position, until there is none. Of a pair listed twice the later position counts, and
     a byte that the vocabulary lacks is dropped (both as in `tokenizers`)."""
-    pieces, ids, place = [text], [], {pair: n for n, pair in enumerate(merges)}
+    pieces = [text]
+    ids = []
+    number = {pair: n for n, pair in enumerate(merges)}
     for pattern in splits:
         pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
     for piece in pieces:
@@ -77,7 +79,7 @@ def reference(
         if ignore_merges and spell(piece.encode()) in vocab:
             word = [spell(piece.encode())]
         while known := [
-            (place[pair], i) for i, pair in enumerate(zip(word, word[1:])) if pair in place
+            (number[pair], i) for i, pair in enumerate(zip(word, word[1:])) if pair in number
         ]:
             i = min(known)[1]
             word[i : i + 2] = ["".join(word[i : i + 2])]
@@ -493,13 +495,13 @@ REFUSED: list[tuple[Change, str]] = [
     (set_model(merges=["a b c"]), "merge 0 is 'a b c'"),
     (set_model(merges=["q q"]), "merge 0 is 'q q'"),
     (set_model(merges=[["a"]]), "merge 0 is ['a']"),
-    (set_model(vocab={"a": 0, "b": 0}), "has id 0"),
+    (set_model(vocab={"a": 0, "b": 0}), "two tokens have one id"),
     (set_model(vocab={"a": -1}), "has id -1"),
     (set_model(vocab={"a": "x"}), "has id 'x'"),
     (set_model(vocab={"世": 0}), "stands for no byte"),
     (set_model(vocab=3), "not laid out"),
     (set_model(vocab={}, merges=[]), "tokenizer.json"),
-    (add_token("<|x|>", 0), "'<|x|>'"),
+    (add_token("<|x|>", 0), "two tokens have one id"),
     (add_token("the", 999), "'the' has id 999"),
     (add_token("", 999), "has id 999"),
     (add_token("<|x|>", 999, lstrip=True), "lstrip"),

@@ -17,16 +17,18 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 """
 
 import codecs
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import tiktoken
 
 from checkpoint.chat import ChatTemplate, load_template, replace_surrogates
-from checkpoint.files import read_json
-from checkpoint.vocabulary import Vocabulary, added_pattern, load_vocabulary
+from checkpoint.vocabulary import (
+    Vocabulary,
+    added_pattern,
+    load_vocabulary,
+    read_tokenizer_config,
+)
 from errors import UserError
 
 
@@ -70,12 +72,9 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """From the files of a model folder: tokenizer.json or tokenizer.model, and what is there of
         tokenizer_config.json and chat_template.jinja. UserError names the file."""
-        file = Path(folder) / "tokenizer_config.json"
-        config: dict[str, Any] = {}
-        if os.path.lexists(file):
-            config = read_json(file)
-        vocabulary = load_vocabulary(file.parent, config)
-        return cls(vocabulary, load_template(file.parent, config))
+        folder = Path(folder)
+        config = read_tokenizer_config(folder)
+        return cls(load_vocabulary(folder, config), load_template(folder, config))
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: none does."""

@@ -1,9 +1,10 @@
-"""Folders that compressed-tensors and bitsandbytes write themselves, through transformers, and what we read in them.
+"""Folders that compressed-tensors and bitsandbytes write themselves, and what we read there.
 
     python .ci/formats_reference.py         (with compressed-tensors, bitsandbytes and accelerate)
 
-A random model is quantized and saved by the package, and its own dequantization gives the reference: logits must agree to 1e-5 of the largest. Where
-inputs have 8 bits, too, a package rounds by a scale of its own: the error that rounding adds must be as large as theirs.
+A random model is quantized and saved by the package, and its own dequantization gives the
+reference: logits must agree to 1e-5 of the largest. Where inputs have 8 bits, too, a package rounds
+by a scale of its own: the error that rounding adds must be as large as theirs.
 """
 
 import copy
@@ -142,7 +143,9 @@ def main() -> int:
         "NF4": (nf4, False),
         "NF4, double quantization": (nf4, True),
     }
-    rms = lambda x: x.square().mean().sqrt().item()
+    def rms(x: torch.Tensor) -> float:
+        return x.square().mean().sqrt().item()
+
     for name, (write, how) in writers.items():
         with tempfile.TemporaryDirectory() as folder:
             model = write(copy.deepcopy(first), how, Path(folder))

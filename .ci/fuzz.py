@@ -1,11 +1,11 @@
-"""Random command lines and files of requests, by the careless and the malicious: each ends in a result or in one line.
+"""Random command lines and files of requests: each ends in a result or in one line.
 
-    python .ci/fuzz.py [N] [SEED]           N command lines of generate.py (10,000), in this process, tiny random models
+    python .ci/fuzz.py [N] [SEED]     N command lines of generate.py (10,000), tiny random models
 
-A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file an object for each
-line. Otherwise it is status 2 and one line `error: …`, after notes at most, and nothing on standard output. A
-traceback, or a minute without an end, is a failure, shown with its command line, as small as hypothesis can make it. The
-tests run a hundred (test_cli.py).
+A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file
+an object for each line. Otherwise it is status 2 and one line `error: …`, after notes at most, and
+nothing on standard output. A traceback, or a minute without an end, is a failure, shown with its
+command line, as small as hypothesis can make it. The tests run a hundred (test_cli.py).
 """
 
 import contextlib
@@ -318,7 +318,8 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
 
 @contextlib.contextmanager
 def models() -> Iterator[Path]:
-    """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are asked for together."""
+    """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are
+    asked for together."""
     load, most, known = Model.load.__func__, cli.MAX_TEXTS, {}
 
     def once(cls: type[Model], *how: Any) -> Model:

@@ -1,10 +1,12 @@
 """What the bits cost a real model: the table of `python quant.py NAME --table`, for groups of 128 alone, and the limits that it must keep.
 
     python .ci/quantization.py SMOLLM2 TEXT STORIES     (a folder with a model; text, of which the beginning is measured;
-                                                         the embedded model's stories, of which those that it never saw are measured)
+                                                         the embedded model's stories, of which
+                                                         those that it never saw are measured)
 
-The goal of 4-bit weights in groups of 128 is that calibration saves half of what rounding loses: here on the embedded model. SmolLM2's folder, whose
-values were rounded to 4 bits once already, needs AWQ and GPTQ together, which take minutes: 51 to 54 % of 4,096 tokens, calibrated on 8 pieces.
+The goal of 4-bit weights in groups of 128 is that calibration saves half of what rounding loses:
+here on the embedded model. SmolLM2's folder, whose values were rounded to 4 bits once already,
+needs AWQ and GPTQ together, which take minutes: 51 to 54 % of 4,096 tokens, calibrated on 8 pieces.
 """
 
 import sys

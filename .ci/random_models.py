@@ -1,7 +1,8 @@
-"""Small random Llamas made by Hugging Face transformers, one for each thing that a config can ask for.
+"""Small random Llamas made by transformers, one for each thing that a config can ask for.
 
-Needs transformers. `python .ci/random_models.py` writes test_data/: the models and the logits that transformers gives them, which
-test_model.py compares ours with, offline. transformers_reference.py makes others, live.
+Needs transformers. `python .ci/random_models.py` writes test_data/: the models and the logits that
+transformers gives them, which test_model.py compares ours with, offline. transformers_reference.py
+makes others, live.
 """
 
 import json
@@ -47,7 +48,8 @@ TOKENS = 60  # past the original length of the scaled model
 
 
 def make(case: str, seed: int, **changes: Any) -> LlamaForCausalLM:
-    """A model whose logits are of order 1 and depend on every weight: norms and biases are random too."""
+    """A model whose logits are of order 1 and depend on every weight: norms and biases are random
+    too."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**{**BASE, **CASES[case], **changes})).eval()
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Our tokens against those of the `tokenizers` library, and our chat prompts against transformers' (both must be installed).
+"""Our tokens beside those of `tokenizers`, our chat prompts beside those of transformers.
 
     python .ci/tokenizer_reference.py DATA SMOLLM2
 
-DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw; SMOLLM2 is a model folder.
+DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw;
+SMOLLM2 is a model folder.
 """
 
 import itertools
@@ -35,7 +36,8 @@ CONVERSATIONS = [
 
 
 def is_new(c: str) -> bool:
-    """Whether `regex` knows this character and Python does not: its edition of Unicode is newer than that of `tokenizers`."""
+    """Whether `regex` knows this character and Python does not: its edition of Unicode is newer
+    than that of `tokenizers`."""
     return unicodedata.category(c) == "Cn" and not regex.match(r"\p{Cn}", c)
 
 
@@ -58,7 +60,7 @@ def random_texts(n: int, seed: int = 0) -> list[str]:
 
 
 def every_character() -> list[str]:
-    """Every character of the planes that have any, and some of the others, beside letters, digits, spaces, signs and itself.
+    """Every character of the planes that have any, and some others, beside other characters.
 
     Left out are characters that are new to `regex`.
     """
@@ -76,7 +78,8 @@ def every_character() -> list[str]:
 
 
 def compare_merges(n: int, seed: int = 0) -> None:
-    """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes, bytes that are missing."""
+    """Lists of merges that nothing has trained: any order, repeats, tokens that no merge makes,
+    bytes that are missing."""
     draw, level = (
         random.Random(seed),
         dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False),
@@ -123,7 +126,9 @@ def compare_merges(n: int, seed: int = 0) -> None:
             text = "".join(draw.choices(letters + "x", [5] * len(letters) + [1], k=length))
             if reference.encode(text).ids != ours.encode(text):
                 sys.exit(
-                    f"{json.dumps(model)}: {text!r}\n  tokenizers {reference.encode(text).ids}\n  ours       {ours.encode(text)}"
+                    f"{json.dumps(model)}: {text!r}\n"
+                    f"  tokenizers {reference.encode(text).ids}\n"
+                    f"  ours       {ours.encode(text)}"
                 )
     print(f"{n} untrained lists of merges: equal on {30 * n} texts")
 
@@ -141,7 +146,8 @@ def compare(name: str, ours: Tokenizer, reference: Reference, texts: list[str]) 
         if not ours.missing_bytes & set(text.encode()) and ours.decode(got) != text:
             sys.exit(f"{name}: {text[:80]!r} does not come back")
     print(
-        f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; bytes that the vocabulary lacks: {len(ours.missing_bytes)}"
+        f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; "
+        f"bytes that the vocabulary lacks: {len(ours.missing_bytes)}"
     )
 
 
@@ -156,7 +162,8 @@ def compare_chats(folder: Path, ours: Tokenizer) -> None:
         )
         if expected != got:
             sys.exit(
-                f"{folder.name}: {messages}\n  transformers {expected}\n  ours         {got}\n  {text!r}\n  {ours.decode(got, special=True)!r}"
+                f"{folder.name}: {messages}\n  transformers {expected}\n  ours         {got}\n"
+                f"  {text!r}\n  {ours.decode(got, special=True)!r}"
             )
     print(f"{folder.name}: {2 * len(CONVERSATIONS)} chat prompts equal those of transformers")
 

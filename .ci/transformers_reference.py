@@ -1,6 +1,6 @@
-"""Ours against Hugging Face transformers, live: logits of random models, greedy text of a real one, and the speed of both.
+"""Ours beside Hugging Face transformers: logits of random models, greedy text, and speed.
 
-    python .ci/transformers_reference.py SMOLLM2           (a folder; transformers must be installed)
+    python .ci/transformers_reference.py SMOLLM2     (a folder; transformers must be installed)
 
 Speeds are ratios of medians, measured in turns in one run on one machine.
 """
@@ -61,7 +61,8 @@ def random_models() -> None:
             )
     require(
         worst < 1e-4,
-        f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from those of transformers, relatively",
+        f"logits of {2 * len(CASES)} random models in float32: at most {worst:.1e} from "
+        "those of transformers, relatively",
     )
 
 
@@ -83,7 +84,8 @@ def embedded_models() -> None:
         )
         require(
             error < 1e-4 and same,
-            f"{folder.name}: the same tokens as in transformers, and logits {error:.1e} from its own, relatively",
+            f"{folder.name}: the same tokens as in transformers, and logits {error:.1e} from its "
+            "own, relatively",
         )
 
 
@@ -101,10 +103,10 @@ def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None
         )[0].tolist()
         ours = generate(question, model, temperature=0, max_tokens=64)
         if "France?" in question:
-            require("Paris" in ours["text"], f"{question} {ours['text']}")
+            require("Paris" in ours.text, f"{question} {ours['text']}")
         require(
-            ours["prompt_tokens"] + ours["tokens"] == theirs,
-            f"{len(ours['tokens'])} greedy tokens: {question}",
+            ours.prompt_tokens + ours.tokens == theirs,
+            f"{len(ours.tokens)} greedy tokens: {question}",
         )
 
 
@@ -128,10 +130,11 @@ def decode_theirs(reference: torch.nn.Module, prompt: torch.Tensor, n: int) -> f
 def decode_ours(model: Model, prompt: torch.Tensor, n: int) -> float:
     """Seconds a token of our generate, after the first, as it says itself."""
     text = model.tokenizer.decode(prompt.tolist())
-    saved, model.ends = model.ends, set()
-    stats = generate(text, model, temperature=0, max_tokens=n + 1, chat=False)["stats"]
-    model.ends = saved
-    return 1 / stats["tokens_per_second"]
+    ends = model.eos_token_ids
+    model.eos_token_ids = set()
+    result = generate(text, model, temperature=0, max_tokens=n + 1, chat=False)
+    model.eos_token_ids = ends
+    return 1 / result.tokens_per_second
 
 
 @torch.inference_mode()
@@ -147,13 +150,14 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
         f"decoding in float32 is {ratio:.2f} times as fast as transformers' generate "
         f"(each round: {', '.join(f'{b / a:.2f}' for a, b in pairs)})",
     )
-    weights = Llama(model.llama.config, "meta", torch.float32, seed=None).places()
+    weights = Llama(model.llama.config, "meta", torch.float32, seed=None).named_tensors()
     read = sum(place.nbytes for name, place in weights.items() if place.ndim == 2)
     shares = [read / decode_ours(model, prompt, 32) / read_bandwidth() for _ in range(5)]
-    # where two cores read 30 GB/s it is 75 to 95 %, where they read 55 (an EPYC whose neighbours are quiet) 43 to 58 %
+    # where two cores read 30 GB/s it is 75 to 95 %; where they read 55, 43 to 58 %
     require(
         median(shares) >= 0.4 or max(shares) >= 0.8,
-        f"which reads {median(shares):.0%} of what this machine's memory can give (goal 80 %; each time: "
+        f"which reads {median(shares):.0%} of what this machine's memory can give (goal 80 %; "
+        "each time: "
         f"{', '.join(f'{share:.0%}' for share in shares)})",
     )
     cost = five_over_one(model.llama, prompt)
@@ -164,7 +168,8 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
 
 
 def five_over_one(llama: Llama, prompt: torch.Tensor, rounds: int = 25) -> float:
-    """What a pass of five tokens costs over a pass of one, after the prompt: the median of the ratios, in turns."""
+    """What a pass of five tokens costs over a pass of one, after the prompt: the median of the
+    ratios, in turns."""
     cache = KVCache.of(llama, len(prompt) + 8)
     seq, _ = cache.open(())
     llama(prompt, cache.extend([(seq, prompt)]))

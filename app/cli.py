@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -201,22 +200,11 @@ def check_flags(args: argparse.Namespace) -> None:
         for name in ("gamma", "verify", "color"):
             if getattr(args, name) not in (None, False):
                 raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
-    needs_paged = args.kv_memory is not None or args.no_prefix_cache
-    if args.no_cache:
-        changes_cache = needs_paged or args.kv != "paged" or args.kv_bits != "16"
-        if changes_cache or args.draft or args.prompts:
-            raise UserError(
-                "--no-cache keeps nothing: leave it out, or --draft, --prompts and all --kv…"
-            )
-    if needs_paged and args.kv != "paged":
-        raise UserError("--kv-memory, --no-prefix-cache are about the paged cache: use --kv paged")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
             "and --color"
         )
-    if args.profile is not None and find_spec("measure") is None:
-        raise UserError("--profile needs the folder measure/: fetch it again")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
     if args.draft and args.seed is not None and args.gamma in (None, "auto"):
@@ -290,8 +278,9 @@ def print_json(result: Result, **more: Any) -> None:
     """Print a result as a line of JSON, in ASCII if standard output cannot encode it."""
     fields = result.to_dict() | more
     text = json.dumps(fields, ensure_ascii=False)
-    encoding = sys.stdout.encoding or "utf-8"
-    if text.encode(encoding, "replace").decode(encoding) != text:  # half a surrogate pair, say
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair, say
         text = json.dumps(fields)
     write(text + "\n")
 
@@ -421,16 +410,20 @@ def many_prompts(
     begin = time.perf_counter()
     texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
     longest = min(limit, engine.runner.cache.max_len)
-    lines = [*read_requests(texts, model, settings, longest, args.system, args.chat)]
+
+    def check(request: Request) -> None:
+        if args.draft is None and request.settings.gamma is not None:
+            raise UserError("gamma is about drafted tokens: name a --draft, or leave it out")
+        engine.batcher.check(request)
+
+    lines = [*read_requests(texts, model, settings, longest, args.system, args.chat, check)]
     streams = []
     for index, line in enumerate(lines):
-        check_line(args, engine, line)
         if line.error is None:
             prompt = line.fields["prompt"]
             streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
         else:
             print_error(line, index)
-    note_seeds(args, lines)
     results = []
 
     def report(result: Result) -> None:
@@ -449,39 +442,12 @@ def many_prompts(
     return 1 if num_bad else 0
 
 
-def check_line(args: argparse.Namespace, engine: Engine, line: Line) -> None:
-    """A request that this engine cannot serve is an error of its line."""
-    if line.error is not None:
-        return
-    if args.draft is None and line.fields.get("gamma") is not None:
-        line.error = UserError("gamma is about drafted tokens: name a --draft, or leave it out")
-        return
-    try:
-        engine.batcher.check(line.request)
-    except UserError as error:
-        line.error = error
-
-
 def print_error(line: Line, index: int) -> None:
     """The result of a bad line."""
     message = brief(line.error, MAX_MESSAGE)
     say(f"line {line.number} is left out: {message}")
     result = Result(line.fields.get("prompt", ""), [], 0, index, finish_reason="error")
     print_json(result, error=message, **line.id)
-
-
-def note_seeds(args: argparse.Namespace, lines: Sequence[Line]) -> None:
-    """Say so where a seed does not repeat a text."""
-    if args.draft is None or args.verify == "coupled":
-        return
-    for line in lines:
-        has_seed = line.fields.get("seed", args.seed) is not None
-        if line.error is None and has_seed and line.request.settings.gamma is None:
-            say(
-                f"note: line {line.number} has a seed, but its γ goes by the clock: "
-                "--verify coupled repeats texts"
-            )
-            return
 
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:

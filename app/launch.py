@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from threading import Event, Thread
@@ -148,32 +148,24 @@ def follow(run: Callable[[], Any]) -> int:
 # ---- Beginning ---------------------------------------------------------------------------------
 
 
-def environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(
-            f"{name} is {text!r} in the environment: unset it, or use torchrun"
-        ) from None
-
-
 def torchrun_ranks() -> tuple[int, int, int]:
     """Rank, number of processes and rank on this machine, set by torchrun; one process: 0, 1, 0."""
-    n = environment_number("WORLD_SIZE", 1)
-    rank = environment_number("RANK", 0)
-    local_rank = environment_number("LOCAL_RANK", 0)
+    way_out = "in the environment: unset it, or use torchrun"
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    for name in numbers:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise UserError(f"{name} is {text!r} {way_out}")
+        numbers[name] = int(text)
+    rank, n, local_rank = numbers.values()
     if n == 1:  # a rank alone means nothing
         return 0, 1, 0
-    if not 0 <= rank < n:
-        raise UserError(
-            f"RANK is {rank} and WORLD_SIZE {n} in the environment: unset them, or use torchrun"
-        )
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(
-                f"WORLD_SIZE is {n} in the environment, without {name}: unset it, or use torchrun"
-            )
+    if rank >= n:
+        raise UserError(f"WORLD_SIZE is {n}, and RANK {rank} {way_out}")
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError(f"WORLD_SIZE is {n}, without MASTER_ADDR, {way_out}")
     return rank, n, local_rank
 
 
@@ -192,31 +184,25 @@ def joined(
         raise UserError(
             f"--tensor-parallel is {n}, and torchrun has started {started} processes: leave it out"
         )
-    if (n or started) == 1:
+    n = n or started
+    if n == 1:
         yield device
         return
     if device.index is not None:
         raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
-    if num_processes() > 1:  # one of those that `others` has started
-        yield device_of(device, dist.get_rank())
-    elif started > 1 and rank > 0:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # torchrun sends it to all; the first stops all
-        dist.init_process_group(timeout=FOREVER)
-        yield device_of(device, local_rank)
-    elif started > 1:
-        with watched_signals():
+    with ExitStack() as stack:
+        if num_processes() > 1:  # one of those that `others` has started
+            local_rank = dist.get_rank()
+        elif started > 1:
+            if rank == 0:
+                stack.enter_context(watched_signals())
+            else:  # torchrun sends Ctrl-C to all; the first process stops all
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             dist.init_process_group(timeout=FOREVER)
-            yield device_of(device, local_rank)
-    else:
-        with watched_signals(), others(n, function, arguments):
-            yield device_of(device, 0)
-
-
-def device_of(device: torch.device, index: int) -> torch.device:
-    """The device of a process: its own GPU."""
-    return device if device.type == "cpu" else torch.device(device.type, index)
+        else:
+            stack.enter_context(watched_signals())
+            stack.enter_context(others(n, function, arguments))
+        yield device if device.type == "cpu" else torch.device(device.type, local_rank)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ line becomes an error that keeps the line's `id`; the other lines are served.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,12 @@ def read_requests(
     max_len: int | None,
     system: str | None = None,
     chat: bool | None = None,
+    check: Callable[[Request], None] = lambda request: None,
 ) -> Iterator[Line]:
-    """Each line that is not blank. defaults: the settings where a line has none."""
+    """Each line that is not blank.
+
+    defaults: the settings where a line has none; check: UserError for a request to be refused.
+    """
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -58,13 +62,15 @@ def read_requests(
                 use_template = False
             if line.fields.get("chat"):
                 use_template = True
-            line.request = model.request(
+            request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 line.fields.get("system", system),
                 use_template,
                 max_len,
             )
+            check(request)
+            line.request = request
         except UserError as error:
             line.error = error
         yield line

@@ -28,7 +28,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from checkpoint.files import read_text
+from checkpoint.files import Json, read_bounded
 from checkpoint.vocabulary import added_pattern
 from errors import UserError, brief
 
@@ -40,11 +40,11 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
-def load_template(folder: Path, config: dict[str, Any]) -> str | None:
+def load_template(folder: Path, config: Json) -> str | None:
     """The folder's template or None: chat_template.jinja, or else tokenizer_config.json's."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return read_text(file)
+        return read_bounded(file)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")

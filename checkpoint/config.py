@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.files import read_json
+from checkpoint.files import Json, read_json
 from checkpoint.formats import Layout, check_setting
 from checkpoint.layouts import load_quantization
 from errors import UserError, brief
@@ -72,7 +72,7 @@ class Config:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None  # rope_type, and the numbers that it needs
+    rope_scaling: Json | None = None  # rope_type, and the numbers that it needs
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -112,7 +112,7 @@ class Config:
             raise UserError(f"{file}: {brief(error)}") from None
 
     @classmethod
-    def parse(cls, data: dict[str, Any]) -> Config:
+    def parse(cls, data: Json) -> Config:
         """From the object in a config.json."""
         for name, values in SUPPORTED.items():
             check_setting(name, data.get(name), *values)
@@ -133,7 +133,7 @@ class Config:
             quantization=load_quantization(data.get("quantization_config")),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The config.json of this model, as transformers reads it too."""
         data = asdict(self)
         ends = list(data.pop("eos_token_ids"))
@@ -155,20 +155,20 @@ class Config:
         return replace(self, quantization=layout)
 
 
-def rope_settings(present: dict[str, Any]) -> dict[str, Any]:
+def rope_settings(present: Json) -> Json:
     """All settings of the rotary embeddings, wherever this config.json has them."""
     settings = {}
     if "rope_theta" in present:
         settings["rope_theta"] = present["rope_theta"]
     for name in ("rope_scaling", "rope_parameters"):
-        found = present.get(name, {})
-        if not isinstance(found, dict):
-            raise UserError(f"{name} is {found!r}; it must be an object")
-        settings |= {key: value for key, value in found.items() if value is not None}
+        more = present.get(name, {})
+        if not isinstance(more, dict):
+            raise UserError(f"{name} is {more!r}; it must be an object")
+        settings |= {key: value for key, value in more.items() if value is not None}
     return settings
 
 
-def parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+def parse_rope_scaling(rope: Json) -> Json | None:
     """The rope_type and its numbers; None for unscaled embeddings."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     check_setting("rope_type", kind, *ROPE_NUMBERS)
@@ -179,19 +179,19 @@ def parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     return scaling | {"rope_type": kind}
 
 
-def number(data: dict[str, Any], name: str, limits: dict[str, float]) -> Any:
+def number(data: Json, name: str, limits: dict[str, float]) -> Any:
     """data[name]. UserError unless it is a number above 0, up to its limit."""
     value = data.get(name)
     kind = type(limits[name])
     smallest = 1 if kind is int else SMALLEST
     if type(value) not in (int, kind) or not smallest <= value <= limits[name]:
-        found = "missing" if value is None else brief(repr(value))
+        problem = "missing" if value is None else brief(repr(value))
         what = "a whole number" if kind is int else "a number"
-        raise UserError(f"{name} is {found}; it must be {what} from {smallest} to {limits[name]}")
+        raise UserError(f"{name} is {problem}; it must be {what} from {smallest} to {limits[name]}")
     return kind(value)
 
 
-def end_tokens(data: dict[str, Any]) -> tuple[int, ...]:
+def end_tokens(data: Json) -> tuple[int, ...]:
     """The eos_token_id of a config.json or generation_config.json: none, one, or several."""
     eos = data.get("eos_token_id")
     if eos is None:

@@ -6,10 +6,12 @@ from typing import Any
 
 from errors import UserError, brief
 
+Json = dict[str, Any]  # an object in a JSON file
+
 LARGEST_JSON = 2**22  # bytes
 
 
-def read_text(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") -> str:
+def read_bounded(file: Path, limit: int = LARGEST_JSON, encoding: str = "utf-8") -> str:
     """An ordinary file's text (a pipe may have no end). FileNotFoundError or UserError names it."""
     if not file.exists():
         raise FileNotFoundError(
@@ -36,9 +38,9 @@ def parse_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def read_json(file: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json(file: Path, limit: int = LARGEST_JSON) -> Json:
     """The object in a JSON file. FileNotFoundError or UserError names the file."""
-    text = read_text(file, limit)
+    text = read_bounded(file, limit)
     try:
         data = parse_json(text)
     except (ValueError, RecursionError) as error:

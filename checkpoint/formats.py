@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint.files import Json
 from errors import UserError, brief
 from quant import STORED, Kind, Quantized
 
@@ -119,7 +120,7 @@ class Quantization(Layout):
             )
 
     @classmethod
-    def parse(cls, how: dict[str, Any]) -> Quantization:
+    def parse(cls, how: Json) -> Quantization:
         """From a `quantization_config`. UserError for a setting that is not honoured."""
         required = {"bits", "group", "head_bits", "method"}
         known = required | {"activations"}
@@ -132,7 +133,7 @@ class Quantization(Layout):
             )
         return cls(**settings)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return dict(
             quant_method=OWN_METHOD,
             bits=self.bits,
@@ -186,7 +187,7 @@ class Foreign(Layout):
     """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
 
     zeros: bool = False  # whether 8 bits have zeros, too
-    source: dict[str, Any] = field(default_factory=dict, repr=False)
+    source: Json = field(default_factory=dict, repr=False)
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         """The tensors that the folder must hold for a matrix, by suffix. stored: what it holds."""
@@ -207,7 +208,7 @@ class Foreign(Layout):
             return self.group
         return 2 if self.is_packed else 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return self.source
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
@@ -279,15 +280,15 @@ class Foreign(Layout):
 
 def matrices(tensors: Tensors) -> list[Matrix]:
     """The quantized matrices among the model's tensors."""
-    found = []
+    result = []
     for name, scale in tensors.items():
         if name.endswith(".weight_scale"):
             weight = tensors[name.removesuffix("_scale")]
             N, K = weight.shape
             if weight.dtype == torch.uint8:
                 K = 2 * K  # two numbers a byte
-            found.append(Matrix(name.removesuffix(".weight_scale"), N, K, scale.shape[1]))
-    return found
+            result.append(Matrix(name.removesuffix(".weight_scale"), N, K, scale.shape[1]))
+    return result
 
 
 def plain_names(tensors: Tensors) -> list[str]:

@@ -11,15 +11,14 @@ Not covered: lengths (max_new_tokens), which are the user's.
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from checkpoint.config import end_tokens
-from checkpoint.files import read_json
+from checkpoint.files import Json, read_json
 from errors import UserError, brief
 from sampling import SETTINGS, check_settings
 
 # Settings of transformers that are missing here, each with the value that changes nothing.
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: Json = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -50,7 +49,7 @@ NEUTRAL: dict[str, Any] = {
 class GenerationConfig:
     """The settings in a generation_config.json; without the file, none."""
 
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         do_sample = self.data.get("do_sample", False)
@@ -80,14 +79,14 @@ class GenerationConfig:
         return end_tokens(self.data)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The recommended sampling settings, by name; without do_sample, temperature 0."""
         if not self.do_sample:
             return {"temperature": 0.0}
         present = (name for name in SETTINGS if self.data.get(name) is not None)
         return {name: self.data[name] for name in present}
 
-    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, asked: Json) -> Json:
         """The settings that a user asked for, by name, and the recommended ones for the rest. As in
         transformers, who asks for any setting of a model without do_sample wants to sample.
         UserError for a bad recommendation."""
@@ -105,9 +104,9 @@ class GenerationConfig:
 
     def unsupported(self) -> list[str]:
         """The settings with an effect that this project lacks: "name value" of each."""
-        found = []
+        unsupported = []
         for name, neutral in NEUTRAL.items():
             value = self.data.get(name)
             if value is not None and value != neutral:
-                found.append(f"{name} {brief(value, 60)}")
-        return found
+                unsupported.append(f"{name} {brief(value, 60)}")
+        return unsupported

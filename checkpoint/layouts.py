@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint.files import Json
 from checkpoint.formats import (
     EXACT,
     FLOAT,
@@ -101,7 +102,7 @@ def check(how: Any, where: str = "quantization_config", **known: tuple[Any, ...]
         check_setting(f"{where}: {name}", how.get(name), *values)
 
 
-def group_size(how: dict[str, Any]) -> int:
+def group_size(how: Json) -> int:
     """The group_size in these settings; 0 for a whole row (-1 in the file)."""
     size = how.get("group_size")
     if size == -1:
@@ -113,7 +114,7 @@ def group_size(how: dict[str, Any]) -> int:
     return size
 
 
-def check_skipped(how: dict[str, Any], name: str) -> None:
+def check_skipped(how: Json, name: str) -> None:
     """UserError if how[name], the list of modules left in 16 bits, names layers."""
     skipped = how.get(name) or []
     if not isinstance(skipped, list) or any(module not in HEADS for module in skipped):
@@ -171,7 +172,7 @@ class GPTQ(Foreign):
     which some programs have not lowered, are not read."""
 
     @classmethod
-    def parse(cls, how: dict[str, Any]) -> GPTQ:
+    def parse(cls, how: Json) -> GPTQ:
         check(
             how,
             bits=(4, 8),
@@ -233,7 +234,7 @@ class AWQ(Foreign):
     """AutoAWQ's layout for matrix products. The zeros are stored even where zero_point is false."""
 
     @classmethod
-    def parse(cls, how: dict[str, Any]) -> AWQ:
+    def parse(cls, how: Json) -> AWQ:
         check(
             how,
             bits=(4,),
@@ -274,7 +275,7 @@ class CompressedTensors(Foreign):
     scale_of_tensor: bool = False  # one scale for the whole matrix
 
     @classmethod
-    def parse(cls, how: dict[str, Any]) -> CompressedTensors:
+    def parse(cls, how: Json) -> CompressedTensors:
         formats = ("pack-quantized", "int-quantized", "float-quantized")
         check(how, format=formats, kv_cache_scheme=(None,), transform_config=(None, {}))
         check_skipped(how, "ignore")
@@ -306,7 +307,7 @@ class CompressedTensors(Foreign):
         )
 
     @staticmethod
-    def _recipe(how: dict[str, Any]) -> dict[str, Any]:
+    def _recipe(how: Json) -> Json:
         """The settings of all Linear modules."""
         recipes = how.get("config_groups")
         if not isinstance(recipes, dict) or len(recipes) != 1:
@@ -349,8 +350,9 @@ class CompressedTensors(Foreign):
         name, N, K, M = matrix
         scale = Header([N, M], FLOAT)
         if self.scale_of_tensor:
-            found = stored.get(f"{name}.weight_scale")
-            scale = Header([] if found and found.shape == [] else [1], FLOAT)
+            stored_scale = stored.get(f"{name}.weight_scale")
+            is_scalar = stored_scale is not None and stored_scale.shape == []
+            scale = Header([] if is_scalar else [1], FLOAT)
         headers = {"weight_scale": scale}
         if self.in_words:
             headers["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
@@ -391,7 +393,7 @@ class NF4(Foreign):
     """bitsandbytes in 4 bits, with or without double quantization."""
 
     @classmethod
-    def parse(cls, how: dict[str, Any]) -> NF4:
+    def parse(cls, how: Json) -> NF4:
         check(
             how,
             load_in_4bit=(True,),
@@ -438,7 +440,7 @@ class NF4(Foreign):
         pairs = get("weight").view(N, -1)
         return Parts(pairs >> 4 | pairs << 4, scale)
 
-    def _nested_scale(self, codes: Tensor, state: dict[str, Any], get: Get) -> Tensor:
+    def _nested_scale(self, codes: Tensor, state: Json, get: Get) -> Tensor:
         """Double quantization: the scale of each block, float32[blocks]."""
         check(state, "its quant_state", nested_blocksize=(NESTED_BLOCK,))
         offset = state.get("nested_offset")

@@ -95,14 +95,14 @@ class Checkpoint:
                 raise UserError(
                     f"tensor {name} {shape} is missing from {self.folder}: wrong config.json?"
                 )
-            found = self.headers[name]
+            stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
             dtypes = list(FLOATS) if dtype == FLOAT else [dtype]
-            if found.dtype not in dtypes:
+            if stored.dtype not in dtypes:
                 rule = f"one of {dtypes}" if dtype == FLOAT else dtype
-                raise UserError(f"{where} is {found.dtype}; weights must be {rule}")
-            if found.shape != shape:
-                raise UserError(f"{where} is {found.shape}; config.json asks for {shape}")
+                raise UserError(f"{where} is {stored.dtype}; weights must be {rule}")
+            if stored.shape != shape:
+                raise UserError(f"{where} is {stored.shape}; config.json asks for {shape}")
         for name in self.headers.keys() - expected.keys():
             if not re.fullmatch(HARMLESS, name):
                 raise UserError(

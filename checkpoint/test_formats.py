@@ -161,12 +161,12 @@ def compressed(
         return dict(weight=values, weight_scale=scale), values.double() * scale.double()
     shuffled = order if weights["actorder"] == "group" else None
     q, zero, scale, groups, w = draw(draws, bits, N, K, size, sym, True, torch.bfloat16, shuffled)
-    found = dict(weight_scale=scale)
+    written = dict(weight_scale=scale)
     if shuffled:
-        found["weight_g_idx"] = torch.tensor(groups, dtype=torch.int32)
+        written["weight_g_idx"] = torch.tensor(groups, dtype=torch.int32)
     if how["format"] == "int-quantized":
         zeros = {} if sym else dict(weight_zero_point=torch.tensor(zero, dtype=torch.int8))
-        return found | zeros | dict(weight=torch.tensor(q, dtype=torch.int8)), w
+        return written | zeros | dict(weight=torch.tensor(q, dtype=torch.int8)), w
     per, M = 32 // bits, scale.shape[1]
     packed, zeros = (
         torch.zeros(N, -(-K // per), dtype=torch.int64),
@@ -177,15 +177,18 @@ def compressed(
             put(packed, (n, k // per), q[n][k] + 2 ** (bits - 1), bits, k % per)
         for m in range(M):
             put(zeros, (n // per, m), zero[n][m] + 2 ** (bits - 1), bits, n % per)
-    found |= dict(weight_packed=signed(packed), weight_shape=torch.tensor([N, K]))
-    return found | ({} if sym else dict(weight_zero_point=signed(zeros))), w
+    written |= dict(weight_packed=signed(packed), weight_shape=torch.tensor([N, K]))
+    return written | ({} if sym else dict(weight_zero_point=signed(zeros))), w
 
 
 def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[int]) -> Written:
     flat, blocks = [draws.randint(0, 15) for _ in range(N * K)], -(-N * K // 64)
     data = [flat[i] << 4 | flat[i + 1] for i in range(0, N * K, 2)]
     state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=[N, K])
-    found = {"": torch.tensor(data, dtype=torch.uint8)[:, None], ".quant_map": torch.tensor(TABLE)}
+    written = {
+        "": torch.tensor(data, dtype=torch.uint8)[:, None],
+        ".quant_map": torch.tensor(TABLE),
+    }
     scale = [draws.uniform(0.2, 0.6) for _ in range(blocks)]
     if how["bnb_4bit_use_double_quant"]:
         table, absmax = torch.linspace(-1, 1, 256), [draws.randint(0, 255) for _ in range(blocks)]
@@ -194,19 +197,19 @@ def bnb(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[i
             table[number].item() * nested[i // 256].item() + 0.4375
             for i, number in enumerate(absmax)
         ]
-        found |= {
+        written |= {
             ".absmax": torch.tensor(absmax, dtype=torch.uint8),
             ".nested_absmax": nested,
             ".nested_quant_map": table,
         }
         state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=0.4375)
     else:
-        found[".absmax"] = torch.tensor(scale)
-    found[".quant_state.bitsandbytes__nf4"] = torch.tensor(
+        written[".absmax"] = torch.tensor(scale)
+    written[".quant_state.bitsandbytes__nf4"] = torch.tensor(
         [*json.dumps(state).encode()], dtype=torch.uint8
     )
     w = [TABLE[number] * scale[i // 64] for i, number in enumerate(flat)]
-    return {f"weight{name}": tensor for name, tensor in found.items()}, torch.tensor(
+    return {f"weight{name}": tensor for name, tensor in written.items()}, torch.tensor(
         w, dtype=torch.float64
     ).view(N, K)
 
@@ -292,11 +295,11 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
     config, draws = Config(**{**SMALL, **shape}), random.Random(seed)
     plain = Llama(config, dtype=torch.float64, seed=seed)
     tensors, orders = dict[str, Tensor](), dict[int, list[int]]()
-    for name, place in plain.named_tensors().items():
-        N, K = place.shape if place.ndim == 2 else (0, 0)
+    for name, target in plain.named_tensors().items():
+        N, K = target.shape if target.ndim == 2 else (0, 0)
         if "proj.weight" not in name:
-            place.copy_((place * (1 if "norm" in name else 12)).half())
-            tensors[name] = place.half()
+            target.copy_((target * (1 if "norm" in name else 12)).half())
+            tensors[name] = target.half()
             continue
         key = (
             name.split("self_attn")[0]
@@ -304,10 +307,10 @@ def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any
             else name.replace("gate", "up")
         )
         order = orders.setdefault(key, draws.sample(range(K), K))
-        found, w = WRITERS[how["quant_method"]](draws, N, K, how, order)
-        place.copy_(w)
+        written, w = WRITERS[how["quant_method"]](draws, N, K, how, order)
+        target.copy_(w)
         tensors |= {
-            f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in found.items()
+            f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in written.items()
         }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": how}))
@@ -364,6 +367,7 @@ HOW = (
 @example(settings_of("gptq", 4, 16, False, True, checkpoint_format="gptq_v2"), ROUND, 0)
 @example(settings_of("compressed-tensors", 4, 16, False, True), RAGGED, 0)
 @example(settings_of("compressed-tensors", 8, 16), ROUND, 0)
+@example(settings_of("compressed-tensors", 8, 16, True, True, format="int-quantized"), ROUND, 0)
 @example(settings_of("bitsandbytes", sym=True), RAGGED, 0)
 @torch.inference_mode()
 def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape, seed):
@@ -456,12 +460,12 @@ def change(folder: Path, names: str, new: Any) -> None:
 def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
     """Tensors beside those whose names end so."""
     tensors = load_file(folder / "model.safetensors")
-    found = {
+    written = {
         f"{name.rpartition('.')[0]}.{suffix}": new(tensor)
         for name, tensor in tensors.items()
         if name.endswith(beside)
     }
-    save_file(tensors | found, folder / "model.safetensors")
+    save_file(tensors | written, folder / "model.safetensors")
 
 
 ODD: list[tuple[Any, Any]] = [
@@ -619,12 +623,12 @@ def test_settings_that_are_not_honoured():
 
 
 def test_the_project_s_own_settings_are_checked_and_written_as_they_were_read():
-    for own in (
+    for layout in (
         Quantization(8),
         Quantization("fp8", activations=8),
         Quantization(4, 64, 16, "awq"),
     ):
-        assert load_quantization(own.to_dict()) == own
+        assert load_quantization(layout.to_dict()) == layout
     settings = Quantization(8).to_dict()
     del settings["activations"]  # older folders
     assert load_quantization(settings) == Quantization(8)

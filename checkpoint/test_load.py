@@ -124,8 +124,8 @@ def loading(stored: str) -> pytest.MarkDecorator:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="read from Linux's /proc")
 @pytest.mark.parametrize("stored", [pytest.param("bfloat16", marks=loading("bfloat16"))])
 def test_loading_never_takes_more_than_the_model_and_one_tensor(stored, meanwhile):
-    kept = ops_for("cpu").weight_dtype([getattr(torch, stored)], torch.float32)
-    model = Llama(Config(**SMALL | LARGE), "meta", seed=None, weight_dtype=kept)
+    weight_dtype = ops_for("cpu").weight_dtype([getattr(torch, stored)], torch.float32)
+    model = Llama(Config(**SMALL | LARGE), "meta", seed=None, weight_dtype=weight_dtype)
     sizes = [tensor.nbytes for tensor in model.named_tensors().values()]
     assert sum(sizes) > 75e6
     assert meanwhile() < sum(sizes) + max(sizes) + 12e6

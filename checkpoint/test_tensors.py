@@ -56,7 +56,8 @@ def test_all_tensors_are_read(tmp_path, make):
 def test_the_dtype_of_most_weights_comes_first(tmp_path):
     tensors = {
         "a.weight": torch.zeros(9).half(),
-        "b.bias": torch.zeros(5),
+        "b.bias": torch.zeros(2),
+        "b.weight": torch.zeros(2),
         "c.scale": torch.zeros(99, dtype=torch.float64),
         "d.weight": torch.zeros(99, dtype=torch.int8),
     }

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import regex  # tiktoken brings it
 
-from checkpoint.files import read_json, read_text
+from checkpoint.files import Json, read_bounded, read_json
 from errors import UserError, brief
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -55,6 +55,9 @@ ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honou
 )
 
 
+Ids = dict[str, int]  # text of a token -> id
+
+
 class Vocabulary(NamedTuple):
     """What a tokenizer's files hold, checked."""
 
@@ -62,8 +65,8 @@ class Vocabulary(NamedTuple):
     tokens: dict[int, bytes]  # every id -> the bytes that it decodes to
     merged: dict[bytes, int]  # tokens that merging makes -> id, in the order of their ranks
     pieces: dict[bytes, int]  # pieces that are a token without merging (`ignore_merges`) -> id
-    special: dict[str, int]  # control tokens -> id: never found in a text
-    plain: dict[str, int]  # other added tokens -> id: found in any text, before it is cut
+    special: Ids  # control tokens -> id: never found in a text
+    plain: Ids  # other added tokens -> id: found in any text, before it is cut
     splits: list[Callable[[str], list[str]]]
     prefix: list[int]  # ids that begin a raw prompt
     named: dict[str, str]  # "bos_token", … -> text, for chat templates
@@ -73,7 +76,13 @@ def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
     raise UserError(f"{file}: {brief(wrong)}; {way_out}")
 
 
-def load_vocabulary(folder: Path, config: dict[str, Any]) -> Vocabulary:
+def read_tokenizer_config(folder: Path) -> Json:
+    """tokenizer_config.json, which a folder may lack."""
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if os.path.lexists(file) else {}
+
+
+def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
     """From a folder's tokenizer.json or else tokenizer.model. config: tokenizer_config.json's."""
     file = folder / "tokenizer.json"
     ranks = folder / "tokenizer.model"
@@ -89,7 +98,7 @@ def load_vocabulary(folder: Path, config: dict[str, Any]) -> Vocabulary:
         reject(file, wrong, "download them again")
 
 
-def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+def named_tokens(config: Json) -> dict[str, str]:
     """ "bos_token", "eos_token", … -> text."""
     named = {}
     for name, value in config.items():
@@ -114,7 +123,7 @@ def compile_split(file: Path, pattern: str) -> Callable[[str], list[str]]:
     reject(file, wrong, rule)
 
 
-def read_splits(file: Path, node: dict[str, Any]) -> list[Callable[[str], list[str]]]:
+def read_splits(file: Path, node: Json) -> list[Callable[[str], list[str]]]:
     """The steps of a `pre_tokenizer`, in order. UserError for steps that are not covered."""
     steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
     *first_steps, last = steps
@@ -128,20 +137,12 @@ def read_splits(file: Path, node: dict[str, Any]) -> list[Callable[[str], list[s
     return [compile_split(file, pattern) for pattern in patterns]
 
 
-def split_pattern(file: Path, step: dict[str, Any]) -> str:
+def split_pattern(file: Path, step: Json) -> str:
     """The regular expression of a step before the last one."""
-    match step:
-        case {
-            "type": "Split",
-            "pattern": {"Regex": str(pattern)},
-            "behavior": "Isolated",
-            "invert": False,
-        }:
-            return pattern
-        case {"type": "Digits", "individual_digits": True}:
-            return r"\p{N}"
-        case {"type": "Digits", "individual_digits": False}:
-            return r"\p{N}+"
+    if step["type"] == "Digits":
+        return r"\p{N}" if step["individual_digits"] else r"\p{N}+"
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return step["pattern"]["Regex"]
     wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
     reject(file, wrong, "supported are Split (Regex, Isolated), Digits, and at the end ByteLevel")
 
@@ -155,14 +156,14 @@ def added_pattern(added: Iterable[str]) -> re.Pattern[str]:
 # ---- tokenizer.json
 
 
-def read_tokenizer_json(file: Path, config: dict[str, Any]) -> Vocabulary:
+def read_tokenizer_json(file: Path, config: Json) -> Vocabulary:
     """Hugging Face's format. UserError for settings that change tokens and are not honoured."""
     data = read_json(file, LARGEST_VOCABULARY)
     model = data["model"]
     vocab = model["vocab"]
     check_model(file, data)
     special, plain = read_added(file, data["added_tokens"], vocab)
-    spelled = spell(file, vocab, special | plain)
+    spelled = spell_tokens(file, vocab, special | plain)
     numbers = read_merges(file, model["merges"], spelled)
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
@@ -189,23 +190,21 @@ def read_tokenizer_json(file: Path, config: dict[str, Any]) -> Vocabulary:
     )
 
 
-def check_model(file: Path, data: dict[str, Any]) -> None:
+def check_model(file: Path, data: Json) -> None:
     """UserError for another kind of tokenizer, or a setting that is not honoured."""
     model = data["model"]
     decoder = data["decoder"] or {}
     settings = data | model
-    found = {name: settings[name] for name in ABSENT if settings.get(name)}
+    odd = {name: settings[name] for name in ABSENT if settings.get(name)}
     if model.get("type", "BPE") != "BPE":
-        found["type"] = model["type"]
+        odd["type"] = model["type"]
     if decoder.get("type") != "ByteLevel":
-        found["decoder"] = decoder.get("type")
-    if found:
-        reject(file, f"it says {json.dumps(found)}", "only byte-level BPE is supported")
+        odd["decoder"] = decoder.get("type")
+    if odd:
+        reject(file, f"it says {json.dumps(odd)}", "only byte-level BPE is supported")
 
 
-def read_added(
-    file: Path, entries: list[dict[str, Any]], vocab: dict[str, int]
-) -> tuple[dict[str, int], dict[str, int]]:
+def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
     """The added tokens, special and plain: text -> id. UserError unless every token of the
     vocabulary has a text and an id of its own."""
     special = {}
@@ -220,15 +219,15 @@ def read_added(
             reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
         kind = special if entry.get("special") else plain
         kind[text] = entry["id"]
-    texts = {}
     for text, id in ids.items():
-        if not text or type(id) is not int or id < 0 or texts.setdefault(id, text) != text:
-            wrong = f"{text!r} has id {id!r}"
-            reject(file, wrong, "each token needs a text and an id, from 0, of its own")
+        if not text or type(id) is not int or id < 0:
+            reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")
+    if len(set(ids.values())) < len(ids):
+        reject(file, "two tokens have one id", "each token needs an id of its own")
     return special, plain
 
 
-def alphabet() -> dict[str, int]:
+def alphabet() -> Ids:
     """GPT-2's character for each byte: itself if printable in Latin-1, else U+0100 and up."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
@@ -236,7 +235,7 @@ def alphabet() -> dict[str, int]:
     return letters | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def spell(file: Path, vocab: dict[str, int], added: dict[str, int]) -> dict[str, bytes]:
+def spell_tokens(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
     """The tokens that are spelled in GPT-2's alphabet -> their bytes. All others must be added."""
     byte_of = alphabet()
     spelled = {}
@@ -277,7 +276,7 @@ def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
     return number
 
 
-def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
+def read_prefix(file: Path, node: Json | None) -> list[int]:
     """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` in
     tokenizer_config.json plays no part."""
     if node is None:
@@ -299,11 +298,11 @@ def read_prefix(file: Path, node: dict[str, Any] | None) -> list[int]:
 # ---- tokenizer.model
 
 
-def read_ranks(file: Path, config: dict[str, Any]) -> Vocabulary:
+def read_ranks(file: Path, config: Json) -> Vocabulary:
     """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id. The
     control tokens are in tokenizer_config.json."""
     merged = {}
-    for n, line in enumerate(read_text(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
+    for n, line in enumerate(read_bounded(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
         word, rank = parse_rank(line)
         if rank != n or word in merged:
             wrong = f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}"

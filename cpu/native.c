@@ -9,7 +9,8 @@
 
 INLINE float exponential(float x) {           // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980)
     x = x < -87 ? -87 : x > 88 ? 88 : x;
-    float n = x * 1.44269504f + 12582912.f - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float n = x * 1.44269504f + 12582912.f - 12582912.f;
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 0.041666667f + r * (0.0083333338f + r * 0.0013888889f);
     p = 1 + r * (1 + r * (0.5f + r * (0.16666667f + r * p)));
     union { uint32_t i; float f; } u = { (uint32_t)((int32_t)n + 127) << 23 };
@@ -31,8 +32,8 @@ INLINE void turn(const float *x, const float *cos, const float *sin, float *y, l
 
 // total = x + delta, y = total / √(mean total² + ε) · weight. Without delta, total is x and is not
 // written.
-void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y, long T, long C,
-              float eps) {
+void add_norm(const float *x, const float *delta, const float *weight, float *total, float *y,
+              long T, long C, float eps) {
     #pragma omp parallel for if (T * C > 1 << 15)
     for (long t = 0; t < T; t++) {
         const float *a = x + t * C, *b = delta + t * C;
@@ -83,42 +84,47 @@ static void keep(Kept at, long vector, const float *x, long D) {
         for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
     else {
         float scale = one_bf16(at.scale[vector] = row_scale(x, D, 127));
-        for (long d = 0; d < D; d++) ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / scale);
+        for (long d = 0; d < D; d++)
+            ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / scale);
     }
 }
 
 // scores: p = by · (q · k) for the keys 0 to last of head g. blend: out = Σ p · v of their values.
-#define LOOK(kind, type)                                                                                               \
-static void scores_##kind(const float *q, Past at, long g, long last, long D, float by, float *p) {                    \
-    for (long first = 0; first <= last; first += at.S) {                                                               \
-        long vector = at.table[first / at.S] * at.block + g * at.head, stop = least(last + 1, first + at.S);           \
-        const type *k = (const type *)at.keys.numbers + vector * D;                                                    \
-        for (long j = first; j < stop; j++, k += D) {                                                                  \
-            vec s = {0};                                                                                               \
-            long d = 0;                                                                                                \
-            for (; d + LANES <= D; d += LANES) s += load_f32(q + d) * load_##kind(k + d);                              \
-            for (; d < D; d++) s[0] += q[d] * one_##kind(k[d]);                                                        \
-            p[j] = sum(s) * by;                                                                                        \
-        }                                                                                                              \
-        if (at.keys.scale) for (long j = first; j < stop; j++) p[j] *= one_bf16(at.keys.scale[vector + j - first]);    \
-    }                                                                                                                  \
-}                                                                                                                      \
-static void blend_##kind(Past at, long g, long last, long D, const float *p, float *out) {                             \
-    for (long d = 0, parts; d < D; d += parts * LANES) {                                                               \
-        parts = D - d < 4 * LANES ? 1 : 4;                                                                             \
-        vec s[4] = {{0}};                                                                                              \
-        for (long first = 0; first <= last; first += at.S) {                                                           \
-            long vector = at.table[first / at.S] * at.block + g * at.head, stop = least(last + 1, first + at.S);       \
-            const type *v = (const type *)at.values.numbers + vector * D + d;                                          \
-            if (parts == 4) for (long j = first; j < stop; j++, v += D)                                                \
-                UNROLL for (int i = 0; i < 4; i++) s[i] += p[j] * load_##kind(v + i * LANES);                          \
-            else if (D - d >= LANES) for (long j = first; j < stop; j++, v += D)                                       \
-                s[0] += p[j] * load_##kind(v);                                                                         \
-            else for (long j = first; j < stop; j++, v += D)                                                           \
-                for (int i = 0; i < D - d; i++) s[0][i] += p[j] * one_##kind(v[i]);                                    \
-        }                                                                                                              \
-        memcpy(out + d, s, least(D - d, parts * LANES) * sizeof *out);                                                 \
-    }                                                                                                                  \
+#define LOOK(kind, type)                                                                           \
+static void scores_##kind(const float *q, Past at, long g, long last, long D, float by,            \
+    float *p) {                                                                                    \
+    for (long first = 0; first <= last; first += at.S) {                                           \
+        long vector = at.table[first / at.S] * at.block + g * at.head;                             \
+        long stop = least(last + 1, first + at.S);                                                 \
+        const type *k = (const type *)at.keys.numbers + vector * D;                                \
+        for (long j = first; j < stop; j++, k += D) {                                              \
+            vec s = {0};                                                                           \
+            long d = 0;                                                                            \
+            for (; d + LANES <= D; d += LANES) s += load_f32(q + d) * load_##kind(k + d);          \
+            for (; d < D; d++) s[0] += q[d] * one_##kind(k[d]);                                    \
+            p[j] = sum(s) * by;                                                                    \
+        }                                                                                          \
+        if (at.keys.scale) for (long j = first; j < stop; j++)                                     \
+            p[j] *= one_bf16(at.keys.scale[vector + j - first]);                                   \
+    }                                                                                              \
+}                                                                                                  \
+static void blend_##kind(Past at, long g, long last, long D, const float *p, float *out) {         \
+    for (long d = 0, parts; d < D; d += parts * LANES) {                                           \
+        parts = D - d < 4 * LANES ? 1 : 4;                                                         \
+        vec s[4] = {{0}};                                                                          \
+        for (long first = 0; first <= last; first += at.S) {                                       \
+            long vector = at.table[first / at.S] * at.block + g * at.head;                         \
+            long stop = least(last + 1, first + at.S);                                             \
+            const type *v = (const type *)at.values.numbers + vector * D + d;                      \
+            if (parts == 4) for (long j = first; j < stop; j++, v += D)                            \
+                UNROLL for (int i = 0; i < 4; i++) s[i] += p[j] * load_##kind(v + i * LANES);      \
+            else if (D - d >= LANES) for (long j = first; j < stop; j++, v += D)                   \
+                s[0] += p[j] * load_##kind(v);                                                     \
+            else for (long j = first; j < stop; j++, v += D)                                       \
+                for (int i = 0; i < D - d; i++) s[0][i] += p[j] * one_##kind(v[i]);                \
+        }                                                                                          \
+        memcpy(out + d, s, least(D - d, parts * LANES) * sizeof *out);                             \
+    }                                                                                              \
 }
 LOOK(f32, float)
 LOOK(bf16, uint16_t)
@@ -136,8 +142,10 @@ static void look_back(const float *q, Past at, long g, long last, long D, float 
     #pragma omp simd reduction(+:all)
     for (long j = 0; j <= last; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
     if (at.values.scale)
-        for (long j = 0; j <= last; j++)
-            p[j] *= one_bf16(at.values.scale[at.table[j / at.S] * at.block + j % at.S + g * at.head]);
+        for (long j = 0; j <= last; j++) {
+            long vector = at.table[j / at.S] * at.block + j % at.S + g * at.head;
+            p[j] *= one_bf16(at.values.scale[vector]);
+        }
     blend[at.values.kind](at, g, last, D, p, out);
     for (long d = 0; d < D; d++) out[d] /= all;
 }
@@ -147,17 +155,19 @@ typedef struct { Past past; const int32_t *positions, *slots, *starts; long most
 
 // Rotate q and k, store k and v, and let each token look back in its own sequence.
 // qkv: [T, H + 2 G, D]; cos, sin: [T, D], or none, if q and k are rotated already.
-void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step, long layer,
-            long T, long H, long G, long D) {
+void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
+            long layer, long T, long H, long G, long D) {
     Past past = step->past;
-    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, work = 0, sizes[] = { 4, 2, 1 };
+    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, work = 0;
+    long sizes[] = { 4, 2, 1 };
     int32_t *owner = malloc(T * sizeof *owner);     // the sequence of each token
     for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
         kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
         if (kept->scale) kept->scale += at;
     }
     for (long t = 0, b = 0; t < T; t++) {
-        long j = step->positions[t], place = step->slots[t] / past.S * past.block + step->slots[t] % past.S;
+        long j = step->positions[t], slot = step->slots[t];
+        long place = slot / past.S * past.block + slot % past.S;
         while (t >= step->starts[b + 1]) b++;
         owner[t] = b;
         longest = j > longest ? j : longest;
@@ -190,7 +200,10 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
 
 // The layers of model.Llama and its last norm. What a layer adds to the stream x waits in delta for
 // the next norm.
-typedef struct { const float *input_norm, *post_norm; const Weight *qkv, *o, *gate_up, *down; } Layer;
+typedef struct {
+    const float *input_norm, *post_norm;
+    const Weight *qkv, *o, *gate_up, *down;
+} Layer;
 typedef struct {
     const Layer *layers;
     const float *norm;
@@ -201,8 +214,8 @@ typedef struct {
 
 // x: [T, C], overwritten -> out: [T, C].
 // room: 2 T (C + the wider of q, k, v together and gate, up together).
-void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin, const Step *step,
-            long T) {
+void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin,
+            const Step *step, long T) {
     const Layer *l = m->layers;
     long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
@@ -234,28 +247,32 @@ INLINE double exponential_of(uint64_t z) {
     u.i -= (uint64_t)n << 52;                       // m: from √½ to √2
     double s = (u.d - 1) / (u.d + 1), w = s * s;
     double p = 1./19 + w * (1./21 + w * (1./23));
-    p = 1./3 + w * (1./5 + w * (1./7 + w * (1./9 + w * (1./11 + w * (1./13 + w * (1./15 + w * (1./17 + w * p)))))));
+    p = 1./11 + w * (1./13 + w * (1./15 + w * (1./17 + w * p)));
+    p = 1./3 + w * (1./5 + w * (1./7 + w * (1./9 + w * p)));
     return -(n * 0.6931471803691238 + (2 * s + (2 * s * w * p + n * 1.9082149292705877e-10)));
 }
 
 // argmax of p / E, for each row: an index with these probabilities. picked: zeros.
-#define PICK(kind, type)                                                                                               \
-void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, long B, long V) {                         \
-    _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                                          \
-    for (long b = 0; b < B; b++) {                                                                                     \
-        uint64_t start = mix((uint64_t)streams[b]);                                                                    \
-        double best = -1, score[256];                                                                                  \
-        for (long at = 0; at < V; at += 256) {                                                                         \
-            long n = least(V - at, 256);                                                                               \
-            const type *p = probs + b * V + at;                                                                        \
-            type most = 0;                                                                                             \
-            for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                                             \
-            if (most == 0) continue;                                                                                   \
-            for (long i = 0; i < n; i++)                                                                               \
-                score[i] = p[i] / exponential_of(mix(start + (uint64_t)(at + i + 1) * 0x9E3779B97F4A7C15));            \
-            for (long i = 0; i < n; i++) if (score[i] > best) { best = score[i]; picked[b] = at + i; }                 \
-        }                                                                                                              \
-    }                                                                                                                  \
+#define PICK(kind, type)                                                                           \
+void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, long B, long V) {     \
+    _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                      \
+    for (long b = 0; b < B; b++) {                                                                 \
+        uint64_t start = mix((uint64_t)streams[b]);                                                \
+        double best = -1, score[256];                                                              \
+        for (long at = 0; at < V; at += 256) {                                                     \
+            long n = least(V - at, 256);                                                           \
+            const type *p = probs + b * V + at;                                                    \
+            type most = 0;                                                                         \
+            for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                         \
+            if (most == 0) continue;                                                               \
+            for (long i = 0; i < n; i++) {                                                         \
+                uint64_t count = at + i + 1;                                                       \
+                score[i] = p[i] / exponential_of(mix(start + count * 0x9E3779B97F4A7C15));         \
+            }                                                                                      \
+            for (long i = 0; i < n; i++)                                                           \
+                if (score[i] > best) { best = score[i]; picked[b] = at + i; }                      \
+        }                                                                                          \
+    }                                                                                              \
 }
 PICK(f32, float)
 PICK(f64, double)
@@ -290,8 +307,9 @@ void soften_rows(const float *x, float *p, long B, long V, float t) {
 // k tokens of a sequence, each picked from q: [k, V], with its own stream, before the next pass:
 // drafted[k]. x: [T, C], of the tokens before them; cos, sin, step: of T + k − 1 tokens.
 // room: T · C, the logits, and that of `layers`.
-void drafts(const Model *m, float *x, float *room, const float *cos, const float *sin, const Step *step, long T,
-            float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+void drafts(const Model *m, float *x, float *room, const float *cos, const float *sin,
+            const Step *step, long T, float t, const int64_t *streams, int64_t *drafted,
+            float *q, long k, long V) {
     long C = m->head->K, D = m->D;
     float *out = room, *logits = out + T * C;
     Step now = *step;

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import sampling
 from cpu import CPU, native
 from sampling import GOLDEN, MIX1, MIX2, Keyed, draft_role, pick
-from test_sampling import EXTREME
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
@@ -70,9 +69,12 @@ def unmix(z: int) -> int:
     return unshift(z, 30)
 
 
+EXTREME = {0: 0.0, -1: 1 - 2.0**-52, -(2**63): 0.5, 2**63 - 1: 0.5 - 2.0**-52}  # bits -> u
+
+
 def test_c_makes_noise_of_extreme_bits():
     """Streams one of whose first numbers has these bits."""
-    for bits, u in EXTREME.values():
+    for bits, u in EXTREME.items():
         for i in range(3):
             start = (unmix(bits % 2**64) - (i + 1) * GOLDEN) % 2**64
             stream = unmix(start)

@@ -96,24 +96,33 @@ def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
     return cache.backend[key]
 
 
+def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> Tensor:
+    """Launch a step of this shape, (sequences, new tokens of each), that has no sequences.
+
+    So it stores nothing. splits: of attention's keys, 1 or more -> logits, undefined.
+    """
+    B, each = shape
+    tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
+    metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
+    metadata.backend["longest"] = splits * flash.LEAST_KEYS
+    return llama.forward(tokens, metadata, None)
+
+
 def warm_up(llama: Llama, cache: Cache) -> None:
     """Launch every kernel variant that serving uses, so that Triton compiles nothing later.
 
     Attention has variants of 16, 32, 64 and 128 rows, with and without a split; products with
-    quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without.
-    All other kernels have one variant. The steps have no sequences, so nothing is stored.
+    quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without. All
+    other kernels have one variant.
     """
     config = llama.config
     R = config.num_attention_heads // config.num_key_value_heads
     new_tokens = {rows // R for rows in (16, 32, 64) if rows >= R}
     new_tokens.add(64 // R + 1)
     shapes = [(1, n) for n in new_tokens] + [(n, 1) for n in (8, 16, 32, 64, 65)]
-    for B, each in shapes:
-        tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
+    for shape in shapes:
         for splits in (1, 2):
-            metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
-            metadata.backend["longest"] = splits * flash.LEAST_KEYS
-            logits = llama.forward(tokens, metadata, None)
+            logits = run_empty_step(llama, cache, shape, splits)
     streams = torch.zeros(1, 1, dtype=torch.int64, device=llama.device)
     for top_k in (None, 1):
         probs = llama.ops.probabilities(logits[:1], temperature=1.0, top_k=top_k)

@@ -12,23 +12,20 @@ Compiled for sm_90 (H100, H200) or sm_80 (A100), a kernel tells much of why it i
     waits for memory
   - instructions: `wgmma`, the matrix product of four warps (sm_90 only); `mma`, that of one warp
 
-At a launch Triton checks which pointers are multiples of 16 bytes, and reads 16 bytes at a time
-through these. Here all pointers count as such, but for those in the kernel's
-do_not_specialize_on_alignment; so do integers of type "…:16".
+A kernel is compiled for the arguments of a launch: at a launch Triton checks their types and which
+are multiples of 16, and reads 16 bytes at a time through such pointers. So what is compiled here is
+what a program launches, with tensors on the device "meta", which have no numbers:
 
-    types = {"x y": "*bf16", "bias": None, "n": "i32:16"}
-    report = compile_for(kernel, types, {"BLOCK": 128}, num_warps=4)
+    reports = compile_launches(lambda: kernel[grid](x, y, n, BLOCK=128, num_warps=4))
 
-None stands for a tensor that is not given. Under TRITON_INTERPRET kernels are Python and cannot be
-compiled.
+Under TRITON_INTERPRET kernels are Python and cannot be compiled.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +33,12 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 SHARED = {90: 227 * 1024, 80: 163 * 1024}  # by arch: the most bytes of shared memory of a program
 RESERVED = 1024  # bytes more that each takes; a multiprocessor has as many more
 REGISTERS = 65536  # of a multiprocessor
-STORED = {
-    16: ("*bf16", None, None),
-    8: ("*i8", "*bf16", None),
-    4: ("*u8", "*bf16", "*i16"),  # numbers, scales, zeros
-    "fp8": ("*fp8e4nv", "*bf16", None),
-}
 
 
 @cache
@@ -58,6 +50,8 @@ def processors(device: torch.device) -> int:
 
 
 class Report(NamedTuple):
+    kernel: str
+    constants: dict[str, Any]
     registers: int  # of a thread
     spills: int  # bytes of a thread, in memory
     shared: int  # bytes of a program
@@ -81,53 +75,52 @@ class Report(NamedTuple):
         return len(re.findall(r"(?m)^\s*(?:@%\w+\s+)?" + re.escape(instruction), self.ptx))
 
 
-def compile_for(
-    fn: Any,
-    signature: dict[str, str | None],
-    constexprs: dict[str, Any],
-    arch: int = 90,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> Report:
-    """Compile for compute capability `arch`. Types and constants that the kernel has no parameter
-    for are ignored. ValueError for a parameter without a type, RuntimeError under the interpreter.
+def compile_launches(run: Callable[[], object], arch: int = 90) -> list[Report]:
+    """Compile what `run` launches, instead of launching it: a report for each variant of a kernel.
+
+    RuntimeError under the interpreter.
     """
     if knobs.runtime.interpret:
         raise RuntimeError(
             "TRITON_INTERPRET is set, so kernels are not compiled: use a process without it"
         )
-    types = {}
-    for names, kind in signature.items():
-        types |= dict.fromkeys(names.split(), kind)
-    constants = {name: None for name, kind in types.items() if kind is None} | constexprs
-    missing = [name for name in fn.arg_names if name not in types and name not in constants]
-    if missing:
-        raise ValueError(
-            f"{fn.__name__} has no type for {', '.join(missing)}: "
-            "each parameter is in the signature or among the constexprs"
-        )
-    parameters = {}
-    attributes = {}
-    for i, name in enumerate(fn.arg_names):
-        kind = "constexpr" if name in constants else types[name]
-        parameters[name] = kind.removesuffix(":16")
-        pointer = kind.startswith("*") and name not in fn.do_not_specialize_on_alignment
-        if pointer or kind.endswith(":16"):
-            attributes[i,] = [["tt.divisibility", 16]]
-    constants = {name: value for name, value in constants.items() if name in parameters}
-    kernel = triton.compile(
-        ASTSource(fn, parameters, constants, attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options=dict(num_warps=num_warps, num_stages=num_stages),
-    )
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    reports = {}
+
+    def launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        arguments, kinds, options = bind(*args, **options)
+        key = f"{kernel.__name__} {kinds} {options}"
+        if key in reports:
+            return
+        packed = kernel._pack_args(backend, options, arguments, kinds, options)
+        options, parameters, constexprs, attributes = packed
+        source = ASTSource(kernel, parameters, constexprs, attributes)
+        reports[key] = compile_source(source, options.__dict__, arch)
+
+    original = JITFunction.run
+    JITFunction.run = launch
+    try:
+        run()
+    finally:
+        JITFunction.run = original
+    return list(reports.values())
+
+
+def compile_source(source: ASTSource, options: dict[str, Any], arch: int) -> Report:
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills = resources(kernel.asm["cubin"])
+    names = source.fn.arg_names
+    constants = {names[i]: value for (i,), value in source.constants.items()}
     return Report(
+        kernel=source.fn.__name__,
+        constants={name: value for name, value in constants.items() if isinstance(value, int)},
         registers=registers,
         spills=spills,
         shared=kernel.metadata.shared,
         ahead=copies_ahead(kernel.asm["ttgir"]),
         ptx=kernel.asm["ptx"],
-        num_warps=num_warps,
+        num_warps=options["num_warps"],
         arch=arch,
     )
 
@@ -149,9 +142,3 @@ def resources(cubin: bytes) -> tuple[int, int]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"])
-
-
-def print_table(columns: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Print the names of the columns, then each row as soon as it is computed."""
-    for first, *numbers in chain([columns.split()], rows):
-        print(f"{first:24}", *(f"{number:>10}" for number in numbers), flush=True)

@@ -123,7 +123,17 @@ def fused_norm(
         total = torch.empty_like(x)
     size, num_warps = norm_shape(C)
     if T:
-        _add_norm[T,](x, delta, weight, total, y, C, eps, size, num_warps=num_warps)
+        _add_norm[T,](
+            x,
+            delta,
+            weight,
+            total,
+            y,
+            C,
+            eps,
+            size,
+            num_warps=num_warps,
+        )
     return total, y
 
 
@@ -137,7 +147,18 @@ def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     token_stride, head_stride, _ = x.stride()
     if T:
         grid = T, triton.cdiv(heads, 8)
-        _rotate[grid](x, cos, sin, y, heads, token_stride, head_stride, D, 8, half)
+        _rotate[grid](
+            x,
+            cos,
+            sin,
+            y,
+            heads,
+            token_stride,
+            head_stride,
+            D,
+            8,
+            half,
+        )
     return y
 
 

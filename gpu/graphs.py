@@ -103,17 +103,14 @@ def rounded(n: int) -> int:
     return between if power > 2 and n <= between else power
 
 
-def longest_table(sequences: Sequence[SequenceSlice]) -> int:
-    return max(len(sequence.block_table) for sequence in sequences)
-
-
 def bucket_of(metadata: AttentionMetadata, sequences: int, each: int) -> Bucket:
     """The shape of the recording for this step, rounded up so that many steps share it."""
-    return Bucket(rounded(sequences), each, rounded(longest_table(metadata.sequences)))
+    longest_table = max(len(sequence.block_table) for sequence in metadata.sequences)
+    return Bucket(rounded(sequences), each, rounded(longest_table))
 
 
 def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
-    """Of a step without sequences, to be filled by `refill`.
+    """Of a step without sequences, to be filled with up to as many and as long ones.
 
     It refers to the cache weakly, because the cache owns the recordings.
     """
@@ -123,15 +120,6 @@ def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
     metadata.num_new_tokens = [each] * B
     metadata.backend["longest"] = M * cache.block_size
     return metadata
-
-
-def refill(metadata: AttentionMetadata, bucket: Bucket, sequences: Sequence[SequenceSlice]) -> None:
-    """Put other sequences into the tensors. ValueError, before any change, if they do not fit."""
-    each = max(sequence.num_new_tokens for sequence in sequences)
-    needed = Bucket(len(sequences), each, longest_table(sequences))
-    if any(size > most for size, most in zip(needed, bucket)):
-        raise ValueError(f"sequences of {needed} do not fit {bucket}: take a larger bucket")
-    metadata.fill(sequences)
 
 
 def next_step(metadata: AttentionMetadata, stops: Tensor) -> AttentionMetadata:
@@ -191,7 +179,7 @@ class Passes:
             self.passes[bucket] = self._prepare(metadata.cache, bucket)
         recorded = self.passes[bucket]
         recorded.tokens[:T] = tokens
-        refill(recorded.metadata, bucket, metadata.sequences)
+        recorded.metadata.fill(metadata.sequences)
         recorded.run()
         return self.logits[len(recorded.tokens)][:T].clone()
 
@@ -290,7 +278,7 @@ class Drafts:
                 sequences.append(SequenceSlice(block_table, start, start + len(new)))
             else:
                 sequences.append(SequenceSlice((), 0, 0))
-        refill(recorded.metadata, bucket, sequences)
+        recorded.metadata.fill(sequences)
         lengths = [sequence.seq_len for sequence in sequences]
         inputs = Inputs.of(round, unread, lengths, bucket.sequences)
         recorded.inputs.buffer.copy_(inputs.buffer, non_blocking=True)

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
-from quant import LARGEST
-from quant import LARGEST_ZERO as FAR
-from quant import SMALLEST_SCALE as TINY
+from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
 
-MOST8 = LARGEST / 127  # the largest scales, as quant.safe_scale has them
-MOST4 = LARGEST / 7
-
+TINY = tl.constexpr(SMALLEST_SCALE)
+FAR = tl.constexpr(LARGEST_ZERO)
+MOST8 = tl.constexpr(LARGEST / 127)  # the largest scales, as in quant.safe_scale
+MOST4 = tl.constexpr(LARGEST / 7)
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 this large has no fraction
 
 
@@ -59,10 +58,6 @@ def _put(
     WIDE: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    TINY: tl.constexpr,
-    FAR: tl.constexpr,
-    MOST8: tl.constexpr,
-    MOST4: tl.constexpr,
 ):
     """Quantize a vector x: [WIDE / 2, 2], valid where `inside`, and write it. SIZE: numbers of a
     group in 4 bits.
@@ -152,10 +147,6 @@ def _store(
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
     TURN: tl.constexpr,
-    TINY: tl.constexpr,
-    FAR: tl.constexpr,
-    MOST8: tl.constexpr,
-    MOST4: tl.constexpr,
 ):
     """A program for (token, key/value head): it stores key and value, and with TURN rotates the
     head's R queries.
@@ -194,10 +185,6 @@ def _store(
             WIDE,
             K_BITS,
             min(GROUP, WIDE),
-            TINY,
-            FAR,
-            MOST8,
-            MOST4,
         )
         y = tl.load(v + t * v_token + g * v_head + i, inside, 0)
         _put(
@@ -212,10 +199,6 @@ def _store(
             WIDE,
             V_BITS,
             WIDE,
-            TINY,
-            FAR,
-            MOST8,
-            MOST4,
         )
 
 
@@ -265,10 +248,6 @@ def store_vectors(
         keys.bits,
         values.bits,
         q is not None,
-        TINY,
-        FAR,
-        MOST8,
-        MOST4,
         num_warps=1,
     )
     return turned

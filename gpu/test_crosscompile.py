@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import torch
 import triton
 import triton.language as tl
 
-from gpu.crosscompile import SHARED, Report, compile_for, copies_ahead
+from gpu.crosscompile import SHARED, Report, compile_launches, copies_ahead
 
 pytestmark = pytest.mark.gpu_interpreter
 CODE = """
@@ -54,22 +55,27 @@ def _product(a, b, out, K, ROWS: tl.constexpr, N: tl.constexpr):
     tl.store(out + rows * N + columns[None, :], total)
 
 
+def product(rows: int, K: int = 1024, **options: int) -> None:
+    a = torch.empty(rows, K, dtype=torch.bfloat16, device="meta")
+    b = torch.empty(128, K, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(rows, 128, device="meta")
+    _product[1,](a, b, out, K, rows, 128, **options)
+
+
 def compiled() -> list[Any]:
     """For each architecture and number of rows: the report, wgmma, mma, cp.async; then two more."""
-    types = {"a b": "*bf16", "out": "*fp32", "K": "i32:16"}
     instructions = ("wgmma.mma", "mma.sync", "cp.async.cg")
     table = []
     for arch in SHARED:
         for rows in (16, 128):
-            report = compile_for(_product, types, {"ROWS": rows, "N": 128}, arch)
+            (report,) = compile_launches(lambda: product(rows), arch)
             table.append([rows, report, *map(report.count, instructions)])
-    with pytest.raises(ValueError, match="_product has no type for out, K: "):
-        compile_for(_product, {"a b": "*bf16"}, {"ROWS": 16, "N": 16})
-    types["K"] = "i32"
-    squeezed = [
-        compile_for(_product, types, {"ROWS": 128, "N": 128}, 80, num_warps) for num_warps in (4, 8)
-    ]
-    return [table, squeezed]
+
+    def squeezed() -> None:
+        for num_warps in (4, 8, 8):
+            product(128, 1023, num_warps=num_warps)
+
+    return [table, compile_launches(squeezed, 80)]
 
 
 HERE = apart, "gpu.test_crosscompile", "compiled"

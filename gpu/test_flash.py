@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,11 +13,10 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, unpack
-from gpu.crosscompile import SHARED, Report, processors
+from gpu.crosscompile import processors
 from gpu.flash import Launch, LayerStore, flash_attention, plan_launches
-from gpu.graphs import Bucket, empty_metadata, refill
+from gpu.graphs import Bucket, empty_metadata
 from gpu.store import store_vectors
-from gpu.test_crosscompile import apart
 from kernels import Ops, attention
 from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from paged import PagedCache
@@ -125,11 +123,11 @@ def on_device(store: Store) -> Store:
 CASES = [  # new and past tokens, G, R, D, S, bits, contiguous, splits
     # few rows, many, none, one key; of four splits those of a short sequence have no keys at all
     ([1, 0, 22, 3], [0, 9, 70, 130], 1, 3, 64, 16, (16, 16), False, 4),
-    ([1, 0, 22, 3], [0, 9, 70, 130], 1, 3, 64, 16, (8, 8), True, 1),
-    ([1, 0, 22, 3], [0, 9, 70, 130], 1, 3, 64, 16, (8, 4), False, 4),
+    ([1, 0, 3], [0, 9, 70], 1, 3, 64, 16, (8, 8), True, 1),
+    ([2, 0, 1], [9, 0, 90], 1, 3, 64, 16, (8, 4), False, 4),
     ([17, 0], [64, 0], 1, 4, 64, 1, (8, 4), True, 0),  # tiles that all rows see
     ([2, 1], [150, 0], 1, 2, 80, 3, (4, 4), False, 10),  # five groups a key; parts of ten splits
-    ([40], [5], 1, 2, 160, 16, (16, 16), False, 0),  # wide heads: 16 rows at a time
+    ([33], [2], 1, 2, 160, 16, (16, 16), False, 0),  # wide heads: 16 rows at a time
 ]
 
 
@@ -142,7 +140,7 @@ def test_attention_equals_the_reference(new, past, G, R, D, S, bits, contiguous,
 
 
 def test_zeros_and_scales_far_apart():
-    """Keys that are all zero have a scale of 1e-30; others lie far from 0 with zeros of hundreds."""
+    """Keys that are all zero have a scale of 1e-30; others, far from 0, zeros of hundreds."""
     for bits in ((8, 8), (4, 4)):
         sequences = Sequences([4], [60], 1, 2, 64, 16, bits)
         numbers = []
@@ -283,7 +281,7 @@ def test_a_refilled_bucket_is_the_step_itself():
         [([6, 2], 3, 5), ([1], 0, 1), ([3, 4, 5], 10, 12)],
     ):
         sequences = [SequenceSlice(*each) for each in slices]
-        refill(metadata, bucket, sequences)
+        metadata.fill(sequences)
         for store, reference in ((cache.keys, other.keys), (cache.values, other.values)):
             reference.parts[0].copy_(store.parts[0])
         alone = AttentionMetadata(sequences, 4, other).to(other.device)
@@ -297,11 +295,6 @@ def test_a_refilled_bucket_is_the_step_itself():
         for store, reference in ((cache.keys, other.keys), (cache.values, other.values)):
             assert torch.equal(store.parts[0], reference.parts[0])
     assert pointer == metadata.positions.data_ptr()
-    for slices in ([([1], 0, 3)], [([1, 2, 3, 4], 12, 13)], [([1], 0, 1)] * 4):
-        before = metadata.buffer.clone()
-        with pytest.raises(ValueError, match="do not fit Bucket.*: take a larger bucket"):
-            refill(metadata, bucket, [SequenceSlice(*each) for each in slices])
-        assert torch.equal(before, metadata.buffer)
 
 
 # ---- The compiler, and the machine ---------------------------------------------------------------
@@ -360,51 +353,6 @@ def test_bytes_become_numbers(name, dtype):
         words = emulate(getattr(unpack, name).value, len(expected) // 2, as_word(packed))
         if name[1] != "8" or -128 not in expected.tolist():  # which is never stored
             assert torch.equal(as_numbers(words, dtype), expected.to(dtype))
-
-
-def compiled() -> dict[str, list[Any]]:
-    """Rows and reports of attention, reports of the rest; reports of other types and heads."""
-    from gpu import resources
-
-    cases = [(90, "8B", bits, rows) for bits in WIDTHS.values() for rows in (16, 128)]
-    cases += [(90, "8B", (8, 4), 32), (90, "1B", (8, 4), 64), (80, "8B", (4, 4), 128)]
-    attend = []
-    for arch, model, bits, rows in cases:
-        report = resources.compile_attention(arch, model, bits, rows)
-        attend.append([rows, report, report.count("wgmma.mma")])
-    store = [resources.compile_merge(90), resources.compile_store(80, 64, (8, 4))]
-    for bits in WIDTHS.values():
-        store.append(resources.compile_store(90, 128, bits))
-    others = [
-        resources.compile_attention(90, "3B", (16, 16), 128),
-        resources.compile_attention(80, "8B", (4, 4), 128, kind="fp32"),
-        resources.compile_attention(90, "wide", (16, 16), 128, kind="fp32"),
-        resources.compile_attention(80, "wide", (16, 16), 128, kind="fp32"),
-    ]
-    return dict(attend=attend, store=store, others=others)
-
-
-@pytest.mark.meanwhile(apart, "gpu.test_flash", "compiled")
-def test_what_the_compiler_makes_of_the_kernels(meanwhile):
-    """Nothing spilled, shared memory that fits, prompts by `wgmma` where there is one, and copies
-    ahead.
-
-    In float32 tiles that fit, and tensor cores: products of single numbers would be unrolled.
-    """
-    tables = meanwhile()
-    for M, numbers, wgmma in tables["attend"]:
-        report = Report(*numbers)
-        assert report.spills == 0 and report.shared <= SHARED[report.arch] and report.ahead > 0
-        assert (wgmma > 0) == (report.arch == 90 and M >= 64)
-        assert report.programs >= (1 if M > 16 else 3)
-    for numbers in tables["store"]:
-        report = Report(*numbers)
-        assert report.spills == 0 and report.registers <= 128 and report.shared < 4096
-    half, *float32 = (Report(*numbers) for numbers in tables["others"])
-    assert half.spills == 0 and half.shared <= SHARED[90] and ".tf32" not in half.ptx
-    for report in float32:
-        assert report.spills < 1024 and report.shared <= SHARED[report.arch]
-        assert ".tf32" in report.ptx and (report.ahead > 0 or report.arch == 80)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter has no 16-bit products")

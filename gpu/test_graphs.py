@@ -109,7 +109,10 @@ class Tape(TorchDispatchMode):
 
 def record(run: Callable[[], object]) -> Callable[[], None]:
     tape = Tape()
-    launch = lambda *args, **kwargs: tape.launch(*args, **kwargs)
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        tape.launch(*args, **kwargs)
+
     with (
         mock.patch.object(InterpretedFunction, "run", launch),
         mock.patch.object(Tensor, "tolist", lambda x: refuse("tolist")),
@@ -296,7 +299,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """PyTorch 2.11's: a pool without its MemPool and graphs is gone, and cannot be captured into."""
+    """PyTorch 2.11's: nothing can be captured into a pool whose MemPool and graphs are gone."""
     books = SimpleNamespace(users=Counter(), device=0)
     ids = count(1)
 

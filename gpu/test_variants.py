@@ -87,7 +87,7 @@ def counted() -> Iterator[dict[str, set[str]]]:
 
 
 def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
-    """Requests of all lengths and settings: prompts, chunks, single tokens and drafts in one step."""
+    """Requests of all lengths and settings: prompts, chunks, tokens and drafts in one step."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(most: int) -> int:

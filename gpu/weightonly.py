@@ -63,6 +63,9 @@ NIBBLES = tl.constexpr("""{ .reg .b32 t, u; prmt.b32 t, $4, 0, 0x4140; prmt.b32 
     }""")
 
 
+GPU = tl.constexpr(not knobs.runtime.interpret)  # else the interpreter: it has no bfloat16
+
+
 @triton.jit
 def _load(pointers, inside, EVEN: tl.constexpr):
     """Load numbers, 0 where not `inside`. EVEN: all are inside."""
@@ -70,7 +73,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(p, GPU: tl.constexpr):
+def _nibbles(p):
     """Bytes -> 128 + the number in the lower half, 128 + that in the upper half: bfloat16 both."""
     if GPU:
         low, high = tl.inline_asm_elementwise(
@@ -93,9 +96,9 @@ def _halves(pair, X: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, v, total, PIECES: tl.constexpr, GPU: tl.constexpr):
+def _dot(a, v, total, PIECES: tl.constexpr):
     """total + a v, with a in bfloat16 and v split into PIECES bfloat16 parts that add up to it."""
-    kind: tl.constexpr = tl.bfloat16 if GPU else tl.float32  # the interpreter has no bfloat16
+    kind: tl.constexpr = tl.bfloat16 if GPU else tl.float32
     a = a.to(kind)
     piece = v.to(tl.bfloat16)
     total = tl.dot(a, piece.to(kind), total)
@@ -126,7 +129,6 @@ def _few(
     X: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
-    GPU: tl.constexpr,
 ):
     """ROWS rows of W, all columns, B groups at a time: their part of y = x Wᵀ + bias, [T, N]."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # rows of W; beyond N, the last row again
@@ -152,9 +154,9 @@ def _few(
         v = _load(inputs + j[:, :, None], inside[:, :, None], EVEN)  # [B, SIZE, COLS]
         if BITS == 8:
             number = p.to(tl.bfloat16 if GPU else tl.float32)
-            total = _dot(number, v, total, PIECES, GPU)
+            total = _dot(number, v, total, PIECES)
         else:
-            low, high = _nibbles(p, GPU)
+            low, high = _nibbles(p)
             even, odd = _halves(v, X)
             grid += B
             next_s = tl.load(scale + grid, m + B < M, 0)
@@ -162,8 +164,8 @@ def _few(
             even_sums = tl.sum(even.to(tl.float32), 1)  # [B, COLS]
             odd_sums = tl.sum(odd.to(tl.float32), 1)
             sums = even_sums + odd_sums
-            product = _dot(low, even, nothing, PIECES, GPU)
-            product = _dot(high, odd, product, PIECES, GPU)
+            product = _dot(low, even, nothing, PIECES)
+            product = _dot(high, odd, product, PIECES)
             offset = z.to(tl.float32) + 128
             product -= offset[:, :, None] * sums[:, None, :]
             total += s.to(tl.float32)[:, :, None] * product
@@ -196,7 +198,6 @@ def _many(
     X: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
-    GPU: tl.constexpr,
 ):
     """ROWS rows of W times a share of the groups -> partial sums, parts[share]: float32[T, N]. 8
     bits: not scaled.
@@ -220,17 +221,17 @@ def _many(
         v = _load(inputs + j[:, None], inside[:, None], EVEN)  # [SIZE, COLS]
         if BITS == 8:
             number = p.to(tl.bfloat16 if GPU else tl.float32)
-            total = _dot(number, v, total, PIECES, GPU)
+            total = _dot(number, v, total, PIECES)
         else:
-            low, high = _nibbles(p, GPU)
+            low, high = _nibbles(p)
             even, odd = _halves(v, X)
             s = tl.load(scale + grid + m).to(tl.float32)  # [ROWS]
             offset = tl.load(zero + grid + m).to(tl.float32) + 128
             even_sums = tl.sum(even.to(tl.float32), 0)  # [COLS]
             odd_sums = tl.sum(odd.to(tl.float32), 0)
             sums = even_sums + odd_sums
-            product = _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES, GPU)
-            product = _dot(high, odd, product, PIECES, GPU)
+            product = _dot(low, even, tl.zeros((ROWS, COLS), tl.float32), PIECES)
+            product = _dot(high, odd, product, PIECES)
             total += s[:, None] * (product - offset[:, None] * sums[None, :])
     part = share * T + t  # [COLS]
     target = parts + part[None, :].to(tl.int64) * N + n[:, None]
@@ -375,7 +376,6 @@ def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[st
         X=getattr(tl, str(dtype).removeprefix("torch.")),
         PIECES=PIECES[dtype],
         EVEN=K % (cut.group * max(1, cut.at_once)) == 0,
-        GPU=not knobs.runtime.interpret,
     )
 
 

@@ -1,16 +1,16 @@
 """A pretended GPU: tensors that say they are on cuda:0, with their numbers on the CPU.
 
-Most first runs on a GPU fail for reasons that no kernel's test sees: a host tensor among device tensors, a number sent
-to the host during a recording, an argument that changes while a graph still uses it. Here the whole program runs as it
-would on a GPU:
+Most first runs on a GPU fail for reasons that no kernel's test sees: a host tensor among device
+tensors, a number sent to the host during a recording, an argument that changes while a graph still
+uses it. Here the whole program runs as it would on a GPU:
 
     an operation on device tensors   runs on the CPU, and fails if a host tensor is among them (scalars may be)
     a Triton kernel                  runs in Triton's interpreter, and fails likewise
     a recording (gpu/graphs.py)      is the list of its launches with their arguments; a wait in it fails
     a wait                           is noted: the function in which the host asked for numbers
 
-Invariant: numbers are those of the CPU's operations and the interpreter's kernels.
-Not covered: streams, free memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
+Invariant: numbers are those of the CPU's operations and the interpreter's kernels. Not covered:
+streams, free memory, times; bfloat16, which Triton's interpreter multiplies as whole numbers.
 """
 
 import shutil
@@ -121,7 +121,8 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on the CPU; its results are on the device of its tensors, or of its argument `device`."""
+        """Run an operation on the CPU; its results are on the device of its tensors, or of its
+        argument `device`."""
         if func._can_decompose() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -155,7 +156,8 @@ class Device(TorchDispatchMode):
 
     @staticmethod
     def asks(func: Any, args: Any, wanted: Any) -> bool:
-        """Whether the host waits for this operation: its result, or the size of its result, is needed on the host."""
+        """Whether the host waits for this operation: its result, or the size of its result, is
+        needed on the host."""
         if func.overloadpacket in COPIES:
             return (
                 wanted == HERE
@@ -180,7 +182,8 @@ class Device(TorchDispatchMode):
         self.launched(again, None)
 
     def launched(self, again: Callable[[], Any], done: Any) -> None:
-        """If a recording is under way, add a launch: a replay computes again and fills the same result tensors."""
+        """If a recording is under way, add a launch: a replay computes again and fills the same
+        result tensors."""
 
         def repeat() -> None:
             for old, new in zip(tree_leaves(done), tree_leaves(again())):
@@ -205,7 +208,8 @@ class Device(TorchDispatchMode):
         return replay
 
     def wait(self) -> None:
-        """Note a wait, by the innermost function outside this page and the libraries. RuntimeError in a recording."""
+        """Note a wait, by the innermost function outside this page and the libraries. RuntimeError
+        in a recording."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename == __file__ or "-packages" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -237,7 +241,8 @@ CUDA = dict(
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """Within this context torch.device("cuda") exists -> a list of the functions in which the host waited, in order."""
+    """Within this context torch.device("cuda") exists -> a list of the functions in which the host
+    waited, in order."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from gpu import graphs

@@ -23,9 +23,9 @@ PALE = "#8b949e"
 GOOD = "#2a7d4f"
 BAD = "#c2562d"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-WIDTH = 860  # pixels
+WIDTH = 880  # pixels
 LEFT = 230  # where bars begin
-LONGEST = 380  # bar
+LONGEST = 250  # bar
 ROW = 28  # height of a row
 TOP = 54
 

@@ -39,7 +39,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.4g} ms"
 
 
 def format_ratio(ratio: float) -> str:

@@ -1,199 +1,143 @@
-"""The command: everything runs, what is kept is numbers, and what is not there is named."""
+"""The command: everything runs, only numbers are stored, and a mistake is one line."""
 
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from conftest import program
-from measure import gpucases, report
+from measure import pair, report
+from measure.effort import QUICK
+from measure.machine import machine
+from request import RoundStats
 
 
-def everything(effort: str) -> dict:
-    """All that `bench.py` measures with such a flag."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = program("bench.py", effort, "--out", out := Path(folder, "quick.json"))
-        assert done.returncode == 0, done.stderr
-        return json.loads(out.read_text())
+@pytest.fixture(scope="module")
+def quick() -> dict:
+    """All that `bench.py --quick` measures, but for processes."""
+    torch.set_num_threads(1)  # before the fixture of each test does
+    sections = dict(bench.SECTIONS)
+    sections.pop("parallel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "SECTIONS", sections)
+        patch.setattr(bench, "machine", lambda: machine(1e10))
+        return json.loads(json.dumps(bench.measure_pair(QUICK)))
 
 
-MEASURED = pytest.mark.meanwhile(everything, "--quick")
+# ---- What is measured
 
 
-@pytest.fixture
-def quick(meanwhile) -> dict:
-    return meanwhile()
+def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
+    titles = [section.title for section in report.sections(quick)]
+    assert len(titles) == len(bench.SECTIONS) - 1
+    assert all(titles)
+    assert "/" not in json.dumps(quick).replace("8/4", "")
 
 
-@MEASURED
-def test_everything_is_measured_and_kept_without_names_of_this_machine(quick):
-    assert {
-        "machine",
-        "date",
-        "torch",
-        "threads",
-        "read_bandwidth",
-        "stack",
-        "gammas",
-        "bits",
-        "steps",
-        "waste",
-        "latency",
-        "parallel",
-        "blocks",
-        "session",
-    } <= quick.keys()
-    assert (
-        "/" not in re.sub(r"8/4|tokens/s", "", json.dumps(quick)) and quick["read_bandwidth"] > 1e8
-    )
-    sections = report.sections(quick)
-    assert [len(section.headers) for section in sections] == [
-        len(section.rows[0]) for section in sections
-    ]
-    assert len(sections) == 7
-
-
-def test_notes_name_what_does_not_do_what_it_claims():
-    names = dict(speculation="speed", batching="speed and memory", bits="memory", base="")
-    rows = lambda gain: [
-        dict(name=f"+ {name}", claims=claims, gain=gain, drafted=1.0, draft_cost=0.1, in_flight=4)
-        for name, claims in names.items()
-    ]
-    notes = [report.stack_notes(dict(stack=rows(gain))) for gain in (2.0, 1.0, 0.9)]
-    assert [len(told) for told in notes] == [2, 4, 5]  # two are always there
-    assert [told.split(":")[0] for told in notes[2][:3]] == ["speculation", "batching", "bits"]
-
-
-@MEASURED
-def test_the_combined_table_has_its_rows_in_order_and_exact_ones_say_the_same(quick):
+def test_the_combined_table_is_cumulative_and_exact_rows_say_the_same(quick):
     rows = quick["stack"]
-    assert [row["name"] for row in rows] == [
-        "one at a time, no cache",
-        "+ KV cache",
-        "+ INT8 keys and values",
-        "+ speculation (tiny-draft)",
-        "+ paged, continuous batching",
-        "+ INT4 weights",
-        "+ prefix sharing: all",
-        "all, with INT8 weights",
-    ]
+    assert [row["name"] for row in rows] == [technique.name for technique in pair.STACK]
+    assert rows[0]["speed_up"] == 1 and rows[0]["gain"] is None
     assert rows[1]["same_texts"] == rows[0]["texts"]  # a cache changes nothing
-    assert rows[0]["cache_bytes"] == 0 and rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
-    assert (
-        rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"]
-        and rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
-    )
-    assert rows[5]["weight_bytes"] < 0.4 * rows[4]["weight_bytes"] and rows[1]["speed_up"] > 1.2
-    assert rows[0]["speed_up"] == rows[0]["gain"] == 1
-    assert all(row["tokens_per_second"] > 0 and row["first_token"] > 0 for row in rows)
+    assert rows[1]["speed_up"] > 1.2
+    for before, row in zip(rows, rows[1:]):
+        assert row["gain"] == pytest.approx(row["speed_up"] / before["speed_up"])
+    assert rows[0]["cache_bytes"] == 0
+    assert rows[1]["cache_bytes"] == 2 * 8 * 2 * 64 * 4 * 1024
+    assert rows[2]["cache_bytes"] < 0.27 * rows[1]["cache_bytes"]
+    assert rows[4]["cache_bytes"] < rows[3]["cache_bytes"]
+    assert rows[5]["weight_bytes"] < 0.4 * rows[4]["weight_bytes"]
 
 
-@MEASURED
-def test_waste_and_latency_by_layout_and_chunk(quick):
+def test_waste_falls_with_the_size_of_a_block(quick):
     shares = [row["waste"] for row in quick["waste"]]
-    assert shares == sorted(shares, reverse=True) and shares[0] > 0.4 and shares[-1] == 0
-    assert all(
-        row[f"{what}_p50"] <= row[f"{what}_p99"] <= row[f"{what}_p100"]
-        for row in quick["latency"]
-        for what in ("between", "first")
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.4 and shares[-1] == 0
+
+
+def test_loss_is_over_the_first_row(quick):
+    first, *rows = quick["bits"]
+    assert first["loss"] == 0
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["perplexity"] / first["perplexity"] - 1)
+        assert row["bytes"] <= first["bytes"]
+
+
+def test_gains_by_gamma_are_medians_of_the_same_texts(monkeypatch):
+    """Three texts with known seconds a token, and acceptance: one of two drafts."""
+    seconds = {0: [3.0, 4.0, 8.0], 2: [1.0, 4.0, 2.0], None: [2.0, 2.0, 2.0]}
+
+    def timed(model, draft, gamma, opening, seed, count):
+        request = pair.Request([1], pair.Settings(temperature=1.0, seed=0))
+        request.rounds = [RoundStats(0, 0), RoundStats(2, 1)]
+        return request, seconds[gamma][seed]
+
+    monkeypatch.setattr(pair, "timed_text", timed)
+    monkeypatch.setattr(pair, "pass_costs", lambda *models: (0.1, 1.2))
+    effort = pair.Effort(gammas=(2,), openings=("a", "b", "c"))
+    fixed, auto = pair.gammas(effort)
+    assert (fixed["speed_up"], auto["speed_up"]) == (3.0, 2.0)  # medians of 3, 1, 4 and 1.5, 2, 4
+    assert fixed["acceptance"] == 0.5
+    assert fixed["formula"] == pytest.approx((1 + 0.5 + 0.25) / (1.2 + 2 * 0.1))
+    assert (fixed["label"], auto["label"]) == ("2", "auto: 2.0")
+
+
+def test_costs_are_over_a_plain_step(monkeypatch):
+    seconds = {("target", 1): 2.0, ("draft", 1): 0.5, ("target", 5): 3.0}
+    monkeypatch.setattr(
+        pair, "step_times", lambda llama, past, new, repeats: [9.0, seconds[llama, new]]
     )
+    assert pair.pass_costs("target", "draft", 4, 3) == (0.25, 1.5)
 
 
-def test_what_was_measured_before_stays(tmp_path, capsys):
+# ---- What is stored
+
+
+def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     out = tmp_path / "one.json"
-    out.write_text(json.dumps(dict(stack=[1], gpu=dict(kernels=dict(title="old")))))
-    assert bench.main(["--gpu", "serving", "--quick", "--out", str(out)]) == 0
-    kept = json.loads(out.read_text())
-    assert kept["stack"] == [1] and kept["gpu"].keys() == {"kernels", "serving"}
-    assert "Serving" in capsys.readouterr().out
+    out.write_text('{"stack": [1], "steps": {"old": {"target": "x"}}, "waste": [2]}')
+    row = {"target": "tiny", "width": "INT8"}
+    monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
+    assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
+    stored = json.loads(out.read_text())
+    assert stored == {"stack": [1], "steps": {"old": {"target": "x"}, "new": row}, "waste": [2]}
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
+def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch, quick):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "m.json").write_text(json.dumps(quick))
+    marks = "<!-- figures of results/m.json: {} -->\noutdated\n<!-- end of figures -->\n"
+    for name, tables in zip(bench.DOCUMENTS, ("waste gammas", "stack", "bits")):
+        (tmp_path / name).write_text(marks.format(tables))
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    assert bench.main(["--readme"]) == 0
+    drawn = {path.stem for path in Path(tmp_path / "results").glob("*.svg")}
+    assert drawn == {"stack", "gammas", "bits"}
+    texts = [(tmp_path / name).read_text() for name in bench.DOCUMENTS]
+    assert [text.count("**") for text in texts] == [4, 2, 2]
+    assert all(quick["machine"] in text and "outdated" not in text for text in texts)
+
+
+def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "measure_pair", lambda effort: pytest.fail("measured first"))
+    (tmp_path / "deep.json").write_text("[" * 10)
+    for arguments, told in (
         (["--against", "nobody"], "the peers are transformers, llama.cpp"),
         (["--gpu", "decode"], "needs a GPU"),
         (["--gguf", "x"], "--gguf has no use but with"),
         (["--target", "x", "--gpu", "decode"], "--target has no use"),
-        (["--readme", "--out", "x"], "--out has no use where"),
-        (["--quick", "--out", ""], "--out is empty"),
-        (["--gpu", "decode", "--data", "x"], "--data has no use"),
-    ],
-)
-def test_what_cannot_be_is_one_line_with_the_way_out(arguments, told, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        assert bench.main(arguments) == 2
-    except SystemExit as stop:  # of flags that do nothing together
-        assert stop.code == 2
-    error = capsys.readouterr().err
-    assert told in error and error.startswith("error: ") and error.count("\n") == 1
-
-
-def test_what_cannot_be_kept_or_read_is_refused_before_it_is_measured(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(bench, "everything", lambda *_: pytest.fail("measured first"))
-    (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    for flag, path, told in [
-        ("--out", tmp_path, "is not a file"),
-        ("--out", "/dev/null", "/dev/null is not a file"),
-        ("--out", tmp_path / "no" / "x", "cannot be written"),
-        ("--out", tmp_path / "list.json", "holds no results of a run"),
-        ("--out", tmp_path / "deep.json", "is not JSON"),
-        ("--data", tmp_path, "is not a file that is there"),
-    ]:
-        assert bench.main([flag, str(path)]) == 2
+        (["--out", str(tmp_path)], "is not a file"),
+        (["--out", "/dev/null"], "is not a file"),
+        (["--out", str(tmp_path / "no" / "x")], "cannot be written"),
+        (["--out", str(tmp_path / "deep.json")], "is not JSON"),
+    ):
+        try:
+            status = bench.main(arguments)
+        except SystemExit as stop:  # a flag without a use
+            status = stop.code
         out, error = capsys.readouterr()
-        assert (out, error.count("\n")) == ("", 1) and error.startswith("error: ") and told in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep.json", "list.json"]
-
-
-def quick_case(name: str) -> dict:
-    return gpucases.run_case(name, quick=True)["gpu"][name]
-
-
-@pytest.mark.parametrize("name", gpucases.CASES)
-@pytest.mark.meanwhile(quick_case, "parallel")  # whose processes take seconds to begin
-def test_each_gpu_case_runs_with_toy_shapes_and_fills_its_columns(name, monkeypatch, meanwhile):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    case = meanwhile() if name == "parallel" else quick_case(name)
-    assert (
-        case["rows"]
-        and {len(row) for row in case["rows"]} == {len(case["headers"])}
-        and case["read_bandwidth"] > 0
-    )
-
-
-@MEASURED
-def test_pictures_and_readme_are_made_of_the_results_that_the_readme_names(
-    tmp_path, monkeypatch, quick
-):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "m.json").write_text(json.dumps(quick))
-    (readme := tmp_path / "README.md").write_text(
-        "before\n<!-- figures of results/m.json: waste gammas -->\noutdated\n<!-- end of figures -->\nafter\n"
-    )
-    number = '[0](results/m.json "waste; rows of 1024; waste:.1%")'
-    (tour := tmp_path / "TOUR.md").write_text(f"it wastes {number}, not [1](elsewhere)")
-    monkeypatch.setattr(bench, "HERE", tmp_path)
-    monkeypatch.setattr(bench, "DOCUMENTS", [readme, tour])
-    assert bench.main(["--readme"]) == 0
-    drawn = {path.stem for path in Path(tmp_path / "results").glob("*.svg")}
-    assert drawn == bench.pictures.PICTURES.keys() - {"peers"}
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and text.count("**") == 2 * 2
-    assert "outdated" not in text and quick["machine"] in text
-    assert (
-        tour.read_text()
-        == f"it wastes {number.replace('0', format(quick['waste'][0]['waste'], '.1%'), 1)}, not [1](elsewhere)"
-    )
-    tour.write_text(number.replace("rows of 1024", "rows of 3"))
-    assert bench.main(["--readme"]) == 2
-    readme.write_text("nothing is named here")
-    assert bench.main(["--readme"]) == 2
+        assert (status, out, error.count("\n")) == (2, "", 1), arguments
+        assert re.match(r"error: ", error) and told in error

@@ -1,4 +1,5 @@
-"""The whole program as on a GPU, by measure/conftest.py: the CPU's texts, no tensor of the host there, one wait a step."""
+"""The whole program as on a GPU, by measure/conftest.py: the CPU's texts, no tensor of the host
+there, one wait a step."""
 
 import io
 import json

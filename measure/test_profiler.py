@@ -1,89 +1,72 @@
-"""Phases: they add up to the whole, name the trace, and leave no trace in the program."""
+"""The profiler: a trace with the phases by name, and a program that is as it was."""
 
 import json
 import os
-import time
-from functools import partial
 
 import pytest
 
 import generate
 from app import cli
 from measure import profiler
-from speculative import Decoder
-
-main = partial(cli.main, profiled=profiler.profiled)
+from runner import ModelRunner
 
 
-def test_a_phase_inside_another_counts_as_itself(monkeypatch):
-    spent = [0.0]  # the clock, which goes on by what is appended
-    monkeypatch.setattr(time, "perf_counter", lambda: sum(spent))
-    watch = profiler.Phases()
-    inner = watch.within("attend")(lambda: spent.append(2.0))
-    outer = watch.within("verify")(lambda: (spent.append(1.0), inner(), spent.append(3.0)))
-    outer()
-    spent.append(5.0)
-    watch.turn()
-    assert watch.seconds == {"verify": 4.0, "attend": 2.0, "the rest": 5.0}
-    assert [line.split()[0] for line in watch.lines()] == [
-        "draft",
-        "verify",
-        "attend",
-        "sample",
-        "the",
-    ]
+def test_phases_are_in_the_trace_and_the_text_is_the_same(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    flags = ["--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once"]
+    assert cli.main(flags) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["--profile", str(file), *flags]) == 0
+    out, error = capsys.readouterr()
+    assert out == text
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert names >= set(profiler.PHASES)
+    shares = {line.split()[0]: float(line.split()[-1].rstrip("%")) for line in lines(error)}
+    assert shares.keys() == set(profiler.PHASES)
+    assert all(0 < share < 100 for share in shares.values())
+    assert shares["attend"] < shares["draft"] + shares["verify"]
+
+
+def lines(error: str) -> list[str]:
+    return [line for line in error.splitlines() if line.endswith("%")]
+
+
+def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
+    """Draft and target are one model here; only the target's passes are `verify`."""
+    model = generate.Model.load(base)
+    request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
+    with profiler.profiled(str(tmp_path / "trace.json"), [model.llama]):
+        engine = generate.Engine(model, generate.load_draft(model, model), 40, 40)
+        steps = sum(1 for _ in engine.batcher.run([request]))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("ph") == "X"]
+    assert names.count("verify") == steps
+    assert 0 < names.count("draft") <= steps
 
 
 def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
     llama = generate.Model.load(base).llama
-    own = llama.ops
+    original = llama.ops
     with pytest.raises(KeyboardInterrupt), profiler.profiled(str(tmp_path / "trace.json"), [llama]):
-        assert isinstance(llama.ops, profiler.Timed)
+        assert isinstance(llama.ops, profiler.TimedOps)
         raise KeyboardInterrupt
-    assert llama.ops is own
+    assert llama.ops is original
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_command_writes_a_trace_with_the_phases_by_name(dtype, tmp_path, capsys):
-    file = tmp_path / "trace.json"
-    plain = [
-        "--dtype",
-        dtype,
-        "--draft",
-        "tiny-draft",
-        "--gamma",
-        "2",
-        "--seed",
-        "1",
-        "--max-tokens",
-        "8",
-        "Once upon a time",
-    ]
-    assert main(plain) == 0
-    text = capsys.readouterr().out
-    assert main(["--profile", str(file), *plain]) == 0
-    out, err = capsys.readouterr()
-    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
-    assert {"draft", "verify", "attend", "sample"} <= names and out == text
-    lines = [line for line in err.splitlines() if line.endswith("%")]
-    shares = [float(line.split()[-1].rstrip("%")) for line in lines]
-    assert len(lines) == 5 and 99 < sum(shares) < 101 and min(shares) > 0
-
-
-def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_replaced(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
     os.mkfifo(tmp_path / "fifo")
-    for file in (tmp_path / "nowhere" / "trace.json", tmp_path, tmp_path / "fifo", "/dev/null"):
-        assert main(["--profile", str(file), "--max-tokens", "2", "Tom"]) == 2
-        out, err = capsys.readouterr()
-        assert not out and str(file) in err and err.count("\n") == 1
-    assert (tmp_path / "fifo").is_fifo() and os.stat("/dev/null").st_mode & 0o170000 == 0o020000
+    for file in (tmp_path / "nowhere" / "trace.json", tmp_path, tmp_path / "fifo"):
+        assert cli.main(["--profile", str(file), "--max-tokens", "2", "Tom"]) == 2
+        out, error = capsys.readouterr()
+        assert (out, error.count("\n")) == ("", 1) and str(file) in error
 
 
 def test_ctrl_c_leaves_the_trace_of_what_was_done(base, tmp_path, capsys, monkeypatch):
-    def interrupted(self, work):
+    def interrupted(self, scheduled):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Decoder, "step", interrupted)
-    assert main(["--target", str(base), "--profile", str(tmp_path / "trace.json"), "Tom"]) == 130
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    monkeypatch.setattr(ModelRunner, "step", interrupted)
+    file = tmp_path / "trace.json"
+    assert cli.main(["--target", str(base), "--profile", str(file), "Tom"]) == 130
+    assert json.loads(file.read_text())["traceEvents"]
     assert "has the trace" in capsys.readouterr().err

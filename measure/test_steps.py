@@ -1,52 +1,48 @@
-"""Steps: every width in the same turns, sizes that the context has room for, and an older CPU in rows of its own."""
+"""Steps: every width in the same turns, and only sizes that the context holds."""
 
 from types import SimpleNamespace
 
-import pytest
-import torch
-
 from measure import report, steps
-from measure.pair import QUICK, weight_bytes
+from measure.effort import QUICK
+from measure.serving import weight_bytes
 
 
 def test_ratios_are_of_the_same_turn_and_the_first_turn_does_not_count(monkeypatch):
-    clock = iter([9.0, 1.0, *(4.0, 2.0), *(6.0, 1.0), *(2.0, 2.0)])
-    monkeypatch.setattr(steps, "step_seconds", lambda *size: next(clock))
-    assert steps.compare(dict(a=None, b=None), 0, 1, 3) == dict(a=(4.0, 1.0), b=(2.0, 2.0))
+    seconds = iter([9.0, 1.0, *(4.0, 2.0), *(6.0, 1.0), *(2.0, 2.0)])
+    monkeypatch.setattr(steps, "step_times", lambda *size: [next(seconds)])
+    found = steps.compare({"a": None, "b": None}, 0, 1, 3)
+    assert found == {"a": (4.0, 1.0), "b": (2.0, 2.0)}
 
 
-def test_a_step_is_of_the_rows_that_it_says(monkeypatch):
-    models, asked = steps.of_all_widths("tiny"), []
-    sizes, llama = [weight_bytes(llama) for llama in models.values()], models["INT4"]
-    assert 1.8 < sizes[0] / sizes[1] < 4 and 1.5 < sizes[1] / sizes[2] < 2
+def test_a_step_has_the_rows_that_it_says(monkeypatch):
+    models = steps.load_widths("tiny")
+    sizes = [weight_bytes(llama) for llama in models.values()]
+    assert 1.8 < sizes[0] / sizes[1] < 4
+    assert 1.5 < sizes[1] / sizes[2] < 2
+    llama = models["INT4"]
+    seen = []
     forward = type(llama.ops).forward
-    monkeypatch.setattr(
-        type(llama.ops),
-        "forward",
-        lambda self, plain, llama, tokens, step, rows: (
-            asked.append((len(tokens), step.spans[0][2], rows))
-            or forward(self, plain, llama, tokens, step, rows)
-        ),
-    )
-    assert steps.step_seconds(llama, 9, 5) > 0 and steps.step_seconds(llama, 0, 7) > 0
-    assert asked == [(9, 9, slice(-1, None)), (5, 14, None), (7, 7, slice(-1, None))]
+
+    def observed(self, llama, tokens, metadata, logits_indices):
+        seen.append((len(tokens), metadata.sequences[0].seq_len, logits_indices))
+        return forward(self, llama, tokens, metadata, logits_indices)
+
+    monkeypatch.setattr(type(llama.ops), "forward", observed)
+    assert all(seconds > 0 for seconds in steps.step_times(llama, 9, 5, repeats=2))
+    assert len(steps.step_times(llama, 0, 7)) == 1
+    last = slice(-1, None)
+    assert seen == [(9, 9, last), (5, 14, None), (5, 14, None), (7, 7, last)]
 
 
-@pytest.mark.parametrize("march, told", [("", "its own"), ("x86-64-v3", "x86-64-v3")])
-def test_a_row_for_each_width_and_cpu(march, told, monkeypatch):
-    monkeypatch.setenv("LLAMA_MARCH", march)
-    monkeypatch.delenv("LLAMA_NATIVE", raising=False)
-    model = SimpleNamespace(
-        config=SimpleNamespace(max_position_embeddings=200), weight_dtype=torch.bfloat16
-    )
-    monkeypatch.setattr(steps, "of_all_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
-    monkeypatch.setattr(steps, "step_seconds", lambda llama, past, new: float(new))
+def test_sizes_beyond_the_context_are_left_out(monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
+    monkeypatch.setattr(steps, "load_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
+    monkeypatch.setattr(steps, "step_times", lambda llama, past, new: [float(new)])
     rows = steps.steps(QUICK, "a/folder", "folder")
-    assert [row["width"] for row in rows.values()] == ["bfloat16", "INT8", "INT4"]
-    assert all(key.startswith(f"folder, {told}, ") for key in rows)
-    assert all(
-        row["rows64"] == 1 and row["prompt128_seconds"] == 128 and "rows256" not in row
-        for row in rows.values()
-    )
-    (table,) = report.sections(dict(steps=rows))
-    assert table.rows[0][3] == "1 s" and table.rows[1][3] == "1x" and table.rows[1][-1] == ""
+    assert list(rows) == ["folder, float32", "folder, INT8", "folder, INT4"]
+    for row in rows.values():
+        assert (row["rows64"], row["prompt128_seconds"]) == (1.0, 128.0)
+        assert "rows256" not in row and "prompt512" not in row
+    (table,) = report.sections({"steps": rows})
+    cells = dict(zip(table.headers, table.rows[1]))
+    assert (cells["rows 5"], cells["rows 256"]) == ("5000 ms, 1x", "")

@@ -2,11 +2,11 @@
 
 Cut the text into pieces (words with the space before them), spell each piece in bytes, and then,
 until there are enough tokens: find the pair of neighbours that occurs most often and make it one
-token. The list of these merges, in order, *is* the tokenizer. Of equally frequent pairs the one with
-the larger bytes wins. Equal pieces are stored once, with their count, and a merge changes only the
-pieces that hold its pair.
+token. The list of these merges, in order, *is* the tokenizer. Of equally frequent pairs the one
+with the larger bytes wins. Equal pieces are stored once, with their count, and a merge changes only
+the pieces that hold its pair.
 
-    Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (neighbours a, b in it)
+    Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (times a, b in it)
 
 Sennrich et al. 2016 (arXiv:1508.07909) for BPE; Radford et al. 2019 (GPT-2) for bytes as the
 alphabet and the split.
@@ -102,7 +102,7 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
 
 
 def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
-    """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, END the last."""
+    """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, with END."""
     letters = {byte: letter for letter, byte in alphabet().items()}
     vocab = {letters[byte]: byte for byte in range(256)}
     lines = []

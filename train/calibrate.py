@@ -62,7 +62,7 @@ CANDIDATES = 10  # values of a that AWQ and SmoothQuant try
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-# ---- GPTQ ------------------------------------------------------------------------------------------
+# ---- GPTQ ----------------------------------------------------------------------------------------
 
 
 def errors(difference: Tensor, hessian: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def better_rows(w: Tensor, hessian: Tensor, new: Quantized, rounded: Quantized) 
     )
 
 
-# ---- AWQ and SmoothQuant ---------------------------------------------------------------------------
+# ---- AWQ and SmoothQuant -------------------------------------------------------------------------
 
 
 class Moments:
@@ -167,37 +167,30 @@ class Moments:
 
     def __init__(self, columns: int, device: torch.device | str = "cpu"):
         self.hessian = torch.zeros(columns, columns, device=device)  # Σ 2 xᵀx: [K, K]
-        self.total = torch.zeros(columns, device=device)  # Σ |x|: [K]
+        self.magnitude = torch.zeros(columns, device=device)  # Σ |x|: [K]
         self.largest = torch.zeros(columns, device=device)  # max |x|: [K]
         self.sample = torch.zeros(0, columns, device=device)  # every eighth token's: [., K]
-        self.num_tokens = 0
 
     def add(self, x: Tensor) -> None:  # [T, K]
         x = x.float()
         self.hessian.addmm_(x.T, x, alpha=2)
-        self.total += x.abs().sum(0)
+        self.magnitude += x.abs().sum(0)
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
         self.sample = torch.cat((self.sample, x[::8]))
-        self.num_tokens += len(x)
 
     def divide(self, s: Tensor) -> None:
         """Divide each channel of all inputs by its s: [K]."""
         self.hessian /= s.outer(s)
-        self.total /= s
+        self.magnitude /= s
         self.largest /= s
         self.sample /= s
-
-    @property
-    def magnitude(self) -> Tensor:
-        """mean |x| of each channel: [K]."""
-        return self.total / max(1, self.num_tokens)
 
 
 @torch.no_grad()
 def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 128) -> Tensor:
     """AWQ's scale s of each input channel: [K], with the smallest error of rounding W diag(s).
 
-    All 1 if no scale helps. magnitude: mean |x| of each channel, [K].
+    All 1 if no scale helps. magnitude: mean |x| of each channel, [K], or a multiple of it.
     """
 
     def cost(s: Tensor) -> float:
@@ -295,7 +288,7 @@ def divide_rows(linear: Linear, s: Tensor) -> None:
         linear.bias[rows] /= s
 
 
-# ---- The inputs of each product --------------------------------------------------------------------
+# ---- The inputs of each product ------------------------------------------------------------------
 
 
 class LayerInput(NamedTuple):
@@ -381,7 +374,7 @@ def length(stream: Tensor) -> Tensor:
     return squares.mean(1, keepdim=True).sqrt().clamp(min=1e-10)
 
 
-# ---- Models ----------------------------------------------------------------------------------------
+# ---- Models --------------------------------------------------------------------------------------
 
 
 def quantize_linear(
@@ -395,16 +388,11 @@ def quantize_linear(
     return linear._replace(weight=q._replace(inputs=inputs))
 
 
-def ignore(message: str) -> None:
-    """No progress is shown."""
-
-
 @torch.no_grad()
 def quantize_model(
     llama: Llama,
     how: Quantization,
     texts: Sequence[Tensor] = (),
-    progress: Callable[[str], None] = ignore,
 ) -> Llama:
     """The model with quantized weights, not packed yet. `llama` loses its layers, one by one.
 
@@ -420,7 +408,7 @@ def quantize_model(
     count = len(llama.layers)
     inputs = [first_input(llama, text) for text in texts] if calibrated else []
     for i in range(count):
-        progress(f"layer {i + 1} of {count}")
+        say(f"layer {i + 1} of {count}")
         layer = llama.layers.pop(0)
         moments = observe(llama, layer, inputs) if calibrated else {}
         if "awq" in how.method or how.method == "smoothquant":
@@ -447,13 +435,12 @@ def quantized(
     texts: Sequence[Tensor] = (),
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    progress: Callable[[str], None] = say,
 ) -> Llama:
     """The model of this name, quantized layer by layer, not packed yet. how None: as it is."""
     llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
     if how is None:
         return llama
-    return quantize_model(llama, how, texts, progress)
+    return quantize_model(llama, how, texts)
 
 
 def size(llama: Llama) -> int:

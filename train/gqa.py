@@ -1,7 +1,8 @@
 """Grouped-query attention: fewer key/value heads, for a model that was trained with more.
 
 H query heads share G key/value heads, H / G query heads each. The cache, and the bytes that a
-decoding step reads of it, shrink by the factor H / G; G = 1 is multi-query attention (Shazeer 2019):
+decoding step reads of it, shrink by the factor H / G; G = 1 is multi-query attention (Shazeer
+2019):
 
     bytes a token = 2 · layers · G · D · bytes per number
     W'_g = mean over h in group g of W_h,          for k_proj and v_proj alike
@@ -54,7 +55,7 @@ def cache_bytes(llama: Llama, tokens: int, bits: Bits = (16, 16)) -> int:
 
 
 def main() -> None:
-    """The demonstration: the embedded model with one K/V head a layer, trained for a few seconds."""
+    """The demonstration: the embedded model with one K/V head a layer, trained for 10 steps."""
     llama = Llama.load("tiny", dtype=torch.float32, trainable=True).requires_grad_(False)
     end = llama.config.eos_token_ids[0]
     held_out = sample_corpus(llama, 8, 129, end, seed=2)

@@ -1,4 +1,4 @@
-"""The cost of fewer bits: bytes and perplexity of a model with fewer bits for weights, keys, values.
+"""The cost of fewer bits: bytes and perplexity of a model with small weights, keys and values.
 
     perplexity = exp(mean of −log p(token | the tokens before it in its piece of text))
 
@@ -11,8 +11,8 @@ recovers some of the loss of rounding, with the same bytes:
 
 (all are perplexities).
 
-    python -m train.quantize NAME --table TEXT --data FILE    the table of a model, calibrated on FILE
-    python -m train.perplexity                                a short one of the embedded model
+    python -m train.quantize NAME --table TEXT --data FILE    a model, calibrated on FILE
+    python -m train.perplexity                                a short table of the embedded model
 
 Cost: a pass over the text for each row, and quantizing the model for each recipe. Not covered:
 benchmarks.

@@ -40,6 +40,7 @@ from train.distill import count
 from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
+PIECES = 32  # of 512 tokens, to calibrate with
 COPIED = (*FILES, "chat_template.jinja", "generation_config.json")
 
 
@@ -130,7 +131,6 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the embedding and the head (8)",
     )
     add("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
-    add("--pieces", type=count, default=32, metavar="N", help="of 512 tokens of that text (32)")
     add("--out", metavar="DIR", help="the new folder")
     add(
         "--table",
@@ -151,7 +151,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.bits not in GROUPS and args.head_bits not in GROUPS:
         p.unused(args, "group", f"with --bits {args.bits}, where a whole row shares a scale")
     if args.method == "rtn":
-        p.unused(args, "data pieces", "with --method rtn, which looks at no text")
+        p.unused(args, "data", "with --method rtn, which looks at no text")
     elif args.data is None:
         p.error(f"--method {args.method} looks at text: give some with --data FILE")
     return args
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> None:
     args.device = find_device(args.device)
     calibration = []
     if args.data is not None:
-        calibration = pieces(args.data, Tokenizer.load(source), 512, args.pieces, calibrate=True)
+        calibration = pieces(args.data, Tokenizer.load(source), 512, PIECES, calibrate=True)
     if args.table is None:
         store(args, source, how, calibration)
     else:
@@ -186,7 +186,7 @@ def store(
         raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
     out.mkdir(parents=True, exist_ok=True)  # or it is refused now
     try:
-        llama = quantized(source, how, calibration, args.device, progress=say)
+        llama = quantized(source, how, calibration, args.device)
         save(llama, source, out)
     except BaseException:  # no half-written folder stays
         shutil.rmtree(out, ignore_errors=True)

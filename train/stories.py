@@ -76,7 +76,7 @@ class Corpus:
         return cls(torch.tensor(tokens), end, size)
 
     def crops(self, count: int, length: int, seed: int) -> Tensor:
-        """`count` random crops, by this seed: int64[B, N + 1]. UserError if the text is too short."""
+        """`count` random crops, by this seed: int64[B, N + 1]. UserError if a text is too short."""
         last = len(self.tokens) - length - 1
         if last < 1:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Merges are those of the plain algorithm, which counts everything anew each time; and the files work."""
+"""Merges are those of counting everything anew each time; and the files work."""
 
 from collections import Counter
 from pathlib import Path

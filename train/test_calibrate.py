@@ -1,4 +1,4 @@
-"""GPTQ is the paper's algorithm, AWQ changes only the rounding, and neither is ever worse than rounding."""
+"""GPTQ is the paper's algorithm, AWQ changes only the rounding; neither is worse than rounding."""
 
 import re
 
@@ -48,7 +48,7 @@ def weight(N: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
 
 
 def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """The paper's algorithm word for word, in float64: each column is rounded, then leaves the inverse Hessian."""
+    """The paper's algorithm in float64: each column is rounded, then leaves the inverse Hessian."""
     w, (N, K) = w.clone(), w.shape
     inverse = torch.linalg.inv(
         hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype)
@@ -149,7 +149,7 @@ def test_moments_add_up():
         m.add(part.bfloat16().float())
     x = x.bfloat16().float()
     torch.testing.assert_close(m.hessian, 2 * x.T @ x)
-    torch.testing.assert_close(m.magnitude, x.abs().mean(0))
+    torch.testing.assert_close(m.magnitude, x.abs().sum(0))
 
 
 def test_inputs_that_are_no_numbers_are_refused():
@@ -220,7 +220,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
-    """With any scales, grouped heads, and biases. Heads that share values share the scale of o_proj's inputs."""
+    """With any scales, grouped heads, biases. Heads that share values share a scale of o_proj."""
     monkeypatch.setattr(
         calibrate, "awq", lambda w, hessian, magnitude, bits, group: (magnitude + 0.1).double()
     )
@@ -262,7 +262,10 @@ def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
     middle, gate_up_in = ops.add_norm(start, attn_out, layer.post_norm, c.rms_norm_eps)
     down_in = ops.swiglu(ops.linear(gate_up_in, layer.gate_up))
     end = middle + ops.linear(down_in, layer.down)
-    length = lambda x: x.square().mean(1, keepdim=True).sqrt()
+
+    def length(x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean(1, keepdim=True).sqrt()
+
     expected = (qkv_in, o_in / length(middle), gate_up_in, down_in / length(end))
     for name, x in zip(PRODUCTS, expected):
         hessian = moments[name].hessian.double()
@@ -302,6 +305,24 @@ def test_smoothing_spares_inputs_of_8_bits_the_channels_that_are_large():
     assert lost[1] < 0.25 * lost[0]
 
 
+def test_smooth_takes_the_best_of_the_papers_scales(monkeypatch):
+    """s = max|x|^a / max|w|^(1 − a), with a = 1/n, 2/n, …, 1."""
+    w = weight(64, 96, 0, torch.float32) * torch.linspace(0.1, 2, 96)
+    x = torch.randn(100, 96, generator=torch.Generator().manual_seed(0))
+    x[:, 40] *= 100
+    largest_x = x.abs().amax(0)
+    largest_w = w.abs().amax(0)
+    for n in (1, 2, 10):
+        monkeypatch.setattr(calibrate, "CANDIDATES", n)
+        candidates = [largest_x ** (i / n) / largest_w ** (1 - i / n) for i in range(1, n + 1)]
+        costs = []
+        for s in candidates:
+            product = rounded_product(x / s, quantize(w * s, 8))
+            costs.append((product - x @ w.T).square().sum())
+        best = candidates[torch.stack(costs).argmin()]
+        torch.testing.assert_close(smooth(w, largest_x, x, unshared), best)
+
+
 # ---- Models
 
 
@@ -334,11 +355,10 @@ def test_model_is_quantized_by_every_method():
     methods = [RECIPES[5], RECIPES[8], RECIPES[-1]]
     cases = [({}, how) for how in RECIPES] + [(s, how) for s in SHAPES[1:] for how in methods]
     for shape, how in cases:
-        lines = []
         llama = model(**shape)
         expected = llama(text)
-        small = quantize_model(llama, how, texts, lines.append)
-        assert lines == ["layer 1 of 2", "layer 2 of 2"] and not llama.layers
+        small = quantize_model(llama, how, texts)
+        assert not llama.layers
         assert small.config.quantization == how
         for layer in small.layers:
             for name in PRODUCTS:
@@ -370,7 +390,7 @@ def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then
     for name, now in observe(plain, layer, read).items():
         tolerance = 1e-4 * now.hessian.abs().max().item()
         torch.testing.assert_close(seen[name].hessian, now.hessian, rtol=1e-4, atol=tolerance)
-        torch.testing.assert_close(seen[name].magnitude, now.magnitude, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(seen[name].magnitude, now.magnitude, rtol=1e-4, atol=1e-4)
         q = gptq(getattr(layer, name).weight.float(), seen[name].hessian, 4, 32)
         assert torch.equal(getattr(small.layers[0], name).weight.values, q.values)
         assert not torch.equal(getattr(layer, name).weight, getattr(first, name).weight)

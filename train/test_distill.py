@@ -1,4 +1,4 @@
-"""Learning: α and KL, steps that resume exactly, the command line, and the pair in this repository."""
+"""Learning: α and KL, steps that resume exactly, the command line, and the embedded pair."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def weights(llama: Llama) -> dict[str, Tensor]:
     return {name: place.detach().clone() for name, place in llama.named_tensors().items()}
 
 
-# ---- α, KL, steps --------------------------------------------------------------------------------------------------
+# ---- α, KL, steps --------------------------------------------------------------------------------
 
 
 def test_alpha_and_kl_by_hand() -> None:
@@ -71,7 +71,7 @@ def test_alpha_and_kl_by_hand() -> None:
 
 
 def test_the_last_steps_raise_alpha_itself(monkeypatch) -> None:
-    """The first 4 of 8 steps lower KL, the others 1 − α: what a step returns is what it was trained on."""
+    """The first 4 of 8 steps lower KL, the others 1 − α: a step returns what it was trained on."""
     kinds: list[str] = []
     for name in ("divergence", "acceptance"):
         real = getattr(distill, name)
@@ -138,7 +138,7 @@ def test_a_model_tells_what_it_would() -> None:
     assert len({*texts}) == 6  # no text twice, in one corpus or in two
 
 
-# ---- Learning ------------------------------------------------------------------------------------------------------
+# ---- Learning ------------------------------------------------------------------------------------
 
 
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
@@ -212,7 +212,7 @@ def test_muon_moves_each_matrix_alone_and_adam_the_rest() -> None:
     assert not any(parameter.grad.any() for parameter in run.student.parameters())
 
 
-# ---- The command line ----------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 SIZES, SHAPE = ["--length", "16", "--batch", "2"], ["--width", "24", "--heads", "4", "--mlp", "32"]
 
@@ -301,7 +301,7 @@ def test_bad_flags_are_one_line(
         assert code == 2 and last.startswith("error: ") and says in last, (flags, last)
 
 
-# ---- The pair in this repository -----------------------------------------------------------------------------------
+# ---- The pair in this repository -----------------------------------------------------------------
 
 
 def embedded(name: str) -> Path:

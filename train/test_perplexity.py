@@ -1,4 +1,4 @@
-"""The table of what the bits cost: perplexity through the cache beside the plain formula, and what a method saves."""
+"""Perplexity through the cache beside the plain formula, and what a method saves."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_perplexity_is_that_of_decoding_with_these_kv_bits(llama, monkeypatch):
 
 def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     (text := tmp_path / "text").write_text("Some text of a few words, again and again. " * 20)
-    flags = (folder, "--table", text, "--data", text, "--tokens", 192, "--pieces", 4)
+    flags = (folder, "--table", text, "--data", text, "--tokens", 192)
     assert quantize.main([str(flag) for flag in flags]) == 0
     lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
@@ -114,7 +114,9 @@ def test_a_row_is_what_it_is_alone(folder):
 
 
 def test_saved_is_a_share_of_what_rounding_with_the_same_bits_and_group_lost():
-    row = lambda perplexity, how=None, width="16": Row(how, width, 1, 1.0, perplexity)
+    def row(perplexity: float, how: Quantization | None = None, width: str = "16") -> Row:
+        return Row(how, width, 1, 1.0, perplexity)
+
     rows = [
         row(10.0),
         row(10.5, width="8"),
@@ -169,9 +171,8 @@ def losses() -> list[float]:
     return [row.perplexity / rows[0].perplexity - 1 for row in rows[1:]]
 
 
-@pytest.mark.meanwhile(program, "-c", "from train.test_perplexity import losses; print(*losses())")
-def test_on_the_embedded_model_gptq_recovers_half_of_what_rounding_loses(meanwhile):
-    done = meanwhile()
+def test_on_the_embedded_model_gptq_recovers_half_of_what_rounding_loses():
+    done = program("-c", "from train.test_perplexity import losses; print(*losses())")
     assert done.returncode == 0, done.stderr
     int8, fp8, both, smooth, nf4, int4, gptq = map(float, done.stdout.splitlines()[-1].split())
     assert 0 < int8 < 0.0005 and 0 < fp8 < 0.003

@@ -24,7 +24,7 @@ from train import calibrate, quantize
 
 
 def rounded(folder: Path, how: Quantization) -> Llama:
-    """The plain model whose weights are the numbers that the quantized ones stand for, in float64."""
+    """The plain model with the numbers that the quantized weights stand for, in float64."""
     llama = Llama.load(folder, "cpu", torch.float64, trainable=True).requires_grad_(False)
     for name, tensor in llama.named_tensors().items():
         bits = how.head_bits if "embed" in name or "lm_head" in name else how.bits
@@ -245,8 +245,8 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
         ([plain, "--out", __file__], "exists and is not an empty folder"),
         (["nothing", *out], "'nothing' is neither a folder"),
         ([small / "4", *out], "are INT4 already"),
-        ([*calibrated, __file__, "--pieces", 0], "--pieces: it is 0"),
-        ([*calibrated, __file__, "--pieces", 10**18], f"--pieces: it is {10**18}"),
+        ([plain, "--table", __file__, "--tokens", 0], "--tokens: it is 0"),
+        ([plain, "--table", __file__, "--tokens", 10**18], f"--tokens: it is {10**18}"),
         ([plain, *out, "--device", "tpu"], "device 'tpu'"),
         ([plain, *out, "--bits", 4, *activations], "need weights in 8 or fp8, not 4"),
         ([*calibrated[:-3], "--method", "gptq", "--bits", "nf4", "--data", "x"], "whole numbers"),

@@ -1,0 +1,142 @@
+"""What the compiler makes of the kernels that a server launches, for GPUs that are not there."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from gpu import GPU, run_empty_step
+from gpu.crosscompile import SHARED, Report, compile_launches
+from gpu.resources import print_reports
+from gpu.test_crosscompile import apart
+from gpu.weightonly import weight_only_product
+from model import Llama
+from paged import PagedCache
+
+pytestmark = pytest.mark.gpu_interpreter
+DIVIDING = ("_peaks", "_weigh", "_edge", "_cut")  # these spill 8 bytes around a division
+
+
+def attend_and_multiply(
+    bits: int,
+    kv: tuple[int, int],
+    shapes: list[tuple[int, int]],
+    arch: int = 90,
+    dtype: torch.dtype = torch.bfloat16,
+    D: int = 128,
+) -> list[Report]:
+    """The launches of steps of these shapes, of a layer of Llama 3.1 8B with heads of size D."""
+    config = Config(
+        vocab_size=512,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=D,
+        max_position_embeddings=4096,
+    )
+    if bits < 16:
+        config = config.quantized(Quantization(bits))
+    llama = Llama(config, "meta", dtype, seed=None, ops=GPU(records=False)).pack_weights()
+    cache = PagedCache.of(llama, 16, bits=kv)
+
+    def run() -> None:
+        for shape in shapes:
+            run_empty_step(llama, cache, shape, splits=2 if shape == (1, 1) else 1)
+
+    with mock.patch("gpu.flash.capability", lambda device: arch):
+        return compile_launches(run, arch)
+
+
+def sample() -> None:
+    ops = GPU()
+    logits = torch.empty(2, 128256, dtype=torch.bfloat16, device="meta")
+    streams = torch.empty(2, 1, dtype=torch.int64, device="meta")
+    ops.pick(ops.probabilities(logits), streams)
+    ops.pick(ops.probabilities(logits, top_p=0.9), streams)
+
+
+def rotate() -> None:
+    """Without a cache; with one `_store` rotates."""
+    q = torch.empty(20, 48, 128, dtype=torch.bfloat16, device="meta")[:, :40]
+    cos = torch.empty(20, 1, 128, dtype=torch.bfloat16, device="meta")
+    GPU().rotate(q, cos, cos)
+
+
+def multiply_fp8() -> None:
+    values = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(4096, 1, dtype=torch.bfloat16, device="meta")
+    for T in (1, 64):
+        x = torch.empty(T, 4096, dtype=torch.bfloat16, device="meta")
+        weight_only_product(x, values, scale, None, 128)
+
+
+def compiled() -> dict[str, list[Report]]:
+    decode = (1, 1)
+    prompt = (1, 40)
+    many_rows = [decode, prompt, (65, 1)]
+    return {
+        "16": attend_and_multiply(16, (16, 16), [decode, prompt]),
+        "8": attend_and_multiply(8, (8, 8), [decode, prompt]),
+        "8/4": attend_and_multiply(4, (8, 4), many_rows),
+        "4": attend_and_multiply(4, (4, 4), [(1, 8)]),
+        "sm_80": attend_and_multiply(4, (8, 4), [decode, prompt], 80),
+        "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),
+        "float32 on sm_80": attend_and_multiply(16, (4, 4), [prompt], 80, torch.float32),
+        "sampling": compile_launches(sample),
+        "rotate": compile_launches(rotate),
+        "fp8": compile_launches(multiply_fp8),
+    }
+
+
+@pytest.mark.meanwhile(apart, "gpu.test_resources", "compiled")
+def test_kernels_spill_nothing_and_copy_ahead(meanwhile):
+    """And all fit into shared memory, and multiply by tensor cores: `wgmma` where there is one.
+
+    In float32 products of single numbers would be unrolled, and spill thousands of bytes.
+    """
+    names = set()
+    for case, rows in meanwhile().items():
+        for report in (Report(*row) for row in rows):
+            names.add(report.kernel)
+            assert_fits(report, case)
+    assert len(names) == 17
+
+
+def assert_fits(report: Report, case: str) -> None:
+    what = case, *report[:6]
+    in_float32 = "float32" in case
+    most_spills = 8 if report.kernel in DIVIDING else 0
+    if in_float32 and report.kernel == "_attend":
+        most_spills = 1023
+    assert report.spills <= most_spills and report.shared <= SHARED[report.arch], what
+    wgmma = report.count("wgmma.mma")
+    mma = report.count("mma.sync")
+    if report.kernel == "_attend":
+        M = report.constants["M"]
+        assert report.ahead > 0 or in_float32 and report.arch == 80, what
+        assert report.programs >= (3 if M == 16 and not in_float32 else 1), what
+        if in_float32:
+            assert ".tf32" in report.ptx, what
+        else:
+            assert (wgmma > 0) == (report.arch == 90 and M >= 64), what
+    elif report.kernel == "_few":
+        assert report.ahead > 0 and mma > 0, what
+        assert report.programs >= (2 if report.arch == 90 else 1), what
+        if in_float32:  # three for each of x, of 64 columns and 16 or 32 rows
+            assert mma in (3 * 4, 3 * 8), what
+    elif report.kernel == "_many":
+        assert report.ahead > 0 and (wgmma > 0) == (report.arch == 90), what
+    else:
+        assert report.registers <= 168 and report.programs >= 3, what
+
+
+def test_a_table_has_a_row_for_each_report(capsys):
+    report = Report("_few", dict(BITS=4, ROWS=16, EVEN=True), 80, 0, 73728, 4, "", 8, 90)
+    print_reports([report])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["_few", "80", "0", "73,728", "4", "3", "BITS=4", "ROWS=16"]

@@ -1,0 +1,68 @@
+"""The machine: its instruction set belongs to its results; the stopwatch takes medians."""
+
+import pytest
+import torch
+
+from measure import clock, machine
+
+
+@pytest.fixture
+def cpu(tmp_path, monkeypatch):
+    """Pretends a CPU of this name with these flags."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv("LLAMA_MARCH", raising=False)
+    monkeypatch.delenv("LLAMA_NATIVE", raising=False)
+
+    def pretend(name: str, flags: str) -> None:
+        lines = f"processor\t: 0\nmodel name\t: {name}\nflags\t\t: {flags}\n"
+        machine.CPUINFO.write_text(lines + lines.replace(name, "another"))
+
+    return pretend
+
+
+def test_cpus_of_one_name_with_other_instructions_have_files_of_their_own(cpu):
+    files = []
+    for flags in ("sse avx2", "sse avx2 avx512f", "avx2 avx512f avx512_vnni avx512_bf16", "sse"):
+        cpu("AMD EPYC", flags)
+        files.append(machine.results_file().as_posix())
+    assert files == [
+        "results/amd-epyc-avx2.json",
+        "results/amd-epyc-avx512.json",
+        "results/amd-epyc-avx512-vnni.json",
+        "results/amd-epyc.json",
+    ]
+
+
+def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monkeypatch):
+    cpu("Intel(R) Xeon(R) @ 2.0GHz", "avx2 avx512f avx512_vnni")
+    for march, words in {"x86-64-v3": "avx2", "skylake-avx512": "avx512"}.items():
+        monkeypatch.setenv("LLAMA_MARCH", march)
+        assert machine.results_file().name == f"intel-r-xeon-r-2-0ghz-{words}.json"
+    monkeypatch.setenv("LLAMA_NATIVE", "0")
+    assert machine.instruction_set() == "no-c"
+
+
+def test_a_gpu_is_named_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200 (141 GB)")
+    assert machine.results_file().name == "nvidia-h200-141-gb.json"
+    found = machine.machine(5e12)
+    assert (found["machine"], found["instructions"]) == ("NVIDIA H200 (141 GB)", "")
+    assert found["read_bandwidth"] == 5e12
+
+
+def test_seconds_are_a_median_without_the_first_call(monkeypatch):
+    durations = [100.0, 1.0, 7.0, 2.0]  # the first call is slow
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def run() -> None:
+        now[0] += durations.pop(0)
+
+    assert clock.median_seconds(run, repeats=3) == 2.0
+    assert not durations
+
+
+def test_the_bandwidth_is_one_that_memory_can_have():
+    assert 1e8 < clock.read_bandwidth(8) < 1e13

@@ -1,0 +1,139 @@
+"""Tables and pictures: numbers as they are in the results, and nothing outside of a picture."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from measure import pictures, report
+
+STACK = [
+    {
+        "name": f"row {i}",
+        "tokens_per_second": 10.0 * ratio,
+        "first_token": 0.1,
+        "cache_bytes": i * 10**6,
+        "text_bytes": i * 10**6 / 4,
+        "weight_bytes": 10**7,
+        "speed_up": ratio,
+        "gain": gain,
+        "same_texts": 4,
+        "texts": 4,
+    }
+    for i, (ratio, gain) in enumerate([(1.0, None), (8.0, 8.0), (4.0, 0.5), (40.0, 10.0)])
+]
+GAMMAS = [
+    {"gamma": gamma, "label": f"{gamma}", "acceptance": 0.7, "speed_up": up, "formula": 1.1 * up}
+    for gamma, up in ((1, 0.9), (4, 1.4), (8, 1.1))
+]
+for row in GAMMAS:
+    row["dtype"] = "float32"
+GAMMAS.append(
+    {"gamma": None, "label": "auto: 3.1", "dtype": "float32", "acceptance": 0.7, "speed_up": 1.2}
+)
+BITS = [
+    {"weights": name, "kv": kv, "bytes": size, "perplexity": 8.0, "loss": loss, "tokens": 9}
+    for name, kv, size, loss in (
+        ("16 bits", "16", 10**9, 0.0),
+        ("16 bits", "8", 10**9, 0.01),
+        ("INT8 gptq", "16", 5 * 10**8, -0.001),
+        ("INT4 rtn, groups of 128", "16", 3 * 10**8, 0.125),
+    )
+]
+PEERS = {
+    f"{target} {ours} {peer}": {
+        "target": target,
+        "ours": ours,
+        "peer": peer,
+        "tokens_per_second": 9.0,
+        "peer_tokens_per_second": 4.0,
+    }
+    for target in ("a <model>", "another")
+    for ours in ("float32", "INT8")
+    for peer in ("transformers float32", "llama.cpp q8_0")
+}
+RESULTS = {"stack": STACK, "gammas": GAMMAS, "bits": BITS, "peers": PEERS}
+
+
+# ---- Tables
+
+
+def test_a_cell_is_filled_in_its_format_or_empty():
+    row = {"a": 0.0123, "b": 2_500_000, "c": 1.5, "d": None}
+    assert report.fill("{a:seconds}, {b:bytes}, {c:ratio}", row) == "12.3 ms, 2.5 MB, 1.5x"
+    assert report.fill("{a:.1%} of {c}", row) == "1.2% of 1.5"
+    assert report.fill("{a}, {d:ratio}", row) == report.fill("{e}", row) == ""
+    sizes = [report.format_bytes(n) for n in (0, 12, 4096, 3.2e9)]
+    assert sizes == ["0", "12 B", "4.1 kB", "3.2 GB"]
+
+
+def test_sections_are_in_reading_order_and_those_that_are_named():
+    results = RESULTS | {"gpu": {"decode": {"title": "d", "headers": ["a"], "rows": [["1"]]}}}
+    titles = [section.title.split()[0] for section in report.sections(results)]
+    assert titles == ["Everything", "Speculation,", "Perplexity", "Against", "d"]
+    (table,) = report.sections(results, ["stack"])
+    columns = dict(zip(table.headers, zip(*table.rows)))
+    assert columns["times the row before"] == ("", "8x", "0.5x", "10x")
+    assert columns["of a text"] == ("0", "250 kB", "500 kB", "750 kB")
+    lines = report.markdown(table).split("\n")
+    assert lines[2].startswith("|  | tokens/s |")
+    assert {line.count("|") for line in lines[2:8]} == {len(table.headers) + 1}
+
+
+def test_a_document_gets_the_tables_that_it_names():
+    machine = {"machine": "M", "instructions": "avx2", "threads": 2, "torch": "2", "date": "today"}
+    results = RESULTS | machine | {"read_bandwidth": 2e10}
+    marks = (
+        "before\n<!-- figures of results/m.json: gammas -->\nold\n<!-- end of figures -->\nafter"
+    )
+    made = report.with_tables(marks, {Path("results/m.json"): results}.__getitem__)
+    assert made.startswith("before\n") and made.endswith("<!-- end of figures -->\nafter")
+    assert "old" not in made and made.count("**") == 2
+    assert "M (avx2), 2 threads, torch 2, today; this machine reads 20 GB/s" in made
+    assert "| auto: 3.1 | 0.70 |  |  | 1.2x |  |" in made
+    assert report.with_tables(made, {Path("results/m.json"): results}.__getitem__) == made
+
+
+# ---- Pictures
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_well_formed_and_stays_on_its_sheet(name):
+    picture = pictures.draw_all(RESULTS)[name]
+    assert picture == pictures.draw_all(json.loads(json.dumps(RESULTS)))[name]
+    root, *parts = ElementTree.fromstring(picture).iter()
+    width = float(root.attrib["width"])
+    height = float(root.attrib["height"])
+    for part in parts:
+        x = float(part.attrib.get("x", 0))
+        y = float(part.attrib.get("y", 0))
+        if part.tag.endswith("rect"):
+            assert 0 <= x and x + float(part.attrib["width"]) <= width
+            assert 0 <= y and y + float(part.attrib["height"]) <= height
+        else:
+            size = 0.6 * float(part.attrib.get("font-size", 12)) * len(part.text or "")
+            left = x - size if part.attrib.get("text-anchor") == "end" else x
+            assert 0 <= left and left + size <= width and 0 < y < height, part.text
+
+
+def bars(name: str) -> list[tuple[float, str]]:
+    """(width, color) of a picture's bars."""
+    parts = ElementTree.fromstring(pictures.draw_all(RESULTS)[name]).iter()
+    found = [part.attrib for part in parts if part.attrib.get("height") == "18"]
+    return [(float(bar["width"]), bar["fill"]) for bar in found]
+
+
+def test_bars_are_as_long_as_the_numbers_say():
+    (first, _), (second, _), (third, color), (fourth, _) = bars("stack")
+    assert first == 1.0 and fourth == pictures.LONGEST and color == pictures.BAD
+    assert second == pytest.approx(1.5 * third, abs=0.2)  # log 8 over log 4
+    measured, formula, *_ = bars("gammas")
+    assert formula[0] == pytest.approx(1.1 * measured[0], abs=0.2)
+    assert measured[1] == pictures.BAD and len(bars("gammas")) == 6
+    assert [width for width, _ in bars("bits")] == [1.0, 1.0, pictures.LONGEST]
+    assert [color for _, color in bars("peers")].count(pictures.GOOD) == 2
+
+
+def test_what_was_not_measured_is_not_drawn():
+    assert pictures.draw_all({"gammas": GAMMAS}).keys() == {"gammas"}

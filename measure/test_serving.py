@@ -1,0 +1,86 @@
+"""Serving with a stopwatch, and memory that is wasted: with a clock and models that are known."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batcher import Batcher
+from checkpoint.formats import Quantization
+from kvcache import KVCache, NoCache
+from measure import serving
+from measure.memory import BlankModel, memory_use, mixed_requests
+from measure.serving import Served, log_spread, random_request, weight_bytes
+from measure.shards import SHAPES
+from model import Llama
+from paged import PagedCache
+from runner import ModelRunner
+
+
+def test_arrivals_are_waited_for_and_every_token_is_counted():
+    cache = KVCache(1, 1, 1, 64, 2)
+    arrivals = [
+        (0.05, random_request(3, 4, 1)),
+        (0.0, random_request(5, 2, 2)),
+        (0.02, random_request(2, 6, 3)),
+    ]
+    served = serving.serve(Batcher(ModelRunner(BlankModel(), cache, 2), 2), [cache], arrivals)
+    assert [len(text) for text in served.texts] == [4, 2, 6]
+    assert (served.num_tokens, served.num_first_tokens) == (12, 3)
+    assert (len(served.first_token), len(served.gaps)) == (3, 9)
+    assert served.seconds > 0.05
+    assert all(0 < seconds < served.seconds for seconds in served.first_token)
+    # Counted from each one's arrival:
+    assert sum(served.first_token) + sum(served.gaps) <= 3 * served.seconds - 0.07
+    assert served.cache_bytes == cache.bytes
+
+
+def test_rates_are_tokens_over_seconds():
+    served = Served(4.0, 12, 2, [0.5, 0.5], [1.0, 2.0, 2.0], 0, [])
+    assert served.tokens_per_second == 3.0
+    assert served.seconds_per_token == 0.5  # 5 seconds for the 10 tokens after the first steps
+
+
+def test_bytes_in_use_are_live_blocks():
+    cache = PagedCache(1, 1, 1, 8, block_size=4)
+    assert serving.bytes_in_use([cache]) == 0
+    seq, _ = cache.open([1] * 9)
+    cache.extend([(seq, [1] * 9)])
+    assert serving.bytes_in_use([cache]) == 3 * cache.bytes // 8
+    cache.free(seq)
+    rows = KVCache(1, 1, 1, 64, 2)
+    assert serving.bytes_in_use([cache, rows, NoCache(torch.device("cpu"))]) == rows.bytes
+
+
+def test_bytes_of_weights_are_those_of_the_numbers():
+    shape = replace(SHAPES["tiny"], tie_word_embeddings=False)
+    embedding = 4 * shape.vocab_size * shape.hidden_size
+    plain = Llama(shape)
+    numbers = sum(tensor.numel() for tensor in plain.named_tensors().values())
+    assert weight_bytes(plain) == 4 * numbers == weight_bytes(plain.pack_weights())
+    assert weight_bytes(plain, read=True) == 4 * numbers - embedding
+    tied = Llama(SHAPES["tiny"])
+    assert weight_bytes(tied) == weight_bytes(tied, read=True) == 4 * numbers - embedding
+    small = Llama(shape.quantized(Quantization(8)), seed=None)
+    assert weight_bytes(small) < 0.4 * weight_bytes(plain)
+
+
+def test_lengths_are_spread():
+    lengths = sorted(log_spread(16, 50))
+    assert 10 <= lengths[0] < 12
+    assert lengths[-1] == 50
+    assert len(set(lengths)) > 10
+
+
+@pytest.mark.parametrize(
+    "cache, texts, waste",
+    [
+        (KVCache(1, 1, 1, 1024, 8), (7.9, 8), (0.6, 1)),
+        (PagedCache(1, 1, 1, 512), (20, 99), (0, 0.05)),
+    ],
+    ids=["rows", "blocks"],
+)
+def test_memory_in_blocks_holds_more_texts_than_in_rows(cache, texts, waste):
+    use = memory_use(cache, mixed_requests(40))
+    assert texts[0] <= use["texts_in_flight"] <= texts[1]
+    assert waste[0] <= use["waste"] <= waste[1]
