@@ -70,7 +70,7 @@ def load_llama(
     empty = cls(config, "meta", dtype, None, ops, weight_dtype)  # what this process will hold
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
-    fill(model, numbers)  # numbers: one tensor after the other
+    fill_model(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
 
 
@@ -106,7 +106,7 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
 
 
 @torch.no_grad()
-def fill(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors of a checkpoint into a model. A plain weight is rounded where the model stores
     it in fewer bits."""
     targets = model.named_tensors()
