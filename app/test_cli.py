@@ -338,7 +338,7 @@ def test_ctrl_c_while_a_result_is_printed_drops_no_result(base, capsys, monkeypa
 
     def amid(call):
         def called(text: str) -> None:
-            if '"index": 1' in text or text.startswith("3 tokens ("):
+            if '"index": 1' in text or text.startswith("3 tokens (length)"):
                 os.kill(os.getpid(), signal.SIGINT)
             call(text)
 
