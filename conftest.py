@@ -23,7 +23,7 @@ if not torch.cuda.is_available():  # before anybody imports Triton: it runs kern
     os.environ["TRITON_INTERPRET"] = "1"
 
 from checkpoint.config import Config
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from kernels import Ops
 from kvcache import Store
 from model import Llama
@@ -119,7 +119,7 @@ def random_llama(
         if "norm" not in name:
             tensor.mul_(scale)
     llama = Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=None, ops=ops)
-    fill(llama, numbers.items())
+    fill_model(llama, numbers.items())
     return llama.pack_weights()
 
 

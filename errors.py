@@ -12,19 +12,9 @@ class UserError(ValueError):
 
 def brief(value: object, limit: int = 400) -> str:
     """One printable line of about `limit` characters at most: a long middle is left out."""
-    text = str(value)
-    if len(text) > 2 * limit:
-        text = text[:limit] + text[-limit:]
-    text = " ".join(text.split())
+    text = " ".join(str(value).split())
     if len(text) > limit:
-        head = limit * 2 // 3
-        tail = limit // 4
-        beginning = text[:head]
-        end = text[-tail:]
+        beginning = text[: limit * 2 // 3]
+        end = text[-limit // 4 :]
         text = f"{beginning} […] {end}"
-    characters = []
-    for character in text:
-        if not character.isprintable():
-            character = ascii(character)[1:-1]  # an escape sequence
-        characters.append(character)
-    return "".join(characters)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -134,7 +134,7 @@ class Model:
         if chat is False or self.tokenizer.chat_template is None:
             if chat or system is not None or not isinstance(prompt, str):
                 raise UserError(
-                    "chat messages, a system message or --chat need a chat template: leave them "
+                    "chat messages and a system message need a chat template: leave them "
                     "out, or use an Instruct model without --raw"
                 )
             return self.tokenizer.prompt(prompt)

@@ -10,9 +10,10 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,11 @@ from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks,
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
 from checkpoint.config import Config
-from checkpoint.hub import EMBEDDED, find_folder
+from checkpoint.hub import find_folder
 from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from parallel import num_processes, shard_config
-from quant import STORED, WIDTHS
 from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
 
 MAX_TEXTS = 2**16  # asked for at a time
@@ -77,9 +77,9 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--bits",
         type=number_or_word,
-        choices=(16, *STORED),
         default=16,
-        help="round the target's weights as they are loaded (quant.py does it with care)",
+        help="round the target's weights as they are loaded, to 8, 4, fp8 or nf4 (train.quantize: "
+        "with care)",
     )
     p.add_argument(
         "--dtype",
@@ -108,16 +108,12 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
     p.add_argument("--system", help="a system message, for chat templates")
-    template = p.add_mutually_exclusive_group()
-    template.add_argument(
-        "--chat", action="store_true", default=None, help="use the chat template, as is usual"
-    )
-    template.add_argument(
+    p.add_argument(
         "--raw",
-        dest="chat",
-        action="store_false",
-        default=None,
-        help="continue the prompt as it is",
+        dest="use_template",
+        action="store_const",
+        const=False,
+        help="continue the prompt as it is, without the model's chat template",
     )
     p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(
@@ -139,25 +135,19 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--kv",
-        choices=("paged", "contiguous"),
         default="paged",
-        help="keys and values in blocks, on demand (default), or reserved rows",
+        help="keys and values in blocks, on demand (paged, default), or in reserved rows "
+        "(contiguous)",
     )
     p.add_argument(
         "--kv-bits",
-        choices=tuple(WIDTHS),
         default="16",
-        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4",
+        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
     )
     p.add_argument(
         "--kv-memory",
         type=float,
         help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
-    )
-    p.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="read every prompt from its beginning, also where another began alike",
     )
     p.add_argument(
         "--no-cache",
@@ -168,6 +158,7 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--tensor-parallel",
         type=int,
+        default=1,
         help="split the models over so many processes (as torchrun does without this flag)",
     )
 
@@ -190,7 +181,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that exclude each other. A seed with --gamma auto implies coupling."""
+    """UserError for flags that exclude each other. A seed and --gamma auto imply coupled mode."""
     for name in ("n", "max_batch"):
         number = getattr(args, name)
         if not 1 <= number <= MAX_TEXTS:
@@ -207,20 +198,10 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
-    if args.draft and args.seed is not None and args.gamma in (None, "auto"):
-        keep_seed(args)
-
-
-def keep_seed(args: argparse.Namespace) -> None:
-    """--gamma auto goes by the clock, so a text repeats in coupled mode only."""
-    if args.verify is None:
-        args.verify = "coupled"
-        say("note: a seed with --gamma auto: verifying in coupled mode, so that the seed decides")
-    if args.verify == "exact":
-        say(
-            "note: --gamma auto goes by the clock: this seed need not give the same text again "
-            "(--gamma N does)"
-        )
+    if args.verify is None and args.draft and args.seed is not None:
+        if args.gamma in (None, "auto"):  # which goes by the clock: a text would not repeat
+            args.verify = "coupled"
+            say("note: verifying in coupled mode, so that the seed decides the text")
 
 
 # ---- Results -----------------------------------------------------------------------------------
@@ -231,14 +212,9 @@ def write_piece(piece: str, origin: str) -> None:
 
 
 def write_colored(piece: str, origin: str) -> None:
-    write(paint(piece, origin))
-
-
-def paint(piece: str, origin: str) -> str:
-    """The piece in the colour of its origin."""
-    if origin not in COLORS:
-        return piece
-    return f"\x1b[{COLORS[origin]}m{piece}\x1b[0m"
+    if origin in COLORS:
+        piece = f"\x1b[{COLORS[origin]}m{piece}\x1b[0m"
+    write(piece)
 
 
 def show_for(args: argparse.Namespace) -> Show | None:
@@ -247,8 +223,7 @@ def show_for(args: argparse.Namespace) -> Show | None:
         return None
     if not args.color:
         return write_piece
-    legend = [paint(origin, origin) for origin in COLORS]
-    say(f"colours: {', '.join(legend)}, plain: without drafts")
+    say("colours: accepted drafts green, corrected red, bonus cyan; plain: without drafts")
     return write_colored
 
 
@@ -263,51 +238,40 @@ def summary(result: Result) -> str:
     speculation = result.speculation
     if speculation is None:
         return text
-    accepted = "no drafts"
     if speculation.acceptance is not None:
-        accepted = f"{speculation.acceptance:.0%} of the drafts accepted"
-    text += f"\n{accepted}, {speculation.tokens_per_round:.2f} tokens a round"
+        text += f"\n{speculation.acceptance:.0%} of the drafts accepted"
+    text += f"\n{speculation.tokens_per_round:.2f} tokens a round"
     if speculation.speed_up:
         text += f": {speculation.speed_up:.2f} times as fast as plain decoding"
-    if speculation.predicted_speed_up:
-        text += f"; by the formula {speculation.predicted_speed_up:.2f}"
     return text
 
 
 def print_json(result: Result, **more: Any) -> None:
-    """Print a result as a line of JSON, in ASCII if standard output cannot encode it."""
+    """Print a result as a line of JSON, in ASCII, which holds any text on any terminal."""
     fields = result.to_dict() | more
-    text = json.dumps(fields, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # half a surrogate pair, say
-        text = json.dumps(fields)
-    write(text + "\n")
+    write(json.dumps(fields) + "\n")
 
 
-def serve(
+def print_results(
     engine: Engine, streams: Sequence[OutputStream], report: Callable[[Result], None]
 ) -> None:
-    """Report each result. Several processes stop after the same step."""
-    step_by_step = waiting_signals() if num_processes() > 1 else nullcontext()
-    with step_by_step:
-        report_each(engine.serve(streams), report)
-
-
-def report_each(results: Generator[Result, None, None], report: Callable[[Result], None]) -> None:
     """Report each result. A Ctrl-C waits until a result is printed; then it goes to the engine.
 
-    The engine ends the other texts as they are, and raises it again after the last one.
+    The engine ends the other texts as they are, and raises it again after the last one. Several
+    processes stop after the same step, so there it waits for the end of a step, too.
     """
-    result = next(results, None)
-    while result is not None:
-        try:
-            with waiting_signals():
-                report(result)
-        except KeyboardInterrupt as stop:
-            result = results.throw(stop)
-        else:
-            result = next(results, None)
+    step_by_step = waiting_signals() if num_processes() > 1 else nullcontext()
+    with step_by_step:
+        results = engine.serve(streams)
+        result = next(results, None)
+        while result is not None:
+            try:
+                with waiting_signals():
+                    report(result)
+            except KeyboardInterrupt as stop:
+                result = results.throw(stop)
+            else:
+                result = next(results, None)
 
 
 # ---- One prompt, many, or a chat ---------------------------------------------------------------
@@ -356,25 +320,32 @@ def start(
         not args.no_cache,
         args.kv,
         args.kv_memory,
-        not args.no_prefix_cache,
-        args.kv_bits,
+        kv_bits=args.kv_bits,
     )
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
-    if args.chat is None and model.tokenizer.chat_template is None and args.target not in EMBEDDED:
-        say("note: this model has no chat template: it continues your text")
     return engine
+
+
+def start_for_any(
+    args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
+) -> tuple[Engine, int]:
+    """The engine for texts that are not known yet, and the most tokens that one may have."""
+    limit = model.max_total_tokens(args.max_len, args.kv_bits)
+    engine = start(args, model, draft, max_batch * limit, limit, max_batch)
+    return engine, min(limit, engine.runner.cache.max_len)
 
 
 def one_prompt(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:
-    """Answer a prompt --n times: one after the other, or with --json in a batch."""
-    first = model.request(prompt, settings, args.system, args.chat, args.max_len, args.kv_bits)
+    """Answer a prompt --n times: one after the other, or with --json in a batch. -> 0"""
+    first = model.request(
+        prompt, settings, args.system, args.use_template, args.max_len, args.kv_bits
+    )
     length = first.num_prompt_tokens + first.num_remaining
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine = start(args, model, draft, max_batch * length, length, max_batch)
-    engine.batcher.check(first)
     show = show_for(args)
     streams = [OutputStream(model.tokenizer, first, prompt, show)]
     for i in range(1, args.n):
@@ -389,11 +360,7 @@ def one_prompt(
             write("\n")
         say(summary(result))
 
-    if max_batch > 1:
-        serve(engine, streams, report)
-        return 0
-    for stream in streams:
-        serve(engine, [stream], report)
+    print_results(engine, streams, report)
     return 0
 
 
@@ -404,19 +371,17 @@ def many_prompts(
 
     -> 1 if a line was bad, else 0
     """
-    limit = model.max_total_tokens(args.max_len, args.kv_bits)
-    engine = start(args, model, draft, args.max_batch * limit, limit, args.max_batch)
+    engine, longest = start_for_any(args, model, draft, args.max_batch)
     say(engine.describe())
-    begin = time.perf_counter()
-    texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
-    longest = min(limit, engine.runner.cache.max_len)
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
             raise UserError("gamma is about drafted tokens: name a --draft, or leave it out")
         engine.batcher.check(request)
 
-    lines = [*read_requests(texts, model, settings, longest, args.system, args.chat, check)]
+    texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
+    how = (model, settings, longest, args.system, args.use_template, check)
+    lines = [*read_requests(texts, *how)]
     streams = []
     for index, line in enumerate(lines):
         if line.error is None:
@@ -424,21 +389,19 @@ def many_prompts(
             streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
         else:
             print_error(line, index)
-    results = []
+    begin = time.perf_counter()
+    num_tokens = 0
 
     def report(result: Result) -> None:
-        results.append(result)
+        nonlocal num_tokens
+        num_tokens += len(result.tokens)
         print_json(result, **lines[result.index].id)
-        say(f"{len(results)} of {len(streams)}: {summary(result)}")
+        say(summary(result))
 
-    serve(engine, streams, report)
+    print_results(engine, streams, report)
     seconds = time.perf_counter() - begin
-    num_tokens = sum(len(result.tokens) for result in results)
     num_bad = len(lines) - len(streams)
-    say(
-        f"{len(results)} texts, {num_tokens} tokens in {seconds:.1f} s: "
-        f"{num_tokens / seconds:.1f} tokens/s; {num_bad} bad lines"
-    )
+    say(f"{num_tokens} tokens in {seconds:.1f} s; {num_bad} bad lines")
     return 1 if num_bad else 0
 
 
@@ -452,13 +415,9 @@ def print_error(line: Line, index: int) -> None:
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
-    limit = model.max_total_tokens(args.max_len, args.kv_bits)
-    shortest = Request(model.encode("?", args.system, args.chat), replace(settings, max_tokens=1))
-    engine = start(args, model, draft, limit, limit)
-    engine.batcher.check(shortest)
-    longest = min(limit, engine.runner.cache.max_len)
+    engine, longest = start_for_any(args, model, draft, 1)
     show = show_for(args)
-    has_template = model.tokenizer.chat_template is not None and args.chat is not False
+    has_template = model.tokenizer.chat_template is not None and args.use_template is not False
     messages: list[Message] = []
 
     def report(result: Result) -> None:
@@ -466,8 +425,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
         write("\n")
         say(summary(result))
 
-    kind = "a message" if has_template else "the beginning of a text"
-    say(f"Type {kind}; Ctrl-D ends.")
+    say("Type a message, or the beginning of a text to be continued; Ctrl-D ends.")
     while True:
         try:
             typed = read_once(lambda: input("> "))
@@ -481,13 +439,13 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
         messages.append({"role": "user", "content": typed})
         prompt = messages if has_template else typed
         try:
-            request = model.request(prompt, settings, args.system, args.chat, longest)
+            request = model.request(prompt, settings, args.system, args.use_template, longest)
         except UserError as error:
             say(f"{brief(error, MAX_MESSAGE)}: a new conversation begins")
             messages.clear()
             continue
         try:
-            serve(engine, [OutputStream(model.tokenizer, request, typed, show)], report)
+            print_results(engine, [OutputStream(model.tokenizer, request, typed, show)], report)
         except Terminated:
             raise
         except KeyboardInterrupt:  # enough of this answer
@@ -497,7 +455,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
 # ---- The program -------------------------------------------------------------------------------
 
 
-def profiled(
+def profile_to_file(
     args: argparse.Namespace, model: Model, draft: Draft | None
 ) -> AbstractContextManager[None]:
     """--profile: measure/ is loaded only then."""
@@ -509,20 +467,20 @@ def profiled(
     return import_module("measure.profiler").profiled(args.profile, llamas)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
     check_flags(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n is not None and n > 1:  # refused before other processes start
+    if n > 1:  # refused before other processes start
         shard_config(Config.load(find_folder(args.target)), n)
-    with joined(n, device, run, args) as device:
+    with joined(n, device, partial(run_command, args)) as device:
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         model = Model.load(args.target, device, dtype, args.bits)
         draft = load_draft(args.draft, model, dtype)
-        with profiled(args, model, draft):
+        with profile_to_file(args, model, draft):
             if args.prompts is not None:
                 return many_prompts(args, settings, model, draft, prompt)
             if prompt is not None:
@@ -541,6 +499,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return refuse(str(error))
     if rank > 0:
-        return follow(lambda: run(parser().parse_args(arguments)))
+        return follow(lambda: run_command(parser().parse_args(arguments)))
     args = parser().parse_args(arguments)
-    return status(lambda: run(args), handler=handle_signal)
+    return status(lambda: run_command(args), handler=handle_signal)

@@ -114,23 +114,24 @@ def read_once(read: Callable[[], Any]) -> Any:
     """The first process reads -> what it read, in every process; so is an error."""
     if num_processes() == 1:
         return read()
-    answer: list[Any] = [None]
+    answer: list[Any] = [None, None]  # and an error
     if dist.get_rank() == 0:
         try:
-            answer = [read()]
+            answer[0] = read()
         except (EOFError, OSError, UnicodeError, UserError) as error:
-            answer = [error]
+            answer[1] = error
     dist.broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
+    if answer[1] is not None:
+        raise answer[1]
     return answer[0]
 
 
 def follow(run: Callable[[], Any]) -> int:
     """Run it in a process after the first, in silence, unless it fails alone -> the exit status."""
-    sys.stdin = open(os.devnull, encoding="utf-8")
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    silence = open(os.devnull, "r+", encoding="utf-8")
+    sys.stdin = silence
+    sys.stdout = silence
+    sys.stderr = silence
 
     def run_patiently() -> None:
         try:
@@ -148,43 +149,43 @@ def follow(run: Callable[[], Any]) -> int:
 # ---- Beginning ---------------------------------------------------------------------------------
 
 
+def environment_number(name: str, default: int) -> int:
+    """A number that torchrun sets."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r} in the environment: unset it, or use torchrun")
+    return int(text)
+
+
 def torchrun_ranks() -> tuple[int, int, int]:
     """Rank, number of processes and rank on this machine, set by torchrun; one process: 0, 1, 0."""
-    way_out = "in the environment: unset it, or use torchrun"
-    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    for name in numbers:
-        text = os.environ.get(name)
-        if text is None:
-            continue
-        if not text.isdecimal():
-            raise UserError(f"{name} is {text!r} {way_out}")
-        numbers[name] = int(text)
-    rank, n, local_rank = numbers.values()
+    rank = environment_number("RANK", 0)
+    n = environment_number("WORLD_SIZE", 1)
+    local_rank = environment_number("LOCAL_RANK", 0)
     if n == 1:  # a rank alone means nothing
         return 0, 1, 0
-    if rank >= n:
-        raise UserError(f"WORLD_SIZE is {n}, and RANK {rank} {way_out}")
-    if "MASTER_ADDR" not in os.environ:
-        raise UserError(f"WORLD_SIZE is {n}, without MASTER_ADDR, {way_out}")
+    if rank >= n or "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE is {n} in the environment, with RANK {rank} or without MASTER_ADDR: unset "
+            "them, or use torchrun"
+        )
     return rank, n, local_rank
 
 
 @contextmanager
-def joined(
-    n: int | None, device: torch.device, function: Callable[..., Any], *arguments: Any
-) -> Iterator[torch.device]:
-    """Run the block in n processes -> the device of this one. n None: as torchrun says, or one.
+def joined(n: int, device: torch.device, function: Callable[[], Any]) -> Iterator[torch.device]:
+    """Run the block in n processes -> the device of this one. n 1: as torchrun says, or one.
 
-    The others call function(*arguments), which comes here, too.
+    The others call `function` (a `partial`, to be sent), which comes here, too.
     """
     rank, started, local_rank = torchrun_ranks()
-    if n is not None and n < 1:
+    if n < 1:
         raise UserError(f"--tensor-parallel is {n}: it must be at least 1")
-    if started > 1 and n not in (None, started):
+    if started > 1 and n not in (1, started):
         raise UserError(
             f"--tensor-parallel is {n}, and torchrun has started {started} processes: leave it out"
         )
-    n = n or started
+    n = max(n, started)
     if n == 1:
         yield device
         return
@@ -201,18 +202,18 @@ def joined(
             dist.init_process_group(timeout=FOREVER)
         else:
             stack.enter_context(watched_signals())
-            stack.enter_context(others(n, function, arguments))
+            stack.enter_context(others(n, function))
         yield device if device.type == "cpu" else torch.device(device.type, local_rank)
 
 
 @contextmanager
-def others(n: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
+def others(n: int, function: Callable[[], Any]) -> Iterator[None]:
     """Start n − 1 processes, each with a share of this machine's cores, and join them."""
     threads = max(1, torch.get_num_threads() // n)
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the others: one line tells all
-    context = (n, store.port, threads, function, arguments)
+    context = (n, store.port, threads, function)
     resource_tracker.ensure_running()  # it would unblock signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the others inherit that
     processes = start_processes(begin_process, context, n - 1, join=False, daemon=True)
@@ -234,12 +235,7 @@ def others(n: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
 
 
 def begin_process(
-    index: int,
-    n: int,
-    port: int,
-    threads: int,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    index: int, n: int, port: int, threads: int, function: Callable[[], Any]
 ) -> NoReturn:
     """What a process after the first does."""
     os.setsid()  # the terminal's Ctrl-C is for the first process
@@ -248,13 +244,13 @@ def begin_process(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(threads)
 
-    def run() -> None:
+    def join_and_run() -> None:
         store = dist.TCPStore("127.0.0.1", port, n, timeout=timedelta(seconds=10))
         dist.init_process_group(store=store, rank=index + 1, world_size=n, timeout=FOREVER)
-        function(*arguments)
+        function()
         dist.destroy_process_group()
 
-    sys.exit(follow(run))
+    sys.exit(follow(join_and_run))
 
 
 def end_with(processes: ProcessContext, n: int, leaving: Event) -> None:

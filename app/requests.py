@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from generate import Model
 
 SETTINGS = tuple(Settings.__dataclass_fields__)
-NAMES = ("prompt", "id", "system", "raw", "chat", *SETTINGS)
+NAMES = ("prompt", "id", "system", "raw", *SETTINGS)
 
 
 @dataclass
@@ -42,9 +42,9 @@ def read_requests(
     model: "Model",
     defaults: Settings,
     max_len: int | None,
-    system: str | None = None,
-    chat: bool | None = None,
-    check: Callable[[Request], None] = lambda request: None,
+    system: str | None,
+    use_template: bool | None,
+    check: Callable[[Request], None],
 ) -> Iterator[Line]:
     """Each line that is not blank.
 
@@ -57,16 +57,11 @@ def read_requests(
         try:
             line.fields = parse_object(text)
             check_fields(line.fields)
-            use_template = chat
-            if line.fields.get("raw"):
-                use_template = False
-            if line.fields.get("chat"):
-                use_template = True
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
                 line.fields.get("system", system),
-                use_template,
+                False if line.fields.get("raw") else use_template,
                 max_len,
             )
             check(request)
@@ -98,13 +93,8 @@ def check_fields(fields: dict[str, Any]) -> None:
         raise UserError(
             f'"prompt" is {fields.get("prompt")!r}: it must be a text, or chat messages'
         )
-    if not isinstance(fields.get("system"), str | None):
-        raise UserError(f"system is {fields['system']!r}: it must be a text")
-    for name in ("raw", "chat"):
-        if not isinstance(fields.get(name), bool | None):
-            raise UserError(f"{name} is {fields[name]!r}: it must be true or false")
-    if fields.get("raw") and fields.get("chat"):
-        raise UserError("chat and raw are both true: leave one out")
+    if not isinstance(fields.get("raw"), bool | None):
+        raise UserError(f"raw is {fields['raw']!r}: it must be true or false")
 
 
 def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:

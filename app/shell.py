@@ -39,10 +39,8 @@ def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
         sys.exit(refuse("standard output is closed: open it, or send it to /dev/null"))
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="replace")
 
 
@@ -97,12 +95,12 @@ def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
 
 def status(
     run: Callable[[], int | None],
-    *mistakes: type[Exception],
+    *,
     interrupted: str = "",
     handler: Callable[[int, Any], None] = raise_signal,
     signals: Sequence[int] = SIGNALS,
 ) -> int:
-    """Run it -> the exit status. mistakes: a user's, too; after a signal, say `interrupted`."""
+    """Run it -> the exit status. After a signal, say `interrupted`."""
     try:
         with handled(signals, handler):
             code = run() or 0
@@ -110,10 +108,10 @@ def status(
             return code
     except BrokenPipeError:  # the reader wants no more
         return 0
-    except (UserError, OSError, *mistakes) as error:
+    except (UserError, OSError) as error:
         return refuse(str(error))
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return refuse(
             "memory does not hold this: use a smaller model or fewer bits (--bits 8), "
@@ -130,8 +128,10 @@ def status(
             discard(sys.stdout)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch found too little memory. (torch.OutOfMemoryError is a GPU's only.)"""
+def is_out_of_memory(error: Exception) -> bool:
+    """torch.OutOfMemoryError is a GPU's only: on a CPU PyTorch raises a RuntimeError."""
+    if isinstance(error, MemoryError):
+        return True
     return any(words in str(error) for words in OUT_OF_MEMORY)
 
 
@@ -177,6 +177,4 @@ def new_file(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         new = Path(folder, path.name)
         yield new
-        if not new.exists():
-            raise OSError(f"{path} could not be written: is the disk full?")
         new.replace(path)

@@ -37,15 +37,14 @@ def raising(error: BaseException) -> None:
 def test_the_status_says_how_it_went(capsys):
     assert status(lambda: 3) == 3 and status(lambda: print("done")) == 0
     assert capsys.readouterr() == ("done\n", "")
-    for error, mistakes in (
-        (UserError("it is 3:\n  it must be 4"), ()),
-        (FileNotFoundError(2, "No such file", "x"), ()),
-        (RuntimeError("[enforce fail] can't allocate memory: you tried"), ()),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), ()),
-        (MemoryError(), ()),
-        (KeyError("x"), (KeyError,)),
+    for error in (
+        UserError("it is 3:\n  it must be 4"),
+        FileNotFoundError(2, "No such file", "x"),
+        RuntimeError("[enforce fail] can't allocate memory: you tried"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        MemoryError(),
     ):
-        assert status(lambda: raising(error), *mistakes) == 2
+        assert status(lambda: raising(error)) == 2
         out, err = capsys.readouterr()
         assert not out and err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert status(lambda: raising(KeyboardInterrupt()), interrupted="stopped") == 130
@@ -190,7 +189,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt), new_file(file) as new:
         new.write_text("half")
         raise KeyboardInterrupt
-    with pytest.raises(OSError, match="could not be written"), new_file(file) as new:
+    with pytest.raises(OSError, match="No such file"), new_file(file) as new:
         new.with_name("other").write_text("what a library leaves where the disk is full")
     assert file.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [
         "a.json",

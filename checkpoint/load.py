@@ -70,7 +70,7 @@ def load_llama(
     empty = cls(config, "meta", dtype, None, ops, weight_dtype)  # what this process will hold
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
-    fill(model, numbers)  # numbers: one tensor after the other
+    fill_model(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
 
 
@@ -83,13 +83,13 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Co
         expected = {name: header_of(tensor) for name, tensor in tensors.items()}
     if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
         expected[HEAD] = expected[EMBEDDING]
-        checkpoint.check(expected)
+    checkpoint.check(expected)
+    if config.tie_word_embeddings and HEAD in expected:
         if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
             raise UserError(
                 f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
                 "config.json ties them"
             )
-    checkpoint.check(expected)
 
 
 def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -106,7 +106,7 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
 
 
 @torch.no_grad()
-def fill(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors of a checkpoint into a model. A plain weight is rounded where the model stores
     it in fewer bits."""
     targets = model.named_tensors()

@@ -68,7 +68,6 @@ def test_only_what_is_needed_is_fetched():
         "tokenizer.json",
         "generation_config.json",
         "chat_template.jinja",
-        "tokenizer.model",
     ]
     others = [
         "original/consolidated.00.pth",

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from conftest import SMALL
 from cpu import CPU, native
 from kernels import Ops
@@ -35,7 +35,7 @@ def scaled_llama(
         tensor.mul_(1 if "norm" in name else 9)
     if bits < 16:
         llama = Llama(plain.config.quantized(Quantization(bits)), seed=None, ops=CPU())
-        fill(llama, plain.named_tensors().items())
+        fill_model(llama, plain.named_tensors().items())
     if packed:
         llama.pack_weights()
     return llama

@@ -18,7 +18,7 @@ from torch import Tensor
 import cpu
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from conftest import SMALL
 from cpu import CPU, native
 from kernels import Linear, Ops
@@ -318,7 +318,7 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     config = plain.config.quantized(quantization) if quantization else plain.config
     in_c, without_c = (Llama(config, seed=None, ops=ops) for ops in (CPU(), PLAIN))
     for llama in (in_c, without_c):
-        fill(llama, plain.named_tensors().items())
+        fill_model(llama, plain.named_tensors().items())
         llama.pack_weights()
     num_queries = []
     run_layers = native.NativeModel.run_layers

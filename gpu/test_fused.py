@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from conftest import SMALL
 from gpu import GPU, fused, weightonly
 from kernels import Linear, Ops
@@ -137,7 +137,7 @@ def test_all_kernels_of_a_model_run(bits, launched):
         tensors = llama.named_tensors().items()
         quantized = config.quantized(Quantization(bits, group=32))
         llama = Llama(quantized, seed=None, device=DEVICE, ops=Ops())
-        fill(llama, tensors)
+        fill_model(llama, tensors)
     tokens = torch.arange(3, device=DEVICE)
     rows = torch.tensor([0, 2], device=DEVICE)
     wanted = llama(tokens, logits_indices=rows)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from gpu import GPU
 from gpu.test_graphs import recorded
 from kernels import Ops
@@ -29,7 +29,7 @@ CONFIG = Config(
 def texts(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
     """A prompt, then two tokens by one recording: logits [T, V], and tokens picked from them."""
     llama = Llama(CONFIG.quantized(Quantization(8)), DEVICE, seed=None, ops=ops)
-    fill(llama, Llama(CONFIG, DEVICE, seed=1).named_tensors().items())
+    fill_model(llama, Llama(CONFIG, DEVICE, seed=1).named_tensors().items())
     llama.pack_weights()
     cache = PagedCache.of(llama, 8, 4, bits=(8, 4))
     seq, _ = cache.open(())

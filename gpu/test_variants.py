@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from conftest import SMALL
 from drafters import ModelDrafter
 from gpu import GPU, graphs, warm_up
@@ -54,7 +54,7 @@ def random_llama(bits: int, ops: Ops, **config: int) -> Llama:
     if bits == 16:
         return Llama(shape, seed=1, ops=ops).pack_weights()
     llama = Llama(shape.quantized(Quantization(bits, group=32)), seed=None, ops=ops)
-    fill(llama, Llama(shape, seed=1).named_tensors().items())
+    fill_model(llama, Llama(shape, seed=1).named_tensors().items())
     return llama.pack_weights()
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from app.shell import say
 from checkpoint.formats import Quantization
-from checkpoint.load import fill
+from checkpoint.load import fill_model
 from drafters import ModelDrafter
 from errors import UserError
 from generate import Draft, Engine, Model, load_draft
@@ -113,7 +113,7 @@ def random_model(name: str, bits: Kind, scale: Scale) -> Llama:
         config = SHAPES[name].quantized(Quantization(bits))
         tensors = llama.named_tensors()
         llama = Llama(config, scale.device, scale.dtype, seed=None)
-        fill(llama, tensors.items())
+        fill_model(llama, tensors.items())
     return llama.pack_weights()
 
 
