@@ -506,7 +506,7 @@ def profiled(
     llamas = [model.llama]
     if draft is not None and draft.llama is not None:
         llamas.append(draft.llama)
-    return import_module("measure.profiler").profiled(args.profile, llamas)
+    return import_module("measure.profiler").trace_phases(args.profile, llamas)
 
 
 def run(args: argparse.Namespace) -> int:
