@@ -3,7 +3,7 @@
     python bench.py                            the embedded pair on a CPU, in minutes
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
-    python bench.py --gpu smoke                then kernels, decode, … on a GPU
+    python bench.py --gpu decode               or kernels, serving, … on a GPU
     python bench.py --readme                   the documents' tables and pictures
 
 A claim of speed is a ratio between things that were measured in one run, in turns; what one run
@@ -42,14 +42,14 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "gammas": pair.gammas,
     "bits": pair.bits,
     "waste": memory.waste,
-    "steps": partial(steps.steps, target="tiny", label="tiny"),
+    "steps": partial(steps.steps, target="tiny"),
     "parallel": shards.parallel,
 }
 
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("bench.py", "Every claim, measured on the machine at hand.")
-    p.add_argument("--against", metavar="PEER", help="compare with transformers, or llama.cpp")
+    p.add_argument("--against", choices=list(peers.PACKAGES), help="compare with another program")
     p.add_argument("--gpu", choices=list(gpu_cases.CASES), help="on a GPU: models of true shapes")
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
@@ -78,15 +78,12 @@ def measure_pair(effort: Effort) -> Results:
 
 def load_results(path: Path) -> Results:
     """The results in a file; empty if there is no file. UserError if it holds something else."""
-    if not (ROOT / path).exists():
-        return {}
     try:
-        results = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        return json.loads((ROOT / path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({error}): name other results, or a new file"
-        ) from None
-    return results
+        raise UserError(f"{path} is not JSON ({error}): name other results") from None
 
 
 def write_file(path: Path, text: str) -> None:
@@ -116,7 +113,7 @@ def write_documents() -> None:
 # ---- The command line ----------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace) -> None:
+def run_bench(args: argparse.Namespace) -> None:
     if args.readme:
         write_documents()
         return
@@ -137,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
         results = {"peers": rows}
     elif args.target:
-        results = {"steps": steps.steps(effort, args.target, peers.label(args.target))}
+        results = {"steps": steps.steps(effort, args.target)}
     else:
         results = measure_pair(effort)
     store(results)
@@ -147,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_bench(arguments)
-    return status(lambda: run(args))
+    return status(lambda: run_bench(args))
 
 
 if __name__ == "__main__":

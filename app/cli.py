@@ -464,7 +464,7 @@ def profile_to_file(
     llamas = [model.llama]
     if draft is not None and draft.llama is not None:
         llamas.append(draft.llama)
-    return import_module("measure.profiler").profiled(args.profile, llamas)
+    return import_module("measure.profiler").trace_phases(args.profile, llamas)
 
 
 def run_command(args: argparse.Namespace) -> int:

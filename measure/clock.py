@@ -24,9 +24,12 @@ def median_seconds(run: Callable[[], object], repeats: int = 9) -> float:
     return median(times[1:])
 
 
-def read_bandwidth(megabytes: int = 512) -> float:
+def read_bandwidth(megabytes: int = 512, device: torch.device | str = "cpu") -> float:
     """The most bytes a second that this machine reads from memory, not from its caches."""
     # Adding whole numbers takes a core less time than reading them.
-    data = torch.ones(megabytes * 2**17, dtype=torch.int64)
-    least = min(median_seconds(data.sum, repeats=1) for _ in range(9))
-    return data.nbytes / least
+    data = torch.ones(megabytes * 2**17, dtype=torch.int64, device=device)
+
+    def read() -> None:
+        data.sum().item()  # waits for a GPU
+
+    return data.nbytes / min(median_seconds(read, repeats=1) for _ in range(9))

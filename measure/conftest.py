@@ -4,9 +4,12 @@ Most first runs on a GPU fail for reasons that no kernel's test sees: a host ten
 tensors, a number sent to the host during a recording, an argument that changes while a graph still
 uses it. Here the whole program runs as it would on a GPU:
 
-    an operation on device tensors   runs on the CPU, and fails if a host tensor is among them (scalars may be)
+    an operation on device tensors   runs on the CPU, and fails if a host tensor is among them
+                                     (scalars may be)
     a Triton kernel                  runs in Triton's interpreter, and fails likewise
-    a recording (gpu/graphs.py)      is the list of its launches with their arguments; a wait in it fails
+    a recording (gpu/graphs.py)      is the list of its launches with their arguments; a wait in
+                                     it fails, and so does a copy from the host, which a replay
+                                     would not repeat with new numbers
     a wait                           is noted: the function in which the host asked for numbers
 
 Invariant: numbers are those of the CPU's operations and the interpreter's kernels. Not covered:
@@ -29,24 +32,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-HERE, OPS, has_kernel = (
-    torch.device("cpu"),
-    torch.ops.aten,
-    torch._C._dispatch_has_kernel_for_dispatch_key,
-)
+HERE = torch.device("cpu")
+OPS = torch.ops.aten
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 COPIES = (OPS._to_copy, OPS.copy_)
-ASKS = (
-    OPS._local_scalar_dense,
-    OPS.nonzero,
-    OPS.masked_select,
-    OPS.equal,
-)  # results or sizes on the host
+# Their results, or the sizes of these, are on the host:
+ASKS = (OPS._local_scalar_dense, OPS.nonzero, OPS.masked_select, OPS.equal)
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }"""
+namespace {
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>);
+}"""
 
 
 def build_device() -> None:
-    """Make PyTorch's CPU build accept cuda devices: once in a process, before the pages that compute are imported.
+    """Make PyTorch's CPU build accept cuda devices: once in a process, before the pages that
+    compute are imported.
 
     inference_mode becomes no_grad. RuntimeError if this machine or build does not allow it.
     """
@@ -138,6 +138,8 @@ class Device(TorchDispatchMode):
             raise RuntimeError(f"{func}: on the host and on the device are {shapes}")
         if theirs and self.asks(func, args, wanted):
             self.wait()
+        if self.tape is not None and self.comes_from_host(tensors, args, wanted):
+            raise RuntimeError(f"{caller()} copies from the host, which a replay would not repeat")
         args, kwargs = (
             tree_map(here, args),
             {key: here(x) for key, x in kwargs.items() if key != "pin_memory"},
@@ -168,6 +170,12 @@ class Device(TorchDispatchMode):
             x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor) and x.dtype == torch.bool
         ]
         return func.overloadpacket in ASKS or "index" in func.name() and bool(masks)
+
+    @staticmethod
+    def comes_from_host(tensors: Any, args: Any, wanted: Any) -> bool:
+        """Whether an operation copies a host tensor's numbers to the device."""
+        target = is_cuda(wanted) or (args and isinstance(args[0], There))
+        return bool(target) and any(not isinstance(x, There) for x in tensors)
 
     def kernel(self, launch: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run a Triton kernel in the interpreter."""
@@ -208,16 +216,18 @@ class Device(TorchDispatchMode):
         return replay
 
     def wait(self) -> None:
-        """Note a wait, by the innermost function outside this page and the libraries. RuntimeError
-        in a recording."""
-        frame = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or "-packages" in frame.f_code.co_filename:
-            frame = frame.f_back
+        """Note a wait, by the function that waits. RuntimeError in a recording."""
         if self.tape is not None:
-            raise RuntimeError(
-                f"{frame.f_code.co_name} waits for the device, which cannot be recorded"
-            )
-        self.waits.append(frame.f_code.co_name)
+            raise RuntimeError(f"{caller()} waits for the device, which cannot be recorded")
+        self.waits.append(caller())
+
+
+def caller() -> str:
+    """The innermost function outside this page and the libraries."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ or "-packages" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_name
 
 
 def event(**options: Any) -> SimpleNamespace:
@@ -256,6 +266,8 @@ def pretended() -> Iterator[list[str]]:
     tensor, generator = torch.tensor, torch.Generator
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> Tensor:
+        if is_cuda(device) and PRESENT[-1].tape is not None:
+            raise RuntimeError(f"{caller()} copies from the host, which a replay would not repeat")
         made = tensor(*args, **more)
         return There(made) if is_cuda(device) else made
 

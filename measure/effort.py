@@ -49,6 +49,7 @@ class Effort:
     openings: tuple[str, ...] = OPENINGS
     num_short: int = 24  # short requests of the mixed load
     num_mixed: int = 96  # texts that measure the waste of memory
+    num_stories: int = 24  # that calibrate 4-bit weights; three times as many are measured
     methods: tuple[str, ...] = ("rtn", "gptq")  # how weights are quantized to 4 bits
 
 
@@ -61,5 +62,6 @@ QUICK = Effort(
     openings=OPENINGS[:1],
     num_short=2,
     num_mixed=6,
+    num_stories=2,
     methods=("rtn",),
 )

@@ -1,20 +1,18 @@
 """The measurements on a GPU: models of 1B and 8B shapes, with random weights made on the device.
 
-    python bench.py --gpu smoke          is everything right? Run this first, and pytest gpu
     python bench.py --gpu kernels        attention and products alone
     python bench.py --gpu decode         one stream, in 16, 8 and 4 bits
     python bench.py --gpu speculation    1B shapes draft for 8B shapes
     python bench.py --gpu serving        many requests at a time
-    python bench.py --gpu parallel       one model over all GPUs of this machine
 
 Speed does not depend on the values of weights, so nothing is downloaded. Kernels are compiled and
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
 it is measured. Shares are of the roof, the bytes that this GPU reads a second, measured first. Two
 random models never agree, so in `speculation` a special coin accepts each draft with a fixed
-probability α.
+probability α. Whether all is right on a GPU, tests say: run `pytest -q -m "" gpu measure` first.
 
 Invariant: a row is printed and stored as soon as it is measured.
-Not covered: requests that arrive one after the other (traffic.py has them, on a CPU).
+Not covered: requests that arrive one after the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,23 +32,20 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter
 from errors import UserError
-from generate import Draft, Engine, Model, load_draft
+from generate import Draft, Engine, Model
 from kernels import Linear, Ops, ops_for
 from kvcache import kv_bytes
-from measure.clock import median_seconds
-from measure.effort import SENTENCES
+from measure.clock import median_seconds, read_bandwidth
 from measure.machine import machine
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once, weight_bytes
-from measure.shards import SHAPES, compare_processes
+from measure.shards import SHAPES
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS, Kind, quantize
-from request import Request, Settings
 from sampling import Keyed
 
 Row = list[str]
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Scale:
 
     target: str = "8B"
     draft: str = "1B"
-    device: torch.device = torch.device("cuda")
+    device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     context: int = 1024  # tokens before those that are made
     count: int = 128
@@ -67,11 +62,12 @@ class Scale:
     num_texts: int = 64  # together
     num_requests: int = 256
     longest: int = 1024
-    read: int = 1 << 32  # bytes, to measure the bandwidth
+    megabytes: int = 4096  # to measure the bandwidth
+    repeats: int = 50  # of a kernel
     turns: int = 3
 
 
-QUICK = Scale("tiny", "tiny", CPU, torch.float32, 24, 8, 48, 2, 4, 12, 1 << 22, 1)
+QUICK = Scale("tiny", "tiny", "cpu", torch.float32, 24, 8, 48, 2, 4, 12, 4, 1, 1)
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
@@ -79,27 +75,20 @@ QUICK = Scale("tiny", "tiny", CPU, torch.float32, 24, 8, 48, 2, 4, 12, 1 << 22, 
 
 def device_seconds(run: Callable[[], object], scale: Scale) -> float:
     """Median seconds of `run()`; on a GPU of its recording, so that launches do not count."""
-    if scale.device.type == "cuda":
+    on_gpu = scale.device == "cuda"
+    if on_gpu:
         from gpu.graphs import record
 
         run()  # compiles its kernels
         run = record(run)
 
-    def repeat(times: int) -> None:
-        for _ in range(times):
+    def repeat() -> None:
+        for _ in range(scale.repeats):
             run()
-        if scale.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
 
-    once = median_seconds(partial(repeat, 1), repeats=1)
-    times = max(1, round(0.02 / once)) if scale.turns > 1 else 1
-    return median_seconds(partial(repeat, times)) / times
-
-
-def measure_bandwidth(scale: Scale) -> float:
-    """Bytes read a second, by a sum over more than a cache holds."""
-    data = torch.ones(scale.read // 4, device=scale.device)
-    return data.nbytes / device_seconds(data.sum, scale)
+    return median_seconds(repeat) / scale.repeats
 
 
 def random_numbers(scale: Scale, *shape: int) -> Tensor:
@@ -120,38 +109,8 @@ def random_model(name: str, bits: Kind, scale: Scale) -> Llama:
 def random_engine(llama: Llama, draft: Llama | None, max_len: int, max_batch: int) -> Engine:
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
-    drafts = None
-    if draft is not None:
-        drafts = Draft(draft, True, partial(ModelDrafter, draft))
+    drafts = Draft(draft, True, partial(ModelDrafter, draft)) if draft else None
     return Engine(model, drafts, max_len * max_batch, max_len, max_batch)
-
-
-# ---- Is everything right? ------------------------------------------------------------------------
-
-
-def smoke_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
-    """Greedy texts of the embedded model in float32 must be the CPU's, however they are made."""
-    cases = [(bits, "16") for bits in (8, 4, "fp8", "nf4")]
-    cases += [(16, kv_bits) for kv_bits in WIDTHS]
-    for bits, kv_bits in cases:
-        wanted = greedy_texts(CPU, bits, kv_bits, None, scale.count)
-        for draft in (None, "tiny-draft"):
-            texts = greedy_texts(scale.device, bits, kv_bits, draft, scale.count)
-            verdict = "ok" if texts == wanted else "WRONG"
-            yield [f"tiny in {bits} bits, KV {kv_bits}, {draft or 'no draft'}", verdict]
-
-
-def greedy_texts(
-    device: torch.device, bits: Kind, kv_bits: str, draft: str | None, count: int
-) -> list[list[int]]:
-    model = Model.load("tiny", device, torch.float32, bits)
-    drafts = load_draft(draft, model, torch.float32)
-    engine = Engine(model, drafts, 1000, 500, 2, kv_bits=kv_bits)
-    settings = Settings(temperature=0.0, seed=0, max_tokens=count, gamma=3)
-    requests = []
-    for prompt in SENTENCES[:2]:
-        requests.append(Request(model.encode(prompt), settings))
-    return serve_at_once(engine, requests).texts
 
 
 # ---- Kernels alone -------------------------------------------------------------------------------
@@ -190,7 +149,6 @@ def attention_call(
 ) -> Callable[[], Tensor]:
     """Attention of each text's newest `count` of `scale.prompt` tokens."""
     c = SHAPES[scale.target]
-    H = c.num_attention_heads
     G = c.num_key_value_heads
     num_blocks = num_texts * (scale.prompt // 16 + 1)
     cache = PagedCache(
@@ -204,13 +162,12 @@ def attention_call(
         ops=ops,
     )
     seqs = [cache.open([])[0] for _ in range(num_texts)]
-    past = [0] * (scale.prompt - count)
-    if past:
-        cache.extend([(seq, past) for seq in seqs])
+    if count < scale.prompt:
+        cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
     metadata = cache.extend([(seq, [0] * count) for seq in seqs])
-    qkv = random_numbers(scale, num_texts * count, H + 2 * G, c.head_dim)
-    q, k, v = (x.contiguous() for x in qkv.split((H, G, G), dim=1))
-    return partial(ops.store_and_attend, q, k, v, metadata, 0)
+    q = random_numbers(scale, num_texts * count, c.num_attention_heads, c.head_dim)
+    k = random_numbers(scale, num_texts * count, G, c.head_dim)
+    return partial(ops.store_and_attend, q, k, k, metadata, 0)
 
 
 def product_kernels(ops: Ops, scale: Scale) -> Iterator[Kernel]:
@@ -247,10 +204,8 @@ def stream_seconds(
     """Seconds a token of each text: a median over turns. One turn more warms up."""
     seconds = []
     for turn in range(scale.turns + 1):
-        requests = []
-        for i in range(num_texts):
-            seed = num_texts * turn + i
-            requests.append(random_request(scale.context, scale.count, seed, gamma))
+        seeds = range(num_texts * turn, num_texts * (turn + 1))
+        requests = [random_request(scale.context, scale.count, seed, gamma) for seed in seeds]
         seconds.append(serve_at_once(engine, requests).seconds_per_token)
     return median(seconds[1:])
 
@@ -304,23 +259,14 @@ def serving_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
     yield [f"{n} requests", f"{served.tokens_per_second:.0f}", first]
 
 
-def parallel_rows(scale: Scale, bandwidth: float) -> Iterator[Row]:
-    """One stream over all GPUs of this machine (or two processes), beside one."""
-    n = max(2, torch.cuda.device_count())
-    row = compare_processes(scale.target, n, scale.turns, scale.device.type, scale.count)
-    yield [f"{n} processes", f"{row['one']:.1f}", f"{row['many']:.1f}", f"{row['ratio']:.2f}"]
-
-
 # ---- The cases -----------------------------------------------------------------------------------
 
 SHARE = "of the read bandwidth"
 CASES = {  # -> headers, rows
-    "smoke": (("greedy texts are the CPU's", ""), smoke_rows),
     "kernels": (("a kernel", "ms", SHARE), kernel_rows),
     "decode": (("one stream", "tokens/s", SHARE), decode_rows),
     "speculation": (("times plain decoding", "γ = 2", "γ = 4", "auto"), speculation_rows),
     "serving": (("many requests", "tokens/s", "first token, median ms"), serving_rows),
-    "parallel": (("one stream", "tokens/s of one", "of all", "ratio"), parallel_rows),
 }
 
 
@@ -335,8 +281,8 @@ def run_case(name: str, quick: bool, store: Callable[[Results], None]) -> Result
         )
     scale = QUICK if quick else Scale()
     if on_gpu:
-        scale = replace(scale, device=torch.device("cuda"))
-    bandwidth = measure_bandwidth(scale)
+        scale = replace(scale, device="cuda")
+    bandwidth = read_bandwidth(scale.megabytes, scale.device)
     headers, measure_rows = CASES[name]
     section: Results = {"title": f"{name}, {scale.target} shapes", "headers": headers, "rows": []}
     results = machine(bandwidth) | {"gpu": {name: section}}

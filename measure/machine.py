@@ -40,7 +40,7 @@ def processor() -> str:
     """The GPU's name, or the CPU's."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return cpu_info("model name") or platform.processor() or platform.machine()
+    return cpu_info("model name") or platform.machine()
 
 
 def instruction_set() -> str:
@@ -51,8 +51,7 @@ def instruction_set() -> str:
         return "no-c"
     flags = cpu_info("flags") or cpu_info("Features")
     known = (os.environ.get("LLAMA_MARCH") or flags).split()
-    names = [name for flag, name in INSTRUCTIONS.items() if flag in known]
-    return names[0] if names else ""
+    return next((name for flag, name in INSTRUCTIONS.items() if flag in known), "")
 
 
 def results_file() -> Path:

@@ -57,7 +57,8 @@ def waste(effort: Effort) -> list[Row]:
         layouts[f"blocks of {size}"] = PagedCache(1, 1, 1, 8192 // size, size, 1024)
     rows = []
     for name, cache in layouts.items():
-        rows.append({"layout": name} | memory_use(cache, mixed_requests(effort.num_mixed)))
+        requests = mixed_requests(effort.num_mixed)
+        rows.append({"layout": name} | memory_use(cache, requests))
     return rows
 
 

@@ -28,6 +28,7 @@ from train.distill import sample_corpus
 from train.perplexity import recipe_label, recipes, table
 
 Row = dict[str, Any]
+Timed = tuple[Request, float]  # a text, and seconds a token
 
 
 class StackRow(NamedTuple):
@@ -35,23 +36,24 @@ class StackRow(NamedTuple):
 
     name: str
     engine: dict[str, Any]
+    max_batch: int = 1
     bits: int = 16
     draft: bool = False
 
 
 ALONE = {"kv": "contiguous"}
 ALONE_INT8 = {"kv": "contiguous", "kv_bits": "8"}
-BATCH = {"kv_bits": "8", "max_batch": 16}
+BATCH = {"kv_bits": "8"}
 BATCH_UNSHARED = {**BATCH, "prefix_cache": False}
 STACK = (
     StackRow("one at a time, no cache", {"use_cache": False}),
     StackRow("+ KV cache", ALONE),
     StackRow("+ INT8 keys and values", ALONE_INT8),
     StackRow("+ speculation (tiny-draft)", ALONE_INT8, draft=True),
-    StackRow("+ paged, continuous batching", BATCH_UNSHARED, draft=True),
-    StackRow("+ INT4 weights", BATCH_UNSHARED, bits=4, draft=True),
-    StackRow("+ prefix sharing: all", BATCH, bits=4, draft=True),
-    StackRow("all, with INT8 weights", BATCH, bits=8, draft=True),
+    StackRow("+ paged, continuous batching", BATCH_UNSHARED, 16, draft=True),
+    StackRow("+ INT4 weights", BATCH_UNSHARED, 16, bits=4, draft=True),
+    StackRow("+ prefix sharing: all", BATCH, 16, bits=4, draft=True),
+    StackRow("all, with INT8 weights", BATCH, 16, bits=8, draft=True),
 )
 
 
@@ -64,26 +66,24 @@ def stack(effort: Effort) -> list[Row]:
         turns.append([serve_row(row, models[row.bits], draft, effort) for row in STACK])
     first = [turn[0] for turn in turns]
     rows: list[Row] = []
-    for i, technique in enumerate(STACK):
-        measured = [turn[i] for turn in turns]
-        gains = [a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, first)]
-        total = median(gains)
-        same_texts = [a == b for a, b in zip(measured[0].texts, first[0].texts)]
+    for technique, served in zip(STACK, zip(*turns)):
+        speeds = [one.tokens_per_second for one in served]
+        speed_up = median(a / b.tokens_per_second for a, b in zip(speeds, first))
         weights = weight_bytes(models[technique.bits].llama)
         if technique.draft:
             weights += weight_bytes(draft.llama)
-        in_flight = min(technique.engine.get("max_batch", 1), effort.num_texts)
-        cache_bytes = max(one.cache_bytes for one in measured)
+        in_flight = min(technique.max_batch, effort.num_texts)
+        cache_bytes = max(one.cache_bytes for one in served)
         row = {
             "name": technique.name,
-            "tokens_per_second": median(one.tokens_per_second for one in measured),
-            "first_token": median(median(one.first_token) for one in measured),
+            "tokens_per_second": median(speeds),
+            "first_token": median(median(one.first_token) for one in served),
             "cache_bytes": cache_bytes,
             "text_bytes": cache_bytes / in_flight,
             "weight_bytes": weights,
-            "speed_up": total,
-            "gain": total / rows[-1]["speed_up"] if rows else None,
-            "same_texts": sum(same_texts),
+            "speed_up": speed_up,
+            "gain": speed_up / rows[-1]["speed_up"] if rows else None,
+            "same_texts": sum(a == b for a, b in zip(served[0].texts, first[0].texts)),
             "texts": effort.num_texts,
         }
         rows.append(row)
@@ -98,8 +98,8 @@ def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests.append(Request(model.encode(BEGINNING + sentence), settings))
     drafts = load_draft(draft, model) if technique.draft else None
-    tokens = technique.engine.get("max_batch", 1) * max_len
-    engine = Engine(model, drafts, tokens, max_len, **technique.engine)
+    batch = technique.max_batch
+    engine = Engine(model, drafts, batch * max_len, max_len, batch, **technique.engine)
     return serve_at_once(engine, requests)
 
 
@@ -111,7 +111,7 @@ def gammas(effort: Effort) -> list[Row]:
     model = Model.load("tiny", "cpu")
     draft = Model.load("tiny-draft", "cpu")
     plain = []  # seconds of a token, of each text
-    runs: dict[int | None, list[tuple[Request, float]]] = {g: [] for g in (*effort.gammas, None)}
+    runs: dict[int | None, list[Timed]] = {gamma: [] for gamma in (*effort.gammas, None)}
     for seed, opening in enumerate(effort.openings):
         plain.append(timed_text(model, None, 0, opening, seed, effort.num_tokens)[1])
         for gamma, texts in runs.items():
@@ -123,7 +123,6 @@ def gammas(effort: Effort) -> list[Row]:
         rounds = [stats.num_drafts for request, _ in texts for stats in request.rounds[1:]]
         label = f"auto: {fmean(rounds):.1f}" if gamma is None else str(gamma)
         row: Row = {"gamma": gamma, "label": label, "acceptance": alpha, "speed_up": gain}
-        row["dtype"] = str(model.llama.dtype).removeprefix("torch.")
         if gamma is not None:
             c, w = pass_costs(model.llama, draft.llama, gamma, 3 * effort.turns)
             row |= {"draft_cost": c, "pass_cost": w, "formula": speed_up(alpha, gamma, c, w)}
@@ -133,7 +132,7 @@ def gammas(effort: Effort) -> list[Row]:
 
 def timed_text(
     model: Model, draft: Model | None, gamma: int | None, opening: str, seed: int, count: int
-) -> tuple[Request, float]:
+) -> Timed:
     """Make a text of `count` tokens -> its request, and seconds a token after the first step."""
     settings = Settings(temperature=1.0, seed=seed, max_tokens=count, gamma=gamma)
     request = Request(model.encode(opening), settings)
@@ -148,12 +147,15 @@ def pass_costs(target: Llama, draft: Llama, gamma: int, turns: int) -> tuple[flo
     c = []
     w = []
     for _ in range(turns):
-        _, plain = step_times(target, PAST, 1, 2)  # the first one warms up
-        _, draft_seconds = step_times(draft, PAST, 1, 2)
-        _, wide = step_times(target, PAST, gamma + 1, 2)
-        c.append(draft_seconds / plain)
-        w.append(wide / plain)
+        plain = warm_step(target, 1)
+        c.append(warm_step(draft, 1) / plain)
+        w.append(warm_step(target, gamma + 1) / plain)
     return median(c), median(w)
+
+
+def warm_step(llama: Llama, new: int) -> float:
+    """Seconds of the second of two steps of `new` tokens."""
+    return step_times(llama, PAST, new, repeats=2)[1]
 
 
 # ---- Fewer bits ----------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def pass_costs(target: Llama, draft: Llama, gamma: int, turns: int) -> tuple[flo
 def bits(effort: Effort) -> list[Row]:
     """Bytes and perplexity of the embedded model on stories that it made, which need no file."""
     llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    count = 8 * effort.turns if effort.turns > 1 else 2  # stories to calibrate with
+    count = effort.num_stories  # to calibrate with
     end = llama.config.eos_token_ids[0]
     corpus = sample_corpus(llama, 4 * count, 72, end, seed=1)
     stories = corpus.tokens.roll(1).split(73)  # each begins with an end of text, as it was made

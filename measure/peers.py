@@ -32,7 +32,7 @@ from generate import Engine, Model
 from measure.clock import read_bandwidth
 from measure.effort import Effort
 from measure.serving import serve_at_once, weight_bytes
-from measure.steps import PROMPTS, WIDTHS
+from measure.steps import PROMPTS, WIDTHS, Rows, label
 from request import Request, Settings
 from tokenizer import Tokenizer
 
@@ -65,8 +65,6 @@ class Contestant(NamedTuple):
 
 def check_peer(name: str, gguf: str | None) -> None:
     """UserError if this peer cannot run."""
-    if name not in PACKAGES:
-        raise UserError(f"--against {name!r}: the peers are {', '.join(PACKAGES)}")
     if importlib.util.find_spec(PACKAGES[name]) is None:
         raise UserError(
             f"{name} is not installed here, so nothing is compared with it: "
@@ -84,10 +82,9 @@ def check_peer(name: str, gguf: str | None) -> None:
 
 def ours(target: str, width: str) -> Contestant:
     model = Model.load(target, "cpu", torch.float32, WIDTHS[width])
-    limit = model.llama.config.max_position_embeddings
 
     def make(prompts: Prompts, count: int) -> Made:
-        longest = min(limit, len(prompts[0]) + count)
+        longest = len(prompts[0]) + count
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests = [Request(list(prompt), settings) for prompt in prompts]
         engine = Engine(model, None, len(prompts) * longest, longest, len(prompts))
@@ -136,7 +133,7 @@ def llama_cpp(gguf: str) -> Contestant:
         tokens = []
         times = []
         start = time.perf_counter()
-        generator = model.generate(list(prompts[0]), temp=0.0, repeat_penalty=1.0, reset=True)
+        generator = model.generate(list(prompts[0]), temp=0.0, repeat_penalty=1.0)
         for token in islice(generator, count):
             tokens.append(int(token))
             times.append(time.perf_counter() - start)
@@ -150,13 +147,12 @@ def llama_cpp(gguf: str) -> Contestant:
 
 
 @torch.inference_mode()
-def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[str, dict[str, Any]]:
+def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
     """Our float32, INT8 and INT4 beside a peer -> a row for each. UserError if it cannot run."""
     check_peer(name, gguf)
     tokenizer = Tokenizer.load(find_folder(target))
     openings = [tokenizer.prompt(opening) for opening in effort.openings]
-    load_peer = partial(llama_cpp, gguf) if name == "llama.cpp" else partial(transformers, target)
-    peer = load_peer()
+    peer = llama_cpp(gguf) if name == "llama.cpp" else transformers(target)
     widths = [ours(target, width) for width in WIDTHS]
     everyone = [peer, *widths]
     for one in everyone:
@@ -182,9 +178,8 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> dict[st
 
 def long_work(peer: Contestant, config: Config) -> Iterator[tuple[str, Prompts, int]]:
     """Long prompts, of which a token is wanted; and texts together, if the peer can."""
-    texts = []
-    for seed in range(TOGETHER):
-        texts.append(random.Random(seed).choices(range(1000), k=TOGETHER_LENGTH))
+    generators = map(random.Random, range(TOGETHER))
+    texts = [generator.choices(range(1000), k=TOGETHER_LENGTH) for generator in generators]
     for n in PROMPTS:
         if n < config.max_position_embeddings:
             yield f"prompt{n}", [(texts[0] * n)[:n]], 1
@@ -208,8 +203,3 @@ def compare_texts(
         "same_texts": sum(theirs.tokens == mine.tokens for theirs, mine in turns),
         "texts": len(turns),
     }
-
-
-def label(target: str) -> str:
-    """A model's name, without the folder that holds it on this machine."""
-    return Path(target).absolute().name if Path(target).is_dir() else target

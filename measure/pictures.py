@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from measure.report import Results, format_bytes, format_ratio
+from measure.report import Results, format_bytes, format_ratio, rows_of
 
 INK = "#1f2328"
 PALE = "#8b949e"
@@ -124,7 +124,7 @@ def draw_all(results: Results) -> dict[str, str]:
     """The pictures for which these results have measurements."""
     pictures = {}
     for name, draw in PICTURES.items():
-        rows = results.get(name, [])
+        rows = rows_of(results, name)
         if rows:
-            pictures[name] = draw(list(rows.values()) if isinstance(rows, dict) else rows)
+            pictures[name] = draw(rows)
     return pictures

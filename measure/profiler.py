@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from app.shell import check_file, new_file, say
 from kernels import Ops
@@ -64,16 +63,13 @@ class TimedOps:
 
 
 @contextmanager
-def profiled(file: str, models: Sequence[Llama]) -> Iterator[None]:
+def trace_phases(file: str, models: Sequence[Llama]) -> Iterator[None]:
     """Trace the work of these models into this file, and print a line for each phase."""
     check_file(Path(file))  # before the work
     original = [llama.ops for llama in models]
     for llama in models:
         llama.ops = TimedOps(llama.ops)
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    trace = profile(activities=activities)
+    trace = profile()
     trace.start()
     start = time.perf_counter()
     try:

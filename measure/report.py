@@ -11,6 +11,7 @@ Invariant: no figure is written by hand.
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 
 from measure.steps import PROMPTS, ROWS
@@ -19,7 +20,6 @@ Results = dict[str, Any]
 MARKED = re.compile(
     r"(<!-- figures of (\S+?)(?:: ([\w ]+))? -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
-FIELD = re.compile(r"{([\w. ]+):?(.*?)}")
 
 
 class Section(NamedTuple):
@@ -49,19 +49,22 @@ def format_ratio(ratio: float) -> str:
 FORMATS = {"bytes": format_bytes, "seconds": format_seconds, "ratio": format_ratio}
 
 
-def fill(template: str, row: Results) -> str:
-    """The template with each `{name:format}` replaced by the row's value; "" if one is missing."""
-    fields = FIELD.findall(template)
-    if any(row.get(name) is None for name, _ in fields):
-        return ""
+class CellFormatter(Formatter):
+    """`{name:seconds}`, as str.format would."""
 
-    def value(found: re.Match[str]) -> str:
-        name, spec = found.groups()
+    def format_field(self, value: Any, spec: str) -> str:
         if spec in FORMATS:
-            return FORMATS[spec](row[name])
-        return format(row[name], spec)
+            return FORMATS[spec](value)
+        return format(value, spec)
 
-    return FIELD.sub(value, template)
+
+def fill_template(template: str, row: Results) -> str:
+    """The template with the row's values; "" if one is missing."""
+    measured = {name: value for name, value in row.items() if value is not None}
+    try:
+        return CellFormatter().vformat(template, (), measured)
+    except KeyError:
+        return ""
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -72,8 +75,10 @@ class Table(NamedTuple):
     columns: dict[str, str]  # header -> template
 
     def section(self, rows: Sequence[Results]) -> Section:
-        cells = [[fill(template, row) for template in self.columns.values()] for row in rows]
-        return Section(fill(self.title, rows[0]), list(self.columns), cells)
+        cells = [
+            [fill_template(template, row) for template in self.columns.values()] for row in rows
+        ]
+        return Section(fill_template(self.title, rows[0]), list(self.columns), cells)
 
 
 TABLES = {
@@ -93,7 +98,7 @@ TABLES = {
         },
     ),
     "gammas": Table(
-        "Speculation, tiny with tiny-draft, {dtype}, temperature 1, one text at a time; costs over "
+        "Speculation, tiny with tiny-draft, temperature 1, one text at a time; costs over "
         "those of a plain step",
         {
             "γ": "{label}",
@@ -124,8 +129,8 @@ TABLES = {
         },
     ),
     "parallel": Table(
-        "One model over several processes of this CPU (they share its cores): a token after 100 "
-        "others",
+        "One model over several processes, which share this CPU or have a GPU each: a token after "
+        "100 others",
         {
             "model": "{name}",
             "processes": "{processes}",
@@ -158,13 +163,17 @@ TABLES = {
 }
 
 
+def rows_of(results: Results, name: str) -> list[Results]:
+    """The rows of a section; where rows have names, these keep those of other runs."""
+    rows = results.get(name, [])
+    return list(rows.values()) if isinstance(rows, dict) else rows
+
+
 def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
     """Sections in reading order: those of these names; or all, and the GPU cases."""
     found = []
     for name, table in TABLES.items():
-        rows = results.get(name, [])
-        if isinstance(rows, dict):  # a row of each run
-            rows = list(rows.values())
+        rows = rows_of(results, name)
         if rows and name in (names or TABLES):
             found.append(table.section(rows))
     if not names:

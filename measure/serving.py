@@ -1,24 +1,19 @@
 """Serving requests through an engine, with a stopwatch at every step.
 
-Invariant: a text's times are those of the steps that gave it tokens: the first one counts from its
-arrival, each later one from the one before.
+Invariant: a text's times are those of the steps that gave it tokens: the first one counts from the
+start, each later one from the one before.
 """
 
 import random
 import time
-from collections import deque
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-from batcher import Batcher
 from generate import Engine
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
 from request import Request, Settings
-
-Arrival = tuple[float, Request]  # seconds after the start
 
 
 class Served(NamedTuple):
@@ -27,7 +22,7 @@ class Served(NamedTuple):
     seconds: float
     num_tokens: int
     num_first_tokens: int  # those of each text's first step
-    first_token: list[float]  # seconds from a request's arrival to its first token
+    first_token: list[float]  # seconds from the start to each request's first token
     gaps: list[float]  # seconds between a text's successive steps
     cache_bytes: int  # the most bytes of keys and values in use after any step
     texts: list[list[int]]  # the new tokens
@@ -60,41 +55,31 @@ def bytes_in_use(caches: Sequence[Any]) -> int:
     return total
 
 
-def serve(batcher: Batcher, caches: Sequence[Any], arrivals: Sequence[Arrival]) -> Served:
-    """Serve all requests, each from its arrival on."""
-    arriving = deque(sorted(arrivals, key=itemgetter(0)))
-    last_seen = {request: seconds for seconds, request in arrivals}
+def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
+    """Serve all requests; they arrive at the start."""
+    for request in requests:
+        engine.batcher.add(request)
+    last_seen: dict[Request, float] = {}
     first_token: list[float] = []
     gaps: list[float] = []
     cache_bytes = 0
     num_first_tokens = 0
-    start = time.perf_counter()
     now = 0.0
-    while arriving or batcher.waiting or batcher.running:
-        if not batcher.waiting and not batcher.running:
-            time.sleep(max(0.0, arriving[0][0] - now))
-            now = time.perf_counter() - start
-        while arriving and arriving[0][0] <= now:
-            _, request = arriving.popleft()
-            batcher.add(request)
-        new_tokens = batcher.step()
+    start = time.perf_counter()
+    while engine.batcher.waiting or engine.batcher.running:
+        new_tokens = engine.batcher.step()
         now = time.perf_counter() - start
-        cache_bytes = max(cache_bytes, bytes_in_use(caches))
+        cache_bytes = max(cache_bytes, bytes_in_use(engine.caches))
         for request, tokens in new_tokens.items():
-            if len(request.tokens) - len(tokens) == request.num_prompt_tokens:
-                first_token.append(now - last_seen[request])
-                num_first_tokens += len(tokens)
-            else:
+            if request in last_seen:
                 gaps.append(now - last_seen[request])
+            else:
+                first_token.append(now)
+                num_first_tokens += len(tokens)
             last_seen[request] = now
-    texts = [request.tokens[request.num_prompt_tokens :] for _, request in arrivals]
+    texts = [request.tokens[request.num_prompt_tokens :] for request in requests]
     num_tokens = sum(map(len, texts))
     return Served(now, num_tokens, num_first_tokens, first_token, gaps, cache_bytes, texts)
-
-
-def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
-    """Serve all requests; they arrive at the start."""
-    return serve(engine.batcher, engine.caches, [(0.0, request) for request in requests])
 
 
 def weight_bytes(llama: Llama, read: bool = False) -> int:

@@ -1,7 +1,6 @@
 """One model on one process and on several: the time of a token, in turns (parallel.py).
 
-    python bench.py                    among others, two processes on this CPU
-    python bench.py --gpu parallel     a process for each GPU
+    python bench.py     among others, two processes on this CPU, or one on each of its GPUs
 
 Each measurement is a program of its own, started by torch's launcher, so that its processes start
 alike. Weights are random: a token costs the same. Processes on one CPU share its cores and its
@@ -57,7 +56,11 @@ def compare_processes(name: str, n: int, turns: int, device: str, count: int) ->
 
 
 def parallel(effort: Effort) -> list[dict[str, Any]]:
-    """The shape of tiny; and wide layers, which have more to compute between two sums."""
+    """All GPUs of this machine; or the shape of tiny, and wide layers, which have more to compute
+    between two sums."""
+    n = torch.cuda.device_count()
+    if n > 1:
+        return [compare_processes("8B", n, effort.turns, "cuda", effort.num_tokens)]
     names = ["tiny", "two layers of 2048"][: effort.turns]
     return [compare_processes(name, 2, effort.turns, "cpu", effort.num_tokens) for name in names]
 
@@ -65,7 +68,7 @@ def parallel(effort: Effort) -> list[dict[str, Any]]:
 def main(name: str, device: str, count: str) -> None:
     """In each process."""
     on_gpu = device == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group()  # gloo on CPUs, NCCL on GPUs
     rank = dist.get_rank()
     if on_gpu:
         torch.cuda.set_device(rank)

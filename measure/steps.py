@@ -6,6 +6,7 @@ Invariant: all widths run the same step, in turns; a ratio is the median over tu
 """
 
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvcache import KVCache
 from measure.effort import Effort
 from model import Llama
 
+Rows = dict[str, dict[str, Any]]
 WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
 ROWS = (1, 5, 16, 64, 256)  # of a step
 PROMPTS = (128, 512, 1500)  # tokens
@@ -73,19 +75,23 @@ def load_widths(target: str) -> dict[str, Llama]:
     return models
 
 
-def steps(effort: Effort, target: str, label: str) -> dict[str, dict[str, Any]]:
-    """A row for each width. label: the target's name, without a folder."""
+def label(target: str) -> str:
+    """A model's name, without the folder that holds it on this machine."""
+    return Path(target).absolute().name if Path(target).is_dir() else target
+
+
+def steps(effort: Effort, target: str) -> Rows:
+    """A row for each width."""
     models = load_widths(target)
     max_len = models["float32"].config.max_position_embeddings
-    rows: dict[str, dict[str, Any]] = {}
+    rows: Rows = {}
     for name in WIDTHS:
-        rows[f"{label}, {name}"] = {"target": label, "width": name}
+        rows[name] = {"target": label(target), "width": name}
     for size, (past, new) in SIZES.items():
         if past + new > max_len:
             continue
         turns = effort.turns * (3 if past else 1)
         for name, (seconds, gain) in compare(models, past, new, turns).items():
-            row = rows[f"{label}, {name}"]
-            row[size] = gain
-            row[f"{size}_seconds"] = seconds
-    return rows
+            rows[name][size] = gain
+            rows[name][f"{size}_seconds"] = seconds
+    return {f"{label(target)}, {name}": row for name, row in rows.items()}

@@ -125,7 +125,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
     monkeypatch.setattr(bench, "measure_pair", lambda effort: pytest.fail("measured first"))
     (tmp_path / "deep.json").write_text("[" * 10)
     for arguments, told in (
-        (["--against", "nobody"], "the peers are transformers, llama.cpp"),
+        (["--against", "nobody"], "invalid choice: 'nobody'"),
         (["--gpu", "decode"], "needs a GPU"),
         (["--gguf", "x"], "--gguf has no use but with"),
         (["--target", "x", "--gpu", "decode"], "--target has no use"),

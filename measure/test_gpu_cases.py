@@ -1,4 +1,4 @@
-"""The GPU cases on toy shapes: they run to the end; the coin, the clock and errors."""
+"""The GPU cases on toy shapes; on a GPU, the texts of the embedded model are those of the CPU."""
 
 import json
 from functools import partial
@@ -6,22 +6,21 @@ from functools import partial
 import pytest
 import torch
 
+from generate import Engine, Model, load_draft
 from measure import gpu_cases
+from measure.effort import SENTENCES
 from measure.gpu_cases import QUICK
-from measure.serving import random_request, weight_bytes
+from measure.serving import random_request, serve_at_once, weight_bytes
 from measure.shards import SHAPES
 from model import Llama
+from quant import WIDTHS, Kind
+from request import Request, Settings
 
 
 @pytest.mark.parametrize("name", gpu_cases.CASES)
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if name == "parallel":  # processes that take seconds to begin: test_shards.py
-        row = {"one": 2.0, "many": 3.0, "ratio": 1.5}
-        monkeypatch.setattr(gpu_cases, "compare_processes", lambda *sizes: row)
-    if name == "smoke":
-        monkeypatch.setattr(gpu_cases, "greedy_texts", lambda *how: [[1]])
     stored = []
     results = gpu_cases.run_case(name, True, lambda found: stored.append(json.dumps(found["gpu"])))
     case = results["gpu"][name]
@@ -29,28 +28,6 @@ def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     assert {len(row) for row in case["rows"]} == {len(case["headers"])}
     assert all(isinstance(cell, str) for row in case["rows"] for cell in row)
     assert json.loads(stored[0])[name]["rows"] == case["rows"][:1]
-
-
-def test_smoke_names_texts_that_are_not_the_cpus(monkeypatch):
-    """The device makes another text with an INT4 cache."""
-
-    def texts(device, bits, kv_bits, draft, count):
-        return [[int(device != gpu_cases.CPU and kv_bits == "4")]]
-
-    monkeypatch.setattr(gpu_cases, "greedy_texts", texts)
-    scale = gpu_cases.Scale()
-    verdicts = {name: verdict for name, verdict in gpu_cases.smoke_rows(scale, 1.0)}
-    wrong = [name for name, verdict in verdicts.items() if verdict == "WRONG"]
-    assert wrong == [f"tiny in 16 bits, KV 4, {draft}" for draft in ("no draft", "tiny-draft")]
-    assert len(verdicts) == 16
-
-
-def test_greedy_texts_are_the_same_with_drafts():
-    plain, drafted = (
-        gpu_cases.greedy_texts(gpu_cases.CPU, 16, "8", draft, 12) for draft in (None, "tiny-draft")
-    )
-    assert plain == drafted
-    assert [len(text) for text in plain] == [12, 12]
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
@@ -111,12 +88,31 @@ def test_on_a_gpu_a_recording_is_timed(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "record", lambda run: lambda: calls.append("replay"))
-    scale = gpu_cases.Scale(turns=1)
+    scale = gpu_cases.Scale(repeats=2)
     gpu_cases.device_seconds(lambda: calls.append("run"), scale)
     assert calls[0] == "run" and set(calls[1:]) == {"replay"}
 
 
+def greedy_texts(device: str, bits: Kind, kv_bits: str, draft: str | None) -> list[list[int]]:
+    model = Model.load("tiny", device, torch.float32, bits)
+    drafts = load_draft(draft, model, torch.float32)
+    engine = Engine(model, drafts, 1000, 500, 2, kv_bits=kv_bits)
+    settings = Settings(temperature=0.0, seed=0, max_tokens=40, gamma=3)
+    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
+    return serve_at_once(engine, requests).texts
+
+
+def test_greedy_texts_are_the_same_with_drafts():
+    plain, drafted = (greedy_texts("cpu", 16, "8", draft) for draft in (None, "tiny-draft"))
+    assert plain == drafted
+    assert [len(text) for text in plain] == [40, 40]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_all_is_right_on_a_gpu():
-    rows = list(gpu_cases.smoke_rows(gpu_cases.Scale(), 1.0))
-    assert {verdict for _, verdict in rows} == {"ok"}
+@pytest.mark.parametrize("draft", [None, "tiny-draft"])
+def test_greedy_texts_on_a_gpu_are_the_cpus(draft):
+    cases = [(bits, "16") for bits in (8, 4, "fp8", "nf4")]
+    cases += [(16, kv_bits) for kv_bits in WIDTHS]
+    for bits, kv_bits in cases:
+        on_gpu = greedy_texts("cuda", bits, kv_bits, draft)
+        assert on_gpu == greedy_texts("cpu", bits, kv_bits, draft), (bits, kv_bits)

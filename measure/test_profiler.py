@@ -35,7 +35,7 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     """Draft and target are one model here; only the target's passes are `verify`."""
     model = generate.Model.load(base)
     request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
-    with profiler.profiled(str(tmp_path / "trace.json"), [model.llama]):
+    with profiler.trace_phases(str(tmp_path / "trace.json"), [model.llama]):
         engine = generate.Engine(model, generate.load_draft(model, model), 40, 40)
         steps = sum(1 for _ in engine.batcher.run([request]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -47,7 +47,10 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
 def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
     llama = generate.Model.load(base).llama
     original = llama.ops
-    with pytest.raises(KeyboardInterrupt), profiler.profiled(str(tmp_path / "trace.json"), [llama]):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        profiler.trace_phases(str(tmp_path / "trace.json"), [llama]),
+    ):
         assert isinstance(llama.ops, profiler.TimedOps)
         raise KeyboardInterrupt
     assert llama.ops is original

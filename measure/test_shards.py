@@ -20,8 +20,12 @@ def test_the_ratio_is_of_the_same_turn(monkeypatch):
 
 def test_shapes_are_known(monkeypatch):
     monkeypatch.setattr(shards, "compare_processes", lambda name, *sizes: name)
+    monkeypatch.setattr(shards.torch.cuda, "device_count", lambda: 1)
     assert set(shards.parallel(Effort())) <= set(shards.SHAPES)
     assert shards.parallel(QUICK) == ["tiny"]
+    monkeypatch.setattr(shards, "compare_processes", lambda *sizes: sizes[:4])
+    monkeypatch.setattr(shards.torch.cuda, "device_count", lambda: 4)
+    assert shards.parallel(Effort(turns=3)) == [("8B", 4, 3, "cuda")]
 
 
 def test_processes_begin_and_end():

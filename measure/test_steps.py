@@ -38,7 +38,7 @@ def test_sizes_beyond_the_context_are_left_out(monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
     monkeypatch.setattr(steps, "load_widths", lambda target: dict.fromkeys(steps.WIDTHS, model))
     monkeypatch.setattr(steps, "step_times", lambda llama, past, new: [float(new)])
-    rows = steps.steps(QUICK, "a/folder", "folder")
+    rows = steps.steps(QUICK, "folder")
     assert list(rows) == ["folder, float32", "folder, INT8", "folder, INT4"]
     for row in rows.values():
         assert (row["rows64"], row["prompt128_seconds"]) == (1.0, 128.0)
