@@ -497,7 +497,7 @@ class NoCache(Cache):
 
     def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
         ((_, tokens),) = requests
-        return AttentionMetadata.without_cache(1, len(tokens))
+        return AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
 
     def free(self, seq: int) -> None:
         """Nothing is stored."""
