@@ -59,7 +59,7 @@ def test_the_ratio_is_the_median_over_prompts():
     def made(seconds: float, last: int = 3) -> peers.Made:
         return peers.Made([1, 2, last], 1.0, 1.0 + seconds)
 
-    turns = [(made(2.0), made(1.0)), (made(9.0), made(1.0)), (made(3.0), made(1.0, last=4))]
+    turns = [(made(2.0), made(1.0)), (made(9.0), made(3.0)), (made(4.0), made(0.5, last=4))]
     peer = peers.Contestant("theirs", None)
     row = peers.compare_texts(one, peer, turns, roofs=[4000.0, 4000.0, 8000.0])
     assert (row["ratio"], row["tokens_per_second"]) == (3.0, 2.0)
