@@ -294,7 +294,7 @@ class Drafts:
         used = tuple(
             name for name in SETTINGS if any(value is not None for value in round.setting(name))
         )
-        key = bucket, k, used, round.coupled, round.coin, V, round.dtype
+        key = bucket, k, used, round.coupled, round.make_coin, V, round.dtype
         if key in self.rounds:
             return self.rounds[key]
         shape = B, k, V, round.dtype
@@ -313,7 +313,7 @@ class Drafts:
             drafted,
             q,
             used,
-            round.coin,
+            round.make_coin,
             round.first_draft_coin,
             round.ops,
         )
