@@ -17,4 +17,9 @@ def brief(value: object, limit: int = 400) -> str:
         beginning = text[: limit * 2 // 3]
         end = text[-limit // 4 :]
         text = f"{beginning} […] {end}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = ascii(character)[1:-1]  # an escape sequence
+        characters.append(character)
+    return "".join(characters)
