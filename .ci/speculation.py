@@ -1,6 +1,6 @@
 """Speculation on real models: the same greedy tokens, and what it gains and costs on this machine.
 
-    python .ci/speculation.py SMOLLM2 PROMPTS       (a model's folder; JSONL whose lines have "turns")
+    python .ci/speculation.py SMOLLM2 PROMPTS    (a model's folder; JSONL whose lines have "turns")
 
 Speeds are ratios of texts that are made in turns in one run: medians over six texts. What is aimed
 at is printed beside each figure; the limit is lower, because this machine is shared, and what

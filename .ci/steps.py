@@ -1,4 +1,4 @@
-"""What a real model's steps and prompts cost with fewer bits, in turns with float32: none costs more.
+"""A real model's steps and prompts with fewer bits, in turns with float32: none costs more.
 
     python .ci/steps.py SMOLLM2     (a folder with a model)
 

@@ -257,19 +257,27 @@ def pretended() -> Iterator[list[str]]:
 
     from gpu import graphs
 
-    device, launch, tolist, pointer = (
-        Device(),
-        InterpretedFunction.run,
-        Tensor.tolist,
-        Tensor.data_ptr,
-    )
-    tensor, generator = torch.tensor, torch.Generator
+    device = Device()
+    launch = InterpretedFunction.run
+    tolist = Tensor.tolist
+    pointer = Tensor.data_ptr
+    set_item = Tensor.__setitem__
+    tensor = torch.tensor
+    generator = torch.Generator
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> Tensor:
         if is_cuda(device) and PRESENT[-1].tape is not None:
             raise RuntimeError(f"{caller()} copies from the host, which a replay would not repeat")
         made = tensor(*args, **more)
         return There(made) if is_cuda(device) else made
+
+    def on_device(index: Any) -> Any:
+        if isinstance(index, tuple):
+            return tuple(map(on_device, index))
+        return make(index, device="cuda") if isinstance(index, list) else index
+
+    def write(x: Tensor, index: Any, value: Any) -> None:
+        set_item(x, on_device(index) if isinstance(x, There) else index, value)
 
     def numbers(x: Tensor) -> Any:
         if isinstance(x, There):
@@ -281,7 +289,12 @@ def pretended() -> Iterator[list[str]]:
         graphs: dict(record=device.record),
         InterpretedFunction: dict(run=lambda *args, **more: device.kernel(launch, *args, **more)),
         torch: dict(tensor=make, Generator=lambda device=None: generator()),
-        Tensor: dict(pin_memory=lambda x: x, data_ptr=lambda x: pointer(here(x)), tolist=numbers),
+        Tensor: dict(
+            pin_memory=lambda x: x,
+            data_ptr=lambda x: pointer(here(x)),
+            tolist=numbers,
+            __setitem__=write,
+        ),
     }
     with ExitStack() as changed:
         for owner, names in patches.items():
