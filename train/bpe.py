@@ -101,7 +101,7 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
             shutil.copy(source / name, folder)
 
 
-def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
+def save_tokenizer(folder: Path, merges: list[Pair]) -> int:
     """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, with END."""
     letters = {byte: letter for letter, byte in alphabet().items()}
     vocab = {letters[byte]: byte for byte in range(256)}
@@ -125,7 +125,6 @@ def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
     config = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         eos_token=END,
-        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ def main(file: str = __file__) -> None:
     """The demonstration: how a text shrinks."""
     text = Path(file).read_text(encoding="utf-8")
     pieces = [spell(piece) for piece in count_pieces([text]).elements()]
-    print(f"{Path(file).name}: {sum(len(piece) for piece in pieces):,} bytes")
+    print(f"{Path(file).name}: {len(text.encode()):,} bytes")
     for n, pair in enumerate(learn([text], 512), 1):
         pieces = [merge(piece, pair) for piece in pieces]
         if n in (1, 16, 64, 256):

@@ -50,7 +50,6 @@ from torch import Tensor
 from app.shell import say
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from errors import UserError
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
@@ -85,16 +84,15 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     integers = torch.empty_like(w)
     grid = rounded  # 8 bits: a row has one scale
     grids = []
-    K = w.shape[1]
     block = group if bits == 4 else BLOCK
-    for start in range(0, K, block):
-        stop = min(start + block, K)
+    for start in range(0, w.shape[1], block):
+        columns = slice(start, start + block)
+        later = slice(start + block, None)
         if bits == 4:
-            grid = quantize(moved[:, start:stop], bits, group)
+            grid = quantize(moved[:, columns], bits, group)
             grids.append(grid)
-        q, e = round_block(moved[:, start:stop], grid, U[start:stop, start:stop])
-        integers[:, start:stop] = q
-        moved[:, stop:] -= e @ U[start:stop, stop:]
+        integers[:, columns], e = round_block(moved[:, columns], grid, U[columns, columns])
+        moved[:, later] -= e @ U[columns, later]
     if bits == 4:
         compensated = rounded._replace(
             values=pack4(integers.to(torch.uint8)),
@@ -135,8 +133,6 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
     By 1 for a channel that was always 0.
     """
-    if not hessian.isfinite().all():
-        raise UserError("the Hessian is not finite: are the calibration inputs finite?")
     diagonal = hessian.diagonal()
     added = DAMP * diagonal.mean() + (diagonal == 0)
     damped = hessian + torch.diag(added)
@@ -396,12 +392,9 @@ def quantize_model(
 ) -> Llama:
     """The model with quantized weights, not packed yet. `llama` loses its layers, one by one.
 
-    texts: pieces of the calibration text, int64[T] each. UserError if the method needs texts, and
-    there are none.
+    texts: pieces of the calibration text, int64[T] each, for all methods but rtn.
     """
     calibrated = how.method != "rtn"
-    if calibrated and not texts:
-        raise UserError(f"{how.method} looks at text, and there is none: give some, or use rtn")
     result = copy(llama)
     result.config = llama.config.quantized(how)
     result.layers = []

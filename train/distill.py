@@ -236,22 +236,18 @@ class Training:
         self.steps += 1
         return loss.item()
 
-    def run(self, checkpoint: Path, every: float = 20) -> None:
-        """Train to the last step. every: seconds between checkpoints."""
-        recipe = self.recipe
-        shown = saved = time.monotonic()
+    def run(self, checkpoint: Path) -> None:
+        """Train to the last step, with a checkpoint every 20 seconds."""
+        steps = self.recipe.steps
+        saved = time.monotonic()
         losses = []
-        while self.steps < recipe.steps:
+        while self.steps < steps:
             losses.append(self.step())
-            now = time.monotonic()
-            last = self.steps == recipe.steps
-            if last or now - shown > 10:
-                say(f"step {self.steps:5} of {recipe.steps}  loss {mean(losses):.4f}")
-                shown = now
-                losses = []
-            if last or now - saved > every:
+            if self.steps == steps or time.monotonic() - saved > 20:
+                say(f"step {self.steps:5} of {steps}  loss {mean(losses):.4f}")
                 self.save(checkpoint)
-                saved = now
+                saved = time.monotonic()
+                losses = []
 
     def save(self, file: Path) -> None:
         """Write a checkpoint. If that fails, the old file stays as it was."""
@@ -262,13 +258,8 @@ class Training:
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
-        """Resume from a checkpoint. UserError if it is damaged, or of a model of another shape."""
-        try:
-            state = torch.load(file, self.student.device, weights_only=True)
-        except Exception as error:  # of many kinds: torch.load checks little
-            raise UserError(
-                f"{file} is no whole checkpoint ({error}): delete it to begin anew"
-            ) from None
+        """Resume from a checkpoint. UserError if it is of a model of another shape."""
+        state = torch.load(file, self.student.device, weights_only=True)
         stored = state["weights"]
         if shapes(stored) != shapes(self.weights):
             raise UserError(
@@ -308,9 +299,6 @@ def save_model(llama: Llama, folder: Path) -> None:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     bpe.write_json(folder / "config.json", config)
-    eos = config["eos_token_id"]
-    generation = dict(do_sample=True, temperature=0.7, eos_token_id=eos)
-    bpe.write_json(folder / "generation_config.json", generation)
 
 
 def student_tokenizer(
@@ -318,23 +306,15 @@ def student_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """The tokenizer in `out`, copied from a model or learned from stories; its end of text."""
     name = args.target or args.start
-    ends = ()
     if name is not None:
-        source = find_folder(name)
-        ends = Config.load(source).eos_token_ids
-        if source.resolve() != out.resolve():
-            bpe.copy_files(source, out, bpe.FILES)
+        bpe.copy_files(find_folder(name), out, bpe.FILES)
     elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
-        bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1), args.context)
+        bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1))
     tokenizer = Tokenizer.load(out)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
-    if not ends:
-        raise UserError(
-            f"{name}: its tokenizer has no {bpe.END}, and its config.json names no end of text"
-        )
-    return tokenizer, ends[0]
+    return tokenizer, Config.load(find_folder(name)).eos_token_ids[0]
 
 
 def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
@@ -357,21 +337,9 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
         num_key_value_heads=args.kv_heads or max(1, args.heads // 2),
         tie_word_embeddings=True,
         head_dim=args.width // args.heads,
-        max_position_embeddings=args.context,
+        max_position_embeddings=1024,
     )
     return new_model(config, args.seed, args.device)
-
-
-def load_target(args: argparse.Namespace) -> Llama:
-    """The target, frozen. UserError if its context does not suit the student."""
-    target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-    longest = target.config.max_position_embeddings
-    if args.length >= longest:
-        raise UserError(
-            f"--length {args.length}: {args.target} was made for at most {longest} tokens; "
-            "give fewer"
-        )
-    return target.requires_grad_(False)
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -391,8 +359,12 @@ def distill(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
-    target = load_target(args) if args.target else None
-    vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
+    target = None
+    vocab_size = tokenizer.vocab_size
+    if args.target is not None:
+        target = Llama.load(args.target, args.device, torch.float32, trainable=True)
+        target.requires_grad_(False)
+        vocab_size = target.config.vocab_size
     student = new_student(args, vocab_size, end)
     if target is not None and student.config.vocab_size != vocab_size:
         raise UserError(
@@ -402,20 +374,17 @@ def distill(args: argparse.Namespace) -> None:
     text = None
     sampled = None
     if stories:
-        say(f"encoding {len(stories):,} stories")
         text = Corpus.encode(train_stories, tokenizer, end)
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
         say(f"{len(text.tokens):,} tokens to learn from, {len(held_out.tokens):,} held out")
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
     if samples:
-        say(f"the target tells {args.tales} texts")
         sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
     recipe = Hyperparameters(
         steps=args.steps,
         batch=args.batch,
         length=args.length,
-        warmup=args.warmup,
         decay=args.decay,
         sampled=args.own,
         overlap=args.overlap,
@@ -488,50 +457,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the student, its tokenizer and its checkpoint (draft)",
     )
     add("--device", metavar="NAME", help="default: a GPU if there is one")
-    add("--seed", type=count, default=1, help="(1)")
-    add("--vocab", type=count, default=4096, help="tokens of a new vocabulary (4096)")
-    add("--layers", type=count, default=1, help="(1)")
-    add("--width", type=count, default=128, help="hidden_size (128)")
-    add("--mlp", type=count, help="intermediate_size (2 · width)")
-    add("--heads", type=count, default=4, help="(4)")
-    add("--kv-heads", type=count, help="(half of --heads)")
-    add("--context", type=count, default=1024, help="longest text (1024)")
-    add("--steps", type=count, default=100, help="(100)")
-    add("--batch", type=count, default=8, help="crops a step (8)")
-    add("--length", type=count, default=512, help="tokens of a crop (512)")
-    add("--warmup", type=count, default=40, help="steps in which the rate rises (40)")
-    add(
-        "--decay",
-        type=share,
-        default=0.5,
-        help="share of the steps, at the end, in which the rate falls to 0 (0.5)",
-    )
-    add("--tales", type=count, default=32, help="texts that the target tells (32)")
-    add(
-        "--own",
-        type=share,
-        default=0.5,
-        help="share of the steps on texts that the target tells (0.5)",
-    )
-    add(
-        "--overlap",
-        type=share,
-        default=0.25,
-        help="share of the steps, at the end, that raise α itself instead of lowering KL (0.25)",
-    )
+    counts = [
+        ("--seed", 1, "of everything random (1)"),
+        ("--vocab", 4096, "tokens of a new vocabulary (4096)"),
+        ("--layers", 1, "num_hidden_layers (1)"),
+        ("--width", 128, "hidden_size (128)"),
+        ("--mlp", None, "intermediate_size (2 · width)"),
+        ("--heads", 4, "num_attention_heads (4)"),
+        ("--kv-heads", None, "num_key_value_heads (half of --heads)"),
+        ("--steps", 100, "of all runs together (100)"),
+        ("--batch", 8, "crops a step (8)"),
+        ("--length", 512, "tokens of a crop (512)"),
+        ("--tales", 32, "texts that the target tells (32)"),
+    ]
+    for flag, default, text in counts:
+        add(flag, type=count, default=default, help=text)
+    shares = [
+        ("--own", 0.5, "on texts that the target tells (0.5)"),
+        ("--decay", 0.5, "at the end, in which the rate falls to 0 (0.5)"),
+        ("--overlap", 0.25, "at the end, that raise α itself instead of lowering KL (0.25)"),
+    ]
+    for flag, default, text in shares:
+        add(flag, type=share, default=default, help=f"share of the steps {text}")
     args = p.parse_args(arguments)
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
     if args.start:
-        p.unused(args, "layers width heads mlp context", "with --from, a model that has its shape")
-    if args.target:
-        p.unused(args, "vocab", "with the target's vocabulary")
-    else:
-        p.unused(args, "alone", "without a --target")
-    if args.alone or not args.target:
-        p.unused(args, "tales own overlap", "where no target is imitated")
+        p.unused(args, "layers width heads mlp", "with --from, a model that has its shape")
+    if not args.target:
+        p.unused(args, "alone own tales overlap", "without a --target")
     return args
 
 

@@ -5,11 +5,7 @@
 It is measured in float32, through the production cache: rows differ only in bits. On texts that a
 model made, their `author`, the mean is over the author's probabilities of every token, not over the
 one that it sampled: the same on average, without the noise. A calibrated method (calibrate.py)
-recovers some of the loss of rounding, with the same bytes:
-
-    saved = (rounding − method) / (rounding − 16 bits)        1: the method loses nothing
-
-(all are perplexities).
+recovers some of the loss of rounding, with the same bytes.
 
     python -m train.quantize NAME --table TEXT --data FILE    a model, calibrated on FILE
     python -m train.perplexity                                a short table of the embedded model
@@ -19,7 +15,6 @@ benchmarks.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,21 +96,6 @@ def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> li
     return found
 
 
-def saved(row: Row, rows: Sequence[Row]) -> float | None:
-    """The share of rounding's loss that a calibrated row saves.
-
-    None for other rows, and if rounding loses nothing.
-    """
-    if row.how is None or row.how.method == "rtn" or row.width != "16":
-        return None
-    rounding = replace(row.how, method="rtn")
-    exact = rows[0].perplexity
-    for other in rows:
-        if other.how == rounding and other.width == "16" and other.perplexity > exact:
-            return (other.perplexity - row.perplexity) / (other.perplexity - exact)
-    return None
-
-
 def table(
     name: str | Path,
     texts: Sequence[Tensor],
@@ -128,9 +108,9 @@ def table(
     num_tokens = sum(len(text) for text in texts)
     print(
         f"{name}: bytes of the weights, scales included, and of a token's keys and values; "
-        f"perplexity of {num_tokens:,} tokens, and how much of what rounding loses a method saves"
+        f"perplexity of {num_tokens:,} tokens"
     )
-    print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity{'saved':>17}")
+    print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity")
     rows = []
     for how, widths in recipes:
         llama = quantized(name, how, calibration, device, torch.float32)
@@ -141,7 +121,7 @@ def table(
             token_bytes = cache_bytes(llama, 1024, bits) / 1024
             loss = perplexity(llama, texts, bits, author)
             rows.append(Row(how, width, weight_bytes, token_bytes, loss))
-            print(row_text(rows[-1], rows), flush=True)
+            print(row_text(rows[-1], rows[0]), flush=True)
     return rows
 
 
@@ -157,15 +137,12 @@ def recipe_label(how: Quantization | None) -> str:
     return label
 
 
-def row_text(row: Row, rows: Sequence[Row]) -> str:
+def row_text(row: Row, first: Row) -> str:
     """A line of the table, beside the first row of it."""
-    first = rows[0]
     size = row.bytes / first.bytes
     loss = row.perplexity / first.perplexity - 1
-    share = saved(row, rows)
-    text = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{size:12.3f}"
-    text += f"{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}".replace("%", " %")
-    return text if share is None else f"{text}{share:7.0%}"
+    bytes_text = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{size:12.3f}"
+    return f"{bytes_text}{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}"
 
 
 def main() -> None:
