@@ -6,10 +6,7 @@ sampled from the target; its last steps minimize 1 − α:
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),    α ≥ 1 − √(KL / 2)
 
-(the bound is Pinsker's). The optimizers are PyTorch's: Muon for the layers' matrices, AdamW for
-embeddings, norms and biases. A matrix's gradient is dominated by a few directions; Muon takes the
-momentum M = U S Vᵀ and moves the matrix by U Vᵀ, the same distance in every direction: 15 products
-in bfloat16 for each matrix and step, slow on a CPU without instructions for them.
+(the bound is Pinsker's).
 
     python -m train.distill                                    a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE…         a draft learns from a target
@@ -23,7 +20,7 @@ a killed run resumes exactly from its checkpoint. Not covered: several GPUs, tex
 in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
-(2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
+(2305.07759).
 
     B texts of a batch · N tokens of a crop · T = B N tokens of a step · V vocabulary
 """
@@ -61,9 +58,6 @@ from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
-
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
-
 
 # ---- The loss, and what a draft is worth ---------------------------------------------------------
 
@@ -143,29 +137,6 @@ class Hyperparameters:
         return min(1.0, rising, falling)
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the machine has instructions for products in bfloat16."""
-    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-
-
-@torch.no_grad()
-def separate_weights(llama: Llama) -> dict[str, Tensor]:
-    """The model's tensors by their names in a checkpoint, as an optimizer wants them: with `.grad`.
-
-    q, k and v are rows of one parameter, and so are gate and up. Here each is a separate tensor in
-    the same memory, and its gradient is the same rows of the parameter's gradient.
-    """
-    weights = {}
-    for parameter in llama.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # `backward` adds to it in place
-    for name, rows in llama.named_tensors().items():
-        parameter = rows if rows._base is None else rows._base
-        weight = rows.detach()
-        weight.grad = parameter.grad.as_strided(rows.size(), rows.stride(), rows.storage_offset())
-        weights[name] = weight
-    return weights
-
-
 class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
@@ -185,18 +156,9 @@ class Training:
         self.sampled = sampled
         self.recipe = recipe
         self.steps = 0  # done
-        self.weights = separate_weights(student)
-        matrices = []
-        others = []
-        for name, weight in self.weights.items():
-            if weight.ndim == 2 and name not in EMBEDDINGS:
-                matrices.append(weight)
-            else:
-                others.append(weight)
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
-            torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self.optimizer = torch.optim.AdamW(
+            student.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""
@@ -212,7 +174,7 @@ class Training:
         tokens = crops[:, :-1].flatten()  # [T]
         metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
         p_logits = None
-        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             q_logits = self.student(tokens, metadata)  # [T, V]
             if self.target is not None:
                 p_logits = self.target(tokens, metadata)
@@ -228,11 +190,10 @@ class Training:
         crops = self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
         loss = self.loss(crops.to(self.student.device))
         loss.backward()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.factor(self.steps) * self.optimizer.defaults["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.steps += 1
         return loss.item()
 
@@ -251,8 +212,12 @@ class Training:
 
     def save(self, file: Path) -> None:
         """Write a checkpoint. If that fails, the old file stays as it was."""
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = dict(steps=self.steps, weights=self.weights, optimizers=optimizers)
+        state = dict(
+            steps=self.steps,
+            config=self.student.config.to_dict(),
+            weights=self.student.named_tensors(),
+            optimizer=self.optimizer.state_dict(),
+        )
         with new_file(file) as new:
             torch.save(state, new)
 
@@ -260,21 +225,15 @@ class Training:
     def resume(self, file: Path) -> None:
         """Resume from a checkpoint. UserError if it is of a model of another shape."""
         state = torch.load(file, self.student.device, weights_only=True)
-        stored = state["weights"]
-        if shapes(stored) != shapes(self.weights):
+        if state["config"] != self.student.config.to_dict():
             raise UserError(
                 f"{file} is the checkpoint of a model of another shape: "
                 "delete it, or give the flags it was made with"
             )
-        for name, weight in self.weights.items():
-            weight.copy_(stored[name])
-        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(optimizer_state)
+        for name, weight in self.student.named_tensors().items():
+            weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
-
-
-def shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 # ---- Models: made, loaded, saved -----------------------------------------------------------------
@@ -322,10 +281,6 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
     if args.start is not None:
         student = Llama.load(args.start, args.device, torch.float32, trainable=True)
         return merge_heads(student, args.kv_heads) if args.kv_heads else student
-    if args.width % args.heads:
-        raise UserError(
-            f"--width {args.width} is not a multiple of --heads {args.heads}: change one"
-        )
     config = Config(
         vocab_size=vocab_size,
         hidden_size=args.width,
@@ -376,7 +331,6 @@ def distill(args: argparse.Namespace) -> None:
     if stories:
         text = Corpus.encode(train_stories, tokenizer, end)
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
-        say(f"{len(text.tokens):,} tokens to learn from, {len(held_out.tokens):,} held out")
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
     if samples:
