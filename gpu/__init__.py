@@ -7,7 +7,7 @@
     forward, draft                graphs.py: all launches of a pass as one launch
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
-recorded over it: cache.backend. `python -m gpu.resources` shows what the kernels take.
+recorded over it: cache.backend.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from sampling import Setting
 
 if find_spec("triton"):
     from gpu import draw, flash, fused, graphs, weightonly
-    from gpu.crosscompile import processors
-    from gpu.flash import LayerStore, flash_attention
+    from gpu.flash import LayerStore
     from gpu.store import store_vectors
 
 if TYPE_CHECKING:
@@ -41,51 +40,9 @@ def is_fusable(x: Tensor) -> bool:
     return x.dtype != torch.float64 and not needs_gradient
 
 
-def is_readable(cache: Cache | None) -> bool:
-    """Whether the Triton kernels can read and write this cache."""
-    return cache is not None and cache.keys.parts[0].dtype != torch.float64
-
-
-def store_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: AttentionMetadata,
-    layer: int,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:
-    """`Ops.store_and_attend` in two kernels. With cos and sin, q and k are rotated first."""
-    cache = metadata.cache
-    keys = LayerStore.of(cache.keys, layer)
-    values = LayerStore.of(cache.values, layer)
-    S = metadata.block_size
-    if cos is None:
-        store_vectors(k, v, keys, values, metadata.slot_mapping, S)
-    else:
-        q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
-    backend = metadata.backend
-    if "launches" not in backend:  # the same in all layers
-        if "longest" not in backend:
-            backend["longest"] = max(sequence.seq_len for sequence in metadata.sequences)
-        backend["launches"] = flash.plan_launches(
-            metadata.num_new_tokens,
-            backend["longest"],
-            q.shape[1],
-            k.shape[1],
-            processors(q.device),
-        )
-    block = 0 if S >= cache.max_len else S  # 0: one block a sequence
-    return flash_attention(
-        q,
-        keys,
-        values,
-        metadata.block_tables,
-        metadata.cu_seqlens,
-        metadata.seq_lens,
-        backend["launches"],
-        block,
-    )
+def is_readable(cache: Cache | None, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can attend with such queries over this cache."""
+    return cache is not None and dtype != torch.float64
 
 
 def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
@@ -175,20 +132,56 @@ class GPU(Ops):
         metadata: AttentionMetadata,
         layer: int,
     ) -> Tensor:
-        if not is_readable(metadata.cache) or not is_fusable(qkv):
+        if not is_readable(metadata.cache, qkv.dtype) or not is_fusable(qkv):
             return super().attend(qkv, G, cos, sin, metadata, layer)
         H = qkv.shape[1] - 2 * G
         q, k, v = qkv.split((H, G, G), dim=1)
-        return store_and_attend(q, k, v, metadata, layer, cos, sin)
+        return self.store_and_attend(q, k, v, metadata, layer, cos, sin)
 
     def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
     ) -> Tensor:
-        if not is_readable(metadata.cache):
+        """In two kernels. With cos and sin, q and k are rotated first."""
+        cache = metadata.cache
+        if not is_readable(cache, q.dtype):
             return super().store_and_attend(q, k, v, metadata, layer)
-        if q.dtype == torch.float64:  # over a quantized cache
-            return store_and_attend(q.float(), k.float(), v.float(), metadata, layer).double()
-        return store_and_attend(q, k, v, metadata, layer)
+        keys = LayerStore.of(cache.keys, layer)
+        values = LayerStore.of(cache.values, layer)
+        S = metadata.block_size
+        if cos is None:
+            store_vectors(k, v, keys, values, metadata.slot_mapping, S)
+        else:
+            q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
+        backend = metadata.backend
+        if "launches" not in backend:  # the same in all layers
+            longest = backend.get("longest")  # of a recording
+            if longest is None:
+                longest = max(sequence.seq_len for sequence in metadata.sequences)
+            backend["launches"] = flash.plan_launches(
+                metadata.num_new_tokens,
+                longest,
+                q.shape[1],
+                k.shape[1],
+                flash.processors(q.device),
+            )
+        block = 0 if S >= cache.max_len else S  # 0: one block a sequence
+        return flash.flash_attention(
+            q,
+            keys,
+            values,
+            metadata.block_tables,
+            metadata.cu_seqlens,
+            metadata.seq_lens,
+            backend["launches"],
+            block,
+        )
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         if settings.keys() <= draw.SUPPORTED:
@@ -205,7 +198,7 @@ class GPU(Ops):
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
     ) -> Tensor:
-        if not self.records or not is_readable(metadata.cache):
+        if not self.records or not is_readable(metadata.cache, llama.dtype):
             return super().forward(llama, tokens, metadata, logits_indices)
         passes = recordings(graphs.Passes, llama, metadata.cache)
         return passes(tokens, metadata, logits_indices)
@@ -221,7 +214,8 @@ class GPU(Ops):
     ) -> tuple[Tensor, Tensor]:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
         unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
-        if max(unread_counts, default=0) > 2 or not self.records or not is_readable(cache):
+        recordable = self.records and is_readable(cache, llama.dtype)
+        if max(unread_counts, default=0) > 2 or not recordable:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)

@@ -102,12 +102,6 @@ def _swiglu(x, y, F, SIZE: tl.constexpr):
     tl.store(y + t * F + f, silu.to(tl.float32) * up.to(tl.float32), inside)
 
 
-def norm_shape(C: int) -> tuple[int, int]:
-    """SIZE and num_warps of `_add_norm`."""
-    size = triton.next_power_of_2(C)
-    return size, max(1, min(16, size // 512))
-
-
 def fused_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -121,7 +115,8 @@ def fused_norm(
     if delta is not None:
         delta = delta.contiguous()
         total = torch.empty_like(x)
-    size, num_warps = norm_shape(C)
+    size = triton.next_power_of_2(C)
+    num_warps = max(1, min(16, size // 512))
     if T:
         _add_norm[T,](
             x,

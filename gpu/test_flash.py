@@ -13,8 +13,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, unpack
-from gpu.crosscompile import processors
-from gpu.flash import Launch, LayerStore, flash_attention, plan_launches
+from gpu.flash import Launch, LayerStore, flash_attention, plan_launches, processors
 from gpu.graphs import Bucket, empty_metadata
 from gpu.store import store_vectors
 from kernels import Ops, attention

@@ -10,7 +10,6 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
 from gpu.crosscompile import SHARED, Report, compile_launches
-from gpu.resources import print_reports
 from gpu.test_crosscompile import apart
 from gpu.weightonly import weight_only_product
 from model import Llama
@@ -119,24 +118,15 @@ def assert_fits(report: Report, case: str) -> None:
     if report.kernel == "_attend":
         M = report.constants["M"]
         assert report.ahead > 0 or in_float32 and report.arch == 80, what
-        assert report.programs >= (3 if M == 16 and not in_float32 else 1), what
         if in_float32:
             assert ".tf32" in report.ptx, what
         else:
             assert (wgmma > 0) == (report.arch == 90 and M >= 64), what
     elif report.kernel == "_few":
         assert report.ahead > 0 and mma > 0, what
-        assert report.programs >= (2 if report.arch == 90 else 1), what
         if in_float32:  # three for each of x, of 64 columns and 16 or 32 rows
             assert mma in (3 * 4, 3 * 8), what
     elif report.kernel == "_many":
         assert report.ahead > 0 and (wgmma > 0) == (report.arch == 90), what
     else:
-        assert report.registers <= 168 and report.programs >= 3, what
-
-
-def test_a_table_has_a_row_for_each_report(capsys):
-    report = Report("_few", dict(BITS=4, ROWS=16, EVEN=True), 80, 0, 73728, 4, "", 8, 90)
-    print_reports([report])
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.split() == ["_few", "80", "0", "73,728", "4", "3", "BITS=4", "ROWS=16"]
+        assert report.registers <= 168, what

@@ -101,8 +101,8 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
             shutil.copy(source / name, folder)
 
 
-def save_tokenizer(folder: Path, merges: list[Pair]) -> int:
-    """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, with END."""
+def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
+    """Write a tokenizer's files, as Hugging Face reads them."""
     letters = {byte: letter for letter, byte in alphabet().items()}
     vocab = {letters[byte]: byte for byte in range(256)}
     lines = []
@@ -130,7 +130,6 @@ def save_tokenizer(folder: Path, merges: list[Pair]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", config)
-    return len(vocab) + 1
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:

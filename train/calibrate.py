@@ -116,9 +116,8 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):
-        steps = (w[:, k] / scale).round() + zero  # [N]
-        q[:, k] = steps.clamp(low, high)
-        rounded = (q[:, k] - zero) * scale
+        q[:, k] = ((w[:, k] / scale).round() + zero).clamp(low, high)
+        rounded = (q[:, k] - zero) * scale  # [N]
         e[:, k] = (w[:, k] - rounded) / U[k, k]
         w[:, k + 1 :] -= e[:, k].outer(U[k, k + 1 :])
     return q, e

@@ -6,11 +6,13 @@ sampled from the target; its last steps minimize 1 − α:
 
     loss = KL(p ‖ q) = mean over tokens of Σ_x p(x) (log p(x) − log q(x)),    α ≥ 1 − √(KL / 2)
 
-(the bound is Pinsker's).
+(the bound is Pinsker's). The optimizers are PyTorch's: Muon for the layers' matrices, AdamW for
+embeddings, norms and biases. A matrix's gradient is dominated by a few directions; Muon takes the
+momentum M = U S Vᵀ and moves the matrix by U Vᵀ, the same distance in every direction: 15 products
+in bfloat16 for each matrix and step, slow on a CPU without instructions for them.
 
     python -m train.distill                                    a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE…         a draft learns from a target
-    python -m train.distill --target NAME --alone …            the control: from the text alone
     python -m train.distill --from-scratch --data FILE…        a model and its vocabulary (bpe.py)
     python -m train.distill --from NAME --kv-heads N …         fewer K/V heads (gqa.py)
 
@@ -20,7 +22,7 @@ a killed run resumes exactly from its checkpoint. Not covered: several GPUs, tex
 in memory.
 
 Hinton et al. 2015 (arXiv:1503.02531); Zhou et al. 2023 (2310.08461); Eldan & Li 2023, TinyStories
-(2305.07759).
+(2305.07759). Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
 
     B texts of a batch · N tokens of a crop · T = B N tokens of a step · V vocabulary
 """
@@ -156,9 +158,16 @@ class Training:
         self.sampled = sampled
         self.recipe = recipe
         self.steps = 0  # done
-        self.optimizer = torch.optim.AdamW(
-            student.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        matrices = []
+        for layer in student.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                matrices.append(linear.weight)
+        ids = {id(matrix) for matrix in matrices}
+        others = [weight for weight in student.parameters() if id(weight) not in ids]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
+            torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""
@@ -190,10 +199,11 @@ class Training:
         crops = self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
         loss = self.loss(crops.to(self.student.device))
         loss.backward()
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.factor(self.steps) * self.optimizer.defaults["lr"]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
         self.steps += 1
         return loss.item()
 
@@ -216,7 +226,7 @@ class Training:
             steps=self.steps,
             config=self.student.config.to_dict(),
             weights=self.student.named_tensors(),
-            optimizer=self.optimizer.state_dict(),
+            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
         )
         with new_file(file) as new:
             torch.save(state, new)
@@ -232,7 +242,8 @@ class Training:
             )
         for name, weight in self.student.named_tensors().items():
             weight.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(stored)
         self.steps = state["steps"]
 
 
@@ -303,11 +314,11 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
 def distill(args: argparse.Namespace) -> None:
     """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save."""
     stories = read_stories(args.data) if args.data else []
-    samples = args.target is not None and args.own > 0 and not args.alone
+    samples = args.target is not None and args.own > 0
     if not stories and not samples:
         raise UserError(
             "there is no text to learn from: give some with --data, or let a --target tell texts, "
-            "with --own above 0 and without --alone"
+            "with --own above 0"
         )
     args.device = find_device(args.device)
     out = Path(args.out)
@@ -344,7 +355,7 @@ def distill(args: argparse.Namespace) -> None:
         overlap=args.overlap,
     )
     show("before", evaluate(student, held_out, target))
-    training = Training(student, text, None if args.alone else target, sampled, recipe)
+    training = Training(student, text, target, sampled, recipe)
     checkpoint = out / "training.pt"
     if checkpoint.exists():
         training.resume(checkpoint)
@@ -395,11 +406,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="learn from the text alone, with a vocabulary of its own",
     )
     add(
-        "--alone",
-        action="store_true",
-        help="learn from the text alone; α is measured against the target: the control",
-    )
-    add(
         "--data",
         nargs="+",
         metavar="FILE",
@@ -438,10 +444,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
-    if args.start:
-        p.unused(args, "layers width heads mlp", "with --from, a model that has its shape")
-    if not args.target:
-        p.unused(args, "alone own tales overlap", "without a --target")
     return args
 
 

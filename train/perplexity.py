@@ -8,7 +8,6 @@ one that it sampled: the same on average, without the noise. A calibrated method
 recovers some of the loss of rounding, with the same bytes.
 
     python -m train.quantize NAME --table TEXT --data FILE    a model, calibrated on FILE
-    python -m train.perplexity                                a short table of the embedded model
 
 Cost: a pass over the text for each row, and quantizing the model for each recipe. Not covered:
 benchmarks.
@@ -27,7 +26,6 @@ from kvcache import KVCache
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits
 from train.calibrate import quantized, size
-from train.distill import sample_corpus
 from train.gqa import cache_bytes
 
 CHUNK = 256  # tokens of a pass: the logits of more take much memory
@@ -84,9 +82,8 @@ def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> li
     if best != "rtn":
         found.append(Recipe(Quantization(8), ["16"]))
     found.append(Recipe(Quantization(8, method=best), every))
-    found.append(Recipe(Quantization("fp8"), ["16"]))
-    found.append(Recipe(Quantization("nf4", 64), ["16"]))
-    found.append(Recipe(Quantization(8, activations=8), ["16"]))
+    for how in (Quantization("fp8"), Quantization("nf4", 64), Quantization(8, activations=8)):
+        found.append(Recipe(how, ["16"]))
     if best != "rtn":
         found.append(Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]))
     for group in groups:
@@ -141,18 +138,5 @@ def row_text(row: Row, first: Row) -> str:
     """A line of the table, beside the first row of it."""
     size = row.bytes / first.bytes
     loss = row.perplexity / first.perplexity - 1
-    bytes_text = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{size:12.3f}"
-    return f"{bytes_text}{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}"
-
-
-def main() -> None:
-    """The demonstration: the embedded model, calibrated and measured on texts that it made."""
-    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    end = llama.config.eos_token_ids[0]
-    samples = sample_corpus(llama, 64, 72, end, seed=1).tokens.roll(1)
-    texts = samples.view(64, -1).unbind()
-    table("tiny", texts[:40], texts[40:], recipes(("rtn", "gptq"), (128,)), author=llama)
-
-
-if __name__ == "__main__":
-    main()
+    weights = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}"
+    return f"{weights}{size:12.3f}{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}"
