@@ -1,6 +1,6 @@
 """A GPU's operations: Triton kernels in place of plain torch, and CUDA graphs of whole passes.
 
-    add_norm, rotate, swiglu      fused.py: the element-wise work between products, a launch each
+    add_norm, swiglu              fused.py: the element-wise work between products, a launch each
     linear                        weightonly.py: 1 to 64 rows times weights of 8 or 4 bits
     attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
@@ -40,9 +40,9 @@ def is_fusable(x: Tensor) -> bool:
     return x.dtype != torch.float64 and not needs_gradient
 
 
-def is_readable(cache: Cache | None, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels can attend with such queries over this cache."""
-    return cache is not None and dtype != torch.float64
+def is_readable(cache: Cache | None) -> bool:
+    """Whether the Triton kernels can read and write this cache."""
+    return cache is not None and cache.keys.parts[0].dtype != torch.float64
 
 
 def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
@@ -115,11 +115,6 @@ class GPU(Ops):
             return super().add_norm(x, delta, weight, eps)
         return fused.fused_norm(x, delta, weight, eps)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not is_fusable(x):
-            return super().rotate(x, cos, sin)
-        return fused.fused_rotate(x, cos, sin)
-
     def swiglu(self, x: Tensor) -> Tensor:
         return fused.fused_swiglu(x) if is_fusable(x) else super().swiglu(x)
 
@@ -132,7 +127,7 @@ class GPU(Ops):
         metadata: AttentionMetadata,
         layer: int,
     ) -> Tensor:
-        if not is_readable(metadata.cache, qkv.dtype) or not is_fusable(qkv):
+        if not is_readable(metadata.cache) or not is_fusable(qkv):
             return super().attend(qkv, G, cos, sin, metadata, layer)
         H = qkv.shape[1] - 2 * G
         q, k, v = qkv.split((H, G, G), dim=1)
@@ -150,8 +145,11 @@ class GPU(Ops):
     ) -> Tensor:
         """In two kernels. With cos and sin, q and k are rotated first."""
         cache = metadata.cache
-        if not is_readable(cache, q.dtype):
+        if not is_readable(cache):
             return super().store_and_attend(q, k, v, metadata, layer)
+        if q.dtype == torch.float64:  # over a quantized cache
+            out = self.store_and_attend(q.float(), k.float(), v.float(), metadata, layer)
+            return out.double()
         keys = LayerStore.of(cache.keys, layer)
         values = LayerStore.of(cache.values, layer)
         S = metadata.block_size
@@ -198,7 +196,7 @@ class GPU(Ops):
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
     ) -> Tensor:
-        if not self.records or not is_readable(metadata.cache, llama.dtype):
+        if not self.records or not is_readable(metadata.cache):
             return super().forward(llama, tokens, metadata, logits_indices)
         passes = recordings(graphs.Passes, llama, metadata.cache)
         return passes(tokens, metadata, logits_indices)
@@ -214,7 +212,7 @@ class GPU(Ops):
     ) -> tuple[Tensor, Tensor]:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
         unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
-        recordable = self.records and is_readable(cache, llama.dtype)
+        recordable = self.records and is_readable(cache)
         if max(unread_counts, default=0) > 2 or not recordable:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)

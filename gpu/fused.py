@@ -1,10 +1,9 @@
 """The element-wise work between a layer's matrix products, in one launch each.
 
     fused_norm      x = x + delta,  y = x / √(mean x² + ε) · w      x, delta: [T, C] -> x, y
-    fused_rotate    the pairs (i, i + D/2) of q and k turn          [T, heads, D], a view of qkv
     fused_swiglu    silu(gate) · up                                 [T, 2 F] -> [T, F]
 
-With a cache, rotation is part of storing (store.py), and a decoding layer of 16 bits is ten
+Rotation is part of storing (store.py), and a decoding layer of 16 bits is ten
 launches at most: norm, qkv product, storing, attention, its merge, o product, norm, gate and up
 product, swiglu, down product.
 
@@ -43,49 +42,6 @@ def _add_norm(
     normed = (wide * tl.rsqrt(mean_square + eps)).to(number.dtype)
     w = tl.load(weight + c, inside, 0)
     tl.store(y + row + c, normed.to(tl.float32) * w.to(tl.float32), inside)
-
-
-@triton.jit
-def _turned(x, other, cos, sin, inside):
-    """x cos + other sin, with a rounding to x's type between: that of Ops.rotate."""
-    c = tl.load(cos, inside, 0)
-    near = x.to(tl.float32) * c.to(tl.float32)
-    s = tl.load(sin, inside, 0)
-    return near.to(x.dtype).to(tl.float32) + other.to(tl.float32) * s.to(tl.float32)
-
-
-@triton.jit
-def _rotate(
-    x,
-    cos,
-    sin,
-    y,
-    heads,
-    row,
-    head,
-    D,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """A program has HEADS heads of a token, both halves of each. row, head: strides of x; y is
-    contiguous.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    half = D // 2
-    in_half = i < half
-    inside = (h < heads) & in_half
-    source = x + t * row + h * head + i  # [HEADS, HALF]
-    target = y + (t * heads + h) * D + i
-    first = tl.load(source, inside, 0)
-    second = tl.load(source + half, inside, 0)
-    angle = t * D + i  # [1, HALF]
-    new_first = _turned(first, second, cos + angle, sin + angle, in_half)
-    tl.store(target, new_first, inside)
-    angle += half
-    new_second = _turned(second, first, cos + angle, sin + angle, in_half)
-    tl.store(target + half, new_second, inside)
 
 
 @triton.jit
@@ -130,31 +86,6 @@ def fused_norm(
             num_warps=num_warps,
         )
     return total, y
-
-
-def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D], D even and contiguous; cos, sin: [T, 1, D], the first half of sin negated
-    -> [T, heads, D].
-    """
-    T, heads, D = x.shape
-    y = torch.empty(T, heads, D, device=x.device, dtype=x.dtype)
-    half = triton.next_power_of_2(D // 2)
-    token_stride, head_stride, _ = x.stride()
-    if T:
-        grid = T, triton.cdiv(heads, 8)
-        _rotate[grid](
-            x,
-            cos,
-            sin,
-            y,
-            heads,
-            token_stride,
-            head_stride,
-            D,
-            8,
-            half,
-        )
-    return y
 
 
 def fused_swiglu(x: Tensor) -> Tensor:

@@ -59,13 +59,6 @@ def sample() -> None:
     ops.pick(ops.probabilities(logits, top_p=0.9), streams)
 
 
-def rotate() -> None:
-    """Without a cache; with one `_store` rotates."""
-    q = torch.empty(20, 48, 128, dtype=torch.bfloat16, device="meta")[:, :40]
-    cos = torch.empty(20, 1, 128, dtype=torch.bfloat16, device="meta")
-    GPU().rotate(q, cos, cos)
-
-
 def multiply_fp8() -> None:
     values = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty(4096, 1, dtype=torch.bfloat16, device="meta")
@@ -87,7 +80,6 @@ def compiled() -> dict[str, list[Report]]:
         "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),
         "float32 on sm_80": attend_and_multiply(16, (4, 4), [prompt], 80, torch.float32),
         "sampling": compile_launches(sample),
-        "rotate": compile_launches(rotate),
         "fp8": compile_launches(multiply_fp8),
     }
 
@@ -103,7 +95,7 @@ def test_kernels_spill_nothing_and_copy_ahead(meanwhile):
         for report in (Report(*row) for row in rows):
             names.add(report.kernel)
             assert_fits(report, case)
-    assert len(names) == 17
+    assert len(names) == 16
 
 
 def assert_fits(report: Report, case: str) -> None:

@@ -89,7 +89,8 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
         if bits == 4:
             grid = quantize(moved[:, columns], bits, group)
             grids.append(grid)
-        integers[:, columns], e = round_block(moved[:, columns], grid, U[columns, columns])
+        q, e = round_block(moved[:, columns], grid, U[columns, columns])
+        integers[:, columns] = q
         moved[:, later] -= e @ U[columns, later]
     if bits == 8:
         return rounded._replace(values=integers.to(torch.int8))
@@ -222,7 +223,8 @@ def fold(layer: Layer, config: Config, moments: dict[str, Moments]) -> None:
     def share(x: Tensor) -> Tensor:  # [H D] -> [H D]
         """Each channel's mean over the query heads that share a value head."""
         heads = x.view(G, -1, D)
-        return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
+        means = heads.mean(1, keepdim=True)
+        return means.expand_as(heads).reshape(-1)
 
     s = scale_inputs(layer.down, how, moments["down"])  # [F]
     divide_rows(layer.gate_up, s)  # up_proj is the last F rows
