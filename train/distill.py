@@ -363,7 +363,6 @@ def distill(args: argparse.Namespace) -> None:
     training.run(checkpoint)
     show("after", evaluate(student, held_out, target))
     save_model(student, out)
-    say(f"{out} holds the model; {checkpoint.name} is needed only to go on with more --steps")
 
 
 def count(text: str) -> int:
