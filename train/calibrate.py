@@ -12,8 +12,7 @@ H is the Hessian of each row.
 
         e = (w_k − q_k) / U_kk,      w_j ← w_j − e U_kj   for j > k
 
-    A group's grid is chosen just before its first column is rounded. A row that GPTQ makes worse is
-    rounded to nearest.
+    A group's grid is chosen just before its first column is rounded.
   - AWQ rounds to nearest, but multiplies each input channel by a scale s first: W diag(s) is
     rounded, and 1 / s is folded into the weight before: a norm's, v_proj's rows before o_proj,
     up_proj's before down_proj. s = (mean |x|)^a, with the a from 0 (no scale) to 1, of a few
@@ -27,9 +26,9 @@ The methods need H, mean |x| and max |x| of each product's inputs, and some inpu
 model is quantized layer by layer, with the inputs that the quantized layers before make: memory
 holds the model and one layer more.
 
-Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than by
-rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a product. Not
-covered: act-order, AWQ's clipping.
+Invariant: on the calibration text, no AWQ product is worse than by rounding to nearest. Cost: two
+passes over the text, and some (K + N) K² operations a product. Not covered: act-order, AWQ's
+clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
 2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
@@ -50,7 +49,6 @@ from torch import Tensor
 from app.shell import say
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from errors import UserError
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
@@ -79,31 +77,28 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     together with the others of the block: that is the same, in fewer and larger products.
     """
     rounded = quantize(w, bits, group)
-    hessian = hessian.to(w.dtype)
-    U = inverse_factor(hessian)
+    U = inverse_factor(hessian.to(w.dtype))
     moved = w.clone()
     integers = torch.empty_like(w)
     grid = rounded  # 8 bits: a row has one scale
     grids = []
-    K = w.shape[1]
     block = group if bits == 4 else BLOCK
-    for start in range(0, K, block):
-        stop = min(start + block, K)
+    for start in range(0, w.shape[1], block):
+        columns = slice(start, start + block)
+        later = slice(start + block, None)
         if bits == 4:
-            grid = quantize(moved[:, start:stop], bits, group)
+            grid = quantize(moved[:, columns], bits, group)
             grids.append(grid)
-        q, e = round_block(moved[:, start:stop], grid, U[start:stop, start:stop])
-        integers[:, start:stop] = q
-        moved[:, stop:] -= e @ U[start:stop, stop:]
-    if bits == 4:
-        compensated = rounded._replace(
-            values=pack4(integers.to(torch.uint8)),
-            scale=torch.cat([grid.scale for grid in grids], 1),
-            zero=torch.cat([grid.zero for grid in grids], 1),
-        )
-    else:
-        compensated = rounded._replace(values=integers.to(torch.int8))
-    return better_rows(w, hessian, compensated, rounded)
+        q, e = round_block(moved[:, columns], grid, U[columns, columns])
+        integers[:, columns] = q
+        moved[:, later] -= e @ U[columns, later]
+    if bits == 8:
+        return rounded._replace(values=integers.to(torch.int8))
+    return rounded._replace(
+        values=pack4(integers.to(torch.uint8)),
+        scale=torch.cat([grid.scale for grid in grids], 1),
+        zero=torch.cat([grid.zero for grid in grids], 1),
+    )
 
 
 def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,9 +117,8 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):
-        steps = (w[:, k] / scale).round() + zero  # [N]
-        q[:, k] = steps.clamp(low, high)
-        rounded = (q[:, k] - zero) * scale
+        q[:, k] = ((w[:, k] / scale).round() + zero).clamp(low, high)
+        rounded = (q[:, k] - zero) * scale  # [N]
         e[:, k] = (w[:, k] - rounded) / U[k, k]
         w[:, k + 1 :] -= e[:, k].outer(U[k, k + 1 :])
     return q, e
@@ -135,28 +129,11 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
     By 1 for a channel that was always 0.
     """
-    if not hessian.isfinite().all():
-        raise UserError("the Hessian is not finite: are the calibration inputs finite?")
     diagonal = hessian.diagonal()
     added = DAMP * diagonal.mean() + (diagonal == 0)
     damped = hessian + torch.diag(added)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True)
-
-
-def better_rows(w: Tensor, hessian: Tensor, new: Quantized, rounded: Quantized) -> Quantized:
-    """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN)."""
-    new_errors = errors(w - dequantize(*new, dtype=w.dtype), hessian)
-    rounded_errors = errors(w - dequantize(*rounded, dtype=w.dtype), hessian)
-    better = (new_errors < rounded_errors)[:, None]  # [N, 1]
-    zero = new.zero
-    if zero is not None:
-        zero = torch.where(better, zero, rounded.zero)
-    return rounded._replace(
-        values=torch.where(better, new.values, rounded.values),
-        scale=torch.where(better, new.scale, rounded.scale),
-        zero=zero,
-    )
 
 
 # ---- AWQ and SmoothQuant -------------------------------------------------------------------------
@@ -246,7 +223,8 @@ def fold(layer: Layer, config: Config, moments: dict[str, Moments]) -> None:
     def share(x: Tensor) -> Tensor:  # [H D] -> [H D]
         """Each channel's mean over the query heads that share a value head."""
         heads = x.view(G, -1, D)
-        return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
+        means = heads.mean(1, keepdim=True)
+        return means.expand_as(heads).reshape(-1)
 
     s = scale_inputs(layer.down, how, moments["down"])  # [F]
     divide_rows(layer.gate_up, s)  # up_proj is the last F rows
@@ -396,12 +374,9 @@ def quantize_model(
 ) -> Llama:
     """The model with quantized weights, not packed yet. `llama` loses its layers, one by one.
 
-    texts: pieces of the calibration text, int64[T] each. UserError if the method needs texts, and
-    there are none.
+    texts: pieces of the calibration text, int64[T] each, for all methods but rtn.
     """
     calibrated = how.method != "rtn"
-    if calibrated and not texts:
-        raise UserError(f"{how.method} looks at text, and there is none: give some, or use rtn")
     result = copy(llama)
     result.config = llama.config.quantized(how)
     result.layers = []
