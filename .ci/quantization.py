@@ -19,11 +19,7 @@ from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
 from quant import WIDTHS
 from tokenizer import Tokenizer
-<<<<<<< HEAD
 from train.perplexity import Recipe, Row, saved, table
-=======
-from train.perplexity import Recipe, table
->>>>>>> train
 from train.quantize import pieces
 
 TOKENS = 4096  # that are measured
@@ -57,7 +53,6 @@ def loss(row: Row, plain: Row) -> float:
 def embedded(stories: str) -> None:
     """On stories that the model has not seen."""
     tokenizer = Tokenizer.load(find_folder("tiny"))
-<<<<<<< HEAD
     measured = pieces(stories, tokenizer, 1024, TOKENS // 1024)
     calibration = pieces(stories, tokenizer, 512, PIECES, calibrate=True)
     recipes = [Recipe(None, ["16"])]
@@ -81,52 +76,6 @@ def embedded(stories: str) -> None:
         share = saved(by_name[name], [plain, *rows])
         told = f"{name} saves {share:.0%} of what rounding loses, at least {least:.0%}"
         require(share > least, f"weights in 4 bits: {told}")
-=======
-    found = [
-        pieces(stories, tokenizer, length, count, calibrate)
-        for length, count, calibrate in ((1024, TOKENS // 1024, False), (512, PIECES, True))
-    ]
-    rows = table(
-        "tiny",
-        *found,
-        [
-            Recipe(None, ["16"]),
-            Recipe(Quantization(8), ["16", "8"]),
-            Recipe(Quantization(4), ["16"]),
-            Recipe(Quantization("fp8"), ["16"]),
-            Recipe(Quantization("nf4", 64), ["16"]),
-            Recipe(Quantization(8, activations=8), ["16"]),
-            Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]),
-            *(
-                Recipe(Quantization(4, method=method), ["16"])
-                for method in ("awq", "gptq", "awq+gptq")
-            ),
-        ],
-        "cpu",
-    )
-    for row in rows[1:3]:
-        require(
-            row.perplexity < 1.002 * rows[0].perplexity,
-            f"weights in 8 bits, keys and values in {row.width}: at most 0.2%",
-        )
-    lost = [row.perplexity / rows[0].perplexity - 1 for row in rows]
-    _, _, _, int4, fp8, nf4, both, smooth, *_ = lost
-    require(fp8 < 0.003, f"weights in FP8 cost {fp8:.2%}, at most 0.3%")
-    require(
-        nf4 <= int4 and rows[5].bytes <= rows[3].bytes,
-        f"weights in NF4 cost {nf4:.2%}, at most what INT4 costs in no fewer bytes, {int4:.2%}",
-    )
-    require(
-        smooth < 0.01,
-        f"weights and activations in 8 bits cost {smooth:.2%} with SmoothQuant ({both:.2%} without), at most 1%",
-    )
-    for loss, method, least in zip(lost[-3:], ("AWQ", "GPTQ", "GPTQ after AWQ"), (0.2, 0.5, 0.5)):
-        saved = 1 - loss / int4
-        require(
-            saved > least,
-            f"weights in 4 bits, groups of 128: {method} saves {saved:.0%} of what rounding loses, at least {least:.0%}",
-        )
->>>>>>> train
 
 
 def main(folder: str, file: str, stories: str) -> int:
