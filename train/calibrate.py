@@ -12,7 +12,8 @@ H is the Hessian of each row.
 
         e = (w_k − q_k) / U_kk,      w_j ← w_j − e U_kj   for j > k
 
-    A group's grid is chosen just before its first column is rounded.
+    A group's grid is chosen just before its first column is rounded. A row that GPTQ makes worse is
+    rounded to nearest.
   - AWQ rounds to nearest, but multiplies each input channel by a scale s first: W diag(s) is
     rounded, and 1 / s is folded into the weight before: a norm's, v_proj's rows before o_proj,
     up_proj's before down_proj. s = (mean |x|)^a, with the a from 0 (no scale) to 1, of a few
@@ -26,9 +27,9 @@ The methods need H, mean |x| and max |x| of each product's inputs, and some inpu
 model is quantized layer by layer, with the inputs that the quantized layers before make: memory
 holds the model and one layer more.
 
-Invariant: on the calibration text, no AWQ product is worse than by rounding to nearest. Cost: two
-passes over the text, and some (K + N) K² operations a product. Not covered: act-order, AWQ's
-clipping.
+Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than by
+rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a product. Not
+covered: act-order, AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
 2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
@@ -77,7 +78,8 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     together with the others of the block: that is the same, in fewer and larger products.
     """
     rounded = quantize(w, bits, group)
-    U = inverse_factor(hessian.to(w.dtype))
+    hessian = hessian.to(w.dtype)
+    U = inverse_factor(hessian)
     moved = w.clone()
     integers = torch.empty_like(w)
     grid = rounded  # 8 bits: a row has one scale
@@ -92,13 +94,15 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
         q, e = round_block(moved[:, columns], grid, U[columns, columns])
         integers[:, columns] = q
         moved[:, later] -= e @ U[columns, later]
-    if bits == 8:
-        return rounded._replace(values=integers.to(torch.int8))
-    return rounded._replace(
-        values=pack4(integers.to(torch.uint8)),
-        scale=torch.cat([grid.scale for grid in grids], 1),
-        zero=torch.cat([grid.zero for grid in grids], 1),
-    )
+    if bits == 4:
+        compensated = rounded._replace(
+            values=pack4(integers.to(torch.uint8)),
+            scale=torch.cat([grid.scale for grid in grids], 1),
+            zero=torch.cat([grid.zero for grid in grids], 1),
+        )
+    else:
+        compensated = rounded._replace(values=integers.to(torch.int8))
+    return better_rows(w, hessian, compensated, rounded)
 
 
 def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +138,21 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     damped = hessian + torch.diag(added)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True)
+
+
+def better_rows(w: Tensor, hessian: Tensor, new: Quantized, rounded: Quantized) -> Quantized:
+    """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN)."""
+    new_errors = errors(w - dequantize(*new, dtype=w.dtype), hessian)
+    rounded_errors = errors(w - dequantize(*rounded, dtype=w.dtype), hessian)
+    better = (new_errors < rounded_errors)[:, None]  # [N, 1]
+    zero = new.zero
+    if zero is not None:
+        zero = torch.where(better, zero, rounded.zero)
+    return rounded._replace(
+        values=torch.where(better, new.values, rounded.values),
+        scale=torch.where(better, new.scale, rounded.scale),
+        zero=zero,
+    )
 
 
 # ---- AWQ and SmoothQuant -------------------------------------------------------------------------

@@ -139,7 +139,14 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     if (args.out is None) == (args.table is None):
         p.error("give either --out, the folder to write, or --table, a text to measure on")
-    if args.out and args.method != "rtn" and args.data is None:
+    if args.table is not None:
+        p.unused(
+            args, "bits method group head_bits activations", "with --table, which measures them all"
+        )
+        return args
+    if args.method == "rtn":
+        p.unused(args, "data", "with --method rtn, which looks at no text")
+    elif args.data is None:
         p.error(f"--method {args.method} looks at text: give some with --data FILE")
     return args
 
