@@ -89,13 +89,6 @@ class Layout:
         """Whether a byte holds two numbers."""
         return STORED[self.bits] == torch.uint8
 
-    @property
-    def together(self) -> int:
-        """Columns that must stay together where several processes share a row."""
-        if not self.is_packed:
-            return 1
-        return self.group or 2
-
 
 @dataclass(frozen=True)
 class Quantization(Layout):
@@ -142,6 +135,11 @@ class Quantization(Layout):
             method=self.method,
             activations=self.activations,
         )
+
+    @property
+    def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
+        return self.group if self.is_packed else 1
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
         bits = self.head_bits if head else self.bits
@@ -197,7 +195,10 @@ class Foreign(Layout):
 
     @property
     def together(self) -> int:
-        return self.group or super().together
+        """Columns that must stay together where several processes share a row."""
+        if self.group:
+            return self.group
+        return 2 if self.is_packed else 1
 
     def to_dict(self) -> Json:
         return self.source

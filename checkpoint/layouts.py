@@ -13,7 +13,7 @@ Words pack rows (along) or columns (down).
                         weight_scale [N, M]; weight_shape; weight_zero_point, words down
                         [N b/32, M].
                         int-quantized, float-quantized: weight [N, K], int8 or FP8;
-                        weight_scale [N, M]
+                        weight_scale [N, M] or [1]
     bitsandbytes, nf4   weight, two numbers a byte, the first in the upper half [N K/2, 1]; absmax,
                         a scale for each 64 numbers of the flat W, itself in 8 bits after double
                         quantization; a state in JSON
@@ -28,9 +28,9 @@ Words pack rows (along) or columns (down).
     (quant.py).
 
 Not covered: inputs with stored (static) scales; 8 bits with zeros; act-order but in GPTQ; 2 and 3
-bits; an odd number of columns in 4 bits; FP8 with a scale for a block or a matrix; FP4;
-bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are not quantized. A new layout is
-a class with `parse`, `headers` and `parts`, and a line in `load_quantization`.
+bits; an odd number of columns in 4 bits; FP8 in blocks of rows; FP4; bitsandbytes' INT8; Marlin and
+GEMV; folders in which some layers are not quantized. A new layout is a class with `parse`,
+`headers` and `parts`, and a line in `load_quantization`.
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2024 (2306.00978). NF4: Dettmers et
 al. 2023 (2305.14314).
 """
@@ -265,6 +265,7 @@ class CompressedTensors(Foreign):
 
     in_words: bool = False  # pack-quantized
     has_zeros: bool = False
+    scale_of_tensor: bool = False  # one scale for the whole matrix
 
     @classmethod
     def parse(cls, how: Json) -> CompressedTensors:
@@ -292,6 +293,7 @@ class CompressedTensors(Foreign):
             source=how,
             in_words=in_words,
             has_zeros=weights.get("symmetric") is False,
+            scale_of_tensor=weights["strategy"] == "tensor",
         )
 
     @staticmethod
@@ -316,7 +318,7 @@ class CompressedTensors(Foreign):
             "weights",
             type=("float",) if is_float else ("int",),
             num_bits=(4, 8) if in_words else (8,),
-            strategy=("channel", "group"),
+            strategy=("channel", "tensor", "group"),
             dynamic=(None, False),
             actorder=(None, False, "weight", "static"),
         )
@@ -337,7 +339,10 @@ class CompressedTensors(Foreign):
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         _, N, K, M = matrix
-        headers = {"weight_scale": Header([N, M], FLOAT)}
+        scale = Header([N, M], FLOAT)
+        if self.scale_of_tensor:
+            scale = Header([1], FLOAT)
+        headers = {"weight_scale": scale}
         if self.in_words:
             headers["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
             headers["weight_shape"] = Header([2], "I64")

@@ -157,6 +157,7 @@ def compressed(
             torch.randn(N, K, generator=torch.Generator().manual_seed(draws.randint(0, 99))) * 100
         ).to(torch.float8_e4m3fn)
         scale = torch.tensor([[draws.uniform(0.5, 1) / 300] for _ in range(N)]).bfloat16()
+        scale = scale[0] if strategy == "tensor" else scale
         return dict(weight=values, weight_scale=scale), values.double() * scale.double()
     q, zero, scale, _, w = draw(draws, bits, N, K, size, sym, True, torch.bfloat16)
     written = dict(weight_scale=scale)
@@ -352,6 +353,7 @@ HOW = (
         st.just(-1),
         st.just(True),
         format=st.just("float-quantized"),
+        strategy=st.sampled_from(["channel", "tensor"]),
     )
 )
 
@@ -386,6 +388,7 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
     [
         ("int-quantized", IN8, "channel"),
         ("float-quantized", IN8 | dict(type="float"), "channel"),
+        ("float-quantized", IN8 | dict(type="float"), "tensor"),
     ],
 )
 @torch.inference_mode()
@@ -545,7 +548,7 @@ NOT_HONOURED: list[tuple[Any, str]] = [
     ),
     (recipe(num_bits=3), "num_bits is 3"),
     (recipe(type="float"), "type is 'float'; it must be 'int'"),
-    (recipe(strategy="tensor"), "strategy is 'tensor'"),
+    (recipe(strategy="block"), "strategy is 'block'"),
     (recipe(group_size=0), "group_size is 0"),
     (recipe(actorder="group"), "actorder is 'group'"),
     (recipe(num_bits=8), "symmetric is False"),
