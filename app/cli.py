@@ -424,7 +424,8 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
         write("\n")
         say(summary(result))
 
-    say("Type a message, or the beginning of a text to be continued; Ctrl-D ends.")
+    kind = "a message" if has_template else "the beginning of a text"
+    say(f"Type {kind}; Ctrl-D ends.")
     while True:
         try:
             typed = read_once(lambda: input("> "))

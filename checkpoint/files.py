@@ -25,7 +25,8 @@ def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 ({error}): fetch it again") from None
+        problem = f"{error.reason} at byte {error.start}"
+        raise UserError(f"{file} is not UTF-8 ({problem}): fetch it again") from None
 
 
 def parse_json(text: str) -> Any:
