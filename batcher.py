@@ -11,8 +11,8 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
     running text is reserved. A text is admitted only if its round can be reserved, too: so no
     running text ever waits.
   - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
-    and goes back to the front of the queue. Later it is read again and goes on exactly as it would
-    have, because its random numbers depend on its seed and its positions alone (sampling.py).
+    and goes back to the front of the queue. Later it is read again, and its random numbers are
+    those it would have had: they depend on its seed and its positions alone (sampling.py).
   - A text that could never fit, even alone, is refused at once, with the reason.
 
 Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
@@ -161,6 +161,7 @@ class Batcher:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
+        # a text that only begins to fit would soon be preempted
         whole_text = ScheduledRequest(request, self.runner.num_pending(request))
         has_room = all(self.runner.fits([*scheduled, work]) for work in (item, whole_text))
         if item.num_new_tokens == 0 or not has_room:

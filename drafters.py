@@ -11,9 +11,9 @@ anything:
 Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token.
 If all drafts were accepted, the cache lacks two tokens, the last draft (drawn, never read) and the
 bonus: the next round reads both.
-The target's INT4 copy needs no cache and does not read the prompt. It stores the last token and its
-drafts behind the target's keys and values, and truncates them again; so it drafts only if all but
-the text's last token is cached.
+The target's INT4 copy has no cache of its own, and does not read the prompt: it borrows the
+target's cache, stores the last token and its drafts there, and truncates them again; so it drafts
+only if all but the text's last token is cached.
 
 Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
@@ -149,11 +149,11 @@ class SelfDrafter(Drafter):
         self.cache = cache
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """None before the first new token, even after a prefix hit: γ depends on the text alone."""
+        """0 until the first new token: γ must not depend on how much of a prompt was cached."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """No block is cached for sharing: its keys and values are not the target's."""
+        """No block is shared meanwhile: the copy's keys and values are not the target's."""
         seqs = [request.seq for request in round.requests]
         pending = [request.tokens[-1:] for request in round.requests]
         lengths = [self.cache.length(seq) for seq in seqs]

@@ -12,9 +12,19 @@ class UserError(ValueError):
 
 def brief(value: object, limit: int = 400) -> str:
     """One printable line of about `limit` characters at most: a long middle is left out."""
-    text = " ".join(str(value).split())
+    text = str(value)
+    if len(text) > 2 * limit:
+        text = text[:limit] + text[-limit:]
+    text = " ".join(text.split())
     if len(text) > limit:
-        beginning = text[: limit * 2 // 3]
-        end = text[-limit // 4 :]
+        head = limit * 2 // 3
+        tail = limit // 4
+        beginning = text[:head]
+        end = text[-tail:]
         text = f"{beginning} […] {end}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = ascii(character)[1:-1]  # an escape sequence
+        characters.append(character)
+    return "".join(characters)

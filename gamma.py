@@ -71,11 +71,12 @@ class AutoGamma:
             seconds = self.round_seconds(batch_size, gamma)
             if seconds is not None:
                 measured[gamma] = seconds
-        line = measured if len(measured) > 1 else {0: plain} | measured
-        slope, start = linear_regression(list(line), list(line.values()))
+        # a wide pass may have a fixed cost: the plain round counts only if nothing else does
+        points = measured if len(measured) > 1 else {0: plain} | measured
+        slope, intercept = linear_regression(list(points), list(points.values()))
         gains = []
         for gamma in range(1, MAX_GAMMA + 1):
-            seconds = measured.get(gamma, max(plain, start + slope * gamma))
+            seconds = measured.get(gamma, max(plain, intercept + slope * gamma))
             gains.append(expected_tokens(self.alpha, gamma) * plain / seconds)
         return gains
 
@@ -89,11 +90,11 @@ class AutoGamma:
         best = max(gains)
         gamma = 1 + gains.index(best)
         if best > 1:
-            is_due = self.num_drafting >= PATIENCE  # a plain round, to measure it again
-            return 0 if is_due else gamma
+            plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
+            return 0 if plain_is_due else gamma
         cost = expected_tokens(self.alpha, gamma) / best  # of a round, in plain rounds
-        is_due = self.num_plain >= PATIENCE * cost
-        return gamma if is_due else 0
+        retry_is_due = self.num_plain >= PATIENCE * cost
+        return gamma if retry_is_due else 0
 
     def observe(
         self, num_drafts: Sequence[int], num_accepted: Sequence[int], seconds: float

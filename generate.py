@@ -12,8 +12,8 @@ output stream, and when a stream is done, so is the request. A single prompt is 
 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
 one dtype on one machine, and with verify="coupled" with and without a draft. Otherwise a draft
-changes the text, but not its law. (bfloat16 rounds coarsely: another chunk size or another γ may
-change a near-tie.)
+changes the text, but not its distribution. (bfloat16 rounds coarsely: another chunk size or another
+γ may change a near-tie.)
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Model:
         seed = settings.seed
         if seed is None:
             drawn = int.from_bytes(os.urandom(4), "little")
-            (seed,) = self.llama.ops.agree([drawn])
+            (seed,) = self.llama.ops.agree([drawn])  # every process takes the first one's
         return replace(settings, seed=seed, **self.recommended.complete(asked))
 
     def encode(
@@ -190,7 +190,7 @@ class Model:
 
 
 class Draft(NamedTuple):
-    """What drafts for a target, before there are caches."""
+    """How to make a drafter: `Engine` calls `make` when it has made the caches."""
 
     llama: Llama | None  # None: no model
     has_own_cache: bool
@@ -249,11 +249,13 @@ def load_draft(
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    tokens: the most in all running requests together; more requests wait. max_len: tokens of the
-    longest text. kv: "paged" (blocks on demand) or "contiguous" (max_batch rows of max_len).
-    kv_memory: bytes for keys and values, or, up to 1, a share of free memory; None: as `tokens`
-    need. kv_bits: 16, 8, 4 or "8/4" (keys in 8, values in 4). UserError, before memory is asked
-    for.
+    tokens     the most in all running requests together; more requests wait
+    max_len    tokens of the longest text
+    kv         "paged": blocks on demand, or "contiguous": max_batch rows of max_len
+    kv_memory  bytes for keys and values; up to 1, a share of free memory; None: as `tokens` need
+    kv_bits    16, 8, 4 or "8/4" (keys in 8, values in 4)
+
+    UserError, before memory is asked for.
     """
 
     def __init__(
@@ -295,14 +297,14 @@ class Engine:
             raise UserError(f"kv is {kv!r}: it must be paged or contiguous")
         drafter = None
         if draft is not None:
-            drafter = draft.make(self.caches[-1])
+            drafter = draft.make(self.caches[-1])  # its own, or, as the only one, the target's
         self.runner = ModelRunner(
             model.llama,
             self.caches[0],
             model.tokenizer.vocab_size,
             drafter,
             coupled,
-            budget=STEP_BUDGET if use_cache else max_len,
+            budget=STEP_BUDGET if use_cache else max_len,  # no cache: a step reads all again
             multi_step=model.llama.ops.multi_step if use_cache else 1,
         )
         self.batcher = Batcher(self.runner, max_batch)
@@ -324,7 +326,7 @@ class Engine:
         raised.
         """
         waiting = {stream.request: stream for stream in streams}
-        del streams
+        del streams  # a result is forgotten when it is yielded
         for request in waiting:
             self.batcher.add(request)
         try:
@@ -393,7 +395,7 @@ def paged_caches(
     device = llamas[0].device
     size = block_bytes(llamas, kv_bits)
     if kv_memory is None:
-        needed = -(-tokens // BLOCK_SIZE) + max_batch
+        needed = -(-tokens // BLOCK_SIZE) + max_batch  # the last block of each text is part-filled
         blocks = min(needed, blocks_that_fit(0.8, size, device))
     else:
         if kv_memory > 1:

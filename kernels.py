@@ -19,9 +19,9 @@ prompt was split into chunks.
 `Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135): the scores never
 leave the chip.
 
-    T tokens of a step · B sequences · H query heads · G key/value heads · D head size · C
-    hidden_size F intermediate_size · V vocab_size · L layers · N blocks · S tokens of a block · M
-    blocks of the longest sequence
+    T tokens of a step · B sequences · H query heads · G key/value heads · D head size
+    C hidden_size · F intermediate_size · V vocab_size · L layers
+    N blocks · S tokens of a block · M blocks of the longest sequence
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # plain tokens that are made before the host looks at them
+    multi_step = 1  # plain tokens that are drawn on the device before the host looks at them
 
     # ---- Weights and storage
 
@@ -273,9 +273,11 @@ class Ops:
         round: Round,
         cache_blocks: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """All drafts of a round, one token of every request in each pass.
+        """All drafts of a round: each pass drafts one token of every request that wants one more.
 
-        unread: each request's tokens that the cache lacks. cache_blocks: as for `Cache.extend`.
+        -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
+        float[B, k, V] (speculative.py: Round). unread: each request's tokens that the cache
+        lacks. cache_blocks: as for `Cache.extend`.
         """
         drafted, q = round.empty_drafts()
         new_tokens = list(unread)

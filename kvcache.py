@@ -142,8 +142,7 @@ class AttentionMetadata:
 def pack_metadata(
     sequences: Sequence[SequenceSlice], block_size: int, T: int, B: int, M: int
 ) -> Tensor:
-    """The five tensors of `AttentionMetadata`, end to end, on the host: int32[2 T + 2 B + 1 + B ·
-    M]."""
+    """The five tensors of `AttentionMetadata` end to end, on the host: int32[2T + 2B + 1 + BM]."""
     positions = array("i")
     slot_mapping = array("i")
     cu_seqlens = array("i", [0])
@@ -151,11 +150,12 @@ def pack_metadata(
     block_tables = array("i")
     for block_table, start, stop in sequences:
         positions.extend(range(start, stop))
-        for first in range(start - start % block_size, stop, block_size):  # a block at a time
-            shift = block_table[first // block_size] * block_size - first  # from token to slot
-            slot_mapping.extend(
-                range(shift + max(start, first), shift + min(stop, first + block_size))
-            )
+        first_block = start // block_size
+        for i in range(first_block, -(-stop // block_size)):  # blocks that get new tokens
+            shift = (block_table[i] - i) * block_size  # from a token's position to its slot
+            begin = max(start, i * block_size)
+            end = min(stop, (i + 1) * block_size)
+            slot_mapping.extend(range(begin + shift, end + shift))
         cu_seqlens.append(len(positions))
         seq_lens.append(stop)
         last_block = block_table[-1] if block_table else 0
@@ -310,7 +310,10 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), .
 
 
 class Cache:
-    """What both caches share: the storage, the sequences, and checks before anything changes."""
+    """What both caches share: the storage, the sequences, and checks before anything changes.
+
+    Each adds `open`, `fork` and `free`.
+    """
 
     def __init__(
         self,
@@ -339,6 +342,7 @@ class Cache:
         empty_kv = (ops or ops_for(device)).empty_kv
         key_bits, value_bits = bits
         try:
+            # errors in keys hurt most: in 4 bits they have a scale for each group of numbers
             self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, GROUP)
             self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
@@ -392,7 +396,7 @@ class Cache:
         return AttentionMetadata(slices, self.block_size, self).to(self.device)
 
     def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
-        """Give each sequence the blocks that its new tokens need."""
+        """Give each sequence the blocks that its new tokens need; a contiguous one has its own."""
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
@@ -405,7 +409,8 @@ class Cache:
     def commit(self, seq: int, text: Sequence[int], num_new: int) -> None:
         """Keep what is stored of `text`, without its last token, and forget rejected drafts.
 
-        The tokens of accepted drafts, among the last num_new, become known to the host.
+        `extend` was told 0 for drafts that only the device knew: of the last num_new tokens, those
+        that were accepted take their places here.
         """
         length = min(self.length(seq), len(text) - 1)
         self.truncate(seq, length)
@@ -486,6 +491,8 @@ class KVCache(Cache):
 
 class NoCache(Cache):
     """A cache that stores nothing: every step reads one whole sequence again. For comparison."""
+
+    bytes = 0
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -10,7 +10,7 @@ belongs, and `ops` (kernels.py) computes.
         x = x + o(attend(q, k, v))                         attend rotates q and k, stores k and v
         gate, up = gate_up(norm(x))                        [T, F] each
         x = x + down(silu(gate) · up)
-    logits = head(norm(x))[logits_indices]                 [R, V]
+    logits = head(norm(x[logits_indices]))                 [R, V]
 
   - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm computes the sum x + …,
     in one pass over x.
@@ -83,7 +83,7 @@ class Llama:
         self.ops = ops or ops_for(device)
         shard = self.ops.shard_config(config)  # the model that this process computes
         self.vocab_rows = shard.vocab_size  # of the embedding and the head
-        self.config = replace(shard, vocab_size=config.vocab_size)
+        self.config = replace(shard, vocab_size=config.vocab_size)  # logits are of all tokens
         C = config.hidden_size
         self.embed = self._linear(self.vocab_rows, C, is_head=True)
         self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
@@ -92,6 +92,7 @@ class Llama:
         if not config.tie_word_embeddings:
             self.head = self._linear(self.vocab_rows, C, is_head=True)
         frequencies = inverse_frequencies(config)
+        # cos is even, and sin odd: `Ops.rotate` wants the first half of sin negated
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)  # [D]
         if seed is not None:
             self._randomize(seed)
@@ -107,7 +108,7 @@ class Llama:
         """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all)."""
         if metadata is None:
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
-        return self.ops.forward(self, tokens, metadata, logits_indices)
+        return self.ops.forward(self, tokens, metadata, logits_indices)  # plain: self.forward
 
     def forward(
         self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | slice | None
@@ -120,7 +121,7 @@ class Llama:
             x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
         if logits_indices is not None:
             x = x[logits_indices]  # [R, C]
-            mlp_out = None if mlp_out is None else mlp_out[logits_indices]
+            mlp_out = mlp_out[logits_indices]
         _, normed = self.ops.add_norm(x, mlp_out, self.norm, self.config.rms_norm_eps)
         return self.ops.linear(normed, self.head)
 
@@ -138,14 +139,13 @@ class Llama:
         metadata: AttentionMetadata,
         i: int,
     ) -> tuple[Tensor, Tensor]:
-        """Layer i: x [T, C] and the output of the MLP before it, not yet added -> the same after
-        it."""
+        """Layer i. x: [T, C]; mlp_out: of the layer before, which `add_norm` adds -> both anew."""
         ops = self.ops
         G = self.config.num_key_value_heads
         D = self.config.head_dim
         eps = self.config.rms_norm_eps
         cos, sin = rope
-        x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # the sum is done by the norm
+        x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # x + mlp_out, and its norm
         qkv = ops.linear(normed, layer.qkv).unflatten(1, (-1, D))  # [T, H + 2 G, D]
         heads = ops.attend(qkv, G, cos, sin, metadata, i)  # [T, H, D]
         attn_out = ops.linear(heads.flatten(1), layer.o)
@@ -307,7 +307,7 @@ def inverse_frequencies(config: Config) -> Tensor:
 def main(name: str = "tiny") -> None:
     """The demonstration: it does not matter how a text is split into chunks."""
     llama = Llama.load(name, dtype=torch.float32)
-    text = torch.arange(1, 101)
+    text = torch.arange(1, 101, device=llama.device)
     whole = llama(text)
     print("100 tokens at once, and in chunks through a cache:")
     for sizes in ([100], [99, 1], [50, 50], [1] * 100, [7, 13, 80]):

@@ -6,8 +6,8 @@ needs one, and wastes less than a block.
 
 Prefix caching: a full block is found again under (hash of the block before it, its tokens), and
 `open` follows this chain from a prompt's first block: a system prompt is read once. Blocks of freed
-sequences stay until their space is needed. A block's hash is a number of its own, given when the
-block is cached, and the tokens are compared: two different prefixes never have the same hash.
+sequences stay until their space is needed. A block's hash here is a serial number, given when
+the block is cached, and tokens are compared: two different prefixes never have the same hash.
 
   - `open` never finds the whole prompt: at least one token must be computed, for its logits.
   - A block is cached at its sequence's next `extend`, or at `free`: rejected drafts have been
@@ -99,7 +99,7 @@ class BlockPool:
     def cache_block(self, block: int, key: BlockKey) -> int:
         """Let `open` find a full block -> its hash; that of the block that already has this key, if
         there is one."""
-        if block in self.keys:  # its key may name an older hash of the block before
+        if block in self.keys:  # another owner has cached it
             return self.hashes[block]
         if key not in self.cached:
             self.cached[key] = block
@@ -187,8 +187,8 @@ class PagedCache(Cache):
         """What a full block is found by. (A test overrides it, to plant collisions.)"""
         return parent, tuple(tokens)
 
-    def num_blocks(self, tokens: int) -> int:
-        """The blocks that so many tokens fill."""
+    def blocks_for(self, tokens: int) -> int:
+        """The number of blocks that so many tokens fill."""
         return -(-tokens // self.block_size)
 
     # ---- The verbs
@@ -226,10 +226,11 @@ class PagedCache(Cache):
         for seq, n in requests:
             sequence = self.sequence(seq)
             length = len(sequence.tokens)
-            num_new += self.num_blocks(length + n) - len(sequence.block_table)
+            num_new += self.blocks_for(length + n) - len(sequence.block_table)
             if n and length % self.block_size:
                 writers[sequence.block_table[-1]] += 1
-        for block, num_writers in writers.items():  # each copies, but for the last owner
+        # each writer copies its block, but for the last owner: of 3 owners, 3 writers make 2 copies
+        for block, num_writers in writers.items():
             num_new += min(num_writers, self.pool.references[block] - 1)
         return num_new
 
@@ -247,7 +248,7 @@ class PagedCache(Cache):
                 self._cache_full_blocks(sequence)
             if length % self.block_size:
                 self._own_last_block(sequence, new_blocks)
-            while len(sequence.block_table) < self.num_blocks(length + len(tokens)):
+            while len(sequence.block_table) < self.blocks_for(length + len(tokens)):
                 sequence.block_table.append(new_blocks.pop())
 
     def _cache_full_blocks(self, sequence: CachedSequence) -> None:
@@ -277,7 +278,7 @@ class PagedCache(Cache):
         super().truncate(seq, length)
         sequence = self._sequences[seq]
         del sequence.block_hashes[length // self.block_size :]
-        while len(sequence.block_table) > self.num_blocks(length):
+        while len(sequence.block_table) > self.blocks_for(length):
             self.pool.release(sequence.block_table.pop())
 
     def fork(self, seq: int) -> int:

@@ -125,7 +125,8 @@ class Toy:
     The row is the text's code, a number in base V + 1: token t at position i counts
     (t + 1) · (V + 1)^i. A toy knows the text only by attention: it stores each token's count as
     the token's value, all keys are 0, so attention is the mean count of the text, and times the
-    length it is the code. So one wrong token in a cache changes the law.
+    length it is the code. So one wrong token in a cache changes the law. With V = 3 the text [2, 0]
+    counts 3 · 1 + 1 · 4 = 7; attention returns 3.5, times 2 is 7.
     """
 
     device = torch.device("cpu")

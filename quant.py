@@ -294,10 +294,11 @@ def round_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
+def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale.
 
-    UserError for unknown bits, or a weight that holds numbers that are not finite.
+    group: columns that share a scale; None: as `GROUPS` says. UserError for unknown bits, or a
+    weight that holds numbers that are not finite.
     """
     if bits not in STORED:
         raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, STORED))}")
@@ -305,18 +306,21 @@ def quantize(w: Tensor, bits: Kind, group: int = 128) -> Quantized:
         raise UserError(
             f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
         )
+    columns = w.shape[1]
+    if bits not in GROUPS:
+        group = columns
+    elif group is None:
+        group = GROUPS[bits]
     rounding = {
         8: int8,
         4: partial(round4, group=group),
         "fp8": round_fp8,
         "nf4": partial(round_nf4, group=group),
     }[bits]
-    columns = w.shape[1]
     slabs = [rounding(rows) for rows in w.split(max(1, SLAB // columns))]
-    values, scale, *zero = (torch.cat(parts) for parts in zip(*slabs))
-    if bits not in GROUPS:
-        group = columns
-    return Quantized(values, scale, zero[0] if zero else None, columns, group)
+    values, scale, *zeros = (torch.cat(slab_parts) for slab_parts in zip(*slabs))
+    zero = zeros[0] if zeros else None
+    return Quantized(values, scale, zero, columns, group)
 
 
 def dequantize(

@@ -63,7 +63,7 @@ def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: st
     """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
     in_range = type(value) is int and low <= value and (high is None or value <= high)
     if not in_range:
-        rule = f"of at least {low}" if high is None else "of at most 64 bits"
+        rule = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
 
 
@@ -71,7 +71,7 @@ class RoundStats(NamedTuple):
     """What a past round did for one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # of its drafts; of tokens made in one look, all but the last
+    num_accepted: int  # of its drafts; in multi-step decoding, all tokens but the last
     seconds: float = 0.0  # of drafting and of the target's pass
     batch_size: int = 1  # requests that shared the round
 
@@ -85,7 +85,7 @@ class Request:
     eos_token_ids: Collection[int] = ()
     seq: int = -1  # its sequence in the target's cache
     rounds: list[RoundStats] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)  # of new tokens: plain, accepted, …, bonus
+    origins: list[str] = field(default_factory=list)  # plain, accepted, corrected or bonus
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
@@ -135,8 +135,10 @@ class StopStrings:
 
     def feed(self, piece: str) -> str:
         """The text that can be shown now that `piece` has come."""
-        if self.is_complete or not self.stops:
-            return "" if self.is_complete else piece
+        if self.is_complete:
+            return ""
+        if not self.stops:
+            return piece
         text = self.held + piece
         for i in range(len(self.held), len(text)):
             matched = self._advance(text[i])

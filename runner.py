@@ -10,8 +10,8 @@ prefix hit, decoding and verification are one path, in any mix:
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. Between steps the
-target's cache lacks only the last token of a text beyond its prompt.
+`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. Where a request has
+had a round, the target's cache lacks only the last token of its text, until it is preempted.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
 """
@@ -35,7 +35,7 @@ from request import Request, RoundStats, Speculation
 from sampling import Keyed, check_tokens
 from speculative import Coin, Round, couple, verify
 
-MAX_MULTI_STEP_PROBS = 2**25  # probabilities that several tokens in one look may take
+MAX_MULTI_STEP_PROBS = 2**25  # probabilities that the tokens of several steps may take
 
 
 class ScheduledRequest(NamedTuple):
@@ -49,7 +49,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def num_new_tokens(self) -> int:
-        """Rows of the target's pass."""
+        """Its rows in the target's pass, which its cache stores."""
         return self.num_tokens + self.num_drafts
 
 
@@ -65,8 +65,8 @@ class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
     vocab_size: the tokenizer's (logits beyond it are padding). coupled: the mode of verification.
-    coin: makes coins from (seeds, positions, roles). budget: tokens of a step. multi_step: plain
-    tokens that are made before the host looks at them.
+    make_coin: makes coins from (seeds, positions, roles). budget: tokens of a step. multi_step:
+    plain tokens that are made before the host looks at them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelRunner:
         vocab_size: int,
         drafter: Drafter | None = None,
         coupled: bool = False,
-        coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None,
+        make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None,
         budget: int = 512,
         multi_step: int = 1,
     ):
@@ -86,7 +86,7 @@ class ModelRunner:
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
         self.coupled = coupled
-        self.coin = coin or partial(Keyed, pick=target.ops.pick)
+        self.make_coin = make_coin or partial(Keyed, draw=target.ops.pick)
         self.budget = budget
         self.multi_step = multi_step
         self.auto_gamma = AutoGamma()
@@ -133,7 +133,8 @@ class ModelRunner:
         num_drafts = self._num_drafts(request, budget - num_pending)
         reads_first = num_drafts and num_pending > 1 and self.drafter.shares_target_cache
         if reads_first or num_pending + num_drafts > budget:
-            return self._chunk(request, min(budget, num_pending - 1))
+            num_tokens = min(budget, num_pending - 1)  # the last token is for the round
+            return self._chunk(request, num_tokens)
         if num_drafts and self._catches_up_first(request):
             return ScheduledRequest(request, num_pending, num_catch_up=self.budget)
         return ScheduledRequest(request, num_pending, num_drafts)
@@ -150,12 +151,13 @@ class ModelRunner:
         return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
 
     def _catches_up_first(self, request: Request) -> bool:
-        """After a long time without drafts; only where γ is measured, so that texts repeat."""
+        """After a long time without drafts. A fixed γ must not depend on what a cache holds: the
+        same seed is to give the same text."""
         is_auto = request.settings.gamma is None
         return is_auto and self.drafter.num_pending(request) > self.budget
 
     def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Pending tokens without a draw; the drafter reads as far."""
+        """Pending tokens without a draw (0: it waits); the drafter reads as far."""
         length = self.cache.length(request.seq) + num_tokens
         drafter_length = len(request.tokens) - self.drafter.num_pending(request)
         num_catch_up = max(0, length - drafter_length)
@@ -175,13 +177,14 @@ class ModelRunner:
         """Run the plans in one pass -> the new tokens of each request that had a round."""
         rounds = [item for item in scheduled if item.samples]
         lengths = [self.cache.length(item.request.seq) for item in scheduled]
+        is_typical = self.has_drafter and self._is_typical(scheduled)
         start = time.perf_counter()
         try:
             for item in scheduled:
                 if item.num_catch_up:
                     self.drafter.read(item.request, item.num_catch_up)
             outcomes = self._run(scheduled, rounds)
-        except BaseException:  # Ctrl-C too: both caches are as before
+        except BaseException:  # Ctrl-C too: the target's cache is as before
             for item, length in zip(scheduled, lengths):
                 self.cache.truncate(item.request.seq, length)
                 self.drafter.close(item.request)  # it reads the text again
@@ -189,7 +192,10 @@ class ModelRunner:
             raise
         seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
-            seconds = self._learn(scheduled, rounds, outcomes, seconds)
+            (seconds,) = self.target.ops.agree([seconds])  # the first process's
+            if is_typical:
+                self._learn(rounds, outcomes, seconds)
+            self.next_gamma = self.auto_gamma.choose(len(rounds))
         new_tokens = {}
         for item, outcome in zip(rounds, outcomes):
             num_accepted = outcome.num_accepted
@@ -214,7 +220,7 @@ class ModelRunner:
         else:
             accepted, token = verify(p, q, drafted, round.text_coin())
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.ops.agree(packed.tolist())  # a GPU is waited for here, and only here
+        packed = self.target.ops.agree(packed.tolist())  # here the host waits for a GPU
         outcomes = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([*row[:n], last])
@@ -230,7 +236,7 @@ class ModelRunner:
             self.vocab_size,
             self.target.device,
             self.target.dtype,
-            self.coin,
+            self.make_coin,
             coupled,
             self.target.ops,
         )
@@ -241,29 +247,36 @@ class ModelRunner:
         """The target's distribution after the pending tokens and after each draft.
 
         Only the device knows the drafts: the host puts 0 at their places, and the device fills
-        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero.
+        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero. A chunk of two tokens,
+        then a round of one token with two drafts (B = 1, k = 2):
+
+            input_ids        5 8 | 3 0 0        draft_positions  3 4      draft_sources  0 1
+            logits_indices   2 3 4              probs_indices    0 1 2    rows           0 0 0
         """
         B, k = drafted.shape
         input_ids: list[int] = []  # [T]
-        new_tokens = []  # by sequence
+        to_store = []  # (sequence, its tokens)
         draft_positions: list[int] = []  # where a draft stands in input_ids,
         draft_sources: list[int] = []  # and in drafted
         logits_indices: list[int] = []  # tokens whose logits are wanted, [R],
-        probs_indices: list[int] = []  # and where these stand in the result
+        probs_indices: list[int] = []  # where these stand in the result, as [B · (k + 1)],
+        rows: list[int] = []  # and whose they are
         b = 0
         for item in scheduled:
             length = self.cache.length(item.request.seq)
             pending = item.request.tokens[length : length + item.num_tokens]
             n = item.num_drafts
             first_draft = len(input_ids) + len(pending)
-            new_tokens.append((item.request.seq, pending + [0] * n))
-            input_ids += new_tokens[-1][1]
+            new = pending + [0] * n
+            to_store.append((item.request.seq, new))
+            input_ids += new
             if not item.samples:
                 continue
             draft_positions += range(first_draft, first_draft + n)
             draft_sources += range(b * k, b * k + n)
             logits_indices += range(first_draft - 1, first_draft + n)
             probs_indices += range(b * (k + 1), b * (k + 1) + n + 1)
+            rows += [b] * (n + 1)
             b += 1
 
         device = self.target.device
@@ -274,10 +287,9 @@ class ModelRunner:
         wanted = None  # all
         if len(logits_indices) < len(input_ids):
             wanted = send(logits_indices, device)
-        logits = self.target(tokens, self.cache.extend(new_tokens), wanted)
+        logits = self.target(tokens, self.cache.extend(to_store), wanted)
         if not logits_indices:  # chunks only
             return logits
-        rows = [index // (k + 1) for index in probs_indices]
         probs = round.probabilities(logits, rows)  # [R, V]
         V = probs.shape[1]
         if len(rows) < B * (k + 1):
@@ -306,7 +318,7 @@ class ModelRunner:
             self.drafter.commit(request, len(new))
         return new
 
-    # ---- Several plain tokens before the host looks
+    # ---- Several plain tokens on the device, before the host waits for them
 
     def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         """How many plain tokens each request makes; [] where the host must see each of them."""
@@ -337,20 +349,22 @@ class ModelRunner:
     # ---- The clock
 
     def _learn(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        rounds: Sequence[ScheduledRequest],
-        outcomes: Sequence[Outcome],
-        seconds: float,
-    ) -> float:
-        """Choose the next γ from a round and its seconds -> those of the first process."""
-        (seconds,) = self.target.ops.agree([seconds])
-        if all(item.num_tokens == 1 and not item.num_catch_up for item in scheduled):
-            num_drafts = [item.num_drafts for item in rounds]
-            num_accepted = [outcome.num_accepted for outcome in outcomes]
-            self.auto_gamma.observe(num_drafts, num_accepted, seconds)
-        self.next_gamma = self.auto_gamma.choose(len(rounds))
-        return seconds
+        self, rounds: Sequence[ScheduledRequest], outcomes: Sequence[Outcome], seconds: float
+    ) -> None:
+        """Tell a round's acceptance and time to what chooses γ."""
+        num_drafts = [item.num_drafts for item in rounds]
+        num_accepted = [outcome.num_accepted for outcome in outcomes]
+        self.auto_gamma.observe(num_drafts, num_accepted, seconds)
+
+    def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step's time says what a round costs: nobody reads a prompt, or catches up."""
+        for item in scheduled:
+            is_first = not item.request.rounds
+            if is_first or item.num_tokens > 1 or item.num_catch_up:
+                return False
+            if item.num_drafts and self.drafter.num_pending(item.request) > 2:
+                return False
+        return True
 
     def report(self, request: Request) -> Speculation | None:
         """A text's acceptance and speed-up over all rounds but the first; None without drafts."""
@@ -362,14 +376,14 @@ class ModelRunner:
         tokens_per_round = num_tokens / len(rounds)
         plain = 0.0  # seconds of the same tokens by plain decoding,
         expected = 0.0  # and of those that the formula expects
-        usual = 0.0  # median seconds of the same rounds
+        usual = 0.0  # what these rounds usually take
         for stats in rounds:
             plain_round = self.auto_gamma.round_seconds(stats.batch_size, 0)
             if plain_round is None:
                 return Speculation(acceptance, tokens_per_round)
             plain += (stats.num_accepted + 1) * plain_round
             expected += expected_tokens(acceptance or 0.0, stats.num_drafts) * plain_round
-            median = self.auto_gamma.round_seconds(stats.batch_size, stats.num_drafts)
-            usual += stats.seconds if median is None else median
+            typical = self.auto_gamma.round_seconds(stats.batch_size, stats.num_drafts)
+            usual += stats.seconds if typical is None else typical
         seconds = sum(stats.seconds for stats in rounds)
         return Speculation(acceptance, tokens_per_round, plain / seconds, expected / usual)

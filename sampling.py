@@ -6,7 +6,7 @@ decoding, in this order:
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
     top-p         of these, keep the fewest that hold a share p of their mass (Holtzman et al. 2020)
-    min-p         keep tokens with min_p times the largest probability (Nguyen et al. 2024)
+    min-p         keep tokens with at least min_p of the largest probability (Nguyen et al. 2024)
 
 Ties go to the lower index, so top-k keeps exactly k tokens.
 
@@ -39,7 +39,7 @@ from torch import Tensor
 from errors import UserError
 
 Setting = float | int | Tensor | None  # one value for all rows, or one for each; None: no filter
-SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # with their neutral values
+SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # neutral values: as None
 RULES = {  # the smallest and the largest value, in words, too
     "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
     "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
@@ -218,7 +218,7 @@ def exponential(streams: Tensor, count: int) -> Tensor:
     """−log u, above 0 and finite: float64[B, count]. streams: int64[B, 1]."""
     first = mix(streams)
     bits = mix(first + counters(count, streams.device))
-    u = uniform(bits) + 2.0**-53
+    u = uniform(bits) + 2.0**-53  # half a step above: never 0
     return -u.log()
 
 
@@ -234,9 +234,9 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; pick: how it
-    draws (Ops.pick). `accept` decides on drafted token j in role accept_role(j). `coin[rows]` is
-    the coin of these rows.
+    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; draw: how
+    `pick` draws (Ops.pick). `accept` decides on drafted token j in role accept_role(j).
+    `coin[rows]` is the coin of these rows.
     """
 
     def __init__(
@@ -244,12 +244,12 @@ class Keyed:
         seeds: Tensor,
         positions: Tensor,
         role: int | Tensor = TEXT,
-        pick: Callable[[Tensor, Tensor], Tensor] = pick,
+        draw: Callable[[Tensor, Tensor], Tensor] = pick,
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
-        self.keys = keys[:, None]  # int64[B, 1]
-        self.streams = (keys ^ role)[:, None]  # int64[B, 1]
-        self._pick = pick
+        self.keys = keys[:, None]  # int64[B, 1], of `accept`, which adds its roles
+        self.streams = (keys ^ role)[:, None]  # int64[B, 1], of `pick`
+        self.draw = draw
 
     def __getitem__(self, rows: slice | list[int]) -> Keyed:
         part = copy(self)
@@ -270,7 +270,7 @@ class Keyed:
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities."""
-        return self._pick(probs, self.streams)
+        return self.draw(probs, self.streams)
 
 
 def main() -> None:

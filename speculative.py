@@ -100,9 +100,11 @@ def count_leading(stands: Tensor) -> Tensor:
 class Round:
     """The requests of a round, a row each: how many drafts each wants, settings and coins.
 
-    coin(seeds, positions, roles) makes the coins, `width` = k + 1 for each request, keyed by
-    (seed, position, role). Exact mode: at the round's first position, in the roles text, draft 0,
-    draft 1, … Coupled mode: in the role text, at each token's own position.
+    make_coin(seeds, positions, roles) makes the coins, `width` = k + 1 for each request, keyed by
+    (seed, position, role); a coin's `accept` has roles of its own. A round at position n:
+
+        exact      (n, text)   (n, draft 0)      (n, draft 1)      …
+        coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Round:
         vocab_size: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        coin: Callable[[Tensor, Tensor, Tensor], Coin] = Keyed,
+        make_coin: Callable[[Tensor, Tensor, Tensor], Coin] = Keyed,
         coupled: bool = False,
         ops: Ops | None = None,
     ):
@@ -121,7 +123,7 @@ class Round:
         self.vocab_size = vocab_size
         self.device = device
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of probabilities
-        self.coin = coin
+        self.make_coin = make_coin
         self.coupled = coupled
         self.ops = ops or Ops()
         self.width = 1 + max(num_drafts, default=0)
@@ -146,7 +148,7 @@ class Round:
         """The coins of all requests. Made on first use, while a GPU is busy with its pass."""
         keys = send(self.keys, self.device).view(-1, 3)
         seeds, positions, roles = keys.unbind(1)
-        return self.coin(seeds, positions, roles)
+        return self.make_coin(seeds, positions, roles)
 
     def text_coin(self) -> Coin:
         """The target's: B rows; in coupled mode B · width rows, one for each position."""
@@ -193,13 +195,16 @@ class Round:
 
 
 def main() -> None:
-    """The demonstration: the law of the production code, beside the target's own."""
+    """The demonstration: the distribution of texts of the production code, and the target's own.
+
+    proof.py lets a run walk through every outcome of its random numbers.
+    """
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
         cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
         draft_cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
-        runner = ModelRunner(target, cache, 3, drafter, coin=walk)
+        runner = ModelRunner(target, cache, 3, drafter, make_coin=walk)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)

@@ -219,7 +219,7 @@ def test_law_of_a_batch_whose_texts_are_preempted(drafter):
         drafts = SelfDrafter(COPY, cache)
         if drafter == "model":
             drafts = ModelDrafter(DRAFT, PagedCache(1, 1, 1, 2 * blocks, 1, dtype=torch.float64))
-        runner = ModelRunner(TARGET, cache, 3, drafts, coin=walk)
+        runner = ModelRunner(TARGET, cache, 3, drafts, make_coin=walk)
         list(Batcher(runner, max(2, n)).run(requests))
         num_preemptions += sum(request.num_preemptions for request in requests)
         return list(zip(chosen, map(new_tokens, requests)))

@@ -224,7 +224,7 @@ def test_law_of_a_text_that_begins_as_an_earlier_one_went_on():
 
     def run(walk: Walk, n: int) -> list:
         cache = PagedCache(1, 1, 1, 14 * n, 1, dtype=torch.float64)
-        runner = ModelRunner(TARGET, cache, 3, SelfDrafter(COPY, cache), coin=walk)
+        runner = ModelRunner(TARGET, cache, 3, SelfDrafter(COPY, cache), make_coin=walk)
         for kind in (first, second):
             requests = [kind.request(seed) for seed in range(n)]
             seq, num_cached = cache.open(list(kind.prompt))

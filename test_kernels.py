@@ -589,9 +589,9 @@ class Contract:
         """The drafts of one round; the cache is then as before."""
         new = [list(range(7, 7 + n)) for n in unread]
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
-        coin = partial(Keyed, pick=self.ops.pick)
+        coin = partial(Keyed, draw=self.ops.pick)
         round = Round(
-            requests, num_drafts, 250, cache.device, coin=coin, coupled=coupled, ops=self.ops
+            requests, num_drafts, 250, cache.device, make_coin=coin, coupled=coupled, ops=self.ops
         )
         found_before = [num_found(cache, request.tokens) for request in requests]
         drafted, q = self.ops.draft(llama, cache, seqs, new, round, cache_blocks)

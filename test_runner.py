@@ -342,7 +342,7 @@ def test_law_of_multi_step_tokens_is_the_targets():
         def run(walk: Walk, n: int) -> list:
             requests = [kind.request(seed) for seed in range(n)]
             cache = PagedCache(1, 1, 1, 4 * n, 2, dtype=torch.float64)
-            play(ModelRunner(TARGET, cache, 3, coin=walk, multi_step=multi_step), requests)
+            play(ModelRunner(TARGET, cache, 3, make_coin=walk, multi_step=multi_step), requests)
             num_steps.append(max(len(request.rounds) for request in requests))
             return list(map(new_tokens, requests))
 

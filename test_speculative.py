@@ -120,7 +120,7 @@ def laws_of(
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
 
-        play(toy_runner(n, target, draft, where, coin=coin, coupled=coupled), requests)
+        play(toy_runner(n, target, draft, where, make_coin=coin, coupled=coupled), requests)
         return list(zip(chosen, map(new_tokens, requests)))
 
     laws = enumerate_law(run, width=512)
@@ -179,7 +179,7 @@ def test_rows_are_independent():
 
     def run(walk: Walk, n: int) -> list:
         requests = [kinds[seed % 2].request(seed) for seed in range(2 * n)]
-        play(toy_runner(2 * n, coin=walk), requests)
+        play(toy_runner(2 * n, make_coin=walk), requests)
         texts = list(map(new_tokens, requests))
         return list(zip(texts[::2], texts[1::2]))
 

@@ -1,5 +1,6 @@
 """Byte-level BPE against its definition; no text becomes a control token."""
 
+import base64
 import json
 import random
 from collections import Counter
@@ -13,7 +14,7 @@ import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.vocabulary import GPT2_SPLIT, compile_split
+from checkpoint.vocabulary import GPT2_SPLIT, LLAMA3_SPLIT, compile_split
 from conftest import byte_alphabet
 from errors import UserError
 from tokenizer import Tokenizer
@@ -27,12 +28,6 @@ CORPUS += "".join(random.Random(0).choices("aab ", k=600))
 ALPHABET = byte_alphabet()
 SPECIALS = ["<|end|>", "<|start|>", "<|endless|>"]
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-
-
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def spell(data: bytes) -> str:
@@ -433,6 +428,29 @@ def test_a_conversation_is_laid_out_by_the_folder_s_template(tmp_path):
         without.chat([{"role": "user", "content": "x"}])
 
 
+# ---- Llama 3's ranks
+
+
+def write_ranks(folder: Path, words: list[bytes], **config: Any) -> Path:
+    lines = [base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words)]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_ranks_are_merged_in_their_order(tmp_path):
+    words = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the", b" c", b"at"]
+    names = ["<|begin|>", "<|end|>", "<|eot_id|>"]
+    added = {str(261 + i): {"content": text, "special": True} for i, text in enumerate(names)}
+    config = dict(added_tokens_decoder=added, bos_token="<|begin|>")
+    tok = Tokenizer.load(write_ranks(tmp_path, words, **config))
+    assert tok.encode("the cat") == [257, 259, 260] and tok.prompt("the") == [261, 257]
+    assert tok.specials["<|eot_id|>"] == 263 and tok.vocab_size == 264
+    assert tok.decode(tok.encode("größe 😀")) == "größe 😀"
+    write_ranks(tmp_path, words, **config, add_bos_token=False)
+    assert Tokenizer.load(tmp_path).prompt("the") == [257]
+
+
 # ---- What is refused
 
 Change = Callable[[dict[str, Any]], None]
@@ -527,6 +545,24 @@ def test_json_that_is_none(tmp_path):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match="tokenizer.json is not valid JSON"):
             Tokenizer.load(tmp_path)
+
+
+def test_rank_files_that_are_none(tmp_path):
+    for content, says in (
+        (b"not base64 at all\n", "line 1"),
+        (b"YQ== 1\n", "line 1"),
+        (b"Y\n", "line 1"),
+        (b"YQ== 0\nYQ== 1\n", "line 2"),
+        (b"YQ== 0\nYg==", "line 2"),
+        (b"\x80\x03}q\x00", "line 1"),
+        (b"YQ== 0\n", "holds 1 tokens"),
+    ):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(UserError, match=f"tokenizer.model: .*{says}"):
+            Tokenizer.load(tmp_path)
+    added = {"x": {"content": "<|begin_of_text|>", "special": True}}
+    with pytest.raises(UserError, match="tokenizer.model.*invalid literal"):
+        Tokenizer.load(write_ranks(tmp_path, [b"a"], added_tokens_decoder=added))
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

@@ -70,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From the files of a model folder: tokenizer.json, and what is there of
+        """From the files of a model folder: tokenizer.json or tokenizer.model, and what is there of
         tokenizer_config.json and chat_template.jinja. UserError names the file."""
         folder = Path(folder)
         config = read_tokenizer_config(folder)

@@ -86,6 +86,7 @@ CASES = {
     "INT8": recipe(8, strategy="channel"),
     "W8A8": recipe(8, strategy="channel", inputs=True),
     "FP8": recipe(8, "float", "channel"),
+    "FP8, a scale for all": recipe(8, "float", "tensor"),
     "FP8 × FP8": recipe(8, "float", "channel", inputs=True),
 }
 
@@ -95,7 +96,13 @@ def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -
     for layer in model.modules():
         if hasattr(layer, "weight_scale"):
             args, w = layer.quantization_scheme.weights, layer.weight.data
-            w = w.view(len(w), -1, 32) if args.strategy == "group" else w[:, None]
+            w = (
+                w.view(len(w), -1, 32)
+                if args.strategy == "group"
+                else w[:, None]
+                if args.strategy == "channel"
+                else w.reshape(1, 1, -1)
+            )
             scale, zero = calculate_qparams(w.amin(-1), w.amax(-1), args)
             layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
             layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))

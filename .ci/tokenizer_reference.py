@@ -2,13 +2,14 @@
 
     python .ci/tokenizer_reference.py DATA SMOLLM2
 
-DATA holds llama3/ (tokenizer.json, tokenizer_config.json) and text/wiki.test.raw;
+DATA holds llama3/ (tokenizer.model, tokenizer.json, tokenizer_config.json) and text/wiki.test.raw;
 SMOLLM2 is a model folder.
 """
 
 import itertools
 import json
 import random
+import shutil
 import sys
 import tempfile
 import unicodedata
@@ -174,8 +175,21 @@ def main(data: Path, smollm2: Path) -> None:
     llama3 = Reference.from_file(str(data / "llama3" / "tokenizer.json"))
     ours = Tokenizer.load(data / "llama3")
     compare("Llama 3, tokenizer.json", ours, llama3, texts)
-    if ours.prompt("x") != llama3.encode("x").ids:
-        sys.exit("Llama 3: a prompt begins with other tokens")
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # the other format alone, with the names of the control tokens
+        for file in ("tokenizer.model", "tokenizer_config.json"):
+            shutil.copy(data / "llama3" / file, folder)
+        ranks = Tokenizer.load(folder)
+    compare("Llama 3, tokenizer.model", ranks, llama3, texts)
+    if (
+        ranks.specials != ours.specials
+        or ranks.prompt("x") != ours.prompt("x")
+        or ours.prompt("x") != llama3.encode("x").ids
+    ):
+        sys.exit(
+            "Llama 3's two formats disagree on the control tokens, or on what a text begins with"
+        )
     compare(
         "SmolLM2",
         Tokenizer.load(smollm2),

@@ -158,7 +158,6 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--tensor-parallel",
         type=int,
-        default=1,
         help="split the models over so many processes (as torchrun does without this flag)",
     )
 
@@ -425,7 +424,8 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
         write("\n")
         say(summary(result))
 
-    say("Type a message, or the beginning of a text to be continued; Ctrl-D ends.")
+    kind = "a message" if has_template else "the beginning of a text"
+    say(f"Type {kind}; Ctrl-D ends.")
     while True:
         try:
             typed = read_once(lambda: input("> "))
@@ -473,7 +473,7 @@ def run_command(args: argparse.Namespace) -> int:
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n > 1:  # refused before other processes start
+    if n is not None and n > 1:  # refused before other processes start
         shard_config(Config.load(find_folder(args.target)), n)
     with joined(n, device, partial(run_command, args)) as device:
         prompt = read_prompt(args)

@@ -128,10 +128,9 @@ def read_once(read: Callable[[], Any]) -> Any:
 
 def follow(run: Callable[[], Any]) -> int:
     """Run it in a process after the first, in silence, unless it fails alone -> the exit status."""
-    silence = open(os.devnull, "r+", encoding="utf-8")
-    sys.stdin = silence
-    sys.stdout = silence
-    sys.stderr = silence
+    sys.stdin = open(os.devnull, encoding="utf-8")
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
     def run_patiently() -> None:
         try:
@@ -173,19 +172,21 @@ def torchrun_ranks() -> tuple[int, int, int]:
 
 
 @contextmanager
-def joined(n: int, device: torch.device, function: Callable[[], Any]) -> Iterator[torch.device]:
-    """Run the block in n processes -> the device of this one. n 1: as torchrun says, or one.
+def joined(
+    n: int | None, device: torch.device, function: Callable[[], Any]
+) -> Iterator[torch.device]:
+    """Run the block in n processes -> the device of this one. n None: as torchrun says, or one.
 
     The others call `function` (a `partial`, to be sent), which comes here, too.
     """
     rank, started, local_rank = torchrun_ranks()
-    if n < 1:
+    if n is not None and n < 1:
         raise UserError(f"--tensor-parallel is {n}: it must be at least 1")
-    if started > 1 and n not in (1, started):
+    if started > 1 and n not in (None, started):
         raise UserError(
             f"--tensor-parallel is {n}, and torchrun has started {started} processes: leave it out"
         )
-    n = max(n, started)
+    n = n or started
     if n == 1:
         yield device
         return

@@ -39,8 +39,10 @@ def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:
         sys.exit(refuse("standard output is closed: open it, or send it to /dev/null"))
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="replace")
 
 

@@ -448,6 +448,7 @@ def test_a_bad_environment_is_one_line(base, capsys, monkeypatch):
         (dict(RANK="x"), "RANK is 'x'"),
         (dict(WORLD_SIZE="0"), "WORLD_SIZE is 0"),
         (dict(WORLD_SIZE="2", RANK="5"), "WORLD_SIZE is 2 in the environment, with RANK 5"),
+        (dict(WORLD_SIZE="2", RANK="2", MASTER_ADDR="a"), "with RANK 2"),
         (dict(WORLD_SIZE="2", RANK="1"), "without MASTER_ADDR"),
         (
             dict(WORLD_SIZE="3", RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),

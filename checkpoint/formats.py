@@ -62,7 +62,8 @@ def check_setting(name: str, value: Any, *supported: Any) -> None:
     """UserError unless the value is one of those supported. (1 is not True.)"""
     texts = [repr(known) for known in supported]
     if repr(value) not in texts:
-        raise UserError(f"{name} is {value!r}; it must be {' or '.join(texts)}")
+        rule = " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]
+        raise UserError(f"{name} is {value!r}; it must be {rule}")
 
 
 # ---- Layouts
@@ -88,13 +89,6 @@ class Layout:
     def is_packed(self) -> bool:
         """Whether a byte holds two numbers."""
         return STORED[self.bits] == torch.uint8
-
-    @property
-    def together(self) -> int:
-        """Columns that must stay together where several processes share a row."""
-        if not self.is_packed:
-            return 1
-        return self.group or 2
 
 
 @dataclass(frozen=True)
@@ -128,9 +122,15 @@ class Quantization(Layout):
     @classmethod
     def parse(cls, how: Json) -> Quantization:
         """From a `quantization_config`. UserError for a setting that is not honoured."""
+        required = {"bits", "group", "head_bits", "method"}
+        known = required | {"activations"}
         settings = {name: value for name, value in how.items() if name != "quant_method"}
-        if not settings.keys() <= cls.__dataclass_fields__.keys() - {"ordered"}:
-            raise UserError(f"quantization_config is {how!r}, which is not supported")
+        if not required <= settings.keys() <= known:
+            names = ", ".join(sorted(known))
+            raise UserError(
+                f"quantization_config is {how!r}, which is not supported; "
+                f"{OWN_METHOD}'s has {names}"
+            )
         return cls(**settings)
 
     def to_dict(self) -> Json:
@@ -142,6 +142,11 @@ class Quantization(Layout):
             method=self.method,
             activations=self.activations,
         )
+
+    @property
+    def together(self) -> int:
+        """Columns that must stay together where several processes share a row."""
+        return self.group if self.is_packed else 1
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
         bits = self.head_bits if head else self.bits
@@ -181,6 +186,7 @@ Get = Callable[[str], Tensor | None]  # the folder's tensor of this suffix ("qwe
 class Foreign(Layout):
     """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
 
+    zeros: bool = False  # whether 8 bits have zeros, too
     source: Json = field(default_factory=dict, repr=False)
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
@@ -197,16 +203,30 @@ class Foreign(Layout):
 
     @property
     def together(self) -> int:
-        return self.group or super().together
+        """Columns that must stay together where several processes share a row."""
+        if self.group:
+            return self.group
+        return 2 if self.is_packed else 1
 
     def to_dict(self) -> Json:
         return self.source
 
     def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
         """An uninitialized matrix."""
-        group = self.columns_of_scale(K)
+        if K % 2 and self.is_packed:
+            raise UserError(
+                f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
+                "must have an even number: name a folder in 16 bits, with --bits 4"
+            )
         weight = Quantized.empty(
-            N, K, self.bits, group, device, torch.float32, ordered=self.ordered
+            N,
+            K,
+            self.bits,
+            self.columns_of_scale(K),
+            device,
+            torch.float32,
+            self.zeros,
+            self.ordered,
         )
         return weight._replace(inputs=self.activations)
 
@@ -225,7 +245,7 @@ class Foreign(Layout):
         first_orders = dict[int, Tensor]()  # of each product: q, k and v share one
         for matrix in matrices(tensors):
             try:
-                parts = self._checked_parts(matrix, checkpoint)
+                parts = self._checked_parts(matrix, tensors, checkpoint)
                 if parts.order is not None:
                     product = id(tensors[matrix.key("weight_order")])
                     first = first_orders.setdefault(product, parts.order)
@@ -239,7 +259,7 @@ class Foreign(Layout):
                 if part is not None:
                     yield matrix.key(suffix), part
 
-    def _checked_parts(self, matrix: Matrix, checkpoint: Checkpoint) -> Parts:
+    def _checked_parts(self, matrix: Matrix, tensors: Tensors, checkpoint: Checkpoint) -> Parts:
         """A matrix, its zeros as quant.py stores them."""
 
         def get(suffix: str) -> Tensor | None:
@@ -249,6 +269,9 @@ class Foreign(Layout):
         parts = self.parts(matrix, get)
         if not parts.scale.isfinite().all():
             raise UserError("its scales must be finite numbers")
+        bias = get("bias")
+        if bias is not None and matrix.key("bias") not in tensors and bias.any():
+            raise UserError("its bias is not all 0, and config.json asks for none")
         if self.bits != 4:
             return parts
         zero = torch.tensor(8) if parts.zero is None else parts.zero + 8

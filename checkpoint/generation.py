@@ -24,6 +24,9 @@ NEUTRAL: Json = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
     "penalty_alpha": None,
     "min_length": 0,
     "min_new_tokens": None,
@@ -67,22 +70,29 @@ class GenerationConfig:
             raise UserError(f"{file}: {brief(error)}") from None
 
     @property
+    def do_sample(self) -> bool:
+        return bool(self.data.get("do_sample"))
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a text, beside those of config.json."""
         return end_tokens(self.data)
 
-    def complete(self, asked: Json) -> Json:
-        """The settings that a user asked for, by name, and the recommended ones for the rest.
+    @property
+    def settings(self) -> Json:
+        """The recommended sampling settings, by name; without do_sample, temperature 0."""
+        if not self.do_sample:
+            return {"temperature": 0.0}
+        present = (name for name in SETTINGS if self.data.get(name) is not None)
+        return {name: self.data[name] for name in present}
 
-        Without do_sample, greedy decoding is recommended; as in transformers, who asks for any
-        setting of such a model wants to sample. UserError for a bad recommendation.
-        """
-        if not self.data.get("do_sample"):
-            return {"temperature": 1.0 if asked else 0.0} | asked
-        recommended = {}
-        for name in SETTINGS.keys() - asked.keys():
-            if self.data.get(name) is not None:
-                recommended[name] = self.data[name]
+    def complete(self, asked: Json) -> Json:
+        """The settings that a user asked for, by name, and the recommended ones for the rest. As in
+        transformers, who asks for any setting of a model without do_sample wants to sample.
+        UserError for a bad recommendation."""
+        if asked and not self.do_sample:
+            return {"temperature": 1.0} | asked
+        recommended = {name: x for name, x in self.settings.items() if name not in asked}
         try:
             check_settings(**recommended)
         except UserError as error:

@@ -11,8 +11,8 @@ ALIASES = {
     "8B": "meta-llama/Llama-3.1-8B-Instruct",
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
-EMBEDDED = ("tiny", "tiny-draft")  # in the repository
-WANTED = ["*.json", "*.safetensors", "*.jinja"]
+EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}  # in the repository
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]  # Meta's own layout, adapters
 
 
@@ -22,12 +22,12 @@ def find_folder(name: str | Path) -> Path:
     text = str(name)
     folder = Path(os.path.expanduser(text))
     if text in EMBEDDED:
-        folder = Path(__file__).parent.parent / "models" / text
+        folder = Path(__file__).parent.parent / EMBEDDED[text]
     if text and folder.is_dir():
         return folder
     repository = ALIASES.get(text, text)
     if repository.count("/") != 1 or text.startswith(("/", ".", "~")):
-        names = ", ".join([*ALIASES, *EMBEDDED])
+        names = ", ".join(ALIASES | EMBEDDED)
         raise FileNotFoundError(
             f"{text!r} is neither a folder, nor a Hub id (owner/name), nor one of {names}"
         )

@@ -11,26 +11,26 @@ Words pack rows (along) or columns (down).
                         a word holds columns 0 2 4 6 1 3 5 7 of eight
     compressed-tensors  pack-quantized: weight_packed, words along [N, K b/32], of q + 2^(b−1);
                         weight_scale [N, M]; weight_shape; weight_zero_point, words down
-                        [N b/32, M].
+                        [N b/32, M]; weight_g_idx [K].
                         int-quantized, float-quantized: weight [N, K], int8 or FP8;
-                        weight_scale [N, M]
+                        weight_scale [N, M] or [1]
     bitsandbytes, nf4   weight, two numbers a byte, the first in the upper half [N K/2, 1]; absmax,
                         a scale for each 64 numbers of the flat W, itself in 8 bits after double
                         quantization; a state in JSON
 
   - With act-order a group's columns are scattered. Here columns are sorted by group; `order` names
     the input of each.
-  - Unsigned numbers of 8 bits become signed: 128 less. NF4's blocks of 64 that
+  - Unsigned numbers of 8 bits, and their zeros, become signed: 128 less. NF4's blocks of 64 that
     end inside a row are cut into smaller groups that do not.
   - Settings that change the numbers are checked. Settings that say how the numbers were found are
     ignored.
   - If a folder wants inputs in INT8 or FP8, with a scale for each token, they are rounded here, too
     (quant.py).
 
-Not covered: inputs with stored (static) scales; 8 bits with zeros; act-order but in GPTQ; 2 and 3
-bits; an odd number of columns in 4 bits; FP8 with a scale for a block or a matrix; FP4;
-bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are not quantized. A new layout is
-a class with `parse`, `headers` and `parts`, and a line in `load_quantization`.
+Not covered: inputs with stored (static) scales; 2 and 3 bits; an odd number of columns in 4 bits;
+FP8 in blocks of rows; FP4; bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are
+not quantized. A new layout is a class with `parse`, `headers` and `parts`, and a line in
+`load_quantization`.
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2024 (2306.00978). NF4: Dettmers et
 al. 2023 (2305.14314).
 """
@@ -134,9 +134,14 @@ def word_bytes(words: Tensor) -> Tensor:
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def zeros(words: Tensor, N: int) -> Tensor:
+def numbers(words: Tensor, bits: int) -> Tensor:
+    """Rows of words, int32[R, J] -> the numbers in them, uint8[R, 32 J / bits]."""
+    return unpack4(word_bytes(words)) if bits == 4 else word_bytes(words)
+
+
+def zeros(words: Tensor, bits: int, N: int) -> Tensor:
     """Zeros of N rows, words along [M, J] -> int16[N, M], less the middle of the range."""
-    return unpack4(word_bytes(words))[:, :N].T.short() - 8
+    return numbers(words, bits)[:, :N].T.short() - 2 ** (bits - 1)
 
 
 def values(words: Tensor, bits: int, K: int, order: Tensor | None) -> Tensor:
@@ -174,14 +179,15 @@ class GPTQ(Foreign):
             checkpoint_format=(None, "gptq", "gptq_v2"),
             format=(None, "gptq", "gptq_v2"),
             dynamic=(None, {}),
-            sym=(True,) if how.get("bits") == 8 else (None, False, True),
+            sym=(None, False, True),
             desc_act=(None, False, True),
             lm_head=(None, False),
             rotation=(None, ""),
         )
         group = group_size(how)
         is_ordered = group > 0 and bool(how.get("desc_act"))
-        return cls(how["bits"], group, ordered=is_ordered, source=how)
+        has_zeros = not how.get("sym")
+        return cls(how["bits"], group, 16, "gptq", 16, is_ordered, has_zeros, how)
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         _, N, K, M = matrix
@@ -192,14 +198,16 @@ class GPTQ(Foreign):
         }
         if self.ordered or matrix.key("g_idx") in stored:  # without act-order some folders lack it
             headers["g_idx"] = Header([K], "I32")
+        if matrix.key("bias") in stored:  # old folders have one, all 0
+            headers["bias"] = Header([N], FLOAT)
         return headers
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
         order = self._order(matrix.K, get("g_idx"))
         weight = values(get("qweight").T, self.bits, matrix.K, order)
         zero = None
-        if not self.source.get("sym"):
-            zero = zeros(self._raised(get("qzeros")), matrix.N)
+        if self.zeros:
+            zero = zeros(self._raised(get("qzeros")), self.bits, matrix.N)
         return Parts(weight, get("scales").T, zero, order)
 
     def _order(self, K: int, groups: Tensor | None) -> Tensor | None:
@@ -219,7 +227,7 @@ class GPTQ(Foreign):
         """Words of zeros, with the 1 that this layout takes from each number."""
         if "gptq_v2" in (self.source.get("checkpoint_format"), self.source.get("format")):
             return words
-        return words + 0x11111111
+        return words + (0x11111111 if self.bits == 4 else 0x01010101)
 
 
 class AWQ(Foreign):
@@ -237,7 +245,7 @@ class AWQ(Foreign):
             lm_head=(None, False),
         )
         check_skipped(how, "modules_to_not_convert")
-        return cls(4, group_size(how), source=how)
+        return cls(4, group_size(how), method="awq", source=how)
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
         _, N, K, M = matrix
@@ -254,7 +262,7 @@ class AWQ(Foreign):
 
     def _unpacked(self, words: Tensor, N: int) -> Tensor:
         """Words along, int32[R, J] -> uint8[N, R]: number 1 of a word is in field 4, and so on."""
-        fields = unpack4(word_bytes(words)).unflatten(1, (-1, 8))
+        fields = numbers(words, 4).unflatten(1, (-1, 8))
         in_order = fields[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
         return in_order[:, :N].T
 
@@ -264,7 +272,7 @@ class CompressedTensors(Foreign):
     """llm-compressor's layouts: `config_groups` must hold one recipe for all Linear modules."""
 
     in_words: bool = False  # pack-quantized
-    has_zeros: bool = False
+    scale_of_tensor: bool = False  # one scale for the whole matrix
 
     @classmethod
     def parse(cls, how: Json) -> CompressedTensors:
@@ -276,22 +284,26 @@ class CompressedTensors(Foreign):
         inputs = recipe.get("input_activations")
         is_float = how["format"] == "float-quantized"
         in_words = how["format"] == "pack-quantized"
-        cls._check_weights(weights, is_float, in_words)
+        cls._check_weights(weights, is_float)
         group = group_size(weights) if weights["strategy"] == "group" else 0
+        has_zeros = weights.get("symmetric") is False
         if inputs is not None:
             cls._check_inputs(inputs, is_float)
-            if in_words or group:
+            if in_words or has_zeros or group:
                 raise UserError(
                     "quantization_config: input_activations of 8 bits need weights of 8 bits that "
-                    "are not packed, with a scale for each row"
+                    "are symmetric and not packed, with a scale for each row"
                 )
+        bits = weights["num_bits"] if in_words else 8
         return cls(
-            bits="fp8" if is_float else weights["num_bits"],
+            bits="fp8" if is_float else bits,
             group=group,
             activations=16 if inputs is None else 8,
+            ordered=group > 0 and weights.get("actorder") in ("group", "dynamic"),
+            zeros=has_zeros,
             source=how,
             in_words=in_words,
-            has_zeros=weights.get("symmetric") is False,
+            scale_of_tensor=weights["strategy"] == "tensor",
         )
 
     @staticmethod
@@ -310,18 +322,17 @@ class CompressedTensors(Foreign):
         return recipe
 
     @staticmethod
-    def _check_weights(weights: Any, is_float: bool, in_words: bool) -> None:
+    def _check_weights(weights: Any, is_float: bool) -> None:
         check(
             weights,
             "weights",
             type=("float",) if is_float else ("int",),
-            num_bits=(4, 8) if in_words else (8,),
-            strategy=("channel", "group"),
+            num_bits=(8,) if is_float else (4, 8),
+            symmetric=(None, True) if is_float else (None, True, False),
+            strategy=("channel", "tensor", "group"),
             dynamic=(None, False),
-            actorder=(None, False, "weight", "static"),
+            actorder=(None, False, "weight", "static", "group", "dynamic"),
         )
-        is_symmetric = (None, True, False) if weights["num_bits"] == 4 else (None, True)
-        check(weights, "weights", symmetric=is_symmetric)
 
     @staticmethod
     def _check_inputs(inputs: Any, is_float: bool) -> None:
@@ -336,25 +347,41 @@ class CompressedTensors(Foreign):
         )
 
     def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        _, N, K, M = matrix
-        headers = {"weight_scale": Header([N, M], FLOAT)}
+        name, N, K, M = matrix
+        scale = Header([N, M], FLOAT)
+        if self.scale_of_tensor:
+            stored_scale = stored.get(f"{name}.weight_scale")
+            is_scalar = stored_scale is not None and stored_scale.shape == []
+            scale = Header([] if is_scalar else [1], FLOAT)
+        headers = {"weight_scale": scale}
         if self.in_words:
             headers["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
             headers["weight_shape"] = Header([2], "I64")
         else:
             headers["weight"] = Header([N, K], EXACT[STORED[self.bits]])
-        if self.has_zeros:
-            headers["weight_zero_point"] = Header([num_words(N, 4), M], "I32")
+        if self.ordered:
+            headers["weight_g_idx"] = Header([K], "I32")
+        if self.zeros and self.in_words:
+            headers["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
+        elif self.zeros:
+            headers["weight_zero_point"] = Header(scale.shape, "I8")
         return headers
 
     def parts(self, matrix: Matrix, get: Get) -> Parts:
-        scale = get("weight_scale")
-        if not self.in_words:
-            return Parts(get("weight"), scale)
-        zero = None
-        if self.has_zeros:
-            zero = zeros(get("weight_zero_point").T, matrix.N)
-        return Parts(values(get("weight_packed"), self.bits, matrix.K, None), scale, zero)
+        order = None
+        if self.ordered:
+            group = self.columns_of_scale(matrix.K)
+            order = sort_columns(get("weight_g_idx"), matrix.K, group)
+        zero = get("weight_zero_point")
+        if self.in_words:
+            weight = values(get("weight_packed"), self.bits, matrix.K, order)
+            if zero is not None:
+                zero = zeros(zero.T, self.bits, matrix.N)
+        else:
+            weight = get("weight")
+            if order is not None:
+                weight = weight[:, order]
+        return Parts(weight, get("weight_scale"), zero, order)
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"

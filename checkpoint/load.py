@@ -83,13 +83,13 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Co
         expected = {name: header_of(tensor) for name, tensor in tensors.items()}
     if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
         expected[HEAD] = expected[EMBEDDING]
-    checkpoint.check(expected)
-    if config.tie_word_embeddings and HEAD in expected:
+        checkpoint.check(expected)
         if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
             raise UserError(
                 f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
                 "config.json ties them"
             )
+    checkpoint.check(expected)
 
 
 def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -62,10 +62,11 @@ class Checkpoint:
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: weight_map must give the file of each tensor")
         for file in weight_map.values():
-            if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.safetensors", file):
+            is_name = isinstance(file, str) and re.fullmatch(r"[^/\\]+\.safetensors", file)
+            if not is_name or not (self.folder / file).is_file():
                 raise UserError(
                     f"{index}: weight_map must give a .safetensors file in the same folder for "
-                    f"each tensor, not {brief(file)}: fetch the model again"
+                    f"each tensor; {brief(file)} is none, or is missing: fetch the model again"
                 )
         return weight_map
 
@@ -96,9 +97,10 @@ class Checkpoint:
                 )
             stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
-            kind = FLOAT if stored.dtype in FLOATS else stored.dtype
-            if kind != dtype:
-                raise UserError(f"{where} is {stored.dtype}; weights must be {dtype}")
+            dtypes = list(FLOATS) if dtype == FLOAT else [dtype]
+            if stored.dtype not in dtypes:
+                rule = f"one of {dtypes}" if dtype == FLOAT else dtype
+                raise UserError(f"{where} is {stored.dtype}; weights must be {rule}")
             if stored.shape != shape:
                 raise UserError(f"{where} is {stored.shape}; config.json asks for {shape}")
         for name in self.headers.keys() - expected.keys():

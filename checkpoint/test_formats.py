@@ -157,11 +157,16 @@ def compressed(
             torch.randn(N, K, generator=torch.Generator().manual_seed(draws.randint(0, 99))) * 100
         ).to(torch.float8_e4m3fn)
         scale = torch.tensor([[draws.uniform(0.5, 1) / 300] for _ in range(N)]).bfloat16()
+        scale = scale[0] if strategy == "tensor" else scale
         return dict(weight=values, weight_scale=scale), values.double() * scale.double()
-    q, zero, scale, _, w = draw(draws, bits, N, K, size, sym, True, torch.bfloat16)
+    shuffled = order if weights["actorder"] == "group" else None
+    q, zero, scale, groups, w = draw(draws, bits, N, K, size, sym, True, torch.bfloat16, shuffled)
     written = dict(weight_scale=scale)
+    if shuffled:
+        written["weight_g_idx"] = torch.tensor(groups, dtype=torch.int32)
     if how["format"] == "int-quantized":
-        return written | dict(weight=torch.tensor(q, dtype=torch.int8)), w
+        zeros = {} if sym else dict(weight_zero_point=torch.tensor(zero, dtype=torch.int8))
+        return written | zeros | dict(weight=torch.tensor(q, dtype=torch.int8)), w
     per, M = 32 // bits, scale.shape[1]
     packed, zeros = (
         torch.zeros(N, -(-K // per), dtype=torch.int64),
@@ -223,10 +228,7 @@ def settings_of(
     ordered: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """A `quantization_config`, as these programs write it. 8 bits have no zeros."""
-    if more.get("format") == "int-quantized":
-        bits = 8
-    sym = sym or bits == 8 and method != "bitsandbytes"
+    """A `quantization_config`, as these programs write it."""
     if method == "gptq":
         how = dict(
             bits=bits,
@@ -266,7 +268,7 @@ def settings_of(
             group_size=group,
             strategy=strategy,
             dynamic=False,
-            actorder="weight" if ordered and strategy == "group" else None,
+            actorder="group" if ordered and strategy == "group" else None,
             block_structure=None,
             observer="minmax",
         )
@@ -352,6 +354,7 @@ HOW = (
         st.just(-1),
         st.just(True),
         format=st.just("float-quantized"),
+        strategy=st.sampled_from(["channel", "tensor"]),
     )
 )
 
@@ -386,6 +389,7 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
     [
         ("int-quantized", IN8, "channel"),
         ("float-quantized", IN8 | dict(type="float"), "channel"),
+        ("float-quantized", IN8 | dict(type="float"), "tensor"),
     ],
 )
 @torch.inference_mode()
@@ -453,9 +457,24 @@ def change(folder: Path, names: str, new: Any) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
+    """Tensors beside those whose names end so."""
+    tensors = load_file(folder / "model.safetensors")
+    written = {
+        f"{name.rpartition('.')[0]}.{suffix}": new(tensor)
+        for name, tensor in tensors.items()
+        if name.endswith(beside)
+    }
+    save_file(tensors | written, folder / "model.safetensors")
+
+
 ODD: list[tuple[Any, Any]] = [
     (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
     (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
+    (
+        settings_of("gptq", 8, 16),
+        lambda f: add(f, "bias", "qweight", lambda t: torch.zeros(t.shape[1]).half()),
+    ),
     (settings_of("gptq", 4, 10**30), lambda f: None),
     (
         settings_of("gptq", 4, 16, True),
@@ -466,6 +485,10 @@ ODD: list[tuple[Any, Any]] = [
     (
         settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]),
         lambda f: None,
+    ),
+    (
+        settings_of("compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"),
+        lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
     ),
 ]
 
@@ -492,7 +515,7 @@ GPTQ4, AWQ4, CT4, BNB = (settings_of(name) for name in WRITERS)
 
 NOT_HONOURED: list[tuple[Any, str]] = [
     ([], "quantization_config is []; it must be an object"),
-    ({"bits": 4}, "quant_method is None; it must be 'quant.py' or 'gptq'"),
+    ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
     (dict(quant_method=["gptq"]), "quant_method is ['gptq']"),
     (dict(quant_method="fp8"), "quant_method is 'fp8'"),
     (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"),
@@ -502,13 +525,12 @@ NOT_HONOURED: list[tuple[Any, str]] = [
     (GPTQ4 | dict(group_size=None), "group_size is None"),
     (
         GPTQ4 | dict(checkpoint_format="marlin"),
-        "checkpoint_format is 'marlin'; it must be None or 'gptq' or 'gptq_v2'",
+        "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'",
     ),
     (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"),
     (GPTQ4 | dict(lm_head=True), "lm_head is True"),
     (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"),
     (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
-    (GPTQ4 | dict(bits=8), "sym is False; it must be True"),
     (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
     (AWQ4 | dict(version="gemv"), "version is 'gemv'"),
     (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
@@ -545,14 +567,13 @@ NOT_HONOURED: list[tuple[Any, str]] = [
     ),
     (recipe(num_bits=3), "num_bits is 3"),
     (recipe(type="float"), "type is 'float'; it must be 'int'"),
-    (recipe(strategy="tensor"), "strategy is 'tensor'"),
+    (recipe(strategy="block"), "strategy is 'block'"),
     (recipe(group_size=0), "group_size is 0"),
-    (recipe(actorder="group"), "actorder is 'group'"),
-    (recipe(num_bits=8), "symmetric is False"),
+    (recipe(actorder="other"), "actorder is 'other'"),
     (recipe(dynamic=True), "dynamic is True"),
     (
         settings_of("compressed-tensors", 4, 8, inputs=IN8),
-        "need weights of 8 bits that are not packed",
+        "need weights of 8 bits that are symmetric and not packed",
     ),
     (
         settings_of(
@@ -612,8 +633,8 @@ def test_the_project_s_own_settings_are_checked_and_written_as_they_were_read():
     del settings["activations"]  # older folders
     assert load_quantization(settings) == Quantization(8)
     for change, says in (
-        (dict(bits=3), "bits is 3; it must be 8 or 4 or 'fp8' or 'nf4'"),
-        (dict(group=5), "group is 5; it must be 32 or 64 or 128"),
+        (dict(bits=3), "bits is 3; it must be 8, 4, 'fp8' or 'nf4'"),
+        (dict(group=5), "group is 5; it must be 32, 64 or 128"),
         (dict(head_bits=True), "head_bits is True"),
         (dict(method="magic"), "method is 'magic'"),
         (dict(activations=4), "activations is 4"),
@@ -653,7 +674,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
         r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]",
     ),
     (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
-    (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be float"),
+    (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
     (
         SORTED,
         "q_proj.g_idx",
@@ -676,7 +697,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
         lambda t: t.byte(),
         "weight_packed in .* is U8; weights must be I32",
     ),
-    (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be float"),
+    (BNB, "absmax", lambda t: t.byte(), "absmax in .* is U8; weights must be one of"),
     (NESTED, "nested_absmax", None, "nested_absmax .* is missing"),
 ]
 
@@ -749,6 +770,13 @@ def test_numbers_that_make_no_sense(tmp_path):
         change(tmp_path, names, new)
         with pytest.raises(UserError, match=f"model.layers.0.*{says}.*fetch the model again"):
             Llama.load(tmp_path, "cpu")
+
+
+def test_a_bias_that_config_json_does_not_have(tmp_path):
+    write(tmp_path, SORTED)
+    add(tmp_path, "bias", "o_proj.qweight", lambda t: torch.ones(t.shape[1]))
+    with pytest.raises(UserError, match="o_proj: its bias is not all 0"):
+        Llama.load(tmp_path, "cpu")
 
 
 def test_memory_is_counted_with_scales_and_each_order_once(tmp_path, monkeypatch):

@@ -68,6 +68,7 @@ def test_only_what_is_needed_is_fetched():
         "tokenizer.json",
         "generation_config.json",
         "chat_template.jinja",
+        "tokenizer.model",
     ]
     others = [
         "original/consolidated.00.pth",

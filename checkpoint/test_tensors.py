@@ -149,12 +149,9 @@ def test_an_index_that_does_not_fit_its_files(tmp_path):
     same_folder = "must give a .safetensors file in the same folder"
     two = "two.safetensors"
     for weight_map, says in (
-        ({"a.weight": "../one.safetensors"}, f"{same_folder}.*, not ../one.safetensors"),
-        ({"a.weight": "one.bin"}, f"{same_folder}.*, not one.bin"),
-        (
-            {"a.weight": "three.safetensors"},
-            "three.safetensors is not a whole safetensors file.*No such file",
-        ),
+        ({"a.weight": "../one.safetensors"}, f"{same_folder}.*; ../one.safetensors"),
+        ({"a.weight": "one.bin"}, f"{same_folder}.*; one.bin is none"),
+        ({"a.weight": "three.safetensors"}, "three.safetensors is none, or is missing"),
         ({"a.weight": 1}, same_folder),
         ({}, "weight_map must give"),
         ([1], "weight_map must give"),

@@ -1,8 +1,9 @@
 """The vocabulary of a byte-level BPE tokenizer, read from its files and checked.
 
-Hugging Face's tokenizer.json holds merges in order, ids, regular expressions that cut a text into
-pieces, and control tokens. tiktoken, which does the merging (tokenizer.py), has no list of merges:
-it joins the neighbours that together spell the token of lowest rank. Both give the same tokens if
+Two formats hold the same: Hugging Face's tokenizer.json (merges in order, ids, regular expressions
+that cut a text into pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each
+token's bytes and rank). tiktoken has no list of merges: it joins the neighbours that together spell
+the token of lowest rank. Both give the same tokens if
 
     rank(token) = number of the merge that completes the token, spelled out and merged alone
 
@@ -11,12 +12,12 @@ stretch of bytes, it is merged in a text as it is alone; so two neighbours that 
 about by that token's own merges.
 
 Cost: every token is merged alone, once.
-Not covered: tiktoken's own rank files (tokenizer.model). Refused by name: SentencePiece, Unigram,
-WordPiece, byte fallback, normalizers, added tokens that swallow spaces. The patterns run in
-`regex`, whose edition of Unicode may be newer than that of `tokenizers`: a character that only the
-newer one knows may be cut another way.
+Not covered, and refused by name: SentencePiece, Unigram, WordPiece, byte fallback, normalizers,
+added tokens that swallow spaces. The patterns run in `regex`, whose edition of Unicode may be newer
+than that of `tokenizers`: a character that only the newer one knows may be cut another way.
 """
 
+import base64
 import json
 import math
 import os
@@ -27,10 +28,16 @@ from typing import Any, NamedTuple, NoReturn
 
 import regex  # tiktoken brings it
 
-from checkpoint.files import Json, read_json
+from checkpoint.files import Json, read_bounded, read_json
 from errors import UserError, brief
 
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    f"(?i:{CONTRACTIONS})"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
@@ -76,10 +83,14 @@ def read_tokenizer_config(folder: Path) -> Json:
 
 
 def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
-    """From a folder's tokenizer.json. config: tokenizer_config.json's."""
+    """From a folder's tokenizer.json or else tokenizer.model. config: tokenizer_config.json's."""
     file = folder / "tokenizer.json"
+    ranks = folder / "tokenizer.model"
+    if os.path.lexists(ranks) and not os.path.lexists(file):
+        file = ranks
     try:
-        return read_tokenizer_json(file, config)
+        read = read_ranks if file == ranks else read_tokenizer_json
+        return read(file, config)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -282,3 +293,50 @@ def read_prefix(file: Path, node: Json | None) -> list[int]:
                 wrong = f"the post_processor asks for {json.dumps(step)}"
                 reject(file, wrong, "supported are tokens before a text")
     return prefix
+
+
+# ---- tokenizer.model
+
+
+def read_ranks(file: Path, config: Json) -> Vocabulary:
+    """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id. The
+    control tokens are in tokenizer_config.json."""
+    merged = {}
+    for n, line in enumerate(read_bounded(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
+        word, rank = parse_rank(line)
+        if rank != n or word in merged:
+            wrong = f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}"
+            rule = "a tiktoken rank file is needed (Llama 2's SentencePiece model is none)"
+            reject(file, wrong, rule)
+        merged[word] = n
+    entries = config.get("added_tokens_decoder", {})
+    added = [entry | {"id": int(id)} for id, entry in entries.items()]
+    special, plain = read_added(file, added, {})
+    first = min((special | plain).values(), default=None)
+    if len(merged) != first:
+        wrong = f"it holds {len(merged)} tokens, but added ones begin at {first}"
+        reject(file, wrong, "is tokenizer_config.json there, with added_tokens_decoder?")
+    named = named_tokens(config)
+    tokens = {id: word for word, id in merged.items()}
+    tokens |= {id: text.encode() for text, id in (special | plain).items()}
+    begins = config.get("add_bos_token", True)
+    return Vocabulary(
+        file=file,
+        tokens=tokens,
+        merged=merged,
+        pieces={},
+        special=special,
+        plain=plain,
+        splits=[compile_split(file, LLAMA3_SPLIT)],
+        prefix=[special[named["bos_token"]]] if begins else [],
+        named=named,
+    )
+
+
+def parse_rank(line: str) -> tuple[bytes, int]:
+    """A token and its rank; rank -1 if the line holds no such thing."""
+    try:
+        word, rank = line.split()
+        return base64.b64decode(word, validate=True), int(rank)
+    except ValueError:
+        return b"", -1

@@ -1,13 +1,13 @@
 """A GPU's operations: Triton kernels in place of plain torch, and CUDA graphs of whole passes.
 
-    add_norm, rotate, swiglu      fused.py: the element-wise work between products, a launch each
+    add_norm, swiglu              fused.py: the element-wise work between products, a launch each
     linear                        weightonly.py: 1 to 64 rows times weights of 8 or 4 bits
     attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
-recorded over it: cache.backend. `python -m gpu.resources` shows what the kernels take.
+recorded over it: cache.backend.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from sampling import Setting
 
 if find_spec("triton"):
     from gpu import draw, flash, fused, graphs, weightonly
-    from gpu.crosscompile import processors
-    from gpu.flash import LayerStore, flash_attention
+    from gpu.flash import LayerStore
     from gpu.store import store_vectors
 
 if TYPE_CHECKING:
@@ -44,48 +43,6 @@ def is_fusable(x: Tensor) -> bool:
 def is_readable(cache: Cache | None) -> bool:
     """Whether the Triton kernels can read and write this cache."""
     return cache is not None and cache.keys.parts[0].dtype != torch.float64
-
-
-def store_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    metadata: AttentionMetadata,
-    layer: int,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:
-    """`Ops.store_and_attend` in two kernels. With cos and sin, q and k are rotated first."""
-    cache = metadata.cache
-    keys = LayerStore.of(cache.keys, layer)
-    values = LayerStore.of(cache.values, layer)
-    S = metadata.block_size
-    if cos is None:
-        store_vectors(k, v, keys, values, metadata.slot_mapping, S)
-    else:
-        q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
-    backend = metadata.backend
-    if "launches" not in backend:  # the same in all layers
-        if "longest" not in backend:
-            backend["longest"] = max(sequence.seq_len for sequence in metadata.sequences)
-        backend["launches"] = flash.plan_launches(
-            metadata.num_new_tokens,
-            backend["longest"],
-            q.shape[1],
-            k.shape[1],
-            processors(q.device),
-        )
-    block = 0 if S >= cache.max_len else S  # 0: one block a sequence
-    return flash_attention(
-        q,
-        keys,
-        values,
-        metadata.block_tables,
-        metadata.cu_seqlens,
-        metadata.seq_lens,
-        backend["launches"],
-        block,
-    )
 
 
 def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
@@ -158,11 +115,6 @@ class GPU(Ops):
             return super().add_norm(x, delta, weight, eps)
         return fused.fused_norm(x, delta, weight, eps)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not is_fusable(x):
-            return super().rotate(x, cos, sin)
-        return fused.fused_rotate(x, cos, sin)
-
     def swiglu(self, x: Tensor) -> Tensor:
         return fused.fused_swiglu(x) if is_fusable(x) else super().swiglu(x)
 
@@ -179,16 +131,55 @@ class GPU(Ops):
             return super().attend(qkv, G, cos, sin, metadata, layer)
         H = qkv.shape[1] - 2 * G
         q, k, v = qkv.split((H, G, G), dim=1)
-        return store_and_attend(q, k, v, metadata, layer, cos, sin)
+        return self.store_and_attend(q, k, v, metadata, layer, cos, sin)
 
     def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
     ) -> Tensor:
-        if not is_readable(metadata.cache):
+        """In two kernels. With cos and sin, q and k are rotated first."""
+        cache = metadata.cache
+        if not is_readable(cache):
             return super().store_and_attend(q, k, v, metadata, layer)
         if q.dtype == torch.float64:  # over a quantized cache
-            return store_and_attend(q.float(), k.float(), v.float(), metadata, layer).double()
-        return store_and_attend(q, k, v, metadata, layer)
+            out = self.store_and_attend(q.float(), k.float(), v.float(), metadata, layer)
+            return out.double()
+        keys = LayerStore.of(cache.keys, layer)
+        values = LayerStore.of(cache.values, layer)
+        S = metadata.block_size
+        if cos is None:
+            store_vectors(k, v, keys, values, metadata.slot_mapping, S)
+        else:
+            q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
+        backend = metadata.backend
+        if "launches" not in backend:  # the same in all layers
+            longest = backend.get("longest")  # of a recording
+            if longest is None:
+                longest = max(sequence.seq_len for sequence in metadata.sequences)
+            backend["launches"] = flash.plan_launches(
+                metadata.num_new_tokens,
+                longest,
+                q.shape[1],
+                k.shape[1],
+                flash.processors(q.device),
+            )
+        block = 0 if S >= cache.max_len else S  # 0: one block a sequence
+        return flash.flash_attention(
+            q,
+            keys,
+            values,
+            metadata.block_tables,
+            metadata.cu_seqlens,
+            metadata.seq_lens,
+            backend["launches"],
+            block,
+        )
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         if settings.keys() <= draw.SUPPORTED:
@@ -221,7 +212,8 @@ class GPU(Ops):
     ) -> tuple[Tensor, Tensor]:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
         unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
-        if max(unread_counts, default=0) > 2 or not self.records or not is_readable(cache):
+        recordable = self.records and is_readable(cache)
+        if max(unread_counts, default=0) > 2 or not recordable:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)

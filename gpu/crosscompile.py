@@ -25,11 +25,9 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -37,16 +35,6 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 SHARED = {90: 227 * 1024, 80: 163 * 1024}  # by arch: the most bytes of shared memory of a program
-RESERVED = 1024  # bytes more that each takes; a multiprocessor has as many more
-REGISTERS = 65536  # of a multiprocessor
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors (132, an H100's, where there is no GPU)."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Report(NamedTuple):
@@ -57,18 +45,7 @@ class Report(NamedTuple):
     shared: int  # bytes of a program
     ahead: int  # copies ahead: the fewest at any wait in a loop
     ptx: str
-    num_warps: int
     arch: int
-
-    @property
-    def programs(self) -> int:
-        """Programs that a multiprocessor runs side by side, by its registers, shared memory and 64
-        warps.
-        """
-        registers = 8 * triton.cdiv(self.registers, 8)  # of a thread: given out by eights
-        by_registers = REGISTERS // (32 * self.num_warps * registers)
-        by_shared = (SHARED[self.arch] + RESERVED) // (self.shared + RESERVED)
-        return min(by_registers, by_shared, 64 // self.num_warps)
 
     def count(self, instruction: str) -> int:
         """How often instructions with this beginning occur, such as "cp.async.cg"."""
@@ -120,7 +97,6 @@ def compile_source(source: ASTSource, options: dict[str, Any], arch: int) -> Rep
         shared=kernel.metadata.shared,
         ahead=copies_ahead(kernel.asm["ttgir"]),
         ptx=kernel.asm["ptx"],
-        num_warps=options["num_warps"],
         arch=arch,
     )
 

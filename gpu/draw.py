@@ -330,30 +330,14 @@ def draw_probabilities(
         stride,
         PIECE,
     )
-    if top_k is None and top_p is None and min_p is None:
-        _weigh[B, S](
-            logits,
-            t,
-            peaks,
-            out,
-            peaks,
-            peaks,
-            V,
-            S,
-            stride,
-            pieces,
-            PIECE,
-            False,
-        )
-        return out
-    both = torch.empty(2, B, V, device=device, dtype=torch.float64)
-    probs, likely = both
-    counts = torch.empty(B, S, device=device, dtype=torch.int32)
-    tops = torch.empty(B, device=device, dtype=torch.float64)
-    edges = torch.empty(B, 4, device=device, dtype=torch.float64)
-    k = column(0 if top_k is None else top_k, logits)
-    p = column(1 if top_p is None else top_p, logits)
-    m = column(0 if min_p is None else min_p, logits)
+    filters = top_k is not None or top_p is not None or min_p is not None
+    probs = out
+    counts = tops = peaks  # not written
+    if filters:
+        both = torch.empty(2, B, V, device=device, dtype=torch.float64)
+        probs, likely = both
+        counts = torch.empty(B, S, device=device, dtype=torch.int32)
+        tops = torch.empty(B, device=device, dtype=torch.float64)
     _weigh[B, S](
         logits,
         t,
@@ -366,8 +350,14 @@ def draw_probabilities(
         stride,
         pieces,
         PIECE,
-        True,
+        filters,
     )
+    if not filters:
+        return out
+    edges = torch.empty(B, 4, device=device, dtype=torch.float64)
+    k = column(0 if top_k is None else top_k, logits)
+    p = column(1 if top_p is None else top_p, logits)
+    m = column(0 if min_p is None else min_p, logits)
     _gather[B, S](
         probs,
         tops,

@@ -58,42 +58,6 @@ LEAST_KEYS = 128  # of a split
 
 
 @triton.jit
-def _weigh(
-    scores,
-    scale,
-    visible,
-    vectors,
-    state,
-    v,
-    steps,
-    zeros,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    V_BITS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The equation above for N more keys. scores: [M, N], −∞ for keys that a row does not see."""
-    o, drift, m, l = state
-    top = tl.maximum(m, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - top[:, None])  # [M, N]
-    fade = tl.exp2(m - top)
-    l = l * fade + tl.sum(p, 1)
-    if V_BITS == 16:
-        wide: tl.constexpr = v.dtype.element_ty
-    else:
-        wide: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.bfloat16
-        p *= steps.to(tl.float32)[None, :]
-    p = p.to(wide)
-    if V_BITS == 4:
-        bias: tl.constexpr = 16 if wide == tl.bfloat16 else 0  # of `_steps`
-        zero = zeros.to(tl.float32) + bias
-        drift = drift * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
-    values = _steps(v, vectors, visible, D, WIDE, V_BITS, wide)  # [N, WIDE]
-    o = tl.dot(p, values, o * fade[:, None], input_precision="tf32x3")
-    return o, drift, top, l
-
-
-@triton.jit
 def _tile(
     start,
     end,
@@ -115,7 +79,7 @@ def _tile(
     N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """`_weigh` the keys from `start` to start + N for the queries x: [M, WIDE]."""
+    """The equation above for the keys from `start` to start + N and the queries x: [M, WIDE]."""
     k, k_scale, k_zero = keys
     v, v_scale, v_zero = values
     j = start + tl.arange(0, N)  # positions of the keys
@@ -130,10 +94,10 @@ def _tile(
     steps = tl.load(v_scale + vectors, visible, 0) if V_BITS < 16 else 0  # [N]
     zeros = tl.load(v_zero + vectors, visible, 0) if V_BITS == 4 else 0
     if K_BITS == 4:
-        y = _numbers(k, k_scale, k_zero, vectors, visible, D, WIDE, x.dtype)
+        numbers = _numbers(k, k_scale, k_zero, vectors, visible, D, WIDE, x.dtype)
     else:
-        y = _steps(k, vectors, visible, D, WIDE, K_BITS, x.dtype)
-    scores = tl.dot(x, tl.trans(y), input_precision="tf32x3")  # [M, N]
+        numbers = _steps(k, vectors, visible, D, WIDE, K_BITS, x.dtype)
+    scores = tl.dot(x, tl.trans(numbers), input_precision="tf32x3")  # [M, N]
     if K_BITS == 8:
         scores *= tl.load(k_scale + vectors, visible, 0).to(tl.float32)[None, :]
     if MASKED:
@@ -141,7 +105,24 @@ def _tile(
     if K_BITS == 8:
         scores *= scale[:, None]
         scale = 1.0
-    return _weigh(scores, scale, visible, vectors, state, v, steps, zeros, D, WIDE, V_BITS, x.dtype)
+    o, drift, m, l = state
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - top[:, None])  # [M, N]
+    fade = tl.exp2(m - top)
+    l = l * fade + tl.sum(p, 1)
+    if V_BITS == 16:
+        wide: tl.constexpr = v.dtype.element_ty
+    else:
+        wide: tl.constexpr = tl.float32 if x.dtype == tl.float32 else tl.bfloat16
+        p *= steps.to(tl.float32)[None, :]
+    p = p.to(wide)
+    if V_BITS == 4:
+        bias: tl.constexpr = 16 if wide == tl.bfloat16 else 0  # of `_steps`
+        zero = zeros.to(tl.float32) + bias
+        drift = drift * fade + tl.sum(p.to(tl.float32) * zero[None, :], 1)
+    numbers = _steps(v, vectors, visible, D, WIDE, V_BITS, wide)  # [N, WIDE]
+    o = tl.dot(p, numbers, o * fade[:, None], input_precision="tf32x3")
+    return o, drift, top, l
 
 
 @triton.jit
@@ -456,6 +437,14 @@ def tile_shape(
         if exact and arch == 90 and D == 128 and R in (1, 2, 4, 8):  # other R: too many registers
             keys = 128
     return rows, keys // max(1, wide // 128), warps, stages
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors (132, an H100's, where there is no GPU)."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

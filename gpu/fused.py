@@ -1,10 +1,9 @@
 """The element-wise work between a layer's matrix products, in one launch each.
 
     fused_norm      x = x + delta,  y = x / √(mean x² + ε) · w      x, delta: [T, C] -> x, y
-    fused_rotate    the pairs (i, i + D/2) of q and k turn          [T, heads, D], a view of qkv
     fused_swiglu    silu(gate) · up                                 [T, 2 F] -> [T, F]
 
-With a cache, rotation is part of storing (store.py), and a decoding layer of 16 bits is ten
+Rotation is part of storing (store.py), and a decoding layer of 16 bits is ten
 launches at most: norm, qkv product, storing, attention, its merge, o product, norm, gate and up
 product, swiglu, down product.
 
@@ -46,49 +45,6 @@ def _add_norm(
 
 
 @triton.jit
-def _turned(x, other, cos, sin, inside):
-    """x cos + other sin, with a rounding to x's type between: that of Ops.rotate."""
-    c = tl.load(cos, inside, 0)
-    near = x.to(tl.float32) * c.to(tl.float32)
-    s = tl.load(sin, inside, 0)
-    return near.to(x.dtype).to(tl.float32) + other.to(tl.float32) * s.to(tl.float32)
-
-
-@triton.jit
-def _rotate(
-    x,
-    cos,
-    sin,
-    y,
-    heads,
-    row,
-    head,
-    D,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """A program has HEADS heads of a token, both halves of each. row, head: strides of x; y is
-    contiguous.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    half = D // 2
-    in_half = i < half
-    inside = (h < heads) & in_half
-    source = x + t * row + h * head + i  # [HEADS, HALF]
-    target = y + (t * heads + h) * D + i
-    first = tl.load(source, inside, 0)
-    second = tl.load(source + half, inside, 0)
-    angle = t * D + i  # [1, HALF]
-    new_first = _turned(first, second, cos + angle, sin + angle, in_half)
-    tl.store(target, new_first, inside)
-    angle += half
-    new_second = _turned(second, first, cos + angle, sin + angle, in_half)
-    tl.store(target + half, new_second, inside)
-
-
-@triton.jit
 def _swiglu(x, y, F, SIZE: tl.constexpr):
     """A program has SIZE numbers of a token."""
     t = tl.program_id(0).to(tl.int64)
@@ -100,12 +56,6 @@ def _swiglu(x, y, F, SIZE: tl.constexpr):
     wide = gate.to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
     tl.store(y + t * F + f, silu.to(tl.float32) * up.to(tl.float32), inside)
-
-
-def norm_shape(C: int) -> tuple[int, int]:
-    """SIZE and num_warps of `_add_norm`."""
-    size = triton.next_power_of_2(C)
-    return size, max(1, min(16, size // 512))
 
 
 def fused_norm(
@@ -121,7 +71,8 @@ def fused_norm(
     if delta is not None:
         delta = delta.contiguous()
         total = torch.empty_like(x)
-    size, num_warps = norm_shape(C)
+    size = triton.next_power_of_2(C)
+    num_warps = max(1, min(16, size // 512))
     if T:
         _add_norm[T,](
             x,
@@ -135,31 +86,6 @@ def fused_norm(
             num_warps=num_warps,
         )
     return total, y
-
-
-def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D], D even and contiguous; cos, sin: [T, 1, D], the first half of sin negated
-    -> [T, heads, D].
-    """
-    T, heads, D = x.shape
-    y = torch.empty(T, heads, D, device=x.device, dtype=x.dtype)
-    half = triton.next_power_of_2(D // 2)
-    token_stride, head_stride, _ = x.stride()
-    if T:
-        grid = T, triton.cdiv(heads, 8)
-        _rotate[grid](
-            x,
-            cos,
-            sin,
-            y,
-            heads,
-            token_stride,
-            head_stride,
-            D,
-            8,
-            half,
-        )
-    return y
 
 
 def fused_swiglu(x: Tensor) -> Tensor:

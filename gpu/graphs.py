@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import proxy
 
@@ -40,7 +40,6 @@ from kvcache import AttentionMetadata, SequenceSlice
 from sampling import SETTINGS
 
 if TYPE_CHECKING:
-    from kernels import Ops
     from kvcache import Cache
     from model import Llama
     from speculative import Round
@@ -208,9 +207,10 @@ class Inputs:
     def __init__(self, B: int, k: int, device: torch.device | str, pinned: bool = False):
         sizes = [2 * B, B, B, 3 * B * (k + 1), len(SETTINGS) * B]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        self.tokens, self.num_drafts, self.stops, coins, settings = self.buffer.split(sizes)
-        # tokens: int64[2 B], unread ones, end to end; num_drafts: int64[B];
-        # stops: int64[B], lengths up to which the cache has slots
+        tokens, num_drafts, stops, coins, settings = self.buffer.split(sizes)
+        self.tokens = tokens  # int64[2 B], unread ones, end to end
+        self.num_drafts = num_drafts  # int64[B]
+        self.stops = stops  # int64[B], lengths up to which the cache has slots
         self.coins = coins.view(-1, 3)  # int64[B · (k + 1), 3]: seeds, positions, roles
         self.settings = settings.view(torch.float64).view(-1, B)  # float64[settings, B]
 
@@ -294,7 +294,7 @@ class Drafts:
         used = tuple(
             name for name in SETTINGS if any(value is not None for value in round.setting(name))
         )
-        key = bucket, k, used, round.coupled, round.coin, V, round.dtype
+        key = bucket, k, used, round.coupled, round.make_coin, V, round.dtype
         if key in self.rounds:
             return self.rounds[key]
         shape = B, k, V, round.dtype
@@ -304,51 +304,29 @@ class Drafts:
             self.drafted[shape] = drafted, q
         drafted, q = self.drafted[shape]
         inputs = Inputs(B, k, device)
-        metadata = empty_metadata(cache, bucket)
-        run = partial(
-            draft_on_device,
-            self.llama,
-            metadata,
-            inputs,
-            drafted,
-            q,
-            used,
-            round.coin,
-            round.first_draft_coin,
-            round.ops,
-        )
-        self.rounds[key] = RecordedRound(inputs, metadata, drafted, q, Recorded(run))
+        first_metadata = empty_metadata(cache, bucket)
+        llama = self.llama
+        coin = round.make_coin
+        first_coin = round.first_draft_coin
+        ops = round.ops
+
+        def run() -> None:  # the loop of `Ops.draft` for all B rows; without `self`, which holds it
+            seeds, positions, roles = inputs.coins.unbind(1)
+            coins = coin(seeds, positions, roles)
+            settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
+            tokens = inputs.tokens
+            metadata = first_metadata
+            logits_indices: Tensor | None = metadata.cu_seqlens[1:].long() - 1  # the last unread
+            for j in range(k):
+                logits = llama.forward(tokens, metadata, logits_indices)[:, :V]  # [B, V]
+                probs = ops.probabilities(logits, **settings)
+                picked = coins[first_coin + j :: k + 1].pick(probs)
+                wanted = inputs.num_drafts > j
+                drafted[:, j] = torch.where(wanted, picked, -1)
+                q[:, j] = torch.where(wanted[:, None], probs, 0)
+                tokens = drafted[:, j].clamp(min=0)  # −1: no draft
+                metadata = next_step(metadata, inputs.stops.int())
+                logits_indices = None
+
+        self.rounds[key] = RecordedRound(inputs, first_metadata, drafted, q, Recorded(run))
         return self.rounds[key]
-
-
-def draft_on_device(
-    llama: Llama,
-    metadata: AttentionMetadata,
-    inputs: Inputs,
-    drafted: Tensor,
-    q: Tensor,
-    used: Sequence[str],
-    coin: Callable[..., Any],
-    first_draft_coin: int,
-    ops: Ops,
-) -> None:
-    """The loop of `Ops.draft` for all B rows, into drafted: int64[B, k] and q: float[B, k, V].
-
-    used: the names of the settings that some request has.
-    """
-    _, k, V = q.shape
-    seeds, positions, roles = inputs.coins.unbind(1)
-    coins = coin(seeds, positions, roles)
-    settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
-    tokens = inputs.tokens
-    logits_indices: Tensor | None = metadata.cu_seqlens[1:].long() - 1  # the last unread tokens
-    for j in range(k):
-        logits = llama.forward(tokens, metadata, logits_indices)[:, :V]  # [B, V]
-        probs = ops.probabilities(logits, **settings)
-        picked = coins[first_draft_coin + j :: k + 1].pick(probs)
-        wanted = inputs.num_drafts > j
-        drafted[:, j] = torch.where(wanted, picked, -1)
-        q[:, j] = torch.where(wanted[:, None], probs, 0)
-        tokens = drafted[:, j].clamp(min=0)  # −1: no draft
-        metadata = next_step(metadata, inputs.stops.int())
-        logits_indices = None

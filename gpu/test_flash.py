@@ -13,8 +13,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, unpack
-from gpu.crosscompile import processors
-from gpu.flash import Launch, LayerStore, flash_attention, plan_launches
+from gpu.flash import Launch, LayerStore, flash_attention, plan_launches, processors
 from gpu.graphs import Bucket, empty_metadata
 from gpu.store import store_vectors
 from kernels import Ops, attention
@@ -207,23 +206,27 @@ SIZES = [  # of each token: how far its numbers are from each other, and from 0
     "D, bits, contiguous", [(20, (4, 4), False), (6, (8, 8), True), (64, (8, 4), False)]
 )
 def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
-    """Two more tokens are halves of steps, as 4 bits count them, and as 8; one has no slot."""
+    """Two more tokens are halves of steps, as 4 bits count them, and as 8; one is float32's largest
+    number, one has no slot.
+    """
     torch.manual_seed(0)
     S = 4
     N = 5
-    T = len(SIZES) + 2
-    spread, offset = torch.tensor([*SIZES, (0, 0), (0, 0)]).T[:, :, None, None]
+    T = len(SIZES) + 3
+    spread, offset = torch.tensor([*SIZES, (0, 0), (0, 0), (0, 0)]).T[:, :, None, None]
     kv = ((torch.rand(T, 3, D) * 2 - 1) * spread / 2 + offset / 4).to(DEVICE)
-    for token, (least, most) in enumerate([(-1.5, 13.5), (-100.5, 127)], T - 2):
+    for token, (least, most) in enumerate([(-1.5, 13.5), (-100.5, 127)], T - 3):
         kv[token] = torch.arange(D, device=DEVICE) % 16 + 0.5
         kv[token, :, ::16] = least
         kv[token, :, 1::16] = most
+    kv[T - 1] = torch.finfo(torch.float32).max
+    kv[T - 1, :, ::2] *= -1
     k = kv[:, :1]
     v = kv[:, 1:2]
     empty_kv = heads_first if contiguous else Ops().empty_kv
     shape = (1, N, S, 1, D)
     slots = torch.randperm(N * S)[:T].int()
-    slots[T - 3] = -1
+    slots[T - 4] = -1
     stored = slots >= 0
     block = slots[stored].long() // S
     offset_in_block = slots[stored].long() % S

@@ -48,30 +48,6 @@ def test_add_norm(T, C, dtype, first, seed):
     torch.testing.assert_close(y, wanted, **TOLERANCE[dtype])
 
 
-@settings(deadline=None, max_examples=4)
-@example(T=4, heads=8, D=128, dtype=torch.bfloat16, seed=54)  # here two roundings meet
-@given(
-    T=st.integers(0, 4),
-    heads=st.integers(1, 20),
-    D=st.sampled_from([2, 6, 64, 80, 128]),
-    dtype=DTYPE,
-    seed=SEED,
-)
-def test_rotate(T, heads, D, dtype, seed):
-    torch.manual_seed(seed)
-    x = torch.randn(T, heads + 3, D, device=DEVICE).to(dtype)[:, :heads]  # v lies behind q and k
-    angles = torch.rand(T, 1, D // 2, device=DEVICE) * 6
-    angles = torch.cat((-angles, angles), -1)
-    cos = angles.cos().to(dtype)
-    sin = angles.sin().to(dtype)
-    y = fused.fused_rotate(x, cos, sin)
-    assert y.is_contiguous() and y.dtype == dtype
-    near = x.double() * cos
-    far = x.double().roll(D // 2, -1) * sin
-    rounding = torch.finfo(dtype).eps * (2 * near.abs() + far.abs())  # of x cos, and of the sum
-    assert ((y - (near + far)).abs() <= rounding + 1e-7).all()
-
-
 @settings(deadline=None, max_examples=3)
 @given(T=st.integers(0, 4), width=st.integers(1, 2500), dtype=DTYPE, seed=SEED)
 def test_swiglu(T, width, dtype, seed):
@@ -96,18 +72,15 @@ def test_everything_is_written_and_nothing_outside(monkeypatch):
 
     monkeypatch.setattr(fused, "torch", SimpleNamespace(empty=guarded, empty_like=empty_like))
     x = torch.ones(3, 130, device=DEVICE)
-    cos = x[:, None, :10].contiguous()
     fused.fused_norm(x, x, x[0], 1e-5)
     fused.fused_swiglu(x)
-    fused.fused_rotate(x.view(3, 13, 10), cos, cos)
-    assert len(buffers) == 4
+    assert len(buffers) == 3
     for buffer, count in buffers:
         assert buffer.isnan().sum() == 128 and not buffer[64 : 64 + count].isnan().any()
 
 
 KERNELS = {
     "fused_norm": fused,
-    "fused_rotate": fused,
     "fused_swiglu": fused,
     "weight_only_product": weightonly,
 }
@@ -146,7 +119,7 @@ def test_all_kernels_of_a_model_run(bits, launched):
     logits = llama.pack_weights()(tokens, logits_indices=rows)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     between = [name for name in launched if name in dir(fused)]
-    assert between == ["fused_norm", "fused_rotate", "fused_norm", "fused_swiglu", "fused_norm"]
+    assert between == ["fused_norm", "fused_norm", "fused_swiglu", "fused_norm"]
     assert launched.count("weight_only_product") == (0 if bits == 16 else 5)
 
 
@@ -177,17 +150,16 @@ def test_a_step_with_a_cache_rotates_where_it_stores(launched):
 def test_gradients_and_float64_take_the_plain_operations(kind, launched):
     dtype = torch.float64 if kind == "float64" else torch.float32
     x = torch.randn(2, 8, dtype=dtype, requires_grad="grad" in kind)
-    cos = torch.ones(2, 1, 4, dtype=dtype)
     weight = torch.ones(8, dtype=dtype)
 
     def outputs(ops: Ops) -> list[torch.Tensor]:
         total, normed = ops.add_norm(x, x, weight, 1e-5)
-        return [total, normed, ops.rotate(x.view(2, 2, 4), cos, cos), ops.swiglu(x)]
+        return [total, normed, ops.swiglu(x)]
 
     with torch.set_grad_enabled(kind != "no_grad"):
         ours = outputs(GPU())
         plain = outputs(Ops())
     torch.testing.assert_close(ours, plain)
-    kernels = ["fused_norm", "fused_rotate", "fused_swiglu"]
+    kernels = ["fused_norm", "fused_swiglu"]
     assert launched == (kernels if kind in ("float32", "no_grad") else [])
     assert all(y.requires_grad == (kind == "gradients") for y in ours)

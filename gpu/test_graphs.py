@@ -277,7 +277,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     def run(walk: Walk, n: int) -> list[Any]:
         cache = KVCache(1, 1, 1, 5, n, ops=target.ops)
         drafter = ModelDrafter(draft, KVCache(1, 1, 1, 5, n, ops=target.ops))
-        runner = ModelRunner(target, cache, 2, drafter, coin=walk)
+        runner = ModelRunner(target, cache, 2, drafter, make_coin=walk)
         requests = []
         for row in range(n):
             requests.append(Request([1], Settings(seed=row, max_tokens=3, gamma=2)))

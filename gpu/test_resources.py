@@ -10,7 +10,6 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
 from gpu.crosscompile import SHARED, Report, compile_launches
-from gpu.resources import print_reports
 from gpu.test_crosscompile import apart
 from gpu.weightonly import weight_only_product
 from model import Llama
@@ -60,13 +59,6 @@ def sample() -> None:
     ops.pick(ops.probabilities(logits, top_p=0.9), streams)
 
 
-def rotate() -> None:
-    """Without a cache; with one `_store` rotates."""
-    q = torch.empty(20, 48, 128, dtype=torch.bfloat16, device="meta")[:, :40]
-    cos = torch.empty(20, 1, 128, dtype=torch.bfloat16, device="meta")
-    GPU().rotate(q, cos, cos)
-
-
 def multiply_fp8() -> None:
     values = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty(4096, 1, dtype=torch.bfloat16, device="meta")
@@ -88,7 +80,6 @@ def compiled() -> dict[str, list[Report]]:
         "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),
         "float32 on sm_80": attend_and_multiply(16, (4, 4), [prompt], 80, torch.float32),
         "sampling": compile_launches(sample),
-        "rotate": compile_launches(rotate),
         "fp8": compile_launches(multiply_fp8),
     }
 
@@ -104,7 +95,7 @@ def test_kernels_spill_nothing_and_copy_ahead(meanwhile):
         for report in (Report(*row) for row in rows):
             names.add(report.kernel)
             assert_fits(report, case)
-    assert len(names) == 17
+    assert len(names) == 16
 
 
 def assert_fits(report: Report, case: str) -> None:
@@ -119,24 +110,15 @@ def assert_fits(report: Report, case: str) -> None:
     if report.kernel == "_attend":
         M = report.constants["M"]
         assert report.ahead > 0 or in_float32 and report.arch == 80, what
-        assert report.programs >= (3 if M == 16 and not in_float32 else 1), what
         if in_float32:
             assert ".tf32" in report.ptx, what
         else:
             assert (wgmma > 0) == (report.arch == 90 and M >= 64), what
     elif report.kernel == "_few":
         assert report.ahead > 0 and mma > 0, what
-        assert report.programs >= (2 if report.arch == 90 else 1), what
         if in_float32:  # three for each of x, of 64 columns and 16 or 32 rows
             assert mma in (3 * 4, 3 * 8), what
     elif report.kernel == "_many":
         assert report.ahead > 0 and (wgmma > 0) == (report.arch == 90), what
     else:
-        assert report.registers <= 168 and report.programs >= 3, what
-
-
-def test_a_table_has_a_row_for_each_report(capsys):
-    report = Report("_few", dict(BITS=4, ROWS=16, EVEN=True), 80, 0, 73728, 4, "", 8, 90)
-    print_reports([report])
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.split() == ["_few", "80", "0", "73,728", "4", "3", "BITS=4", "ROWS=16"]
+        assert report.registers <= 168, what

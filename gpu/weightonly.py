@@ -37,7 +37,7 @@ Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar e
     M groups, J bytes of a row of W · B groups at a time
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from gpu.crosscompile import processors
+from gpu.flash import capability, processors
 from quant import Kind, Quantized, int8, round_fp8
 
 ROWS = 64  # the most rows of x for `_few` and `_many`
@@ -312,27 +312,20 @@ def can_multiply(K: int, bits: Kind, group: int, dtype: torch.dtype) -> bool:
     """Whether the kernels multiply x of this dtype by W: 8 bits with a scale a row, or 4 bits in
     such groups.
     """
-    if bits == 4 and group not in (32, 64, 128):
-        return False
-    return K % 32 == 0 and dtype in PIECES
+    return K % 32 == 0 and dtype in PIECES and (bits != 4 or group in (32, 64, 128))
 
 
 def can_serve(w: Quantized, dtype: torch.dtype) -> bool:
     """Whether this page multiplies x of this dtype by w."""
-    N = len(w.values)
     K = w.columns
-    if w.values.is_cuda and w.bits == "fp8":
-        needed = (9, 0) if w.inputs == 8 else (8, 9)  # with a scale for each row of x: sm_90
-        if torch.cuda.get_device_capability(w.values.device) < needed:
-            return False
+    needed = 90 if w.inputs == 8 else 89  # with a scale for each row of x: sm_90
+    if w.bits == "fp8" and capability(w.values.device) < needed:
+        return False
     if w.inputs == 8:
         exact = w.bits == 8 or dtype == torch.bfloat16  # float32 x by FP8 would become bfloat16
-        return N % 16 == 0 and K % 16 == 0 and dtype in PIECES and exact
-    if w.bits != 4:
-        grouped = w.zero is not None or w.scale.shape[1] > 1
-        if grouped or w.bits == "nf4":
-            return False
-    return can_multiply(K, w.bits, w.group, dtype)
+        return len(w.values) % 16 == 0 and K % 16 == 0 and dtype in PIECES and exact
+    grouped = w.bits != 4 and (w.zero is not None or w.scale.shape[1] > 1)
+    return not grouped and w.bits != "nf4" and can_multiply(K, w.bits, w.group, dtype)
 
 
 def tensor_core_product(x: Tensor, w: Quantized) -> Tensor:
@@ -364,19 +357,6 @@ def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int
     most_shares = triton.cdiv(K, group) // 2
     shares = max(1, min(2 * processors // tiles, most_shares))
     return Cut(128, cols, group, 0, shares, 4 if cols < 64 else 8, 4)
-
-
-def kernel_constants(cut: Cut, K: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The constants that both kernels are compiled for."""
-    return dict(
-        ROWS=cut.rows,
-        COLS=cut.cols,
-        GROUP=cut.group,
-        BITS=bits,
-        X=getattr(tl, str(dtype).removeprefix("torch.")),
-        PIECES=PIECES[dtype],
-        EVEN=K % (cut.group * max(1, cut.at_once)) == 0,
-    )
 
 
 def dequantize_rows(
@@ -458,11 +438,20 @@ def weight_only_product(
     inputs = x
     if bits == 4:  # pairs of neighbours, as the halves of a byte
         inputs = x.view(-1).view(torch.int64 if x.dtype == torch.float32 else torch.int32)
-    constants = kernel_constants(cut, K, bits, x.dtype)
-    constants |= dict(num_warps=cut.num_warps, num_stages=cut.num_stages)
-    programs = triton.cdiv(N, cut.rows)
+    constants = dict(
+        ROWS=cut.rows,
+        COLS=cut.cols,
+        GROUP=cut.group,
+        BITS=bits,
+        X=getattr(tl, str(x.dtype).removeprefix("torch.")),
+        PIECES=PIECES[x.dtype],
+        EVEN=K % (cut.group * max(1, cut.at_once)) == 0,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    tiles = triton.cdiv(N, cut.rows)
     if cut.at_once:
-        _few[programs,](
+        _few[tiles,](
             inputs,
             values,
             scale,
@@ -478,7 +467,7 @@ def weight_only_product(
         )
         return y
     parts = torch.empty(cut.shares, T, N, device=x.device)
-    _many[programs, cut.shares](
+    _many[tiles, cut.shares](
         inputs,
         values,
         scale,

@@ -101,8 +101,8 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
             shutil.copy(source / name, folder)
 
 
-def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
-    """Write a tokenizer's files, as Hugging Face reads them -> the number of tokens, with END."""
+def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
+    """Write a tokenizer's files, as Hugging Face reads them."""
     letters = {byte: letter for letter, byte in alphabet().items()}
     vocab = {letters[byte]: byte for byte in range(256)}
     lines = []
@@ -125,13 +125,11 @@ def save_tokenizer(folder: Path, merges: list[Pair], max_length: int) -> int:
     config = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         eos_token=END,
-        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", config)
-    return len(vocab) + 1
 
 
 def write_json(file: Path, data: dict[str, Any]) -> None:
@@ -144,7 +142,7 @@ def main(file: str = __file__) -> None:
     """The demonstration: how a text shrinks."""
     text = Path(file).read_text(encoding="utf-8")
     pieces = [spell(piece) for piece in count_pieces([text]).elements()]
-    print(f"{Path(file).name}: {sum(len(piece) for piece in pieces):,} bytes")
+    print(f"{Path(file).name}: {len(text.encode()):,} bytes")
     for n, pair in enumerate(learn([text], 512), 1):
         pieces = [merge(piece, pair) for piece in pieces]
         if n in (1, 16, 64, 256):

@@ -50,7 +50,6 @@ from torch import Tensor
 from app.shell import say
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from errors import UserError
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
@@ -85,16 +84,16 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     integers = torch.empty_like(w)
     grid = rounded  # 8 bits: a row has one scale
     grids = []
-    K = w.shape[1]
     block = group if bits == 4 else BLOCK
-    for start in range(0, K, block):
-        stop = min(start + block, K)
+    for start in range(0, w.shape[1], block):
+        columns = slice(start, start + block)
+        later = slice(start + block, None)
         if bits == 4:
-            grid = quantize(moved[:, start:stop], bits, group)
+            grid = quantize(moved[:, columns], bits, group)
             grids.append(grid)
-        q, e = round_block(moved[:, start:stop], grid, U[start:stop, start:stop])
-        integers[:, start:stop] = q
-        moved[:, stop:] -= e @ U[start:stop, stop:]
+        q, e = round_block(moved[:, columns], grid, U[columns, columns])
+        integers[:, columns] = q
+        moved[:, later] -= e @ U[columns, later]
     if bits == 4:
         compensated = rounded._replace(
             values=pack4(integers.to(torch.uint8)),
@@ -122,9 +121,8 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):
-        steps = (w[:, k] / scale).round() + zero  # [N]
-        q[:, k] = steps.clamp(low, high)
-        rounded = (q[:, k] - zero) * scale
+        q[:, k] = ((w[:, k] / scale).round() + zero).clamp(low, high)
+        rounded = (q[:, k] - zero) * scale  # [N]
         e[:, k] = (w[:, k] - rounded) / U[k, k]
         w[:, k + 1 :] -= e[:, k].outer(U[k, k + 1 :])
     return q, e
@@ -135,8 +133,6 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
     By 1 for a channel that was always 0.
     """
-    if not hessian.isfinite().all():
-        raise UserError("the Hessian is not finite: are the calibration inputs finite?")
     diagonal = hessian.diagonal()
     added = DAMP * diagonal.mean() + (diagonal == 0)
     damped = hessian + torch.diag(added)
@@ -246,7 +242,8 @@ def fold(layer: Layer, config: Config, moments: dict[str, Moments]) -> None:
     def share(x: Tensor) -> Tensor:  # [H D] -> [H D]
         """Each channel's mean over the query heads that share a value head."""
         heads = x.view(G, -1, D)
-        return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
+        means = heads.mean(1, keepdim=True)
+        return means.expand_as(heads).reshape(-1)
 
     s = scale_inputs(layer.down, how, moments["down"])  # [F]
     divide_rows(layer.gate_up, s)  # up_proj is the last F rows
@@ -396,12 +393,9 @@ def quantize_model(
 ) -> Llama:
     """The model with quantized weights, not packed yet. `llama` loses its layers, one by one.
 
-    texts: pieces of the calibration text, int64[T] each. UserError if the method needs texts, and
-    there are none.
+    texts: pieces of the calibration text, int64[T] each, for all methods but rtn.
     """
     calibrated = how.method != "rtn"
-    if calibrated and not texts:
-        raise UserError(f"{how.method} looks at text, and there is none: give some, or use rtn")
     result = copy(llama)
     result.config = llama.config.quantized(how)
     result.layers = []

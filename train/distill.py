@@ -13,7 +13,6 @@ in bfloat16 for each matrix and step, slow on a CPU without instructions for the
 
     python -m train.distill                                    a draft for tiny, from its own texts
     python -m train.distill --target NAME --data FILE…         a draft learns from a target
-    python -m train.distill --target NAME --alone …            the control: from the text alone
     python -m train.distill --from-scratch --data FILE…        a model and its vocabulary (bpe.py)
     python -m train.distill --from NAME --kv-heads N …         fewer K/V heads (gqa.py)
 
@@ -61,9 +60,6 @@ from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import merge_heads
 from train.stories import Corpus, hold_out, read_stories
-
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
-
 
 # ---- The loss, and what a draft is worth ---------------------------------------------------------
 
@@ -143,29 +139,6 @@ class Hyperparameters:
         return min(1.0, rising, falling)
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the machine has instructions for products in bfloat16."""
-    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-
-
-@torch.no_grad()
-def separate_weights(llama: Llama) -> dict[str, Tensor]:
-    """The model's tensors by their names in a checkpoint, as an optimizer wants them: with `.grad`.
-
-    q, k and v are rows of one parameter, and so are gate and up. Here each is a separate tensor in
-    the same memory, and its gradient is the same rows of the parameter's gradient.
-    """
-    weights = {}
-    for parameter in llama.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # `backward` adds to it in place
-    for name, rows in llama.named_tensors().items():
-        parameter = rows if rows._base is None else rows._base
-        weight = rows.detach()
-        weight.grad = parameter.grad.as_strided(rows.size(), rows.stride(), rows.storage_offset())
-        weights[name] = weight
-    return weights
-
-
 class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
@@ -185,14 +158,12 @@ class Training:
         self.sampled = sampled
         self.recipe = recipe
         self.steps = 0  # done
-        self.weights = separate_weights(student)
         matrices = []
-        others = []
-        for name, weight in self.weights.items():
-            if weight.ndim == 2 and name not in EMBEDDINGS:
-                matrices.append(weight)
-            else:
-                others.append(weight)
+        for layer in student.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                matrices.append(linear.weight)
+        ids = {id(matrix) for matrix in matrices}
+        others = [weight for weight in student.parameters() if id(weight) not in ids]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
             torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
@@ -212,7 +183,7 @@ class Training:
         tokens = crops[:, :-1].flatten()  # [T]
         metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
         p_logits = None
-        with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             q_logits = self.student(tokens, metadata)  # [T, V]
             if self.target is not None:
                 p_logits = self.target(tokens, metadata)
@@ -232,58 +203,48 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.factor(self.steps) * optimizer.defaults["lr"]
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad()
         self.steps += 1
         return loss.item()
 
-    def run(self, checkpoint: Path, every: float = 20) -> None:
-        """Train to the last step. every: seconds between checkpoints."""
-        recipe = self.recipe
-        shown = saved = time.monotonic()
+    def run(self, checkpoint: Path) -> None:
+        """Train to the last step, with a checkpoint every 20 seconds."""
+        steps = self.recipe.steps
+        saved = time.monotonic()
         losses = []
-        while self.steps < recipe.steps:
+        while self.steps < steps:
             losses.append(self.step())
-            now = time.monotonic()
-            last = self.steps == recipe.steps
-            if last or now - shown > 10:
-                say(f"step {self.steps:5} of {recipe.steps}  loss {mean(losses):.4f}")
-                shown = now
-                losses = []
-            if last or now - saved > every:
+            if self.steps == steps or time.monotonic() - saved > 20:
+                say(f"step {self.steps:5} of {steps}  loss {mean(losses):.4f}")
                 self.save(checkpoint)
-                saved = now
+                saved = time.monotonic()
+                losses = []
 
     def save(self, file: Path) -> None:
         """Write a checkpoint. If that fails, the old file stays as it was."""
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = dict(steps=self.steps, weights=self.weights, optimizers=optimizers)
+        state = dict(
+            steps=self.steps,
+            config=self.student.config.to_dict(),
+            weights=self.student.named_tensors(),
+            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
+        )
         with new_file(file) as new:
             torch.save(state, new)
 
     @torch.no_grad()
     def resume(self, file: Path) -> None:
-        """Resume from a checkpoint. UserError if it is damaged, or of a model of another shape."""
-        try:
-            state = torch.load(file, self.student.device, weights_only=True)
-        except Exception as error:  # of many kinds: torch.load checks little
-            raise UserError(
-                f"{file} is no whole checkpoint ({error}): delete it to begin anew"
-            ) from None
-        stored = state["weights"]
-        if shapes(stored) != shapes(self.weights):
+        """Resume from a checkpoint. UserError if it is of a model of another shape."""
+        state = torch.load(file, self.student.device, weights_only=True)
+        if state["config"] != self.student.config.to_dict():
             raise UserError(
                 f"{file} is the checkpoint of a model of another shape: "
                 "delete it, or give the flags it was made with"
             )
-        for name, weight in self.weights.items():
-            weight.copy_(stored[name])
-        for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(optimizer_state)
+        for name, weight in self.student.named_tensors().items():
+            weight.copy_(state["weights"][name])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(stored)
         self.steps = state["steps"]
-
-
-def shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 # ---- Models: made, loaded, saved -----------------------------------------------------------------
@@ -308,9 +269,6 @@ def save_model(llama: Llama, folder: Path) -> None:
         save_file(tensors, new, metadata={"format": "pt"})
     config = llama.config.to_dict() | {"torch_dtype": "bfloat16"}
     bpe.write_json(folder / "config.json", config)
-    eos = config["eos_token_id"]
-    generation = dict(do_sample=True, temperature=0.7, eos_token_id=eos)
-    bpe.write_json(folder / "generation_config.json", generation)
 
 
 def student_tokenizer(
@@ -318,23 +276,15 @@ def student_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """The tokenizer in `out`, copied from a model or learned from stories; its end of text."""
     name = args.target or args.start
-    ends = ()
     if name is not None:
-        source = find_folder(name)
-        ends = Config.load(source).eos_token_ids
-        if source.resolve() != out.resolve():
-            bpe.copy_files(source, out, bpe.FILES)
+        bpe.copy_files(find_folder(name), out, bpe.FILES)
     elif not (out / "tokenizer.json").exists():
         say(f"learning {args.vocab} tokens from {len(stories):,} stories")
-        bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1), args.context)
+        bpe.save_tokenizer(out, bpe.learn(stories, args.vocab - 1))
     tokenizer = Tokenizer.load(out)
     if bpe.END in tokenizer.specials:
         return tokenizer, tokenizer.specials[bpe.END]
-    if not ends:
-        raise UserError(
-            f"{name}: its tokenizer has no {bpe.END}, and its config.json names no end of text"
-        )
-    return tokenizer, ends[0]
+    return tokenizer, Config.load(find_folder(name)).eos_token_ids[0]
 
 
 def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
@@ -342,10 +292,6 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
     if args.start is not None:
         student = Llama.load(args.start, args.device, torch.float32, trainable=True)
         return merge_heads(student, args.kv_heads) if args.kv_heads else student
-    if args.width % args.heads:
-        raise UserError(
-            f"--width {args.width} is not a multiple of --heads {args.heads}: change one"
-        )
     config = Config(
         vocab_size=vocab_size,
         hidden_size=args.width,
@@ -357,21 +303,9 @@ def new_student(args: argparse.Namespace, vocab_size: int, end: int) -> Llama:
         num_key_value_heads=args.kv_heads or max(1, args.heads // 2),
         tie_word_embeddings=True,
         head_dim=args.width // args.heads,
-        max_position_embeddings=args.context,
+        max_position_embeddings=1024,
     )
     return new_model(config, args.seed, args.device)
-
-
-def load_target(args: argparse.Namespace) -> Llama:
-    """The target, frozen. UserError if its context does not suit the student."""
-    target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-    longest = target.config.max_position_embeddings
-    if args.length >= longest:
-        raise UserError(
-            f"--length {args.length}: {args.target} was made for at most {longest} tokens; "
-            "give fewer"
-        )
-    return target.requires_grad_(False)
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -380,19 +314,23 @@ def load_target(args: argparse.Namespace) -> Llama:
 def distill(args: argparse.Namespace) -> None:
     """Make the tokenizer and the student, read the texts; evaluate, train, evaluate, save."""
     stories = read_stories(args.data) if args.data else []
-    samples = args.target is not None and args.own > 0 and not args.alone
+    samples = args.target is not None and args.own > 0
     if not stories and not samples:
         raise UserError(
             "there is no text to learn from: give some with --data, or let a --target tell texts, "
-            "with --own above 0 and without --alone"
+            "with --own above 0"
         )
     args.device = find_device(args.device)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     train_stories, held_out_stories = hold_out(stories)
     tokenizer, end = student_tokenizer(args, out, train_stories)
-    target = load_target(args) if args.target else None
-    vocab_size = target.config.vocab_size if target else tokenizer.vocab_size
+    target = None
+    vocab_size = tokenizer.vocab_size
+    if args.target is not None:
+        target = Llama.load(args.target, args.device, torch.float32, trainable=True)
+        target.requires_grad_(False)
+        vocab_size = target.config.vocab_size
     student = new_student(args, vocab_size, end)
     if target is not None and student.config.vocab_size != vocab_size:
         raise UserError(
@@ -402,26 +340,22 @@ def distill(args: argparse.Namespace) -> None:
     text = None
     sampled = None
     if stories:
-        say(f"encoding {len(stories):,} stories")
         text = Corpus.encode(train_stories, tokenizer, end)
         held_out = Corpus.encode(held_out_stories, tokenizer, end)
-        say(f"{len(text.tokens):,} tokens to learn from, {len(held_out.tokens):,} held out")
     else:
         held_out = sample_corpus(target, 12, args.length + 1, end, args.seed + 1)
     if samples:
-        say(f"the target tells {args.tales} texts")
         sampled = sample_corpus(target, args.tales, args.length + 1, end, args.seed)
     recipe = Hyperparameters(
         steps=args.steps,
         batch=args.batch,
         length=args.length,
-        warmup=args.warmup,
         decay=args.decay,
         sampled=args.own,
         overlap=args.overlap,
     )
     show("before", evaluate(student, held_out, target))
-    training = Training(student, text, None if args.alone else target, sampled, recipe)
+    training = Training(student, text, target, sampled, recipe)
     checkpoint = out / "training.pt"
     if checkpoint.exists():
         training.resume(checkpoint)
@@ -429,7 +363,6 @@ def distill(args: argparse.Namespace) -> None:
     training.run(checkpoint)
     show("after", evaluate(student, held_out, target))
     save_model(student, out)
-    say(f"{out} holds the model; {checkpoint.name} is needed only to go on with more --steps")
 
 
 def count(text: str) -> int:
@@ -472,11 +405,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="learn from the text alone, with a vocabulary of its own",
     )
     add(
-        "--alone",
-        action="store_true",
-        help="learn from the text alone; α is measured against the target: the control",
-    )
-    add(
         "--data",
         nargs="+",
         metavar="FILE",
@@ -488,50 +416,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder of the student, its tokenizer and its checkpoint (draft)",
     )
     add("--device", metavar="NAME", help="default: a GPU if there is one")
-    add("--seed", type=count, default=1, help="(1)")
-    add("--vocab", type=count, default=4096, help="tokens of a new vocabulary (4096)")
-    add("--layers", type=count, default=1, help="(1)")
-    add("--width", type=count, default=128, help="hidden_size (128)")
-    add("--mlp", type=count, help="intermediate_size (2 · width)")
-    add("--heads", type=count, default=4, help="(4)")
-    add("--kv-heads", type=count, help="(half of --heads)")
-    add("--context", type=count, default=1024, help="longest text (1024)")
-    add("--steps", type=count, default=100, help="(100)")
-    add("--batch", type=count, default=8, help="crops a step (8)")
-    add("--length", type=count, default=512, help="tokens of a crop (512)")
-    add("--warmup", type=count, default=40, help="steps in which the rate rises (40)")
-    add(
-        "--decay",
-        type=share,
-        default=0.5,
-        help="share of the steps, at the end, in which the rate falls to 0 (0.5)",
-    )
-    add("--tales", type=count, default=32, help="texts that the target tells (32)")
-    add(
-        "--own",
-        type=share,
-        default=0.5,
-        help="share of the steps on texts that the target tells (0.5)",
-    )
-    add(
-        "--overlap",
-        type=share,
-        default=0.25,
-        help="share of the steps, at the end, that raise α itself instead of lowering KL (0.25)",
-    )
+    counts = [
+        ("--seed", 1, "of everything random (1)"),
+        ("--vocab", 4096, "tokens of a new vocabulary (4096)"),
+        ("--layers", 1, "num_hidden_layers (1)"),
+        ("--width", 128, "hidden_size (128)"),
+        ("--mlp", None, "intermediate_size (2 · width)"),
+        ("--heads", 4, "num_attention_heads (4)"),
+        ("--kv-heads", None, "num_key_value_heads (half of --heads)"),
+        ("--steps", 100, "of all runs together (100)"),
+        ("--batch", 8, "crops a step (8)"),
+        ("--length", 512, "tokens of a crop (512)"),
+        ("--tales", 32, "texts that the target tells (32)"),
+    ]
+    for flag, default, text in counts:
+        add(flag, type=count, default=default, help=text)
+    shares = [
+        ("--own", 0.5, "on texts that the target tells (0.5)"),
+        ("--decay", 0.5, "at the end, in which the rate falls to 0 (0.5)"),
+        ("--overlap", 0.25, "at the end, that raise α itself instead of lowering KL (0.25)"),
+    ]
+    for flag, default, text in shares:
+        add(flag, type=share, default=default, help=f"share of the steps {text}")
     args = p.parse_args(arguments)
     if args.from_scratch and (args.target or args.start):
         p.error("--from-scratch takes neither --target nor --from")
     if args.target is None and args.start is None and not args.from_scratch:
         args.target = "tiny"
-    if args.start:
-        p.unused(args, "layers width heads mlp context", "with --from, a model that has its shape")
-    if args.target:
-        p.unused(args, "vocab", "with the target's vocabulary")
-    else:
-        p.unused(args, "alone", "without a --target")
-    if args.alone or not args.target:
-        p.unused(args, "tales own overlap", "where no target is imitated")
     return args
 
 

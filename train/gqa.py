@@ -60,8 +60,7 @@ def main() -> None:
     end = llama.config.eos_token_ids[0]
     held_out = sample_corpus(llama, 8, 129, end, seed=2)
     merged = merge_heads(llama, 1)
-    before = cache_bytes(llama, 1024)
-    print(f"cache of 1,024 tokens: {before:,} bytes, merged {cache_bytes(merged, 1024):,}")
+    print(f"cache: {cache_bytes(llama, 1):,} bytes a token, merged {cache_bytes(merged, 1):,}")
     show("before", evaluate(llama, held_out, llama, 128, 8))
     show("merged", evaluate(merged, held_out, llama, 128, 8))
     recipe = Hyperparameters(steps=10, batch=4, length=128, warmup=1, overlap=0)

@@ -5,21 +5,15 @@
 It is measured in float32, through the production cache: rows differ only in bits. On texts that a
 model made, their `author`, the mean is over the author's probabilities of every token, not over the
 one that it sampled: the same on average, without the noise. A calibrated method (calibrate.py)
-recovers some of the loss of rounding, with the same bytes:
-
-    saved = (rounding − method) / (rounding − 16 bits)        1: the method loses nothing
-
-(all are perplexities).
+recovers some of the loss of rounding, with the same bytes.
 
     python -m train.quantize NAME --table TEXT --data FILE    a model, calibrated on FILE
-    python -m train.perplexity                                a short table of the embedded model
 
 Cost: a pass over the text for each row, and quantizing the model for each recipe. Not covered:
 benchmarks.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +26,6 @@ from kvcache import KVCache
 from model import Llama
 from quant import GROUPS, WIDTHS, Bits
 from train.calibrate import quantized, size
-from train.distill import sample_corpus
 from train.gqa import cache_bytes
 
 CHUNK = 256  # tokens of a pass: the logits of more take much memory
@@ -89,9 +82,8 @@ def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> li
     if best != "rtn":
         found.append(Recipe(Quantization(8), ["16"]))
     found.append(Recipe(Quantization(8, method=best), every))
-    found.append(Recipe(Quantization("fp8"), ["16"]))
-    found.append(Recipe(Quantization("nf4", 64), ["16"]))
-    found.append(Recipe(Quantization(8, activations=8), ["16"]))
+    for how in (Quantization("fp8"), Quantization("nf4", 64), Quantization(8, activations=8)):
+        found.append(Recipe(how, ["16"]))
     if best != "rtn":
         found.append(Recipe(Quantization(8, method="smoothquant", activations=8), ["16"]))
     for group in groups:
@@ -99,21 +91,6 @@ def recipes(methods: Sequence[str], groups: Sequence[int] = (32, 64, 128)) -> li
             found.append(Recipe(Quantization(4, group, method=method), ["16"]))
     found[-1] = found[-1]._replace(widths=every)
     return found
-
-
-def saved(row: Row, rows: Sequence[Row]) -> float | None:
-    """The share of rounding's loss that a calibrated row saves.
-
-    None for other rows, and if rounding loses nothing.
-    """
-    if row.how is None or row.how.method == "rtn" or row.width != "16":
-        return None
-    rounding = replace(row.how, method="rtn")
-    exact = rows[0].perplexity
-    for other in rows:
-        if other.how == rounding and other.width == "16" and other.perplexity > exact:
-            return (other.perplexity - row.perplexity) / (other.perplexity - exact)
-    return None
 
 
 def table(
@@ -128,9 +105,9 @@ def table(
     num_tokens = sum(len(text) for text in texts)
     print(
         f"{name}: bytes of the weights, scales included, and of a token's keys and values; "
-        f"perplexity of {num_tokens:,} tokens, and how much of what rounding loses a method saves"
+        f"perplexity of {num_tokens:,} tokens"
     )
-    print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity{'saved':>17}")
+    print(f"{'weights':30}   KV         bytes  of 16 bits  KV bytes  perplexity")
     rows = []
     for how, widths in recipes:
         llama = quantized(name, how, calibration, device, torch.float32)
@@ -141,7 +118,7 @@ def table(
             token_bytes = cache_bytes(llama, 1024, bits) / 1024
             loss = perplexity(llama, texts, bits, author)
             rows.append(Row(how, width, weight_bytes, token_bytes, loss))
-            print(row_text(rows[-1], rows), flush=True)
+            print(row_text(rows[-1], rows[0]), flush=True)
     return rows
 
 
@@ -157,25 +134,9 @@ def recipe_label(how: Quantization | None) -> str:
     return label
 
 
-def row_text(row: Row, rows: Sequence[Row]) -> str:
+def row_text(row: Row, first: Row) -> str:
     """A line of the table, beside the first row of it."""
-    first = rows[0]
     size = row.bytes / first.bytes
     loss = row.perplexity / first.perplexity - 1
-    share = saved(row, rows)
-    text = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}{size:12.3f}"
-    text += f"{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}".replace("%", " %")
-    return text if share is None else f"{text}{share:7.0%}"
-
-
-def main() -> None:
-    """The demonstration: the embedded model, calibrated and measured on texts that it made."""
-    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    end = llama.config.eos_token_ids[0]
-    samples = sample_corpus(llama, 64, 72, end, seed=1).tokens.roll(1)
-    texts = samples.view(64, -1).unbind()
-    table("tiny", texts[:40], texts[40:], recipes(("rtn", "gptq"), (128,)), author=llama)
-
-
-if __name__ == "__main__":
-    main()
+    weights = f"{recipe_label(row.how):30}{row.width:>5}{row.bytes:14,}"
+    return f"{weights}{size:12.3f}{row.token:10,.0f}{row.perplexity:12.3f}{loss:+8.2%}"

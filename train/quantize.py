@@ -4,7 +4,7 @@
     python -m train.quantize NAME --table TEXT --data FILE    bytes and perplexity of all recipes
 
 `python generate.py --target DIR` reads the folder. Calibration (calibrate.py) reads pieces of 512
-tokens, spread over FILE. Invariant: a folder is there whole, or not at all.
+tokens, spread over FILE. Invariant: config.json, without which a folder is no model, comes last.
 """
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
@@ -13,7 +13,6 @@ if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     begin()
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,6 @@ from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files, write_json
 from train.calibrate import quantized, size
-from train.distill import count
 from train.stories import hold_out, read_file, split_stories
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")  # of integers, from the cheapest to the best
@@ -135,9 +133,8 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--table",
         metavar="FILE",
-        help="write nothing; print the perplexity of this text with all bits and methods",
+        help="write nothing; print the perplexity of 8192 tokens of it with all bits and methods",
     )
-    add("--tokens", type=count, default=8192, metavar="N", help="tokens of that text (8192)")
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     args = p.parse_args(arguments)
     if (args.out is None) == (args.table is None):
@@ -147,9 +144,6 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
             args, "bits method group head_bits activations", "with --table, which measures them all"
         )
         return args
-    p.unused(args, "tokens", "without --table")
-    if args.bits not in GROUPS and args.head_bits not in GROUPS:
-        p.unused(args, "group", f"with --bits {args.bits}, where a whole row shares a scale")
     if args.method == "rtn":
         p.unused(args, "data", "with --method rtn, which looks at no text")
     elif args.data is None:
@@ -157,7 +151,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> None:
+def measure_or_store(args: argparse.Namespace) -> None:
     source = find_folder(args.name)
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
     group = args.group or GROUPS.get(args.bits, 128)
@@ -171,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
         store(args, source, how, calibration)
     else:
         length = min(1024, config.max_position_embeddings)
-        texts = pieces(args.table, Tokenizer.load(source), length, -(-args.tokens // length))
+        texts = pieces(args.table, Tokenizer.load(source), length, 8192 // length)
         methods = METHODS if calibration else METHODS[:1]
         recipes = perplexity.recipes(methods)
         perplexity.table(args.name, texts, calibration, recipes, args.device)
@@ -184,19 +178,15 @@ def store(
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
-    out.mkdir(parents=True, exist_ok=True)  # or it is refused now
-    try:
-        llama = quantized(source, how, calibration, args.device)
-        save(llama, source, out)
-    except BaseException:  # no half-written folder stays
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    llama = quantized(source, how, calibration, args.device)
+    out.mkdir(parents=True, exist_ok=True)
+    save(llama, source, out)
     say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_flags(arguments)
-    return status(lambda: run(args))
+    return status(lambda: measure_or_store(args))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ crops. Every tenth story is held out.
 
 import lzma
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from train.bpe import END
 
 def read_file(file: str) -> str:
     """The text of a file, which may be compressed (.xz). UserError if it is not UTF-8."""
-    if Path(file).exists() and not Path(file).is_file():
-        raise UserError(f"{file} is a folder or a device: name a file of text")
     opener = lzma.open if file.endswith(".xz") else open
     try:
         with opener(file, "rt", encoding="utf-8") as lines:

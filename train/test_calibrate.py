@@ -1,7 +1,5 @@
 """GPTQ is the paper's algorithm, AWQ changes only the rounding; neither is worse than rounding."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,10 +150,8 @@ def test_moments_add_up():
     torch.testing.assert_close(m.magnitude, x.abs().sum(0))
 
 
-def test_inputs_that_are_no_numbers_are_refused():
-    with pytest.raises(UserError, match="are the calibration inputs finite"):
-        gptq(weight(2, 3, 0), torch.full((3, 3), torch.nan), 4, 32)
-    with pytest.raises(ValueError, match="bits is 3"):
+def test_only_4_and_8_bits():
+    with pytest.raises(UserError, match="bits is 3"):
         gptq(weight(2, 3, 0), torch.eye(3), 3, 32)
 
 
@@ -395,11 +391,3 @@ def test_both_methods_together_round_what_was_folded_for_the_inputs_that_it_then
         assert torch.equal(getattr(small.layers[0], name).weight.values, q.values)
         assert not torch.equal(getattr(layer, name).weight, getattr(first, name).weight)
     assert torch.equal(small.layers[0].input_norm, layer.input_norm)
-
-
-def test_calibration_needs_text():
-    for method in ("gptq", "awq", "awq+gptq"):
-        with pytest.raises(
-            ValueError, match=rf"{re.escape(method)} looks at text, and there is none"
-        ):
-            quantize_model(model(), Quantization(4, 32, 8, method))

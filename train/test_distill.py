@@ -176,40 +176,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) 
     assert all(torch.equal(place, after[name]) for name, place in weights(whole.student).items())
 
 
-def test_checkpoint_of_another_shape_or_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     training().save(tmp_path / "state")
     config = replace(CONFIG, num_hidden_layers=1)
     other = Training(new_model(config, 1), some_text(), None, None, Hyperparameters())
-    before = weights(other.student)
     with pytest.raises(UserError, match="another shape"):
         other.resume(tmp_path / "state")
-    stored = (tmp_path / "state").read_bytes()
-    for broken in (stored[:-100], stored[:50], b"", b"anything"):
-        (tmp_path / "state").write_bytes(broken)
-        with pytest.raises(UserError, match="no whole checkpoint"):
-            other.resume(tmp_path / "state")
-    after = weights(other.student)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
-
-
-def test_muon_moves_each_matrix_alone_and_adam_the_rest() -> None:
-    """q, k and v are rows of one parameter, but each moves by the U Vᵀ of its own gradient."""
-    run = training(warmup=1)
-    before = weights(run.student)
-    run.loss(run.corpus(0).crops(2, 16, 0)).backward()
-    name = "model.layers.1.self_attn.k_proj.weight"
-    alone = before[name].clone()
-    alone.grad = run.student.layers[1].qkv.weight.grad[24:36].clone()
-    torch.optim.Muon([alone], lr=0.02, weight_decay=0.5).step()
-    for parameter in run.student.parameters():
-        parameter.grad.zero_()
-    run.step()
-    after = weights(run.student)
-    torch.testing.assert_close(after[name], alone, rtol=1e-3, atol=1e-4)
-    assert (after[name] - before[name]).abs().max() > 0.003
-    norm = (after["model.norm.weight"] - before["model.norm.weight"]).abs()
-    torch.testing.assert_close(norm, torch.full_like(norm, 0.004))  # Adam's first step: the rate
-    assert not any(parameter.grad.any() for parameter in run.student.parameters())
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -267,30 +239,21 @@ def test_bad_flags_are_one_line(
     start = ["--from", str(base), "--data", stories]
     cases = [
         (["--from-scratch"], "no text to learn from"),
-        (["--target", "tiny", "--alone"], "no text to learn from"),
         (["--target", "tiny", "--own", "0"], "no text to learn from"),
-        ([*scratch, "/dev/zero"], "a folder or a device"),
         ([*scratch, "nowhere.txt"], "No such file"),
         ([*scratch, __file__], "stories; at least 10"),
         ([*scratch, stories, "--device", "tpu"], "device 'tpu'"),
         (["--target", "nobody-has-this"], "neither a folder"),
-        ([*scratch, stories, "--width", "30"], "not a multiple of --heads"),
         ([*scratch, stories, "--vocab", "200"], "at least 256"),
         ([*scratch, stories, "--length", "100000"], "too short"),
         ([*start, "--kv-heads", "3"], "divisor of 2"),
         ([*start, "--target", other, "--length", "16"], "share its target's vocabulary"),
-        (["--target", other, "--data", stories, "--length", "96"], "at most 96 tokens"),
         (["--steps", "0"], "--steps"),
         (["--own", "1.5"], "--own"),
         (["--own", "nan"], "--own"),
         (["--layers", "x"], "--layers"),
         (["--seed", "9" * 18], "--seed"),
         (["--from-scratch", "--target", "tiny"], "--from-scratch takes neither"),
-        (["--width", "8", "--from", "tiny"], "--width has no use"),
-        (["--vocab", "300", "--target", "tiny"], "--vocab has no use"),
-        (["--alone", "--from-scratch"], "--alone has no use"),
-        (["--tales", "9", "--from-scratch"], "--tales has no use"),
-        (["--own", "0.9", "--alone"], "--own has no use"),
     ]
     for i, (flags, says) in enumerate(cases):
         try:
