@@ -61,8 +61,8 @@ def checked_stop(stop: Any) -> tuple[str, ...]:
 
 def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
     """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
-    in_range = type(value) is int and low <= value and (high is None or value <= high)
-    if not in_range:
+    is_whole = type(value) is int
+    if not is_whole or value < low or (high is not None and value > high):
         rule = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
 

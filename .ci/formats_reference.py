@@ -143,6 +143,7 @@ def main() -> int:
         "NF4": (nf4, False),
         "NF4, double quantization": (nf4, True),
     }
+
     def rms(x: torch.Tensor) -> float:
         return x.square().mean().sqrt().item()
 

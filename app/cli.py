@@ -108,7 +108,15 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
     p.add_argument("--system", help="a system message, for chat templates")
-    p.add_argument(
+    either = p.add_mutually_exclusive_group()
+    either.add_argument(
+        "--chat",
+        dest="use_template",
+        action="store_const",
+        const=True,
+        help="use the model's chat template, which is the default where it has one",
+    )
+    either.add_argument(
         "--raw",
         dest="use_template",
         action="store_const",
@@ -148,6 +156,11 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
         "--kv-memory",
         type=float,
         help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
+    )
+    p.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="read every prompt from its beginning, also where another began alike",
     )
     p.add_argument(
         "--no-cache",
@@ -319,7 +332,8 @@ def start(
         not args.no_cache,
         args.kv,
         args.kv_memory,
-        kv_bits=args.kv_bits,
+        not args.no_prefix_cache,
+        args.kv_bits,
     )
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")

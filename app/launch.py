@@ -201,6 +201,7 @@ def joined(
             else:  # torchrun sends Ctrl-C to all; the first process stops all
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             dist.init_process_group(timeout=FOREVER)
+            stack.callback(dist.destroy_process_group)
         else:
             stack.enter_context(watched_signals())
             stack.enter_context(others(n, function))

@@ -38,6 +38,7 @@ LARGEST_ROPE: dict[str, float] = {
     "original_max_position_embeddings": 2**31 - 1,
 }
 SMALLEST = 1e-12
+MAX_TURN = 1e6  # radians a position
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "model_type": ("llama",),
@@ -90,6 +91,12 @@ class Config:
         scaling = self.rope_scaling or {}
         if scaling.get("low_freq_factor", 0) >= scaling.get("high_freq_factor", 1):
             raise UserError(f"{scaling}: low_freq_factor must be below high_freq_factor")
+        fastest = 1 / min(1.0, self.rope_theta) / scaling.get("factor", 1)
+        if fastest > MAX_TURN:
+            raise UserError(
+                f"rope_theta {self.rope_theta} with factor {scaling.get('factor', 1)}: a position "
+                f"must turn by no more than {MAX_TURN:.0e} radians"
+            )
 
     @property
     def query_size(self) -> int:
@@ -116,18 +123,18 @@ class Config:
         """From the object in a config.json."""
         for name, values in SUPPORTED.items():
             check_setting(name, data.get(name), *values)
-        num_heads = number(data, "num_attention_heads", LARGEST)
+        num_heads = number(data, "num_attention_heads")
         defaults = {
             "num_key_value_heads": num_heads,
-            "head_dim": number(data, "hidden_size", LARGEST) // num_heads,
+            "head_dim": number(data, "hidden_size") // num_heads,
             "rms_norm_eps": cls.rms_norm_eps,
         }
         present = {name: value for name, value in data.items() if value is not None}
         rope = rope_settings(present)
         return cls(
-            **{name: number(defaults | present, name, LARGEST) for name in LARGEST},
+            **{name: number(defaults | present, name) for name in LARGEST},
             **{name: bool(data.get(name)) for name in FLAGS},
-            rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta", LARGEST_ROPE),
+            rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta"),
             rope_scaling=parse_rope_scaling(rope),
             eos_token_ids=end_tokens(data),
             quantization=load_quantization(data.get("quantization_config")),
@@ -175,19 +182,20 @@ def parse_rope_scaling(rope: Json) -> Json | None:
     check_setting("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1, 1.0)
     if kind == "default":
         return None
-    scaling = {name: number(rope, name, LARGEST_ROPE) for name in ROPE_NUMBERS[kind]}
+    scaling = {name: number(rope, name) for name in ROPE_NUMBERS[kind]}
     return scaling | {"rope_type": kind}
 
 
-def number(data: Json, name: str, limits: dict[str, float]) -> Any:
+def number(data: Json, name: str) -> Any:
     """data[name]. UserError unless it is a number above 0, up to its limit."""
     value = data.get(name)
-    kind = type(limits[name])
+    limit = (LARGEST | LARGEST_ROPE)[name]
+    kind = type(limit)
     smallest = 1 if kind is int else SMALLEST
-    if type(value) not in (int, kind) or not smallest <= value <= limits[name]:
+    if type(value) not in (int, kind) or not smallest <= value <= limit:
         problem = "missing" if value is None else brief(repr(value))
         what = "a whole number" if kind is int else "a number"
-        raise UserError(f"{name} is {problem}; it must be {what} from {smallest} to {limits[name]}")
+        raise UserError(f"{name} is {problem}; it must be {what} from {smallest} to {limit}")
     return kind(value)
 
 

@@ -139,6 +139,8 @@ REFUSED = [
     (dict(rope_parameters=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
     (dict(rope_parameters=[1]), "rope_parameters is [1]"),
     (dict(rope_parameters=LLAMA31 | {"low_freq_factor": 4.0}), "must be below high_freq_factor"),
+    (dict(rope_parameters=LINEAR | {"factor": 9e-7}), "turn by no more than 1e+06 radians"),
+    (dict(rope_parameters={"rope_theta": 9e-7}), "turn by no more than 1e+06 radians"),
     (
         dict(rope_parameters=LLAMA31 | {"original_max_position_embeddings": None}),
         "original_max_position_embeddings is missing",

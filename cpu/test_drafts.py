@@ -120,7 +120,7 @@ CASES = [
     ({}, dict(texts=2), False),
     ({}, dict(bits="8/4"), False),
     ({}, dict(bits="4"), False),
-    ({}, dict(make_coin=Walk([()] * 6)), False),  # proofs walk through every pick
+    ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False),
     (dict(packed=False), {}, False),
 ]
