@@ -62,7 +62,9 @@ def checked_stop(stop: Any) -> tuple[str, ...]:
 def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
     """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
     is_whole = type(value) is int
-    if not is_whole or value < low or (high is not None and value > high):
+    is_low = is_whole and value < low
+    is_high = is_whole and high is not None and value > high
+    if not is_whole or is_low or is_high:
         rule = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
 
