@@ -135,7 +135,7 @@ def test_lines_have_100_columns():
     """Docstrings, comments, tests and C, too; URLs aside."""
     found = []
     for folder in FOLDERS:
-        for path in sorted((ROOT / folder).iterdir()):
+        for path in sorted((ROOT / folder).glob("*")):
             if path.suffix not in (".py", ".c", ".h"):
                 continue
             for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
@@ -181,7 +181,7 @@ def graph() -> dict[str, set[str]]:
 
 def test_root_is_these_pages_and_imports_go_one_way():
     root = {page.stem for page in PAGES if page.parent == ROOT}
-    assert root == {*ORDER, "bench"}
+    assert root - {"bench"} == {*ORDER}
     for name, imported in graph().items():
         if name in ORDER:
             of_root = {module for module in imported if "." not in module}
