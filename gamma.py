@@ -30,7 +30,7 @@ TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
 PATIENCE = 64  # rounds before what seems worse is tried again
-MEASURED = 3  # rounds, at least, that a time is taken from
+MEASURED = 2  # rounds, at least, that a time is taken from
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -53,6 +53,7 @@ class AutoGamma:
         self.weight = 5.0  # drafts that alpha is a mean over
         self.num_plain = 0  # plain rounds since the last draft
         self.num_drafting = 0  # rounds with drafts since the last plain one
+        self.best: dict[int, tuple[int, float]] = {}  # γ and its gain, by bits of the batch size
         # seconds of the last rounds, by (bits of the batch size, γ)
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
 
@@ -82,17 +83,13 @@ class AutoGamma:
 
     def choose(self, batch_size: int) -> int:
         """γ for the next round of so many requests. Changes nothing."""
-        if self.round_seconds(batch_size, 0) is None:
-            return 0
-        if self.round_seconds(batch_size, TRIAL) is None:
-            return TRIAL
-        gains = self.gains(batch_size)
-        best = max(gains)
-        gamma = 1 + gains.index(best)
-        if best > 1:
+        if batch_size.bit_length() not in self.best:  # the trial
+            return 0 if self.round_seconds(batch_size, 0) is None else TRIAL
+        gamma, gain = self.best[batch_size.bit_length()]
+        if gain > 1:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
             return 0 if plain_is_due else gamma
-        cost = expected_tokens(self.alpha, gamma) / best  # of a round, in plain rounds
+        cost = expected_tokens(self.alpha, gamma) / gain  # of a round, in plain rounds
         retry_is_due = self.num_plain >= PATIENCE * cost
         return gamma if retry_is_due else 0
 
@@ -100,9 +97,9 @@ class AutoGamma:
         self, num_drafts: Sequence[int], num_accepted: Sequence[int], seconds: float
     ) -> None:
         """Learn from a round: the drafts of each request, how many stand, and its time."""
-        gamma = math.ceil(sum(num_drafts) / len(num_drafts))
-        key = (len(num_drafts).bit_length(), gamma)
-        self.seconds[key].append(seconds)
+        batch_size = len(num_drafts)
+        gamma = math.ceil(sum(num_drafts) / batch_size)
+        self.seconds[batch_size.bit_length(), gamma].append(seconds)
         if gamma:
             self.num_plain = 0
             self.num_drafting += 1
@@ -114,6 +111,15 @@ class AutoGamma:
             if examined:
                 self.weight = min(self.weight + examined, WINDOW)
                 self.alpha += (accepted - examined * self.alpha) / self.weight
+        if gamma or self.num_plain % 16 == 0:  # a plain round alone teaches little
+            self._choose_best(batch_size)
+
+    def _choose_best(self, batch_size: int) -> None:
+        """The γ of the largest gain, if the trial is over."""
+        if self.round_seconds(batch_size, 0) and self.round_seconds(batch_size, TRIAL):
+            gains = self.gains(batch_size)
+            gain = max(gains)
+            self.best[batch_size.bit_length()] = (1 + gains.index(gain), gain)
 
 
 def main() -> None:

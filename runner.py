@@ -35,6 +35,7 @@ from request import Request, RoundStats, Speculation
 from sampling import Keyed, check_tokens
 from speculative import Coin, Round, couple, verify
 
+MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
 MAX_MULTI_STEP_PROBS = 2**25  # probabilities that the tokens of several steps may take
 
 
@@ -362,7 +363,7 @@ class ModelRunner:
             is_first = not item.request.rounds
             if is_first or item.num_tokens > 1 or item.num_catch_up:
                 return False
-            if item.num_drafts and self.drafter.num_pending(item.request) > 2:
+            if item.num_drafts and self.drafter.num_pending(item.request) > MAX_LAG:
                 return False
         return True
 
