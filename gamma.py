@@ -83,9 +83,11 @@ class AutoGamma:
 
     def choose(self, batch_size: int) -> int:
         """γ for the next round of so many requests. Changes nothing."""
-        if batch_size.bit_length() not in self.best:  # the trial
-            return 0 if self.round_seconds(batch_size, 0) is None else TRIAL
-        gamma, gain = self.best[batch_size.bit_length()]
+        best = self.best.get(batch_size.bit_length())
+        if best is None:  # the trial
+            is_plain_known = self.round_seconds(batch_size, 0) is not None
+            return TRIAL if is_plain_known else 0
+        gamma, gain = best
         if gain > 1:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
             return 0 if plain_is_due else gamma
@@ -116,10 +118,14 @@ class AutoGamma:
 
     def _choose_best(self, batch_size: int) -> None:
         """The γ of the largest gain, if the trial is over."""
-        if self.round_seconds(batch_size, 0) and self.round_seconds(batch_size, TRIAL):
-            gains = self.gains(batch_size)
-            gain = max(gains)
-            self.best[batch_size.bit_length()] = (1 + gains.index(gain), gain)
+        plain = self.round_seconds(batch_size, 0)
+        trial = self.round_seconds(batch_size, TRIAL)
+        if plain is None or trial is None:
+            return
+        gains = self.gains(batch_size)
+        gain = max(gains)
+        gamma = 1 + gains.index(gain)
+        self.best[batch_size.bit_length()] = (gamma, gain)
 
 
 def main() -> None:
