@@ -12,7 +12,7 @@ Words pack rows (along) or columns (down).
     compressed-tensors  pack-quantized: weight_packed, words along [N, K b/32], of q + 2^(b−1);
                         weight_scale [N, M]; weight_shape; weight_zero_point, words down
                         [N b/32, M]; weight_g_idx [K].
-                        int-quantized, float-quantized: weight [N, K], int8 or FP8;
+                        int-quantized, float-quantized, naive-quantized: weight [N, K], int8 or FP8;
                         weight_scale [N, M] or [1]
     bitsandbytes, nf4   weight, two numbers a byte, the first in the upper half [N K/2, 1]; absmax,
                         a scale for each 64 numbers of the flat W, itself in 8 bits after double
@@ -276,13 +276,15 @@ class CompressedTensors(Foreign):
 
     @classmethod
     def parse(cls, how: Json) -> CompressedTensors:
-        formats = ("pack-quantized", "int-quantized", "float-quantized")
+        formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
         check(how, format=formats, kv_cache_scheme=(None,), transform_config=(None, {}))
         check_skipped(how, "ignore")
         recipe = cls._recipe(how)
         weights = recipe.get("weights")
         inputs = recipe.get("input_activations")
         is_float = how["format"] == "float-quantized"
+        if how["format"] == "naive-quantized" and isinstance(weights, dict):
+            is_float = weights.get("type") == "float"
         in_words = how["format"] == "pack-quantized"
         cls._check_weights(weights, is_float)
         group = group_size(weights) if weights["strategy"] == "group" else 0

@@ -809,3 +809,11 @@ def test_the_command_line(tmp_path, capsys):
         assert cli(["--target", str(tmp_path), "Once"]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and says in said, said
+
+
+def test_naive_layout_is_that_of_its_type():
+    how = settings_of("compressed-tensors", 8, -1, True, format="naive-quantized")
+    assert load_quantization(how).bits == 8
+    (recipe,) = how["config_groups"].values()
+    recipe["weights"]["type"] = "float"
+    assert load_quantization(how).bits == "fp8"
