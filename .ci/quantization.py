@@ -19,7 +19,7 @@ from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
 from quant import WIDTHS
 from tokenizer import Tokenizer
-from train.perplexity import Recipe, Row, saved, table
+from train.perplexity import Recipe, Row, table
 from train.quantize import pieces
 
 TOKENS = 4096  # that are measured
@@ -73,7 +73,7 @@ def embedded(stories: str) -> None:
     told = f"8 bits cost {cost['SmoothQuant']:.2%} with SmoothQuant, {cost['W8A8']:.2%} without"
     require(cost["SmoothQuant"] < 0.01, f"weights and activations in {told}; at most 1%")
     for name, least in SAVED.items():
-        share = saved(by_name[name], [plain, *rows])
+        share = 1 - cost[name] / cost["INT4"]
         told = f"{name} saves {share:.0%} of what rounding loses, at least {least:.0%}"
         require(share > least, f"weights in 4 bits: {told}")
 

@@ -103,7 +103,7 @@ def greedy_texts(folder: Path, model: Model, reference: torch.nn.Module) -> None
         )[0].tolist()
         ours = generate(question, model, temperature=0, max_tokens=64)
         if "France?" in question:
-            require("Paris" in ours.text, f"{question} {ours['text']}")
+            require("Paris" in ours.text, f"{question} {ours.text}")
         require(
             ours.prompt_tokens + ours.tokens == theirs,
             f"{len(ours.tokens)} greedy tokens: {question}",
