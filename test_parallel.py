@@ -440,7 +440,7 @@ def test_torchrun_starts_it_too():
     assert result["prompt"] == "Once upon" and result["prompt_tokens"] == request.tokens
     list(Engine(model, None, 100, 100).batcher.run([request]))
     assert result["tokens"] == request.tokens[request.num_prompt_tokens :]
-    assert done.stderr.count("8 tokens") == 1
+    assert done.stderr.count("8 tokens (") == 1
 
 
 def killed() -> tuple[int, float, list[str], list[int]]:
