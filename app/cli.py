@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -481,15 +480,16 @@ def profile_to_file(
     return import_module("measure.profiler").trace_phases(args.profile, llamas)
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
+    args = parser().parse_args(arguments)
     check_flags(args)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start
         shard_config(Config.load(find_folder(args.target)), n)
-    with joined(n, device, partial(run_command, args)) as device:
+    with joined(n, device, arguments) as device:
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         model = Model.load(args.target, device, dtype, args.bits)
@@ -507,12 +507,14 @@ def show_warning(message: Warning | str, *details: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """arguments: of the command line; None: this program's."""
+    if arguments is None:
+        arguments = sys.argv[1:]
     warnings.showwarning = show_warning
     try:
         rank, _, _ = torchrun_ranks()
     except UserError as error:
         return refuse(str(error))
     if rank > 0:
-        return follow(lambda: run_command(parser().parse_args(arguments)))
-    args = parser().parse_args(arguments)
-    return status(lambda: run_command(args), handler=handle_signal)
+        return follow(lambda: run_command(arguments))
+    return status(lambda: run_command(arguments), handler=handle_signal)

@@ -1,8 +1,9 @@
 """Several processes that run one program in step, as tensor parallelism (parallel.py) needs them.
 
-torchrun starts them, or `joined` does, with PyTorch's own launcher (torch.multiprocessing): then
-the user's process is the first one, and keeps the terminal with its input and its signals. All run
-the same code. Only the first reads and prints; what it reads goes to the others (`read_once`).
+torchrun starts them, or `others` does it in the same way: the program's command again, and in the
+environment where to meet. Then the user's process is the first one, and keeps the terminal with its
+input and its signals. All run the same code. Only the first reads and prints; what it reads goes to
+the others (`read_once`).
 
   - A signal reaches the first process alone, and while all compute it only sets the stop flag; the
     flag travels with the next numbers on which the processes agree, so all stop after one step.
@@ -14,31 +15,27 @@ Invariant: when a process ends, all end. Not covered: starting processes on seve
 one line for an error there (torchrun has its own words).
 """
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from pathlib import Path
 from threading import Event, Thread
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import (
-    ProcessContext,
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
 
 from app.shell import Terminated, raise_signal, say, status
 from errors import UserError
 from parallel import num_processes, stop_flag
 
+PROGRAM = Path(__file__).parent.parent / "generate.py"
+TO_BEGIN = timedelta(minutes=5)
 FOREVER = timedelta(days=365)  # a chat waits for its reader
 GRACE = 1.0  # seconds for another process to end first
 
@@ -172,12 +169,10 @@ def torchrun_ranks() -> tuple[int, int, int]:
 
 
 @contextmanager
-def joined(
-    n: int | None, device: torch.device, function: Callable[[], Any]
-) -> Iterator[torch.device]:
+def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Iterator[torch.device]:
     """Run the block in n processes -> the device of this one. n None: as torchrun says, or one.
 
-    The others call `function` (a `partial`, to be sent), which comes here, too.
+    arguments: the program's, for the processes that are started here.
     """
     rank, started, local_rank = torchrun_ranks()
     if n is not None and n < 1:
@@ -193,86 +188,70 @@ def joined(
     if device.index is not None:
         raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
     with ExitStack() as stack:
-        if num_processes() > 1:  # one of those that `others` has started
-            local_rank = dist.get_rank()
-        elif started > 1:
-            if rank == 0:
-                stack.enter_context(watched_signals())
-            else:  # torchrun sends Ctrl-C to all; the first process stops all
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-            dist.init_process_group(timeout=FOREVER)
-            stack.callback(dist.destroy_process_group)
-        else:
+        if rank == 0:
             stack.enter_context(watched_signals())
-            stack.enter_context(others(n, function))
+        else:  # torchrun sends Ctrl-C to all; the first process stops all
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if started == 1:
+            stack.enter_context(others(n, arguments))
+        store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
+        dist.init_process_group(store=store, rank=rank, world_size=n, timeout=FOREVER)
+        stack.callback(dist.destroy_process_group)  # after an error, too: its threads end
         yield device if device.type == "cpu" else torch.device(device.type, local_rank)
 
 
 @contextmanager
-def others(n: int, function: Callable[[], Any]) -> Iterator[None]:
-    """Start n − 1 processes, each with a share of this machine's cores, and join them."""
+def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
+    """Start n − 1 processes, as torchrun would; each has a share of this machine's cores."""
+    store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
     threads = max(1, torch.get_num_threads() // n)
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the others: one line tells all
-    context = (n, store.port, threads, function)
-    resource_tracker.ensure_running()  # it would unblock signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the others inherit that
-    processes = start_processes(begin_process, context, n - 1, join=False, daemon=True)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
+        WORLD_SIZE=str(n),
+        RANK="0",
+    )
+    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # one line tells all
+    processes: list[subprocess.Popen[bytes]] = []
     leaving = Event()
-    watcher = Thread(target=end_with, args=(processes, n, leaving), daemon=True)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        watcher.start()
-        dist.init_process_group(store=store, rank=0, world_size=n, timeout=FOREVER)
-        yield
-        dist.destroy_process_group()
-    except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
-        watcher.join(2 * GRACE)
-        raise
-    finally:
-        leaving.set()
-        for process in processes.processes:
-            process.kill()
 
-
-def begin_process(
-    index: int, n: int, port: int, threads: int, function: Callable[[], Any]
-) -> NoReturn:
-    """What a process after the first does."""
-    os.setsid()  # the terminal's Ctrl-C is for the first process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what came before
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what comes when the first process has ended
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    torch.set_num_threads(threads)
-
-    def join_and_run() -> None:
-        store = dist.TCPStore("127.0.0.1", port, n, timeout=timedelta(seconds=10))
-        dist.init_process_group(store=store, rank=index + 1, world_size=n, timeout=FOREVER)
-        function()
-        dist.destroy_process_group()
-
-    sys.exit(follow(join_and_run))
-
-
-def end_with(processes: ProcessContext, n: int, leaving: Event) -> None:
-    """End this process when another one has ended."""
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
-    message = ""
-    try:
-        while not processes.join():
-            pass
-        return
-    except ProcessRaisedException as error:  # a bug
-        code = 1
-        message = error.msg.strip()
-    except ProcessExitedException as error:
-        code = error.exit_code  # of a user's mistake, which it has told
+    def end_with(rank: int) -> None:
+        """End this process when that one has ended with an error."""
+        code = processes[rank - 1].wait()
+        if code == 0 or leaving.is_set():
+            return
         if code < 0:
             code = 2
-            message = f"error: process {error.error_index + 2} of {n} was killed, and so all end"
-    if leaving.is_set():
-        return
-    if message:
-        say(message)
-    os._exit(code)
+            say(f"error: process {rank + 1} of {n} was killed, and so all end")
+        end_all()
+        os._exit(code)
+
+    def end_all() -> None:
+        leaving.set()
+        for process in processes:
+            process.kill()
+
+    try:
+        with waiting_signals():
+            for rank in range(1, n):
+                place = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "OMP_NUM_THREADS": str(threads),
+                }
+                process = subprocess.Popen(
+                    [sys.executable, str(PROGRAM), *arguments],
+                    env=os.environ | quiet | place,
+                    start_new_session=True,  # the terminal's Ctrl-C is for the first process
+                )
+                processes.append(process)
+        for rank in range(1, n):
+            Thread(target=end_with, args=[rank], daemon=True).start()
+        yield
+    except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
+        time.sleep(2 * GRACE)
+        raise
+    finally:
+        end_all()
