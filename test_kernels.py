@@ -659,7 +659,7 @@ class TestFlash(Contract):
 COMPILED = """
 import torch
 import triton  # kernels.py defines its kernel where this is imported
-from gpu.crosscompile import compile_launches
+from gpu.test_crosscompile import compile_launches
 from kernels import Flash
 from paged import PagedCache
 
@@ -679,7 +679,7 @@ for report in compile_launches(run):
 @pytest.mark.skipif(triton is None, reason="Triton exists for Linux only")
 def test_flash_compiles_for_a_gpu_that_is_not_there(monkeypatch):
     """For Llama 3.1 8B on sm_90; in a process without the interpreter."""
-    pytest.importorskip("gpu.crosscompile", reason="needs gpu/ to read what the compiler made")
+    pytest.importorskip("gpu.test_crosscompile", reason="needs gpu/ to read what the compiler made")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = program("-c", COMPILED)
     assert done.returncode == 0, done.stderr

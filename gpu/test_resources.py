@@ -9,8 +9,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
-from gpu.crosscompile import SHARED, Report, compile_launches
-from gpu.test_crosscompile import apart
+from gpu.test_crosscompile import SHARED, Report, apart, compile_launches
 from gpu.weightonly import weight_only_product
 from model import Llama
 from paged import PagedCache
