@@ -5,7 +5,7 @@
 Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A
 piece is spelled out in UTF-8 bytes. Then, again and again, the pair of neighbours that stands first
 in the list of merges (checkpoint/vocabulary.py) becomes one token (Sennrich et al. 2016; bytes as
-the alphabet: Radford et al. 2019). tiktoken merges. Cost: linear in the text.
+the alphabet: Radford et al. 2019). tiktoken merges. Cost: O(n log n) for a piece of n bytes.
 
 Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
@@ -40,7 +40,7 @@ class IncrementalDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token, special=False))
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
         """What is left: U+FFFD for a character that is not complete."""
@@ -55,13 +55,12 @@ class Tokenizer:
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
-        self._added = added_pattern(vocabulary.plain)
+        self._added_pattern = added_pattern(vocabulary.added)
         # tiktoken knows tokens by rank, this class by id.
         ranks = {word: rank for rank, word in enumerate(vocabulary.merged)}
         self._bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
         self._ids = list(vocabulary.merged.values())
-        self.missing_bytes = frozenset(byte for byte in range(256) if bytes([byte]) not in ranks)
-        self._missing = bytes(self.missing_bytes)
+        self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         self.chat_template = template
         self._chat: ChatTemplate | None = None
         if template is not None:
@@ -70,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From the files of a model folder: tokenizer.json or tokenizer.model, and what is there of
+        """From the files of a model folder: tokenizer.json, and what is there of
         tokenizer_config.json and chat_template.jinja. UserError names the file."""
         folder = Path(folder)
         config = read_tokenizer_config(folder)
@@ -90,9 +89,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a plain text. A control token in it is spelled out like any other text."""
         ids = []
-        for part in self._added.split(replace_surrogates(text)):
-            if part in self._vocabulary.plain:
-                ids.append(self._vocabulary.plain[part])
+        for part in self._added_pattern.split(replace_surrogates(text)):
+            if part in self._vocabulary.added:
+                ids.append(self._vocabulary.added[part])
             else:
                 ids += self._encode_part(part)
         return ids
@@ -105,11 +104,11 @@ class Tokenizer:
         ids = []
         for piece in pieces:
             word = piece.encode()
-            if word in self._vocabulary.pieces:
-                ids.append(self._vocabulary.pieces[word])
+            if word in self._vocabulary.whole_pieces:
+                ids.append(self._vocabulary.whole_pieces[word])
                 continue
-            if self._missing:
-                word = word.translate(None, self._missing)
+            if self.missing_bytes:
+                word = word.translate(None, self.missing_bytes)
             if word:  # tiktoken panics on b"", and on a missing byte
                 ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
         return ids
@@ -129,7 +128,7 @@ class Tokenizer:
 
     # ---- Tokens to text
 
-    def token_bytes(self, id: int, special: bool = True) -> bytes:
+    def token_bytes(self, id: int, special: bool = False) -> bytes:
         """The bytes of a token; b"" for a control token unless `special`."""
         word = self._vocabulary.tokens.get(id)
         if word is None:

@@ -68,9 +68,9 @@ def test_only_what_is_needed_is_fetched():
         "tokenizer.json",
         "generation_config.json",
         "chat_template.jinja",
-        "tokenizer.model",
     ]
     others = [
+        "tokenizer.model",
         "original/consolidated.00.pth",
         "original/params.json",
         "original/tokenizer.model",

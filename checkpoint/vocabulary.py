@@ -1,9 +1,8 @@
-"""The vocabulary of a byte-level BPE tokenizer, read from its files and checked.
+"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked.
 
-Two formats hold the same: Hugging Face's tokenizer.json (merges in order, ids, regular expressions
-that cut a text into pieces, control tokens) and Llama 3's tokenizer.model, a tiktoken file (each
-token's bytes and rank). tiktoken has no list of merges: it joins the neighbours that together spell
-the token of lowest rank. Both give the same tokens if
+The file holds merges in their order, ids, regular expressions that cut a text into pieces, and
+control tokens. tiktoken, which merges here (tokenizer.py), has no list of merges: it joins the
+neighbours that together spell the token of lowest rank. Both give the same tokens if
 
     rank(token) = number of the merge that completes the token, spelled out and merged alone
 
@@ -17,7 +16,6 @@ added tokens that swallow spaces. The patterns run in `regex`, whose edition of 
 than that of `tokenizers`: a character that only the newer one knows may be cut another way.
 """
 
-import base64
 import json
 import math
 import os
@@ -28,16 +26,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import regex  # tiktoken brings it
 
-from checkpoint.files import Json, read_bounded, read_json
+from checkpoint.files import Json, read_json
 from errors import UserError, brief
 
-CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
-GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = (
-    f"(?i:{CONTRACTIONS})"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
@@ -64,9 +56,11 @@ class Vocabulary(NamedTuple):
     file: Path
     tokens: dict[int, bytes]  # every id -> the bytes that it decodes to
     merged: dict[bytes, int]  # tokens that merging makes -> id, in the order of their ranks
-    pieces: dict[bytes, int]  # pieces that are a token without merging (`ignore_merges`) -> id
+    whole_pieces: dict[
+        bytes, int
+    ]  # pieces that are a token without merging (`ignore_merges`) -> id
     special: Ids  # control tokens -> id: never found in a text
-    plain: Ids  # other added tokens -> id: found in any text, before it is cut
+    added: Ids  # other added tokens -> id: found in any text, before it is cut
     splits: list[Callable[[str], list[str]]]
     prefix: list[int]  # ids that begin a raw prompt
     named: dict[str, str]  # "bos_token", … -> text, for chat templates
@@ -83,14 +77,10 @@ def read_tokenizer_config(folder: Path) -> Json:
 
 
 def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
-    """From a folder's tokenizer.json or else tokenizer.model. config: tokenizer_config.json's."""
+    """From a folder's tokenizer.json. config: tokenizer_config.json's."""
     file = folder / "tokenizer.json"
-    ranks = folder / "tokenizer.model"
-    if os.path.lexists(ranks) and not os.path.lexists(file):
-        file = ranks
     try:
-        read = read_ranks if file == ranks else read_tokenizer_json
-        return read(file, config)
+        return read_tokenizer_json(file, config)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -162,8 +152,8 @@ def read_tokenizer_json(file: Path, config: Json) -> Vocabulary:
     model = data["model"]
     vocab = model["vocab"]
     check_model(file, data)
-    special, plain = read_added(file, data["added_tokens"], vocab)
-    spelled = spell_tokens(file, vocab, special | plain)
+    special, added = read_added(file, data["added_tokens"], vocab)
+    spelled = spell_tokens(file, vocab, special | added)
     numbers = read_merges(file, model["merges"], spelled)
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
@@ -172,18 +162,18 @@ def read_tokenizer_json(file: Path, config: Json) -> Vocabulary:
     reachable = sorted((text for text in last if last[text] is not None), key=last.__getitem__)
     if not reachable:
         reject(file, "no byte is a token", "only byte-level BPE is supported")
-    pieces = {}
+    whole_pieces = {}
     if model.get("ignore_merges"):
-        pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
+        whole_pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
     tokens = {vocab[text]: word for text, word in spelled.items()}
-    tokens |= {id: text.encode() for text, id in (special | plain).items()}
+    tokens |= {id: text.encode() for text, id in (special | added).items()}
     return Vocabulary(
         file=file,
         tokens=tokens,
         merged={spelled[text]: vocab[text] for text in reachable},
-        pieces=pieces,
+        whole_pieces=whole_pieces,
         special=special,
-        plain=plain,
+        added=added,
         splits=read_splits(file, data["pre_tokenizer"]),
         prefix=read_prefix(file, data["post_processor"]),
         named=named_tokens(config),
@@ -205,10 +195,10 @@ def check_model(file: Path, data: Json) -> None:
 
 
 def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
-    """The added tokens, special and plain: text -> id. UserError unless every token of the
+    """The added tokens, special and others: text -> id. UserError unless every token of the
     vocabulary has a text and an id of its own."""
     special = {}
-    plain = {}
+    others = {}
     ids = dict(vocab)
     for entry in entries:
         text = entry["content"]
@@ -217,14 +207,14 @@ def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
             reject(file, wrong, "only plain matching is supported")
         if ids.setdefault(text, entry["id"]) != entry["id"]:
             reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
-        kind = special if entry.get("special") else plain
+        kind = special if entry.get("special") else others
         kind[text] = entry["id"]
     for text, id in ids.items():
         if not text or type(id) is not int or id < 0:
             reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")
     if len(set(ids.values())) < len(ids):
         reject(file, "two tokens have one id", "each token needs an id of its own")
-    return special, plain
+    return special, others
 
 
 def alphabet() -> Ids:
@@ -293,50 +283,3 @@ def read_prefix(file: Path, node: Json | None) -> list[int]:
                 wrong = f"the post_processor asks for {json.dumps(step)}"
                 reject(file, wrong, "supported are tokens before a text")
     return prefix
-
-
-# ---- tokenizer.model
-
-
-def read_ranks(file: Path, config: Json) -> Vocabulary:
-    """Llama 3's format: on each line a token's bytes in base64 and its rank, which is its id. The
-    control tokens are in tokenizer_config.json."""
-    merged = {}
-    for n, line in enumerate(read_bounded(file, LARGEST_VOCABULARY, "latin-1").splitlines()):
-        word, rank = parse_rank(line)
-        if rank != n or word in merged:
-            wrong = f"line {n + 1} is {line[:40]!r}, not a new token in base64 and its rank, {n}"
-            rule = "a tiktoken rank file is needed (Llama 2's SentencePiece model is none)"
-            reject(file, wrong, rule)
-        merged[word] = n
-    entries = config.get("added_tokens_decoder", {})
-    added = [entry | {"id": int(id)} for id, entry in entries.items()]
-    special, plain = read_added(file, added, {})
-    first = min((special | plain).values(), default=None)
-    if len(merged) != first:
-        wrong = f"it holds {len(merged)} tokens, but added ones begin at {first}"
-        reject(file, wrong, "is tokenizer_config.json there, with added_tokens_decoder?")
-    named = named_tokens(config)
-    tokens = {id: word for word, id in merged.items()}
-    tokens |= {id: text.encode() for text, id in (special | plain).items()}
-    begins = config.get("add_bos_token", True)
-    return Vocabulary(
-        file=file,
-        tokens=tokens,
-        merged=merged,
-        pieces={},
-        special=special,
-        plain=plain,
-        splits=[compile_split(file, LLAMA3_SPLIT)],
-        prefix=[special[named["bos_token"]]] if begins else [],
-        named=named,
-    )
-
-
-def parse_rank(line: str) -> tuple[bytes, int]:
-    """A token and its rank; rank -1 if the line holds no such thing."""
-    try:
-        word, rank = line.split()
-        return base64.b64decode(word, validate=True), int(rank)
-    except ValueError:
-        return b"", -1

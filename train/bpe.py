@@ -25,12 +25,7 @@ from checkpoint.vocabulary import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
 END = "<|endoftext|>"
-FILES = (  # of a tokenizer
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 Pair = tuple[bytes, bytes]
 
 
