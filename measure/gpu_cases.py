@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.shell import say
+from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter
@@ -39,13 +40,19 @@ from measure.clock import median_seconds, read_bandwidth
 from measure.machine import machine
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once, weight_bytes
-from measure.shards import SHAPES
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS, Kind, quantize
 from sampling import Keyed
 
 Row = list[str]
+SHAPES = {
+    "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
+    "1B": Config(
+        128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
+    ),
+    "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
+}
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,7 @@ TABLES = {
         },
     ),
     "parallel": Table(
-        "One model over several processes, which share this CPU or have a GPU each: a token after "
-        "100 others",
+        "One model over several processes, which share this CPU or have a GPU each: one text",
         {
             "model": "{name}",
             "processes": "{processes}",

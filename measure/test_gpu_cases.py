@@ -9,9 +9,8 @@ import torch
 from generate import Engine, Model, load_draft
 from measure import gpu_cases
 from measure.effort import SENTENCES
-from measure.gpu_cases import QUICK
+from measure.gpu_cases import QUICK, SHAPES
 from measure.serving import random_request, serve_at_once, weight_bytes
-from measure.shards import SHAPES
 from model import Llama
 from quant import WIDTHS, Kind
 from request import Request, Settings

@@ -10,9 +10,9 @@ from batcher import Batcher
 from checkpoint.formats import Quantization
 from kvcache import KVCache, NoCache
 from measure import serving
+from measure.gpu_cases import SHAPES
 from measure.memory import BlankModel, memory_use, mixed_requests
 from measure.serving import Served, log_spread, random_request, weight_bytes
-from measure.shards import SHAPES
 from model import Llama
 from paged import PagedCache
 from runner import ModelRunner

@@ -1,32 +1,26 @@
-"""Processes: the ratio is one's seconds over theirs, in turns; and they begin and end."""
+"""Processes: the ratio is theirs over one's, in turns; and they make the text that was asked."""
 
 from measure import shards
-from measure.effort import QUICK, Effort
+from measure.effort import Effort
 
 
 def test_the_ratio_is_of_the_same_turn(monkeypatch):
-    seconds = iter([(2.0), (1.0), (3.0), (6.0), (4.0), (1.0)])  # one process, two processes, …
+    speeds = iter([2.0, 1.0, 3.0, 6.0, 4.0, 1.0])  # one process, two processes, …
     asked = []
 
-    def token_seconds(name, n, device, count):
-        asked.append(n)
-        return next(seconds)
+    def tokens_per_second(target, n, count):
+        asked.append((target, n, count))
+        return next(speeds)
 
-    monkeypatch.setattr(shards, "token_seconds", token_seconds)
-    row = shards.compare_processes("tiny", 2, 3, "cpu", 5)
-    assert asked == [1, 2] * 3
-    assert (row["ratio"], row["one"], row["many"]) == (2.0, 1 / 3, 1.0)
-
-
-def test_shapes_are_known(monkeypatch):
-    monkeypatch.setattr(shards, "compare_processes", lambda name, *sizes: name)
+    monkeypatch.setattr(shards, "tokens_per_second", tokens_per_second)
     monkeypatch.setattr(shards.torch.cuda, "device_count", lambda: 1)
-    assert set(shards.parallel(Effort())) <= set(shards.SHAPES)
-    assert shards.parallel(QUICK) == ["tiny"]
-    monkeypatch.setattr(shards, "compare_processes", lambda *sizes: sizes[:4])
+    (row,) = shards.parallel(Effort(turns=3, num_tokens=5))
+    assert asked == [("tiny", 1, 5), ("tiny", 2, 5)] * 3
+    assert (row["ratio"], row["one"], row["many"]) == (0.5, 3.0, 1.0)
+    monkeypatch.setattr(shards, "tokens_per_second", lambda target, n, count: n)
     monkeypatch.setattr(shards.torch.cuda, "device_count", lambda: 4)
-    assert shards.parallel(Effort(turns=3)) == [("8B", 4, 3, "cuda")]
+    assert shards.parallel(Effort(turns=1))[0]["ratio"] == 4
 
 
-def test_processes_begin_and_end():
-    assert 0 < shards.token_seconds("tiny", 2, "cpu", 2) < 60
+def test_two_processes_make_a_text():
+    assert shards.tokens_per_second("tiny", 2, 3) > 0
