@@ -21,8 +21,9 @@ first process (`agree`), and so does the order to stop.
 
 Invariant: all processes stop after the same step.
 Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
-Not covered: training; machines of different kinds; inputs of 8 bits rounded as in one process
-(each shard has its own scale); expert, sequence and pipeline parallelism.
+Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
+inputs are rounded to 8 bits, too (W8A8), logits differ a little from one process's: each shard of a
+row has a scale of its own.
 
 Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
     L layers · G key/value heads · C hidden_size · V vocab_size · T tokens of a step · n processes
@@ -30,13 +31,13 @@ Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError
@@ -77,54 +78,58 @@ def shard_config(config: Config, n: int) -> Config:
         num_attention_heads=config.num_attention_heads // n,
         num_key_value_heads=max(1, config.num_key_value_heads // n),
         intermediate_size=config.intermediate_size // n,
-        vocab_size=-(-config.vocab_size // n),  # the largest shard
+        vocab_size=math.ceil(config.vocab_size / n),  # the last shard is padded
     )
 
 
 def check_divisible(config: Config, n: int) -> None:
     """UserError if n processes cannot share this model."""
     stored = config.quantization
-    group = 1 if stored is None else stored.together  # columns that share a scale
     if stored is not None and stored.ordered:
         raise UserError(
             "the columns of each matrix are stored in another order (act-order), which "
             f"{n} processes cannot share: use one process, or another checkpoint"
         )
+    group = 1 if stored is None else stored.shard_multiple
+    columns = f"a multiple of {n * group}"
+    if group > 1:
+        columns += f" ({n} processes · {group} columns that stay together: see --bits)"
     kv_heads = config.num_key_value_heads
-    divisible = {
-        "num_attention_heads": config.num_attention_heads % n == 0,
-        "num_key_value_heads": kv_heads % n == 0 or n % kv_heads == 0,
-        "intermediate_size": config.intermediate_size % (n * group) == 0,
-        "query_size": config.query_size % (n * group) == 0,
-        "vocab_size": config.vocab_size >= n * n,  # no shard is empty
+    rules = {
+        "num_attention_heads": (config.num_attention_heads % n == 0, f"a multiple of {n}"),
+        "num_key_value_heads": (
+            kv_heads % n == 0 or n % kv_heads == 0,
+            f"a multiple or a divisor of {n}",
+        ),
+        "intermediate_size": (config.intermediate_size % (n * group) == 0, columns),
+        "query_size": (config.query_size % (n * group) == 0, columns),
+        # With n · n tokens or more, n − 1 shards of ⌈V / n⌉ do not hold all: none is empty.
+        "vocab_size": (config.vocab_size >= n * n, f"at least {n * n}"),
     }
-    for name, is_divisible in divisible.items():
-        if not is_divisible:
+    for name, (holds, rule) in rules.items():
+        if not holds:
             raise UserError(
-                f"{name} is {getattr(config, name)}, which {n} processes cannot share in groups of "
-                f"{group}: start another number of them, or use another number of --bits"
+                f"{name} is {getattr(config, name)}, which {n} processes cannot share: it must be "
+                f"{rule}; start another number of processes"
             )
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
     """The shard of process `rank`, of this shape: a view, but for a padded vocabulary."""
-    for dim, size in enumerate(shape):  # 0: column- and vocabulary-parallel; 1: row-parallel
-        part = rank
-        replicas = n * size // tensor.shape[dim]
-        if replicas > 1:  # not cut, or fewer key/value heads than processes
-            part = rank // replicas
-        tensor = tensor.split(size, dim)[part]
+    for dim, size in enumerate(shape):
+        parts = tensor.split(size, dim)  # n; fewer if key/value heads are; 1: not cut along dim
+        replicas = n // len(parts)  # processes that hold the same part
+        tensor = parts[rank // replicas]
     missing = shape[0] - len(tensor)
     if missing:  # the end of the vocabulary
-        padding = [0] * (2 * tensor.ndim - 1)
-        return F.pad(tensor, [*padding, missing])
+        tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
     return tensor
 
 
 def traffic(config: Config, n: int, itemsize: int) -> int:
     """Bytes that one token adds to all-reduces and all-gathers in each of n processes."""
     reduced = (2 * config.num_hidden_layers + 1) * config.hidden_size
-    gathered = -(-config.vocab_size // n)
+    gathered = math.ceil(config.vocab_size / n)
     return itemsize * (reduced + gathered)
 
 

@@ -258,16 +258,18 @@ def test_groups_of_columns_are_cut_whole_or_refused():
         return replace(config, quantization=load_quantization(fields))
 
     for fields, says in (
-        (gptq, "intermediate_size is 96, which 2 processes cannot share in groups of 32"),
+        (gptq, r"intermediate_size is 96, .* a multiple of 64 \(2 processes · 32 columns"),
         (gptq | dict(desc_act=True), r"another order \(act-order\)"),
-        (ours | dict(bits="nf4"), "groups of 64"),
+        (ours | dict(bits="nf4"), "· 64 columns"),
     ):
         with pytest.raises(UserError, match=says):
             shard_config(stored_as(fields), 2)
     fp8 = ours | dict(bits="fp8", group=128, head_bits=8)
     for fields in (gptq | dict(group_size=-1), fp8):
         assert shard_config(stored_as(fields), 2).intermediate_size == 48
-    with pytest.raises(UserError, match="vocab_size is 15, which 4 processes"):
+    with pytest.raises(
+        UserError, match="vocab_size is 15, which 4 processes cannot share: it must be at least 16;"
+    ):
         shard_config(replace(config, vocab_size=15), 4)
 
 
@@ -364,7 +366,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
         *(2, 500, [0, 7], [[0.5]], "line 0"),
         *(EOFError, OSError, UserError, UnicodeError),
     ]
-    assert "groups of 128" in refused  # before memory is asked for
+    assert "128 columns" in refused  # before memory is asked for
 
 
 def interrupted(folder: Path) -> list[Any]:

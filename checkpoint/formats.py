@@ -144,7 +144,7 @@ class Quantization(Layout):
         )
 
     @property
-    def together(self) -> int:
+    def shard_multiple(self) -> int:
         """Columns that must stay together where several processes share a row."""
         return self.group if self.is_packed else 1
 
@@ -202,7 +202,7 @@ class Foreign(Layout):
         return min(self.group or K, K)
 
     @property
-    def together(self) -> int:
+    def shard_multiple(self) -> int:
         """Columns that must stay together where several processes share a row."""
         if self.group:
             return self.group
