@@ -2,8 +2,8 @@
 
 A pass of the target costs what reading its weights costs, for one text or for sixteen, so texts are
 made together. Static batching runs a batch until its longest text ends, and wastes
-1 − Σ lengths / (texts · longest) of its slots. Continuous batching (Orca) plans every step anew: a
-text that ends leaves at once, and the next in the queue takes its slot. A step has a budget of
+1 − Σ lengths / (texts · longest) of its places. Continuous batching (Orca) plans every step anew: a
+text that ends leaves at once, and the next in the queue takes its place. A step has a budget of
 tokens. Texts beyond their prompts take a round each; prompts are read in chunks of what is left
 (Sarathi-Serve), so a long prompt does not delay the other texts.
 
@@ -17,7 +17,7 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
 
 Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
 sequences in the caches.
-Cost: scheduling is Python, in proportion to the number of texts.
+Cost: scheduling is Python: for a step, and for each text admitted, in proportion to those running.
 Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
@@ -52,7 +52,7 @@ class Batcher:
 
     def check(self, request: Request) -> None:
         """UserError if this request could never be served."""
-        longest = len(request.tokens) + request.num_remaining - 1
+        longest = len(request.tokens) + request.num_remaining - 1  # no cache holds the last token
         most = self.runner.cache.max_len
         if longest > most:
             raise UserError(
@@ -93,9 +93,9 @@ class Batcher:
         """End a request now, and free its sequences. One that has ended stays as it is."""
         if request in self.running:
             self._release(request)
-        elif not request.finish_reason and request in self.waiting:
+        elif not request.finish_reason and request in self.waiting:  # ended: no search
             self.waiting.remove(request)
-            self.retry_at_step = 0
+            self.retry_at_step = 0  # another may be first now
 
     # ---- The plan of a step
 
@@ -153,7 +153,8 @@ class Batcher:
     def _admit(
         self, request: Request, scheduled: Sequence[ScheduledRequest], left: int
     ) -> ScheduledRequest | None:
-        """Admit a text -> its work; None if the caches lack room for all of it."""
+        """Admit a text -> its work in this step. None if the caches lack room for all of it, or the
+        step has too few tokens left."""
         sibling = request.sibling if request.sibling in self.running else None
         try:
             self.runner.open(request, sibling)
@@ -161,7 +162,7 @@ class Batcher:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
-        # a text that only begins to fit would soon be preempted
+        # Asked, never run: a text of which only the first chunk fits would soon be preempted.
         whole_text = ScheduledRequest(request, self.runner.num_pending(request))
         has_room = all(self.runner.fits([*scheduled, work]) for work in (item, whole_text))
         if item.num_new_tokens == 0 or not has_room:
@@ -183,6 +184,7 @@ def main() -> None:
     """The demonstration: 16 texts, four at a time; a row each, a column a step."""
     model = Model.load("tiny")
     batcher = Engine(model, None, tokens=1000, max_len=64, max_batch=4).batcher
+    batcher.runner.multi_step = 1  # a column is a token, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []
     for seed, length in enumerate(lengths):

@@ -11,9 +11,10 @@ anything:
 Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token.
 If all drafts were accepted, the cache lacks two tokens, the last draft (drawn, never read) and the
 bonus: the next round reads both.
+
 The target's INT4 copy has no cache of its own, and does not read the prompt: it borrows the
-target's cache, stores the last token and its drafts there, and truncates them again; so it drafts
-only if all but the text's last token is cached.
+target's cache, stores the last token and all drafts but the last there, and truncates them again;
+so it drafts only if all but the text's last token is cached.
 
 Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
@@ -101,8 +102,9 @@ class ModelDrafter(Drafter):
         length = self.cache.length(seq)
         new = request.tokens[length : length + count]
         metadata = self.cache.extend([(seq, new)])
+        one = slice(-1, None)  # no logits are wanted: the fewest
         try:
-            self.llama(send(new, self.llama.device), metadata, logits_indices=slice(-1, None))
+            self.llama(send(new, self.llama.device), metadata, logits_indices=one)
         except BaseException:  # Ctrl-C too
             self.cache.truncate(seq, length)
             raise
@@ -125,7 +127,8 @@ class ModelDrafter(Drafter):
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        seqs = [self.seqs.get(request, -1) for request in round.requests]
+        """k passes, each of which drafts a token of every request: the loop is `Ops.draft`."""
+        seqs = [self.seqs.get(request, -1) for request in round.requests]  # −1: has no drafts
         pending = []
         for request, num_drafts in zip(round.requests, round.num_drafts):
             num_pending = self.num_pending(request) if num_drafts else 0
@@ -140,7 +143,8 @@ class ModelDrafter(Drafter):
 
 
 class SelfDrafter(Drafter):
-    """The target's INT4 copy, in the target's cache, where the target will store more tokens."""
+    """The target's INT4 copy, in the target's cache. It stores fewer tokens there than the target
+    will store in its pass, so `fits` has nothing to ask."""
 
     shares_target_cache = True
 
@@ -149,11 +153,11 @@ class SelfDrafter(Drafter):
         self.cache = cache
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """0 until the first new token: γ must not depend on how much of a prompt was cached."""
+        """0 until the first new token: so the target reads a prompt and draws in one step."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """No block is shared meanwhile: the copy's keys and values are not the target's."""
+        """cache_blocks=False: no other text finds blocks with the copy's keys and values."""
         seqs = [request.seq for request in round.requests]
         pending = [request.tokens[-1:] for request in round.requests]
         lengths = [self.cache.length(seq) for seq in seqs]
@@ -197,7 +201,7 @@ class NgramDrafter(Drafter):
         """`count` tokens, or none. Near the text's end, the tokens after the match are repeated."""
         text = self.texts[request]
         for n in range(min(self.longest, len(text) - 1), 0, -1):
-            start = text.rfind(text[-n:], 0, -1)
+            start = text.rfind(text[-n:], 0, -1)  # without the last token: not the suffix itself
             if start >= 0:
                 followers = text[start + n :]
                 return [ord(followers[j % len(followers)]) for j in range(count)]

@@ -8,14 +8,15 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
 
 `AutoGamma` takes the γ with the best speed-up, or 0. The denominator is the time of a whole round
 over that of a plain one, both measured on real rounds: a few plain rounds, a few with TRIAL drafts,
-and then every round. A time is the lower quartile of at least MEASURED rounds: neither the first,
-which warms up, nor an interruption counts. A γ that was not measured lies on the line through those
-that were. α is a moving average over all requests, so all have the same γ; a new text begins with
-the acceptance of those before it. While γ is 0, a round with drafts is tried now and then, so
-rarely that it costs at most 1 / PATIENCE of the time; else, as rarely, a plain round.
+and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
+shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
+measured lies on the line through those that were. α is a moving average over all requests, so all
+have the same γ; a new text begins with the acceptance of those before it. While γ is 0, a round
+with drafts is tried now and then, so rarely that it costs at most 1 / PATIENCE of the time; else,
+as rarely, a plain round.
 
-γ depends on past rounds and the clock, never on its own round's draws: the text's law stays, but a
-seed may give another text. Steps that read a prompt are not measured.
+γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
+stays, but a seed may give another text. Steps that read a prompt are not measured.
 Not covered: a γ for each text of a batch; acceptance that depends on the position.
 """
 
@@ -53,8 +54,9 @@ class AutoGamma:
         self.weight = 5.0  # drafts that alpha is a mean over
         self.num_plain = 0  # plain rounds since the last draft
         self.num_drafting = 0  # rounds with drafts since the last plain one
-        self.best: dict[int, tuple[int, float]] = {}  # γ and its gain, by bits of the batch size
-        # seconds of the last rounds, by (bits of the batch size, γ)
+        # Batches of like size (4 to 7, say, by bit_length) share what is known:
+        self.best: dict[int, tuple[int, float]] = {}  # γ and its gain,
+        # and seconds of the last rounds, by (bit_length, γ)
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
 
     def round_seconds(self, batch_size: int, gamma: int) -> float | None:
@@ -64,20 +66,26 @@ class AutoGamma:
             return None
         return sorted(times)[len(times) // 4]
 
-    def gains(self, batch_size: int) -> list[float]:
-        """The speed-up for γ = 1, 2, …, MAX_GAMMA, after the trial."""
-        plain = self.round_seconds(batch_size, 0)
+    def measured(self, batch_size: int) -> dict[int, float]:
+        """γ -> seconds of a round, for each γ that was measured often enough."""
         measured = {}
-        for gamma in range(1, MAX_GAMMA + 1):
+        for gamma in range(MAX_GAMMA + 1):
             seconds = self.round_seconds(batch_size, gamma)
             if seconds is not None:
                 measured[gamma] = seconds
-        # a wide pass may have a fixed cost: the plain round counts only if nothing else does
-        points = measured if len(measured) > 1 else {0: plain} | measured
+        return measured
+
+    def gains(self, measured: dict[int, float]) -> list[float]:
+        """The speed-up for γ = 1, 2, …, MAX_GAMMA, from the times of γ = 0 and of others."""
+        plain = measured[0]
+        points = dict(measured)
+        if len(points) > 2:  # a pass over several tokens may have a cost that a plain one lacks
+            del points[0]
         slope, intercept = linear_regression(list(points), list(points.values()))
         gains = []
         for gamma in range(1, MAX_GAMMA + 1):
-            seconds = measured.get(gamma, max(plain, intercept + slope * gamma))
+            on_line = max(plain, intercept + slope * gamma)  # never less than a plain round
+            seconds = measured.get(gamma, on_line)
             gains.append(expected_tokens(self.alpha, gamma) * plain / seconds)
         return gains
 
@@ -91,8 +99,8 @@ class AutoGamma:
         if gain > 1:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
             return 0 if plain_is_due else gamma
-        cost = expected_tokens(self.alpha, gamma) / gain  # of a round, in plain rounds
-        retry_is_due = self.num_plain >= PATIENCE * cost
+        cost = expected_tokens(self.alpha, gamma) / gain  # a round's seconds over a plain one's
+        retry_is_due = self.num_plain >= PATIENCE * cost  # 1 / PATIENCE of the time
         return gamma if retry_is_due else 0
 
     def observe(
@@ -100,7 +108,7 @@ class AutoGamma:
     ) -> None:
         """Learn from a round: the drafts of each request, how many stand, and its time."""
         batch_size = len(num_drafts)
-        gamma = math.ceil(sum(num_drafts) / batch_size)
+        gamma = math.ceil(sum(num_drafts) / batch_size)  # some requests may have had fewer
         self.seconds[batch_size.bit_length(), gamma].append(seconds)
         if gamma:
             self.num_plain = 0
@@ -117,12 +125,11 @@ class AutoGamma:
             self._choose_best(batch_size)
 
     def _choose_best(self, batch_size: int) -> None:
-        """The γ of the largest gain, if the trial is over."""
-        plain = self.round_seconds(batch_size, 0)
-        trial = self.round_seconds(batch_size, TRIAL)
-        if plain is None or trial is None:
+        """The γ of the largest gain, if the trial is over: a plain round and another are known."""
+        measured = self.measured(batch_size)
+        if 0 not in measured or len(measured) == 1:
             return
-        gains = self.gains(batch_size)
+        gains = self.gains(measured)
         gain = max(gains)
         gamma = 1 + gains.index(gain)
         self.best[batch_size.bit_length()] = (gamma, gain)

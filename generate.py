@@ -11,9 +11,10 @@ An `Engine` does the same for many texts: step the batch, hand each request's ne
 output stream, and when a stream is done, so is the request. A single prompt is a batch of one.
 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
-one dtype on one machine, and with verify="coupled" with and without a draft. Otherwise a draft
-changes the text, but not its distribution. (bfloat16 rounds coarsely: another chunk size or another
-γ may change a near-tie.)
+one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
+mode, where target and draft draw with the same random numbers; in *exact* mode, the default, it
+keeps the distribution. (bfloat16 rounds coarsely: a prompt that is cut otherwise may change a
+near-tie.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
 
     begin()
 
+import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -62,8 +64,10 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
     while len(text) < max_tokens:
         metadata = cache.extend([(seq, new)])
         logits = llama(send(new, llama.device), metadata, slice(-1, None))  # [1, V]
-        probs = probabilities(logits[:, : model.tokenizer.vocab_size], temperature)
+        known = logits[:, : model.tokenizer.vocab_size]  # some models have more rows: padding
+        probs = probabilities(known, temperature)
         position = len(tokens) + len(text)
+        # The random numbers of this seed and position (sampling.py).
         coin = Keyed(send([seed], llama.device), send([position], llama.device))
         new = coin.pick(probs).tolist()
         if new[0] in model.eos_token_ids:
@@ -121,7 +125,7 @@ class Model:
         seed = settings.seed
         if seed is None:
             drawn = int.from_bytes(os.urandom(4), "little")
-            (seed,) = self.llama.ops.agree([drawn])  # every process takes the first one's
+            (seed,) = self.llama.ops.agree([drawn])  # of several processes the first one's
         return replace(settings, seed=seed, **self.recommended.complete(asked))
 
     def encode(
@@ -205,15 +209,17 @@ def ngram_draft(model: Model) -> Draft:
 def int4_draft(model: Model) -> Draft:
     """`--draft self`: the target with its layers in INT4; embedding and head are shared."""
     target = model.llama
-    rule = (
-        ", and the INT4 copy (--draft self) needs weights in 16 bits: use --bits 16, or another "
-        "draft or folder"
-    )
     if model.folder is None:
-        raise UserError(f"this model does not come from a folder{rule}")
+        raise UserError(
+            "the INT4 copy (--draft self) is read from the model's folder, and this model has "
+            "none: name another draft"
+        )
     quantization = target.config.quantization
     if quantization is not None and quantization.bits in (4, "nf4"):
-        raise UserError(f"the target's weights are {quantization.name} already{rule}")
+        raise UserError(
+            f"the target's weights are {quantization.name} already, and an INT4 copy (--draft "
+            "self) would not be faster: use --bits 16, or another draft or folder"
+        )
     try:
         copy = Llama.load(model.folder, target.device, target.dtype, bits=4)
     except UserError as error:
@@ -249,13 +255,13 @@ def load_draft(
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    tokens     the most in all running requests together; more requests wait
     max_len    tokens of the longest text
     kv         "paged": blocks on demand, or "contiguous": max_batch rows of max_len
-    kv_memory  bytes for keys and values; up to 1, a share of free memory; None: as `tokens` need
+    kv_memory  of the paged cache, in bytes; up to 1: a share of free memory
+    tokens     without kv_memory, the paged cache holds so many if 80 % of free memory does
     kv_bits    16, 8, 4 or "8/4" (keys in 8, values in 4)
 
-    UserError, before memory is asked for.
+    A request waits until the cache holds it. UserError; CacheFull if memory is short.
     """
 
     def __init__(
@@ -312,6 +318,8 @@ class Engine:
     def describe(self) -> str:
         """The memory for keys and values, in a line."""
         cache = self.caches[0]
+        if isinstance(cache, NoCache):
+            return "keys and values: none are stored"
         megabytes = sum(cache.bytes for cache in self.caches) / 1e6
         if isinstance(cache, PagedCache):
             size = f"{cache.pool.total:,} blocks of {cache.block_size} tokens"
@@ -326,7 +334,6 @@ class Engine:
         raised.
         """
         waiting = {stream.request: stream for stream in streams}
-        del streams  # a result is forgotten when it is yielded
         for request in waiting:
             self.batcher.add(request)
         try:
@@ -373,7 +380,7 @@ def contiguous_caches(
     llamas: Sequence[Llama], max_len: int, max_batch: int, kv_bits: str | int
 ) -> list[Cache]:
     """Rows of max_len for each model."""
-    blocks = max_batch * -(-max_len // BLOCK_SIZE)
+    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # as many tokens, or a few more
     check_free(blocks * block_bytes(llamas, kv_bits), llamas[0].device)
     caches = []
     for llama in llamas:
@@ -395,7 +402,7 @@ def paged_caches(
     device = llamas[0].device
     size = block_bytes(llamas, kv_bits)
     if kv_memory is None:
-        needed = -(-tokens // BLOCK_SIZE) + max_batch  # the last block of each text is part-filled
+        needed = math.ceil(tokens / BLOCK_SIZE) + max_batch  # a text's last block is part-filled
         blocks = min(needed, blocks_that_fit(0.8, size, device))
     else:
         if kv_memory > 1:
@@ -420,7 +427,7 @@ def either(prompt: Any, messages: Any) -> Any:
 def stream(
     prompt: str | None = None, *, messages: list[Message] | None = None, **options: Any
 ) -> Iterator[str]:
-    """`for piece in stream("…")`: the text as it is made. Options: those of `prepare`."""
+    """`for piece in stream("…")`: the text as it is made. Options: see `prepare` (not `show`)."""
     pieces: list[str] = []
     options["show"] = lambda piece, origin: pieces.append(piece)
     engine, streams = prepare([either(prompt, messages)], **options)
@@ -445,7 +452,7 @@ def generate(
     """Continue or answer a prompt, or several in one batch -> Result, or a list of them.
 
     generate("Once upon a time", max_tokens=40).text
-    generate(["Tom", "Lily"], draft="tiny-draft", temperature=0.7, seed=1)
+    generate(["Tom", "Lily"], draft="tiny-draft", verify="coupled", seed=1)
     generate(messages=[{"role": "user", "content": "Hi"}], target="1B")
 
     target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again.
@@ -483,8 +490,9 @@ def prepare(
     """An engine for these prompts, and a stream for each.
 
     draft: a model, "ngram" or "self". verify: exact, or coupled: the text then depends on target
-    and seed alone. system, chat: see `Model.encode`; bits: `Model.load`; kv…: `Engine`. show: is
-    called with each new piece of text and its origin.
+    and seed alone (in exact mode also on γ, which is chosen by time unless `gamma` is given).
+    system, chat: see `Model.encode`; bits: `Model.load`; kv…: `Engine`. show: is called with each
+    new piece of text and its origin.
     """
     if verify not in ("exact", "coupled"):
         raise UserError(f"verify is {verify!r}: it must be exact or coupled")
@@ -499,13 +507,13 @@ def prepare(
     engine = Engine(
         model,
         load_draft(draft, model, dtype),
-        sum(lengths),
-        max(lengths, default=1),
-        max(1, min(max_batch, len(prompts))),
-        verify == "coupled",
-        use_cache,
-        kv,
-        kv_memory,
+        tokens=sum(lengths),
+        max_len=max(lengths, default=1),
+        max_batch=max(1, min(max_batch, len(prompts))),
+        coupled=verify == "coupled",
+        use_cache=use_cache,
+        kv=kv,
+        kv_memory=kv_memory,
         kv_bits=kv_bits,
     )
     return engine, streams

@@ -12,7 +12,7 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
     cache.truncate(seq, length)                keeps the first `length` tokens
-    cache.commit(seq, text, num_new)           after a round: keeps what belongs to the text
+    cache.commit(seq, tokens, num_new)         after a round: keeps what belongs to the text
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
 Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
@@ -32,6 +32,7 @@ Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -70,10 +71,10 @@ class AttentionMetadata:
     """Where the new tokens of a step, packed end to end, belong: five views of one buffer.
 
     positions     int32[T]      where a token is in its sequence
-    slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding)
+    slot_mapping  int32[T]      where its key and value are stored; −1: nowhere (padding, on a GPU)
     cu_seqlens    int32[B + 1]  where each sequence's new tokens begin
     seq_lens      int32[B]      tokens of each sequence, new ones included
-    block_tables  int32[B, M]   padded with each sequence's last block
+    block_tables  int32[B, M]   padded with 0
 
     cache: None if there is none; a sequence then sees its own new tokens only. shape: (T, B, M) of
     the tensors, where they are larger than these sequences need, because `fill` reuses them for
@@ -93,9 +94,7 @@ class AttentionMetadata:
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
         longest_table = max((len(sequence.block_table) for sequence in sequences), default=0)
         self.shape = shape or (sum(self.num_new_tokens), len(sequences), longest_table)
-        self.backend: dict[
-            str, Any
-        ] = {}  # what a backend derives from this step, once for all layers
+        self.backend: dict[str, Any] = {}  # what a backend derives once for all layers
         self._use(pack_metadata(sequences, block_size, *self.shape))
 
     @classmethod
@@ -123,7 +122,8 @@ class AttentionMetadata:
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:
         """Reuse the tensors for other sequences, by one copy; the rest is padding, stored nowhere.
 
-        `num_new_tokens` and `slots` stay those of before: a recording has fixed ones.
+        For CUDA graphs (gpu/graphs.py): a recorded graph reads these tensors alone, so
+        `num_new_tokens` and `slots` are not renewed.
         """
         self.sequences = sequences
         packed = pack_metadata(sequences, self.block_size, *self.shape)
@@ -151,16 +151,16 @@ def pack_metadata(
     for block_table, start, stop in sequences:
         positions.extend(range(start, stop))
         first_block = start // block_size
-        for i in range(first_block, -(-stop // block_size)):  # blocks that get new tokens
-            shift = (block_table[i] - i) * block_size  # from a token's position to its slot
+        for i in range(first_block, math.ceil(stop / block_size)):  # blocks that get new tokens
+            # Block i has positions from i · S; all lie by the same shift before their slots.
+            shift = (block_table[i] - i) * block_size
             begin = max(start, i * block_size)
             end = min(stop, (i + 1) * block_size)
             slot_mapping.extend(range(begin + shift, end + shift))
         cu_seqlens.append(len(positions))
         seq_lens.append(stop)
-        last_block = block_table[-1] if block_table else 0
         block_tables.extend(block_table)
-        block_tables.extend([last_block] * (M - len(block_table)))
+        block_tables.extend([0] * (M - len(block_table)))
     padding = T - len(positions)
     missing = B - len(sequences)
     positions.extend([0] * padding)
@@ -191,7 +191,7 @@ def stored_parts(
         raise UserError(
             f"head_dim is {D}: two 4-bit numbers share a byte, so it must be even; use 8 bits"
         )
-    num_groups = -(-D // (group or D))
+    num_groups = math.ceil(D / (group or D))
     return [(D // 2, torch.uint8), (num_groups, torch.bfloat16), (num_groups, torch.int16)]
 
 
@@ -310,9 +310,8 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]  # (sequence, its new tokens), .
 
 
 class Cache:
-    """What both caches share: the storage, the sequences, and checks before anything changes.
-
-    Each adds `open`, `fork` and `free`.
+    """What the contiguous and the paged cache share: the storage, the sequences, and checks before
+    anything changes. Each adds `open`, `fork` and `free`.
     """
 
     def __init__(
@@ -372,8 +371,8 @@ class Cache:
     def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
         """Take memory for the tokens of each (seq, tokens): `Ops.attend` fills it.
 
-        cache_blocks: share full blocks first (paged.py). CacheFull, ValueError, KeyError before
-        anything has changed.
+        cache_blocks: first let later sequences find this one's full blocks (paged.py). CacheFull,
+        ValueError, KeyError before anything has changed.
         """
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
@@ -406,16 +405,18 @@ class Cache:
             )
         del self._sequences[seq].tokens[length:]
 
-    def commit(self, seq: int, text: Sequence[int], num_new: int) -> None:
-        """Keep what is stored of `text`, without its last token, and forget rejected drafts.
+    def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
+        """After a round of speculative decoding, keep what belongs to the text, and cut off drafts
+        that were rejected.
 
-        `extend` was told 0 for drafts that only the device knew: of the last num_new tokens, those
-        that were accepted take their places here.
+        tokens: the whole text, of which the last num_new are new. The very last was drawn, and not
+        read yet. `extend` was told 0 for each draft, whose token only the device knew: the accepted
+        ones are entered here.
         """
-        length = min(self.length(seq), len(text) - 1)
+        length = min(self.length(seq), len(tokens) - 1)
         self.truncate(seq, length)
-        first = len(text) - num_new
-        self._sequences[seq].tokens[first:length] = text[first:length]
+        first = len(tokens) - num_new
+        self._sequences[seq].tokens[first:length] = tokens[first:length]
 
 
 class KVCache(Cache):
@@ -437,9 +438,18 @@ class KVCache(Cache):
         if max_len < 1 or sequences < 1:
             raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
         super().__init__(
-            layers, sequences, max_len, kv_heads, head_dim, max_len, dtype, device, bits, ops
+            layers,
+            num_blocks=sequences,
+            block_size=max_len,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_len=max_len,
+            dtype=dtype,
+            device=device,
+            bits=bits,
+            ops=ops,
         )
-        self._free_rows = list(reversed(range(sequences)))
+        self._free_rows = list(reversed(range(sequences)))  # a row is a sequence's one block
 
     @classmethod
     def of(
@@ -485,7 +495,8 @@ class KVCache(Cache):
         return new
 
     def free(self, seq: int) -> None:
-        self._free_rows += self.sequence(seq).block_table
+        self.sequence(seq)  # KeyError if it is not open
+        self._free_rows.append(seq)
         del self._sequences[seq]
 
 
@@ -497,7 +508,7 @@ class NoCache(Cache):
     def __init__(self, device: torch.device):
         self.device = device
         self.max_len = sys.maxsize
-        self._sequences = {0: CachedSequence()}
+        self._sequences = {0: CachedSequence()}  # the one sequence; its length stays 0
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0

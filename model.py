@@ -1,7 +1,7 @@
 """Llama: the forward pass.
 
 A forward pass reads a packed row of tokens: the new tokens of every sequence of this step, end to
-end. The model knows nothing of sequences, caches or devices: `metadata` says where each token
+end. The model knows nothing of sequences and caches: `metadata` (kvcache.py) says where each token
 belongs, and `ops` (kernels.py) computes.
 
     x = embed[tokens]                                      [T, C]
@@ -12,18 +12,18 @@ belongs, and `ops` (kernels.py) computes.
         x = x + down(silu(gate) · up)
     logits = head(norm(x[logits_indices]))                 [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The next norm computes the sum x + …,
-    in one pass over x.
+  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The sum x + … is left to the norm that
+    comes next, which does both in one pass over x (`add_norm`).
   - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position ·
     θ^(−2i/D), so that q · k depends on the distance alone.
   - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU
     (Shazeer 2020).
 
-Cost: 2 · parameters operations a token, and reading every weight once a step, however many tokens
-it has.
+Cost: about 2 · parameters operations a token, and attention; and reading every weight once a step,
+however many tokens it has.
 
     T tokens of a step · R logits asked for · C hidden_size · H query heads · G key/value heads
-    D head_dim · F intermediate_size · V vocab_size
+    D head_dim · F intermediate_size · V vocab_size · [N, K] a matrix: outputs, inputs
 """
 
 from __future__ import annotations
@@ -77,22 +77,25 @@ class Llama:
 
         weight_dtype: of matrices, if not `dtype`.
         """
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=device).device  # with its index
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
-        shard = self.ops.shard_config(config)  # the model that this process computes
-        self.vocab_rows = shard.vocab_size  # of the embedding and the head
-        self.config = replace(shard, vocab_size=config.vocab_size)  # logits are of all tokens
+        # Of several processes (parallel.py) each holds a part of every matrix, and a smaller config
+        # says which; the parts of the logits are gathered. One process: shard is config.
+        shard = self.ops.shard_config(config)
+        self.vocab_rows = shard.vocab_size
+        self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
-        self.embed = self._linear(self.vocab_rows, C, is_head=True)
+        self.embed = self._linear(self.vocab_rows, C, is_vocabulary=True)
         self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
         self.head = self.embed
         if not config.tie_word_embeddings:
-            self.head = self._linear(self.vocab_rows, C, is_head=True)
-        frequencies = inverse_frequencies(config)
-        # cos is even, and sin odd: `Ops.rotate` wants the first half of sin negated
+            self.head = self._linear(self.vocab_rows, C, is_vocabulary=True)
+        # A pair (a, b) turns to (a cos − b sin, b cos + a sin). `Ops.rotate` takes −sin for the
+        # first half of dimensions: the sine of a negative angle, whose cosine is the same.
+        frequencies = rope_frequencies(config)
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)  # [D]
         if seed is not None:
             self._randomize(seed)
@@ -108,7 +111,8 @@ class Llama:
         """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all)."""
         if metadata is None:
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
-        return self.ops.forward(self, tokens, metadata, logits_indices)  # plain: self.forward
+        # A backend may do the whole pass at once; the plain one calls `forward`, below.
+        return self.ops.forward(self, tokens, metadata, logits_indices)
 
     def forward(
         self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | slice | None
@@ -139,7 +143,7 @@ class Llama:
         metadata: AttentionMetadata,
         i: int,
     ) -> tuple[Tensor, Tensor]:
-        """Layer i. x: [T, C]; mlp_out: of the layer before, which `add_norm` adds -> both anew."""
+        """Layer i: x and mlp_out, [T, C], to be added -> the same two after this layer."""
         ops = self.ops
         G = self.config.num_key_value_heads
         D = self.config.head_dim
@@ -159,15 +163,16 @@ class Llama:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _linear(self, N: int, K: int, bias: bool = False, is_head: bool = False) -> Linear:
+    def _linear(self, N: int, K: int, bias: bool = False, is_vocabulary: bool = False) -> Linear:
+        """is_vocabulary: embedding and head may have other bits than the layers."""
         quantization = self.config.quantization
         bits = 16
         if quantization is not None:
-            bits = quantization.head_bits if is_head else quantization.bits
+            bits = quantization.head_bits if is_vocabulary else quantization.bits
         if bits == 16:
             weight = self._empty(N, K, dtype=self.weight_dtype)
         else:
-            weight = quantization.empty(N, K, self.device, is_head)
+            weight = quantization.empty(N, K, self.device, is_vocabulary)
         return Linear(weight, self._empty(N) if bias else None)
 
     def _layer(self) -> Layer:
@@ -283,24 +288,24 @@ def named_parts(
                 yield f"{prefix}{name}.{kind}", part
 
 
-def inverse_frequencies(config: Config) -> Tensor:
-    """The angle by which each pair of dimensions turns at each position: float32[D/2].
+def rope_frequencies(config: Config) -> Tensor:
+    """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
 
-    For texts longer than in training (`rope_scaling`), angles are divided by `factor`: all of them
-    (linear), or those of slow pairs (llama3): pairs that make fewer than low_freq_factor turns
+    For texts longer than in training (`rope_scaling`), frequencies are divided by `factor`: all of
+    them (linear), or those of slow pairs (llama3): pairs that make fewer than low_freq_factor turns
     over the original context, and in part those that make up to high_freq_factor.
     """
     D = config.head_dim
-    angles = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     scaling = config.rope_scaling or {}
-    slowed = angles / scaling.get("factor", 1)
+    slowed = frequencies / scaling.get("factor", 1)
     if "original_max_position_embeddings" not in scaling:
         return slowed
-    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast pair, kept; 0: a slow one
-    return keep * angles + (1 - keep) * slowed
+    return keep * frequencies + (1 - keep) * slowed
 
 
 @torch.inference_mode()

@@ -1,17 +1,20 @@
 """The model runner: one pass of the target for prompt chunks, decoding and verification.
 
-A request's *pending* tokens are those that the target's cache lacks. There is one kind of work, a
-`ScheduledRequest`: compute some pending tokens, verify some drafts behind them, and, unless it is a
-chunk of a prompt (samples=False), draw the next token. So prefill, re-reading after preemption, a
-prefix hit, decoding and verification are one path, in any mix:
+A *step* is one pass of the target. In a step a request has a *round*, which draws its next token
+and may verify drafts before that, or reads a *chunk*, and draws nothing. A request's *pending*
+tokens are those that the target's cache lacks (for a drafter: those that it has not read). There is
+one kind of work, a `ScheduledRequest`: compute some pending tokens, verify some drafts behind them,
+and draw. So prefill, re-reading after preemption, a prefix hit, decoding and verification are one
+path, in any mix:
 
                        num_tokens   num_drafts   samples
     chunk of a prompt      512           0        False
+    end of the prompt       88           0        True       the first round
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. Where a request has
-had a round, the target's cache lacks only the last token of its text, until it is preempted.
+`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round a cache
+lacks only the last token of the text, until the request is preempted.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
 """
@@ -46,7 +49,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
-    num_catch_up: int = 0  # pending tokens that the drafter reads, without drafting
+    num_catch_up: int = 0  # tokens that the drafter has not read, and reads without drafting
 
     @property
     def num_new_tokens(self) -> int:
@@ -132,8 +135,9 @@ class ModelRunner:
             budget = self.budget
         num_pending = self.num_pending(request)
         num_drafts = self._num_drafts(request, budget - num_pending)
-        reads_first = num_drafts and num_pending > 1 and self.drafter.shares_target_cache
-        if reads_first or num_pending + num_drafts > budget:
+        # A drafter that has the target's keys and values needs those of all but the last token.
+        must_read = num_pending > 1 and self.drafter.shares_target_cache
+        if num_drafts and must_read or num_pending + num_drafts > budget:
             num_tokens = min(budget, num_pending - 1)  # the last token is for the round
             return self._chunk(request, num_tokens)
         if num_drafts and self._catches_up_first(request):
@@ -144,21 +148,22 @@ class ModelRunner:
         """γ: as the request says, or as many as pay, of the `room` in the step."""
         if not self.has_drafter:
             return 0
-        most = min(request.num_remaining, self.budget) - 1
+        most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
-        if wanted is None:
+        if wanted is None:  # a γ that is fixed depends on nobody's neighbours
             wanted = min(self.next_gamma, max(0, room))
         wanted = min(wanted, most)
         return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
 
     def _catches_up_first(self, request: Request) -> bool:
-        """After a long time without drafts. A fixed γ must not depend on what a cache holds: the
-        same seed is to give the same text."""
+        """Whether the drafter lacks more than a step's tokens, after many rounds without drafts: it
+        reads a budget of them in each step, while the text goes on without drafts. Not for a fixed
+        γ: the same seed is to give the same text, whatever a cache holds."""
         is_auto = request.settings.gamma is None
         return is_auto and self.drafter.num_pending(request) > self.budget
 
     def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Pending tokens without a draw (0: it waits); the drafter reads as far."""
+        """Pending tokens without a draw; the drafter reads as far. 0 tokens: not to be run."""
         length = self.cache.length(request.seq) + num_tokens
         drafter_length = len(request.tokens) - self.drafter.num_pending(request)
         num_catch_up = max(0, length - drafter_length)
@@ -248,8 +253,8 @@ class ModelRunner:
         """The target's distribution after the pending tokens and after each draft.
 
         Only the device knows the drafts: the host puts 0 at their places, and the device fills
-        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero. A chunk of two tokens,
-        then a round of one token with two drafts (B = 1, k = 2):
+        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero (of chunks alone nobody
+        reads it). A chunk of two tokens, then a round of one token with two drafts (B = 1, k = 2):
 
             input_ids        5 8 | 3 0 0        draft_positions  3 4      draft_sources  0 1
             logits_indices   2 3 4              probs_indices    0 1 2    rows           0 0 0
@@ -283,7 +288,8 @@ class ModelRunner:
         device = self.target.device
         tokens = send(input_ids, device)
         if draft_positions:
-            drafts = drafted.clamp(min=0).flatten()[send(draft_sources, device)]
+            drafts = drafted.flatten()[send(draft_sources, device)]
+            drafts = drafts.clamp(min=0)  # −1: not finite, which `check_tokens` is to tell
             tokens[send(draft_positions, device)] = drafts
         wanted = None  # all
         if len(logits_indices) < len(input_ids):
@@ -330,13 +336,16 @@ class ModelRunner:
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
+        if max(counts) < n:  # at the texts' ends: a recording for n - 1 tokens would not pay
+            return []
         wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
-        return counts if max(counts) == n and self.cache.fits(wanted) else []
+        return counts if self.cache.fits(wanted) else []
 
     def _decode_multi_step(
         self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
     ) -> list[Outcome]:
-        """The target drafts for itself, in coupled mode: what it drafts is what it would pick."""
+        """The target is its own drafter. In coupled mode a draft is drawn with the random numbers
+        of plain decoding at its position, so n drafts are the tokens of n plain steps."""
         round = self._round(rounds, counts, coupled=True)
         seqs = [item.request.seq for item in rounds]
         pending = [item.request.tokens[-1:] for item in rounds]
@@ -368,8 +377,8 @@ class ModelRunner:
         return True
 
     def report(self, request: Request) -> Speculation | None:
-        """A text's acceptance and speed-up over all rounds but the first; None without drafts."""
-        rounds = request.rounds[1:]  # the first reads the prompt
+        """A text's acceptance, and its speed-up after the first round; None without a drafter."""
+        rounds = request.rounds[1:]  # the first reads the prompt's end
         if not self.has_drafter or not rounds:
             return None
         acceptance = request.acceptance

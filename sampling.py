@@ -13,16 +13,17 @@ Ties go to the lower index, so top-k keeps exactly k tokens.
 All randomness goes through a coin with two methods: `accept(prob)` and `pick(probs)`. The
 production coin, `Keyed`, is a counter-based random generator (Salmon et al. 2011): it has no state,
 each number is a SplitMix64 hash (Steele, Lea & Flood 2014) of (seed, position, role, i). The role
-says what the number decides; i is the candidate in `pick`. So a text does not depend on the batch,
-the steps or the device. `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a draw
-from p (the Gumbel-max trick). With the same noise, two distributions that are close mostly pick the
-same token.
+says what the number decides; i is the candidate in `pick`. So a text's random numbers do not depend
+on its batch or the device. `pick` is argmax p_i / E_i with E_i = −log u_i exponential: exactly a
+draw from p (the Gumbel-max trick). With the same noise, two distributions that are close mostly
+pick the same token.
 
-Invariant: u is in [0, 1), and `accept` is u < prob, strictly: probability 0 is never accepted,
-probability 1 always. Cost: a sort of the vocabulary for top-k and top-p. The backends find their
-thresholds without it.
+Invariant: `accept` is u < prob with u in [0, 1): probability 0 is never accepted, probability 1
+always. (The u of `pick` is half a step larger, so that its logarithm is finite.)
+Cost: a sort of the vocabulary for top-k and top-p. The backends find their thresholds without it.
 
     B rows, one request each · k drafted tokens · V vocabulary
+    key: a hash's input for (seed, position) · stream: key ^ role, the input for one pick
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from torch import Tensor
 from errors import UserError
 
 Setting = float | int | Tensor | None  # one value for all rows, or one for each; None: no filter
-SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # neutral values: as None
-RULES = {  # the smallest and the largest value, in words, too
+SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
+RULES = {  # name -> smallest value, largest value, both in words
     "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
     "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
     "top_p": (1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
@@ -65,6 +66,7 @@ def probabilities(
     them by `check_settings`.
     """
     check_settings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    # In float64 a sum over a large vocabulary does not depend on the order of its terms' rounding.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
     probs = soften(rows, 1.0 if temperature is None else temperature)
     if top_k is not None or top_p is not None:
@@ -145,15 +147,15 @@ NOT_FINITE = (
 def check_finite(x: Tensor) -> Tensor:
     """Return x: [B, V], logits or probabilities. UserError if a row's maximum is NaN or
     infinite."""
-    if not math.isfinite(x.sum(dtype=torch.float32)):  # the sum is quicker, and may overflow
-        if not x.amax(-1).isfinite().all():
-            raise UserError(NOT_FINITE)
+    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: so all are
+        return x
+    if not x.amax(-1).isfinite().all():  # the sum may have overflown, or logits may be −∞
+        raise UserError(NOT_FINITE)
     return x
 
 
 def check_tokens(tokens: list[int]) -> list[int]:
-    """Return the tokens. UserError for −1, which `pick` gives on a GPU where logits are not
-    finite."""
+    """Return the tokens. UserError for −1: so gpu/draw.py says that logits are not finite."""
     if min(tokens, default=0) < 0:
         raise UserError(NOT_FINITE)
     return tokens
@@ -161,16 +163,16 @@ def check_tokens(tokens: list[int]) -> list[int]:
 
 # ---- Random numbers ------------------------------------------------------------------------------
 
-TEXT = 0  # the role of plain picks, corrections and bonus tokens
+TEXT = 0  # the role of a text's own tokens; the other roles are speculative decoding's
 
 
 def draft_role(j: int) -> int:
-    """The role of the pick of drafted token j of a round."""
+    """The role of the pick of the j-th token that a draft model proposes (speculative.py)."""
     return 2 * j + 1
 
 
 def accept_role(j: int) -> int:
-    """The role of the decision on drafted token j of a round."""
+    """The role of the decision whether the target accepts that token."""
     return 2 * j + 2
 
 
@@ -182,8 +184,9 @@ def as_int64(z: int) -> int:
 GOLDEN = as_int64(0x9E3779B97F4A7C15)  # SplitMix64: its counter's step, and two multipliers
 MIX1 = as_int64(0xBF58476D1CE4E5B9)
 MIX2 = as_int64(0x94D049BB133111EB)
-SEED_FACTOR = as_int64(0xD1342543DE82EF95)  # two odd numbers without a small relation, so that
-POSITION_FACTOR = as_int64(0xAF251AF3B0F025B5)  # (seed, position) give different keys
+# Large odd numbers, so that pairs of small seeds and positions have different keys.
+SEED_FACTOR = as_int64(0xD1342543DE82EF95)
+POSITION_FACTOR = as_int64(0xAF251AF3B0F025B5)
 
 
 def mix(z: Tensor) -> Tensor:
@@ -216,7 +219,7 @@ def uniform(bits: Tensor) -> Tensor:
 
 def exponential(streams: Tensor, count: int) -> Tensor:
     """−log u, above 0 and finite: float64[B, count]. streams: int64[B, 1]."""
-    first = mix(streams)
+    first = mix(streams)  # far from the numbers of a neighbouring stream
     bits = mix(first + counters(count, streams.device))
     u = uniform(bits) + 2.0**-53  # half a step above: never 0
     return -u.log()
@@ -225,7 +228,7 @@ def exponential(streams: Tensor, count: int) -> Tensor:
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
     """Draw an index from each row of probs: argmax p / E. Probability 0 is drawn only if all are 0.
 
-    probs: float[B, V]; streams: int64[B, 1], the key of each row's noise -> int64[B].
+    probs: float[B, V]; streams: int64[B, 1], key ^ role of each row -> int64[B].
     """
     E = exponential(streams, probs.shape[1])
     return (probs / E).argmax(-1)
@@ -247,7 +250,7 @@ class Keyed:
         draw: Callable[[Tensor, Tensor], Tensor] = pick,
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
-        self.keys = keys[:, None]  # int64[B, 1], of `accept`, which adds its roles
+        self.keys = keys[:, None]  # int64[B, 1]; `accept` has a role for each draft
         self.streams = (keys ^ role)[:, None]  # int64[B, 1], of `pick`
         self.draw = draw
 

@@ -13,15 +13,16 @@ Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, wit
   3. x comes out as a correction with probability
      (1 − β) · max(0, p(x) − q(x)) / (1 − β) = max(0, p(x) − q(x)).
   4. Together: min(p(x), q(x)) + max(0, p(x) − q(x)) = p(x), whatever q was.
-  5. Position j counts only if all drafts before it were accepted: p_j is conditioned on the text
-     itself; induction.
+  5. Position j counts only if all drafts before it were accepted. Then they are the text, and p_j
+     is the target's distribution after it: by induction, every token follows p.
 
 Coupled mode (Daliri, Musco & Suresh 2024): the target picks with the keyed noise of each position,
 as in plain decoding; a draft, picked with the *same* noise, is accepted if the target picks it,
 too. The text then depends on target and seed alone, but fewer drafts are accepted: at least
-(1 − TV) / (1 + TV), against β = 1 − TV in exact mode.
+(1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
 
-Invariant: the number of drafts of a round never depends on that round's draws.
+Invariant: the number of drafts of a round never depends on that round's draws; else the text would
+not follow p.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · R rows of logits
 """
@@ -41,7 +42,7 @@ from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
 
 
 class Coin(Protocol):
-    """All randomness: `sampling.Keyed`, or in proofs `proof.WalkingCoin`."""
+    """All randomness of a call, a row for each draw: `sampling.Keyed`, or `proof.WalkingCoin`."""
 
     def __getitem__(self, rows: slice | list[int]) -> Coin: ...
     def accept(self, prob: Tensor) -> Tensor: ...
@@ -101,10 +102,13 @@ class Round:
     """The requests of a round, a row each: how many drafts each wants, settings and coins.
 
     make_coin(seeds, positions, roles) makes the coins, `width` = k + 1 for each request, keyed by
-    (seed, position, role); a coin's `accept` has roles of its own. A round at position n:
+    (seed, position, role). A round at position n:
 
         exact      (n, text)   (n, draft 0)      (n, draft 1)      …
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
+
+    In exact mode the first one decides which drafts are accepted (`accept` has roles of its own),
+    and picks the correction or the bonus.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class Round:
     def draft_coin(self, j: int, rows: Sequence[int]) -> Coin:
         """The coin of draft j of these requests; in coupled mode the target's at that position."""
         first = self.first_draft_coin + j
-        if len(rows) == len(self.requests):
+        if len(rows) == len(self.requests):  # without indices, which would be sent to a GPU
             return self.coins[first :: self.width]
         indices = [row * self.width + first for row in rows]
         return self.coins[indices]
@@ -197,14 +201,17 @@ class Round:
 def main() -> None:
     """The demonstration: the distribution of texts of the production code, and the target's own.
 
-    proof.py lets a run walk through every outcome of its random numbers.
+    proof.py lets a run walk through every outcome of its random numbers: n texts are made together,
+    and the text of seed s takes branch s of `walk`. A text has up to 3 tokens of a vocabulary of 3,
+    and ends with token 0.
     """
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
-        cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
-        draft_cache = KVCache(1, 1, 1, 7, n, dtype=torch.float64)
+        cache, draft_cache = (
+            KVCache(1, 1, 1, max_len=7, sequences=n, dtype=torch.float64) for _ in range(2)
+        )
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
-        runner = ModelRunner(target, cache, 3, drafter, make_coin=walk)
+        runner = ModelRunner(target, cache, vocab_size=3, drafter=drafter, make_coin=walk)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)

@@ -140,7 +140,10 @@ def test_rounds_are_measured_by_batch_size_and_mean_gamma():
 
     def seconds() -> list[float]:
         auto.alpha = 0.5
-        return [expected_tokens(0.5, 1 + i) / gain for i, gain in enumerate(auto.gains(4))]
+        return [
+            expected_tokens(0.5, 1 + i) / gain
+            for i, gain in enumerate(auto.gains(auto.measured(4)))
+        ]
 
     # a γ that was not measured lies on the line through plain rounds and the trial's
     assert seconds() == pytest.approx([1 + num_drafts / 4 for num_drafts in range(1, 17)])
@@ -151,6 +154,15 @@ def test_rounds_are_measured_by_batch_size_and_mean_gamma():
     for _ in range(MEASURED):
         auto.observe([2] * 4, [0] * 4, 7.0)
     assert seconds()[1] == 7.0 and min(seconds()) == 1.0  # never less than a plain round
+
+
+def test_the_trial_ends_where_some_texts_find_nothing_to_draft():
+    auto = AutoGamma()
+    for _ in range(MEASURED):
+        auto.observe([0] * 4, [0] * 4, 1.0)
+        assert auto.choose(4) in (0, TRIAL)
+        auto.observe([TRIAL, 0, 0, 0], [0] * 4, 3.0)
+    assert auto.choose(4) == 0
 
 
 def test_alpha_is_a_mean_over_examined_drafts():

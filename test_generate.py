@@ -246,7 +246,7 @@ def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):
 
 def test_int4_copy_needs_a_folder_of_16_bits(model, base):
     homeless = Model(model.llama, model.tokenizer)
-    with pytest.raises(UserError, match="this model does not come from a folder"):
+    with pytest.raises(UserError, match="this model has none"):
         generate(PROMPT, homeless, draft="self")
     quantized = Model.load(base, "cpu", bits=4)
     with pytest.raises(UserError, match="the target's weights are .* already"):

@@ -44,7 +44,7 @@ def test_metadata_says_where_each_token_belongs():
     assert metadata.positions.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert metadata.slot_mapping.tolist() == [28, 29, 23, 0, 1, 2, 3, 12]
     assert metadata.cu_seqlens.tolist() == [0, 2, 8] and metadata.seq_lens.tolist() == [2, 9]
-    assert metadata.block_tables.tolist() == [[7, 7, 7], [5, 0, 3]]
+    assert metadata.block_tables.tolist() == [[7, 0, 0], [5, 0, 3]]
     assert [slots.tolist() for slots in metadata.slots] == [
         [28, 29],
         [20, 21, 22, 23, 0, 1, 2, 3, 12],

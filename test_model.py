@@ -14,7 +14,7 @@ from checkpoint.config import Config
 from conftest import SMALL, program, random_llama
 from kernels import Ops
 from kvcache import KVCache
-from model import Llama, inverse_frequencies
+from model import Llama, rope_frequencies
 
 DATA = Path(__file__).parent / "test_data"
 EXPECTED = load_file(DATA / "expected.safetensors")
@@ -114,7 +114,7 @@ def test_products_of_rotated_vectors_depend_on_their_distance_alone():
     torch.manual_seed(0)
     q = torch.randn(10).double()
     k = torch.randn(10).double()
-    frequencies = inverse_frequencies(Config(**{**SMALL, "head_dim": 10})).double()
+    frequencies = rope_frequencies(Config(**{**SMALL, "head_dim": 10})).double()
 
     def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
         angles = position * frequencies
