@@ -2,15 +2,15 @@
 
 `Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a
 subclass that overrides what its machine does faster, and calls super() for the rest. `find_device`
-chooses the device, `ops_for` its operations; no other page asks what the machine is. Without the
-folders, or with LLAMA_PLAIN=1, this page does all.
+chooses the device, `ops_for` its operations: the other pages of a forward pass do not ask what the
+machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
 for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is
 aligned bottom-right: the last query sees everything. (Aligned top-left, as by PyTorch's is_causal,
 it is right only for n = m.) Grouped-query attention (Ainslie et al. 2023): H query heads share G ≤
-H key/value heads, R = H / G on each: the cache shrinks by R.
+H key/value heads, H / G on each: the cache shrinks by that.
 
 `AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention reads keys
 and values as they are *stored*, also those of the new tokens, so a result does not depend on how a
@@ -20,8 +20,8 @@ prompt was split into chunks.
 leave the chip.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
-    C hidden_size · F intermediate_size · V vocab_size · L layers
-    N blocks · S tokens of a block · M blocks of the longest sequence
+    C hidden_size · F intermediate_size · V vocab_size · L layers · S tokens of a block of the cache
+    W [N, K] a matrix, N outputs and K inputs · R logits asked for; in `_flash` R = H / G
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from model import Llama
     from speculative import Round
 
-triton = None  # it exists for Linux only, and its import is slow: imported where it is used
+# Triton exists for Linux only, and its import is slow: only for a GPU, for its interpreter, or if a
+# caller has imported it, to compile for a GPU that is not here.
+triton = None
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" in sys.modules:
     with suppress(ImportError):
         import triton
@@ -142,7 +144,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # plain tokens that are drawn on the device before the host looks at them
+    multi_step = 1  # tokens, without drafts, that are drawn before the host looks at them
 
     # ---- Weights and storage
 
@@ -151,8 +153,8 @@ class Ops:
         return torch.float32 if stored.itemsize == 2 else stored
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-        """The dtype of matrices in memory, for x in `dtype`. Where it loses no bit, `stored` may be
-        kept."""
+        """The dtype of matrices in memory, for x in `dtype`. stored: the dtypes of the checkpoint's
+        matrices; a backend may keep one that loses no bit."""
         return dtype
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
@@ -161,8 +163,8 @@ class Ops:
         return weight
 
     def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialized keys or values [L, N, S, G, D], in the order in memory that `attend` reads
-        fastest."""
+        """Uninitialized keys or values [L, blocks, S, G, D], in the order in memory that `attend`
+        reads fastest."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     # ---- The operations of a layer
@@ -180,7 +182,7 @@ class Ops:
         w, bias = weight
         if isinstance(w, Tensor):
             return F.linear(x, w, bias)
-        if w.inputs == 8:
+        if w.input_bits == 8:  # x is rounded, too
             y = rounded_product(x, w)
         else:
             tile = max(16, DEQUANTIZED_TILE // w.columns)
@@ -191,7 +193,7 @@ class Ops:
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x + delta, and its RMSNorm, computed in at least float32: [T, C] each. delta None adds
+        """x + delta, and its RMSNorm, normalized in at least float32: [T, C] each. delta None adds
         nothing."""
         if delta is not None:
             x = x + delta
@@ -249,7 +251,8 @@ class Ops:
         return sampling.probabilities(check_finite(logits), **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
-        """sampling.pick. probs: [B, V]; streams: int64[B, 1] -> int64[B]."""
+        """sampling.pick. probs: [B, V]; streams: int64[B, 1], from which each row's random numbers
+        come -> int64[B]."""
         return sampling.pick(probs, streams)
 
     # ---- Whole passes, which a backend may do in one call
@@ -285,9 +288,12 @@ class Ops:
             rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts > j]
             metadata = cache.extend([(seqs[b], new_tokens[b]) for b in rows], cache_blocks)
             tokens, last = pack_tokens([new_tokens[b] for b in rows], round.device)
-            logits = llama(tokens, metadata, None if len(tokens) == len(rows) else last)
+            logits = llama(
+                tokens, metadata, None if len(tokens) == len(rows) else last
+            )  # None: all
             probs = round.probabilities(logits, rows)  # [len(rows), V]
-            picked = round.draft_coin(j, rows).pick(probs)
+            coin = round.draft_coin(j, rows)  # the random numbers of these draws (sampling.py)
+            picked = coin.pick(probs)
             drafted[rows, j] = picked
             q[rows, j] = probs
             for b, token in zip(rows, check_tokens(picked.tolist())):
@@ -316,7 +322,8 @@ class Ops:
 # ---- Flash attention -----------------------------------------------------------------------------
 
 if triton is not None:
-
+    # Triton compiles anew where a number is 1 or a multiple of 16, and where a pointer is: these
+    # change with every step. The three are views somewhere in one buffer.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -341,12 +348,13 @@ if triton is not None:
     ):
         """Attention of ROWS rows of one sequence: new tokens times the R heads of a key/value head.
 
-        It walks over the keys in tiles and keeps for each row the largest score s (in `scale`:
-        1 / ln 2, for exp2), the sum l of the weights, and the weighted sum o of the values:
+        It walks over the keys in tiles and keeps for each row the largest score `top`, the sum l
+        of the weights, and the weighted sum o of the values; at the end the result is o / l. With
+        the scores s = q · k · scale, where scale = 1 / (√D ln 2), since 2^(x / ln 2) = e^x:
 
-            top' = max(top, max_j s_j)        p_j = 2^(s_j − top')
-            l = 2^(top − top') · l + Σ_j p_j
-            o = 2^(top − top') · o + Σ_j p_j · v_j
+            higher = max(top, max_j s_j)      p_j = 2^(s_j − higher)      fade = 2^(top − higher)
+            l = fade · l + Σ_j p_j
+            o = fade · o + Σ_j p_j · v_j
         """
         b = tl.program_id(0) // G
         g = tl.program_id(0) % G
@@ -363,7 +371,7 @@ if triton is not None:
         x = tl.load(q + offset, is_row, 0)  # [ROWS, WIDE]
         o = tl.zeros((ROWS, WIDE), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
-        top = tl.full((ROWS,), -1e30, tl.float32)
+        top = tl.full((ROWS,), -1e30, tl.float32)  # not −∞: −∞ − (−∞) is no number
         for start in range(0, tl.minimum(seq_len, tl.max(position, 0) + 1), KEYS):
             j = start + tl.arange(0, KEYS)  # a tile of keys, of any blocks
             block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
@@ -372,7 +380,8 @@ if triton is not None:
             is_key = (j < seq_len)[:, None] & (d < D)[None, :]
             keys = tl.load(k + kv_offset, is_key, 0)
             values = tl.load(v + kv_offset, is_key, 0)
-            s = tl.dot(x, tl.trans(keys), input_precision="tf32x3") * scale
+            s = tl.dot(x, tl.trans(keys), input_precision="tf32x3")  # float32's precision, nearly
+            s = s * scale
             s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # bottom-right
             higher = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - higher[:, None])
@@ -395,8 +404,9 @@ class Flash(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         cache = metadata.cache
-        plain = cache is None or cache.dtype == torch.float64
-        if plain or cache.keys.bits != 16 or cache.values.bits != 16:
+        if cache is None or cache.dtype == torch.float64:
+            return super().store_and_attend(q, k, v, metadata, layer)
+        if cache.keys.bits < 16 or cache.values.bits < 16:  # 16: as they are, in any dtype
             return super().store_and_attend(q, k, v, metadata, layer)
         slot_mapping = metadata.slot_mapping.long()
         cache.keys.write(layer, slot_mapping, k)
@@ -417,15 +427,15 @@ class Flash(Ops):
             metadata.block_tables,
             metadata.cu_seqlens,
             metadata.seq_lens,
-            D**-0.5 / math.log(2),
-            metadata.block_tables.shape[1],
-            metadata.block_size,
-            G,
-            R,
-            D,
-            max(16, triton.next_power_of_2(D)),
-            rows,
-            32,
+            scale=D**-0.5 / math.log(2),
+            max_blocks=metadata.block_tables.shape[1],
+            S=metadata.block_size,
+            G=G,
+            R=R,
+            D=D,
+            WIDE=max(16, triton.next_power_of_2(D)),  # what `tl.dot` can multiply
+            ROWS=rows,
+            KEYS=32,
         )
         return out
 

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from errors import UserError
 from kernels import Ops, free_memory, ops_for, send
-from quant import GROUP, Bits, from_int4, from_int8, int4, int8
+from quant import KEY_GROUP, Bits, from_int4, from_int8, int4, int8
 
 if TYPE_CHECKING:
     from model import Llama
@@ -274,7 +274,7 @@ def kv_bytes(
 ) -> int:
     """Bytes that the keys and values of `tokens` tokens take."""
     key_bits, value_bits = bits
-    parts = stored_parts(head_dim, key_bits, dtype, GROUP) + stored_parts(
+    parts = stored_parts(head_dim, key_bits, dtype, KEY_GROUP) + stored_parts(
         head_dim, value_bits, dtype
     )
     vector_bytes = sum(width * kind.itemsize for width, kind in parts)
@@ -342,7 +342,7 @@ class Cache:
         key_bits, value_bits = bits
         try:
             # errors in keys hurt most: in 4 bits they have a scale for each group of numbers
-            self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, GROUP)
+            self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, KEY_GROUP)
             self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
             needed = kv_bytes(layers, kv_heads, head_dim, num_blocks * block_size, dtype, bits)

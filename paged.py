@@ -10,21 +10,26 @@ sequences stay until their space is needed. A block's hash here is a serial numb
 the block is cached, and tokens are compared: two different prefixes never have the same hash.
 
   - `open` never finds the whole prompt: at least one token must be computed, for its logits.
-  - A block is cached at its sequence's next `extend`, or at `free`: rejected drafts have been
-    truncated by then.
-  - `extend` writes into a block that no other sequence has, and evicts it first; a shared one is
-    copied.
+  - A block is cached at its sequence's next `extend`, or at `free`. In a target's cache rejected
+    drafts have been truncated by then. (In a draft model's they may be cached: right, but rarely
+    found.)
+  - `extend` writes only into a block that no other sequence has, and that `open` finds no more; a
+    shared one is copied.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
     longest.
   - `fork` shares all blocks: several samples of one prompt compute the prompt once.
 
-Invariant (`check`): free + cached + live == total, and a block has as many references as tables
-that hold it. Not covered: moving blocks to the CPU's memory; sharing blocks that are not full. Kwon
-et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
+Invariant (`check`): free + idle + live == total, and a block has as many references as tables that
+hold it. (Live: it has references. Idle: it has none, but `open` finds it. Cached: `open` finds it,
+live or idle.)
+Not covered: moving blocks to the CPU's memory; finding blocks that are not full.
+
+Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import count
@@ -44,38 +49,32 @@ BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), to
 
 
 class BlockPool:
-    """`total` blocks: free ones, live ones with references, and cached ones without.
-
-    A live block may be cached, too: then `open` finds it, and it stays cached when its last
-    reference is released.
-    """
+    """`total` blocks: free ones, live ones with references, and idle ones, cached without any."""
 
     def __init__(self, total: int):
         self.total = total
         self.references = [0] * total
         self.free = list(reversed(range(total)))
-        self.unused = OrderedDict[
-            int, None
-        ]()  # cached, without references: least recently used first
+        self.idle = OrderedDict[int, None]()  # least recently used first
         self.cached: dict[BlockKey, int] = {}  # -> block
-        self.keys: dict[int, BlockKey] = {}  # of each cached block
-        self.hashes: dict[int, int] = {}  # of each cached block
+        self.key_of: dict[int, BlockKey] = {}  # of each cached block
+        self.hash_of: dict[int, int] = {}  # of each cached block
         self._next_hash = count(1)
 
     @property
     def available(self) -> int:
-        return len(self.free) + len(self.unused)
+        return len(self.free) + len(self.idle)
 
     def take(self, wanted: int) -> list[int]:
-        """Blocks with one reference each: free ones, then cached ones. CacheFull before any
+        """Blocks with one reference each: free ones, then idle ones. CacheFull before any
         change."""
         if wanted > self.available:
             raise CacheFull(
-                f"{wanted} more blocks are needed and {self.available} are free or cached: "
+                f"{wanted} more blocks are needed and {self.available} are free or idle: "
                 "free a sequence, or make a cache of more blocks"
             )
         while len(self.free) < wanted:
-            block, _ = self.unused.popitem(last=False)
+            block, _ = self.idle.popitem(last=False)
             self.evict(block)
             self.free.append(block)
         taken = [self.free.pop() for _ in range(wanted)]
@@ -84,34 +83,34 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        self.unused.pop(block, None)
+        self.idle.pop(block, None)
         self.references[block] += 1
 
     def release(self, block: int) -> None:
         self.references[block] -= 1
         if self.references[block] > 0:
             return
-        if block in self.keys:
-            self.unused[block] = None
+        if block in self.key_of:
+            self.idle[block] = None
         else:
             self.free.append(block)
 
     def cache_block(self, block: int, key: BlockKey) -> int:
-        """Let `open` find a full block -> its hash; that of the block that already has this key, if
-        there is one."""
-        if block in self.keys:  # another owner has cached it
-            return self.hashes[block]
+        """Let `open` find this full block -> its hash. If another block has the key, that one stays
+        cached, and its hash is returned."""
+        if block in self.key_of:  # a sequence that shares it has cached it
+            return self.hash_of[block]
         if key not in self.cached:
             self.cached[key] = block
-            self.keys[block] = key
-            self.hashes[block] = next(self._next_hash)
-        return self.hashes[self.cached[key]]
+            self.key_of[block] = key
+            self.hash_of[block] = next(self._next_hash)
+        return self.hash_of[self.cached[key]]
 
     def evict(self, block: int) -> None:
         """Let `open` find this block no more."""
-        if block in self.keys:
-            del self.cached[self.keys.pop(block)]
-            del self.hashes[block]
+        if block in self.key_of:
+            del self.cached[self.key_of.pop(block)]
+            del self.hash_of[block]
 
 
 def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
@@ -184,12 +183,12 @@ class PagedCache(Cache):
         )
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
-        """What a full block is found by. (A test overrides it, to plant collisions.)"""
+        """What a full block is found by. (A test plants collisions of the dict's own hashes.)"""
         return parent, tuple(tokens)
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that so many tokens fill."""
-        return -(-tokens // self.block_size)
+        return math.ceil(tokens / self.block_size)
 
     # ---- The verbs
 
@@ -213,7 +212,7 @@ class PagedCache(Cache):
             if block is None:
                 return
             self.pool.share(block)
-            parent = self.pool.hashes[block]
+            parent = self.pool.hash_of[block]
             sequence.tokens += block_tokens
             sequence.block_table.append(block)
             sequence.block_hashes.append(parent)
@@ -229,7 +228,7 @@ class PagedCache(Cache):
             num_new += self.blocks_for(length + n) - len(sequence.block_table)
             if n and length % self.block_size:
                 writers[sequence.block_table[-1]] += 1
-        # each writer copies its block, but for the last owner: of 3 owners, 3 writers make 2 copies
+        # A writer copies its block unless it alone is left: 3 sequences that write make 2 copies.
         for block, num_writers in writers.items():
             num_new += min(num_writers, self.pool.references[block] - 1)
         return num_new
@@ -244,7 +243,7 @@ class PagedCache(Cache):
         for seq, tokens in requests:
             sequence = self._sequences[seq]
             length = len(sequence.tokens)
-            if cache_blocks:
+            if cache_blocks:  # not while they hold a draft model's keys (drafters.SelfDrafter)
                 self._cache_full_blocks(sequence)
             if length % self.block_size:
                 self._own_last_block(sequence, new_blocks)
@@ -255,7 +254,8 @@ class PagedCache(Cache):
         if not self.prefix_caching:
             return
         S = self.block_size
-        for i in range(len(sequence.block_hashes), len(sequence.tokens) // S):
+        num_done = len(sequence.block_hashes)
+        for i in range(num_done, len(sequence.tokens) // S):
             parent = sequence.block_hashes[-1] if sequence.block_hashes else 0
             key = self.block_key(parent, sequence.tokens[i * S : (i + 1) * S])
             block_hash = self.pool.cache_block(sequence.block_table[i], key)
@@ -266,7 +266,7 @@ class PagedCache(Cache):
         it."""
         block = sequence.block_table[-1]
         if self.pool.references[block] == 1:
-            self.pool.evict(block)
+            self.pool.evict(block)  # it was full, and cached, before a `truncate`
             return
         copied = new_blocks.pop()
         self.keys.copy(block, copied)
@@ -301,17 +301,17 @@ class PagedCache(Cache):
     # ---- The invariant, and what paging saves
 
     def check(self) -> tuple[int, int, int]:
-        """The numbers of (free, cached, live) blocks. RuntimeError if the invariant is broken."""
+        """The numbers of (free, idle, live) blocks. RuntimeError if the invariant is broken."""
         pool = self.pool
         owners = Counter[int]()
         for sequence in self._sequences.values():
             owners.update(sequence.block_table)
-        counts = (len(pool.free), len(pool.unused), len(owners))
-        if sorted([*pool.free, *pool.unused, *owners]) != list(range(pool.total)):
-            raise RuntimeError(f"blocks are lost or have two owners: {counts} of {pool.total}")
+        counts = (len(pool.free), len(pool.idle), len(owners))
+        if sorted([*pool.free, *pool.idle, *owners]) != list(range(pool.total)):
+            raise RuntimeError(f"blocks are lost, or in two states: {counts} of {pool.total}")
         if any(pool.references[block] != owners[block] for block in range(pool.total)):
             raise RuntimeError("the references of a block are not the tables that hold it")
-        if pool.cached != {key: block for block, key in pool.keys.items()}:
+        if pool.cached != {key: block for block, key in pool.key_of.items()}:
             raise RuntimeError("cached blocks and their keys differ")
         return counts
 
@@ -338,10 +338,10 @@ def main() -> None:
         seq, num_cached = cache.open(text)  # a byte is a token
         cache.extend([(seq, text[num_cached:])])
         copied = cache.fork(seq)
-        cache.extend([(copied, b".")])  # caches the full blocks, and copies one that is not full
+        cache.extend([(copied, b".")])  # caches full blocks, and copies a last one that is not full
         row = "".join(str(number or "·") for number in cache.pool.references)
-        free, cached, live = cache.check()
-        print(f"{row} {free} free + {cached} cached + {live} live", end=": ")
+        free, idle, live = cache.check()
+        print(f"{row} {free} free + {idle} idle + {live} live", end=": ")
         print(f"{num_cached} of {len(text)} tokens were cached")
 
 

@@ -19,12 +19,12 @@ computed with it: a grid with a smaller scale would not reach max x.
     and a zero for each group of 32, 64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of
     16 bits, *plus scales*. NF4 has no zeros.
   - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for
-    each group of 16 numbers, and their zeros count quarters of a grid step: whole steps cost more.
+    each group of 16 numbers, and their zeros count quarters of a grid step: errors are smaller.
   - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao
     et al. 2022).
 
 Not covered: how to round with care (GPTQ, AWQ: train/calibrate.py). `python -m train.quantize`
-writes a quantized model's folder; `python quant.py` shows what the bits cost the embedded model.
+writes a quantized model's folder; `python quant.py` shows bytes and errors of a matrix.
 
 NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (2209.05433).
 
@@ -32,6 +32,7 @@ NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (220
     D head size · T tokens of a step
 """
 
+import math
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ from errors import UserError
 SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
 LARGEST = torch.finfo(torch.bfloat16).max  # a number on a grid; close to float32's largest number
 LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
-PARTS = 4  # of a grid step, counted by the zeros of a vector with several groups; int16 holds 8,000
+PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
 SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
 
 
@@ -57,10 +58,12 @@ def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
     parts: zeros count 1 / parts of a grid step.
     """
     low, high = (edge.float() for edge in torch.aminmax(groups(x, group), dim=-1))
-    scale = high / 15 - low / 15  # (high − low) / 15, where high − low may not be in float32
+    scale = high / 15 - low / 15  # high − low may be beyond float32
     farthest = torch.maximum(high, -low)
-    scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # far from 0 the grid is coarser
-    scale.masked_fill_(farthest > 1e38, LARGEST / 7)  # all x are then within 7 steps of 0
+    scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
+    # Near float32's end the grid's last number, half a step beyond x, might be infinite: there it
+    # is a grid of 7 steps to LARGEST.
+    scale.masked_fill_(farthest > 1e38, LARGEST / 7)
     scale = safe_scale(scale, 7)
     zero = -(low / scale * parts).round_()
     return scale, zero.to(torch.int16)
@@ -82,6 +85,7 @@ def safe_scale(scale: Tensor, steps: int) -> Tensor:
 
 def round_up(x: Tensor) -> Tensor:
     """The next bfloat16 that is not below x ≥ 0, a float32."""
+    # A bfloat16 is the upper half of a float32's bits: carry into them, and clear the lower half.
     bits = (x.view(torch.int32) + 0xFFFF) & -0x10000
     return bits.view(torch.float32).bfloat16()
 
@@ -122,10 +126,15 @@ def nf4() -> Tensor:
 
     Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
     """
-    outermost = 0.9677083  # 1 − (1/32 + 1/30) / 2
-    above, below = (
-        torch.special.ndtri(torch.linspace(outermost, 0.5, n).double()).float() for n in (9, 8)
-    )  # the last of each is 0
+    outermost = 0.9677083  # the mean of 1 − 1/32 and 1 − 1/30, half a step within 16 and 15 parts
+
+    def quantiles(count: int) -> Tensor:
+        """From the outermost down to 0."""
+        probabilities = torch.linspace(outermost, 0.5, count)
+        return torch.special.ndtri(probabilities.double()).float()
+
+    above = quantiles(9)
+    below = quantiles(8)
     return torch.cat((-below[:-1], above.flip(0))) / above[0]
 
 
@@ -133,7 +142,7 @@ def nf4() -> Tensor:
 
 Bits = tuple[int, int]  # bits of keys, bits of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
-GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
+KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
 
 
 def widths(name: str | int) -> Bits:
@@ -159,17 +168,22 @@ def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """x: [..., D] -> packed, uint8[..., D / 2]; scale, bfloat16[..., M]; zero, int16[..., M].
+    """A cache's vectors x: [..., D] -> `round4`; group None: a vector shares a scale.
 
-    group: numbers that share a scale; None: the whole vector does. With several groups in a vector,
-    zeros count 1 / PARTS of a grid step, which is right for numbers up to 1e38.
+    With several groups in a vector, zeros count 1 / PARTS of a grid step.
     """
     D = x.shape[-1]
     group = group or D
-    parts = PARTS if group < D else 1
+    return round4(x, group, PARTS if group < D else 1)
+
+
+def round4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """x: [..., K] on 4-bit grids -> packed, uint8[..., ⌈K / 2⌉]; scale, bfloat16[..., M]; zero,
+    int16[..., M], which counts 1 / parts of a grid step."""
+    K = x.shape[-1]
     scale, zero = affine_grid(x, group, parts)
-    q = x.float() / spread(scale, group, D)
-    q += spread(zero, group, D) / parts
+    q = x.float() / spread(scale, group, K)
+    q += spread(zero, group, K) / parts
     q = q.round_().clamp_(0, 15)
     return pack4(q.to(torch.uint8)), scale, zero
 
@@ -198,7 +212,7 @@ STORED: dict[Kind, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "nf4": torch.uint8,
 }
-GROUPS: dict[Kind, int] = {4: 128, "nf4": 64}  # default `group`: columns that share a scale
+DEFAULT_GROUP: dict[Kind, int] = {4: 128, "nf4": 64}  # columns that share a scale
 
 
 def stored_bits(dtype: torch.dtype, zeros: bool) -> Kind:
@@ -222,7 +236,7 @@ class Quantized(NamedTuple):
     columns: int  # K (two numbers a byte do not say whether K is odd)
     group: int  # columns that share a scale
     order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
-    inputs: int = 16  # 8: each row of x is rounded as W is before the product
+    input_bits: int = 16  # 8: each row of x is rounded as W is before the product (W8A8)
 
     @classmethod
     def empty(
@@ -239,9 +253,10 @@ class Quantized(NamedTuple):
         """An uninitialized matrix. 4 bits always have zeros."""
         make = partial(torch.empty, device=device)
         dtype = STORED[bits]
-        M = -(-K // group)
+        M = math.ceil(K / group)
+        width = math.ceil(K / 2) if dtype == torch.uint8 else K
         return cls(
-            values=make(N, -(-K // 2) if dtype == torch.uint8 else K, dtype=dtype),
+            values=make(N, width, dtype=dtype),
             scale=make(N, M, dtype=scale),
             zero=make(N, M, dtype=torch.int16) if zeros or bits == 4 else None,
             columns=K,
@@ -267,16 +282,6 @@ class Quantized(NamedTuple):
         return dequantize(*part, dtype=dtype)
 
 
-def round4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """W: [N, K] on 4-bit grids -> packed, uint8[N, ⌈K / 2⌉]; scale and zero, [N, M] each."""
-    K = w.shape[1]
-    scale, zero = affine_grid(w, group)
-    q = (w.float() / spread(scale, group, K)).round_()
-    q += spread(zero, group, K)
-    q = q.clamp_(0, 15)
-    return pack4(q.to(torch.uint8)), scale, zero
-
-
 def round_nf4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """W: [N, K] in the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
     scale = symmetric_scale(groups(w, group), 1).squeeze(-1)
@@ -297,7 +302,7 @@ def round_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
 def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale.
 
-    group: columns that share a scale; None: as `GROUPS` says. UserError for unknown bits, or a
+    group: columns that share a scale; None: `DEFAULT_GROUP`. UserError for unknown bits, or a
     weight that holds numbers that are not finite.
     """
     if bits not in STORED:
@@ -307,10 +312,10 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
             f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
         )
     columns = w.shape[1]
-    if bits not in GROUPS:
+    if bits not in DEFAULT_GROUP:
         group = columns
     elif group is None:
-        group = GROUPS[bits]
+        group = DEFAULT_GROUP[bits]
     rounding = {
         8: int8,
         4: partial(round4, group=group),
@@ -318,9 +323,9 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
         "nf4": partial(round_nf4, group=group),
     }[bits]
     slabs = [rounding(rows) for rows in w.split(max(1, SLAB // columns))]
-    values, scale, *zeros = (torch.cat(slab_parts) for slab_parts in zip(*slabs))
-    zero = zeros[0] if zeros else None
-    return Quantized(values, scale, zero, columns, group)
+    parts = [torch.cat(part) for part in zip(*slabs)]
+    zero = parts[2] if len(parts) == 3 else None
+    return Quantized(parts[0], parts[1], zero, columns, group)
 
 
 def dequantize(
@@ -330,7 +335,7 @@ def dequantize(
     columns: int,
     group: int,
     order: Tensor | None = None,
-    inputs: int = 16,
+    input_bits: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The fields of a Quantized -> the matrix that they stand for, float[N, K]."""
@@ -351,7 +356,8 @@ def dequantize(
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
     """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N].
 
-    Sums are float32's: PyTorch's product of integers saturates on a CPU without VNNI.
+    W has a scale for each row, no zeros, and its own order of columns. Sums are float32's:
+    PyTorch's product of integers saturates on a CPU without VNNI.
     """
     values, scale = int8(x) if w.bits == 8 else round_fp8(x)
     y = values.float() @ w.values.T.float()
@@ -360,7 +366,7 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 
 
 def main() -> None:
-    """The demonstration: bytes and error of each kind, for the embedding of the embedded model."""
+    """The demonstration: bytes and error of each kind, for the token embedding of tiny."""
     tensors = load_file(find_folder("tiny") / "model.safetensors")
     w = tensors["model.embed_tokens.weight"].float()
     for bits in STORED:

@@ -260,8 +260,8 @@ def test_no_block_with_a_drafts_keys_and_values_is_cached():
         assert num_cached < len(request.tokens)
         cache.free(seq)
         runner.step([runner.schedule(request)])
-    assert cache.pool.keys
-    for block, (_, (token,)) in cache.pool.keys.items():  # the target's digit of its token
+    assert cache.pool.key_of
+    for block, (_, (token,)) in cache.pool.key_of.items():  # the target's digit of its token
         digit = cache.values.parts[0][0, block].round().long().item()
         assert digit in [(token + 1) * 4**i for i in range(7)]
 
@@ -274,14 +274,14 @@ def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
     runner.step([runner.schedule(request)])
     assert equal(before, stored(cache, sibling, cache.length(sibling)))
     cache.free(sibling)
-    cached = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.keys}
+    cached = {block: cache.values.parts[0][0, block].clone() for block in cache.pool.key_of}
     assert cached
     cache.truncate(request.seq, 1)  # into a block that `open` finds
     request.tokens = request.tokens[:2]
     request.num_prompt_tokens = 1
     runner.drafter.propose(toy_round(request, 3))
     cache.check()
-    for block in cached.keys() & cache.pool.keys.keys():
+    for block in cached.keys() & cache.pool.key_of.keys():
         assert torch.equal(cache.values.parts[0][0, block], cached[block])
 
 

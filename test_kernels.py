@@ -18,7 +18,7 @@ from kernels import Flash, Linear, Ops, attention, triton
 from kvcache import AttentionMetadata, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
+from quant import KEY_GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
 from request import Request, Settings
 from sampling import SETTINGS, TEXT, Keyed, draft_role, probabilities
 from speculative import Round
@@ -190,9 +190,9 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
         q = quantize(w, 4, group)
         return q._replace(scale=q.scale.half(), order=torch.randperm(K))
     if layout == "INT8 by INT8":
-        return quantize(w, 8)._replace(inputs=8)
+        return quantize(w, 8)._replace(input_bits=8)
     if layout == "FP8 by FP8":
-        return quantize(w, "fp8")._replace(inputs=8)
+        return quantize(w, "fp8")._replace(input_bits=8)
     values = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     scale = torch.rand(N, M)
     if layout == "INT8 in groups":
@@ -204,7 +204,7 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
 def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
     """The numbers of W, of x as W multiplies it, and of the sum of their sizes: float64."""
     wide = w.double() if isinstance(w, torch.Tensor) else dequantize(*w, dtype=torch.float64)
-    if isinstance(w, Quantized) and w.inputs == 8:
+    if isinstance(w, Quantized) and w.input_bits == 8:
         values, scale = int8(x) if w.bits == 8 else round_fp8(x)
         x = values.double() * scale.double()
     x = x.double()
@@ -417,7 +417,7 @@ class Contract:
                 table = [order.pop() for _ in range(-(-(n + past) // S))]
                 slices.append(SequenceSlice(table, past, past + n))
             stores = []
-            for width, group in zip(bits, (GROUP, None)):
+            for width, group in zip(bits, (KEY_GROUP, None)):
                 shape = (2, num_blocks, S, G, D)
                 empty_kv = self.ops.empty_kv
                 store = Store.empty(shape, width, dtype, torch.device("cpu"), empty_kv, group)

@@ -25,7 +25,7 @@ from kvcache import (
 )
 from model import Llama
 from paged import PagedCache
-from quant import GROUP, WIDTHS, widths
+from quant import KEY_GROUP, WIDTHS, widths
 from test_kernels import heads_first
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
@@ -495,7 +495,7 @@ def test_fewer_bits_hold_more_and_hardly_change_what_the_embedded_model_expects(
 @settings(max_examples=40)
 @given(
     st.sampled_from([Ops().empty_kv, heads_first]),
-    st.sampled_from([(16, None), (8, None), (4, GROUP), (4, None)]),
+    st.sampled_from([(16, None), (8, None), (4, KEY_GROUP), (4, None)]),
     st.integers(1, 3),
     st.integers(1, 20),
     st.integers(0, 99),

@@ -66,11 +66,11 @@ class PagedMachine(RuleBasedStateMachine):
         return (
             sequences,
             list(pool.free),
-            list(pool.unused),
+            list(pool.idle),
             list(pool.references),
             dict(pool.cached),
-            dict(pool.keys),
-            dict(pool.hashes),
+            dict(pool.key_of),
+            dict(pool.hash_of),
             self.cache.keys.parts[0].clone().view(torch.int64),
         )
 
@@ -110,7 +110,7 @@ class PagedMachine(RuleBasedStateMachine):
         fits = self.cache.fits(counts)
         self.unchanged(before)
         if not fits:
-            match = "are free or cached: free a sequence|the limit is 22"
+            match = "are free or idle: free a sequence|the limit is 22"
             self.refused(CacheFull, match, lambda: self.cache.extend([*wanted.items()]))
             return
         free, cached, _ = self.cache.check()
@@ -452,12 +452,12 @@ def test_free_blocks_go_first_then_the_least_recently_used():
         pool.cache_block(block, (0, tokens))
     for block in (b, a, c):
         pool.release(block)
-    assert list(pool.unused) == [b, a, c] and pool.available == 4
+    assert list(pool.idle) == [b, a, c] and pool.available == 4
     assert pool.cached[0, (2,)] == b
     pool.share(b)
     pool.release(b)
-    assert list(pool.unused) == [a, c, b]
-    assert a in pool.take(2) and len(pool.unused) == 2
+    assert list(pool.idle) == [a, c, b]
+    assert a in pool.take(2) and len(pool.idle) == 2
     assert (0, (1,)) not in pool.cached and (0, (3,)) in pool.cached
 
 
@@ -466,7 +466,7 @@ def test_too_many_blocks_are_refused_before_any_change():
     (block,) = pool.take(1)
     pool.cache_block(block, (0, (1,)))
     pool.release(block)
-    with pytest.raises(CacheFull, match="4 more blocks are needed and 3 are free or cached"):
+    with pytest.raises(CacheFull, match="4 more blocks are needed and 3 are free or idle"):
         pool.take(4)
     assert (0, (1,)) in pool.cached and len(pool.take(3)) == 3
 
@@ -486,10 +486,10 @@ def test_the_first_block_with_some_tokens_is_the_one_that_is_found():
     a, b = pool.take(2)
     assert pool.cache_block(a, (0, (1,))) == pool.cache_block(b, (0, (1,)))
     pool.release(b)
-    assert pool.cached == {(0, (1,)): a} and not pool.unused and b in pool.free
+    assert pool.cached == {(0, (1,)): a} and not pool.idle and b in pool.free
     pool.evict(a)
     pool.evict(a)
-    assert not pool.cached and not pool.keys and not pool.hashes
+    assert not pool.cached and not pool.key_of and not pool.hash_of
 
 
 def test_a_block_keeps_its_hash_if_its_parent_comes_back_with_another():
@@ -502,7 +502,7 @@ def test_a_block_keeps_its_hash_if_its_parent_comes_back_with_another():
     pool.evict(first)
     again = pool.cache_block(twin, (0, (1, 2)))  # cached in its place
     assert again != parent and pool.cache_block(block, (again, (3, 4))) == block_hash
-    assert pool.cached == {key: b for b, key in pool.keys.items()}
+    assert pool.cached == {key: b for b, key in pool.key_of.items()}
     pool.evict(block)
     assert (parent, (3, 4)) not in pool.cached
     assert pool.cache_block(block, (parent, (3, 4))) > block_hash

@@ -152,7 +152,7 @@ class Quantization(Layout):
         bits = self.head_bits if head else self.bits
         group = self.group if STORED[bits] == torch.uint8 else K
         inputs = 16 if head else self.activations
-        return Quantized.empty(N, K, bits, group, device)._replace(inputs=inputs)
+        return Quantized.empty(N, K, bits, group, device)._replace(input_bits=inputs)
 
 
 class Matrix(NamedTuple):
@@ -228,7 +228,7 @@ class Foreign(Layout):
             self.zeros,
             self.ordered,
         )
-        return weight._replace(inputs=self.activations)
+        return weight._replace(input_bits=self.activations)
 
     def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
         """The tensors that the folder must hold for the model's. stored: what it holds."""

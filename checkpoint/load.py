@@ -24,7 +24,7 @@ from checkpoint.hub import find_folder
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
-from quant import GROUPS, Kind, quantize
+from quant import DEFAULT_GROUP, Kind, quantize
 
 if TYPE_CHECKING:
     from model import Llama
@@ -62,7 +62,7 @@ def load_llama(
     else:
         numbers = ((name, checkpoint.read(name)) for name in tensors)
     if bits != 16:
-        config = config.quantized(Quantization(bits, GROUPS.get(bits, 128)))
+        config = config.quantized(Quantization(bits, DEFAULT_GROUP.get(bits, 128)))
     device = torch.device(device) if device else find_device()
     ops = ops_for(device)
     dtype = dtype or ops.compute_dtype(checkpoint.dtypes[0])

@@ -227,7 +227,7 @@ class Weight(ctypes.Structure):
             group=q.group,
             kind=KINDS.index(kind(q)),
             exact=exact,
-            inputs=q.inputs,
+            inputs=q.input_bits,
         )
         weight.tensors = tensors
         weight.address = ctypes.addressof(weight)

@@ -101,7 +101,7 @@ class GPU(Ops):
         w, bias = weight
         if isinstance(w, Tensor) or not weightonly.can_serve(w, x.dtype):
             return super().linear(x, weight)
-        if w.inputs == 8:
+        if w.input_bits == 8:
             y = weightonly.tensor_core_product(x, w)
             return y if bias is None else y + bias
         if w.order is not None:

@@ -19,7 +19,7 @@ from gpu.store import store_vectors
 from kernels import Ops, attention
 from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from paged import PagedCache
-from quant import GROUP, WIDTHS, int4, int8, unpack4
+from quant import KEY_GROUP, WIDTHS, int4, int8, unpack4
 from test_kernels import heads_first
 
 pytestmark = pytest.mark.gpu_interpreter
@@ -63,7 +63,7 @@ class Sequences:
         shape = (1, B * M + 1, self.S, G, D)
         empty_kv = heads_first if contiguous else Ops().empty_kv
         key_bits, value_bits = bits
-        self.k = Store.empty(shape, key_bits, dtype, "cpu", empty_kv, GROUP)
+        self.k = Store.empty(shape, key_bits, dtype, "cpu", empty_kv, KEY_GROUP)
         self.v = Store.empty(shape, value_bits, dtype, "cpu", empty_kv)
         for part in (*self.k.parts, *self.v.parts):
             part.fill_(nan if part.is_floating_point() else 77)
@@ -232,7 +232,7 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
     offset_in_block = slots[stored].long() % S
     stores = []
     wanted = []
-    for x, width, group in zip((k, v), bits, (GROUP, None)):
+    for x, width, group in zip((k, v), bits, (KEY_GROUP, None)):
         store = Store.empty(shape, width, torch.float32, DEVICE, empty_kv, group)
         parts = int8(x) if width == 8 else int4(x, group)
         for part, numbers in zip(store.parts, parts, strict=True):

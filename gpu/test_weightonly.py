@@ -151,7 +151,7 @@ def test_8_bit_inputs_multiply_by_tensor_cores():
     """The product of quant.rounded_product, by as many rows as the library asks for."""
     for bits, dtype in ((8, torch.float32), ("fp8", torch.bfloat16)):
         for T in (1, 16, 17):
-            q = quantize(torch.randn(48, 96), bits)._replace(inputs=8)
+            q = quantize(torch.randn(48, 96), bits)._replace(input_bits=8)
             x = torch.randn(T, 96).to(dtype)
             bias = torch.randn(48).to(dtype)
             weight = Linear(Quantized(*on_device(q), *q[3:]), bias.to(DEVICE))

@@ -26,7 +26,7 @@ import triton.language as tl
 
 import quant
 
-GROUP = tl.constexpr(quant.GROUP)
+GROUP = tl.constexpr(quant.KEY_GROUP)
 PARTS = tl.constexpr(quant.PARTS)
 
 # Four bytes at a time: K8 makes float16, V8 and V4 make bfloat16. prmt picks bytes of two words, by

@@ -318,10 +318,10 @@ def can_multiply(K: int, bits: Kind, group: int, dtype: torch.dtype) -> bool:
 def can_serve(w: Quantized, dtype: torch.dtype) -> bool:
     """Whether this page multiplies x of this dtype by w."""
     K = w.columns
-    needed = 90 if w.inputs == 8 else 89  # with a scale for each row of x: sm_90
+    needed = 90 if w.input_bits == 8 else 89  # with a scale for each row of x: sm_90
     if w.bits == "fp8" and capability(w.values.device) < needed:
         return False
-    if w.inputs == 8:
+    if w.input_bits == 8:
         exact = w.bits == 8 or dtype == torch.bfloat16  # float32 x by FP8 would become bfloat16
         return len(w.values) % 16 == 0 and K % 16 == 0 and dtype in PIECES and exact
     grouped = w.bits != 4 and (w.zero is not None or w.scale.shape[1] > 1)

@@ -382,7 +382,7 @@ def quantize_linear(
         return linear
     w = linear.weight.float()
     q = quantize(w, bits, group) if hessian is None else gptq(w, hessian, bits, group)
-    return linear._replace(weight=q._replace(inputs=inputs))
+    return linear._replace(weight=q._replace(input_bits=inputs))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from checkpoint.tensors import EXACT, Checkpoint
 from errors import UserError
 from kernels import find_device
 from model import Llama
-from quant import GROUPS, STORED
+from quant import DEFAULT_GROUP, STORED
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files, write_json
@@ -154,7 +154,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_or_store(args: argparse.Namespace) -> None:
     source = find_folder(args.name)
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
-    group = args.group or GROUPS.get(args.bits, 128)
+    group = args.group or DEFAULT_GROUP.get(args.bits, 128)
     how = Quantization(args.bits, group, args.head_bits, args.method, activations)
     config = Config.load(source).quantized(how)  # refuses a model that is quantized
     args.device = find_device(args.device)

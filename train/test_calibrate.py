@@ -359,7 +359,7 @@ def test_model_is_quantized_by_every_method():
         for layer in small.layers:
             for name in PRODUCTS:
                 assert isinstance(getattr(layer, name).weight, Quantized)
-            assert layer.down.weight.inputs == how.activations
+            assert layer.down.weight.input_bits == how.activations
         most = 0.01 if how.bits == 8 and how.head_bits > 4 else 0.7
         assert divergence(expected, small(text)) < most, how
 

@@ -18,7 +18,7 @@ from errors import UserError
 from generate import generate
 from kvcache import KVCache
 from model import Llama
-from quant import GROUPS, STORED
+from quant import DEFAULT_GROUP, STORED
 from tokenizer import Tokenizer
 from train import calibrate, quantize
 
@@ -61,7 +61,7 @@ def test_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape):
     for bits, group, head in recipes:
         out = tmp_path / f"{bits}-{group}-{head}"
         flags = ["--bits", bits, "--head-bits", head, "--out", out]
-        grouped = ["--group", group] if bits in GROUPS or head in GROUPS else []
+        grouped = ["--group", group] if bits in DEFAULT_GROUP or head in DEFAULT_GROUP else []
         assert run(folder, *flags, *grouped) == 0
         expected = rounded(folder, Quantization(bits, group, head))(text)
         small = Llama.load(out, "cpu", torch.float64)
@@ -83,7 +83,7 @@ def test_bits_at_load_are_those_of_a_folder(tmp_path, shape):
         loaded = Llama.load(folder, bits=bits)
         stored = Llama.load(tmp_path / str(bits))
         assert loaded.config == stored.config
-        assert loaded.config.quantization == Quantization(bits, GROUPS.get(bits, 128))
+        assert loaded.config.quantization == Quantization(bits, DEFAULT_GROUP.get(bits, 128))
         assert torch.equal(loaded(text), stored(text))
         cache = KVCache.of(loaded, 16)
         seq, _ = cache.open(())
