@@ -1,14 +1,15 @@
 """Every claim, measured on the machine at hand.
 
-    python bench.py                            the embedded pair on a CPU, in minutes
+    python bench.py                            the models in this repository on a CPU, in minutes
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
     python bench.py --gpu decode               or kernels, serving, … on a GPU
     python bench.py --readme                   the documents' tables and pictures
 
-A claim of speed is a ratio between things that were measured in one run, in turns; what one run
-reads a second is measured in it, too. The numbers are kept as JSON, results/<machine>.json, without
-the name of a host or of a folder; tables and pictures come from that file alone.
+A claim of speed is a ratio between things that were measured in one run, in turns (A, B, A, B, …).
+The machine's memory bandwidth, which limits them all, is measured in the same run. The numbers are
+kept as JSON, results/<machine>.json, without the name of a host or of a folder; tables and pictures
+come from that file alone.
 
 Invariant: what one run did not measure stays in the file as it was.
 Not covered: the quality of texts, but for perplexity.
@@ -57,10 +58,13 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
     args = p.parse_args(arguments)
+    # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
     if args.gpu or args.readme:
         p.unused(args, "target against", "with --gpu and --readme")
+    if args.readme:
+        p.unused(args, "gpu quick out", "with --readme")
     return args
 
 
@@ -79,11 +83,14 @@ def measure_pair(effort: Effort) -> Results:
 def load_results(path: Path) -> Results:
     """The results in a file; empty if there is no file. UserError if it holds something else."""
     try:
-        return json.loads((ROOT / path).read_text(encoding="utf-8"))
+        results = json.loads((ROOT / path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): name other results") from None
+    if not isinstance(results, dict):
+        raise UserError(f"{path} does not hold results: name another file")
+    return results
 
 
 def write_file(path: Path, text: str) -> None:
@@ -118,9 +125,9 @@ def run_bench(args: argparse.Namespace) -> None:
         write_documents()
         return
     effort = QUICK if args.quick else Effort()
-    out = Path(args.out) if args.out else results_file()
+    out = Path(args.out).absolute() if args.out else results_file()
     is_stored = args.out or not args.quick
-    if is_stored:  # refused before it is measured
+    if is_stored:  # a file that cannot be read or written is refused now, not after minutes
         check_file(ROOT / out)
         load_results(out)
 
@@ -128,13 +135,13 @@ def run_bench(args: argparse.Namespace) -> None:
         if is_stored:
             store_results(out, results)
 
-    if args.gpu:
+    if args.gpu:  # with sizes of its own, and stored row by row
         results = gpu_cases.run_case(args.gpu, args.quick, store)
     elif args.against:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
-        results = {"peers": rows}
+        results = machine() | {"peers": rows}
     elif args.target:
-        results = {"steps": steps.steps(effort, args.target)}
+        results = machine() | {"steps": steps.steps(effort, args.target)}
     else:
         results = measure_pair(effort)
     store(results)

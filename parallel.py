@@ -9,15 +9,15 @@ second matrix is *row-parallel*, cut by inputs:
 
     x W₁ᵀ = [x W₁,₀ᵀ | x W₁,₁ᵀ | …]       y W₂ᵀ = Σ_r y_r W₂,ᵣᵀ          r: the n processes
 
-    column-parallel        qkv, gate_up     in whole heads
+    column-parallel        qkv, gate_up     qkv in whole heads
     row-parallel           o, down          one all-reduce each; the bias is added once
     vocabulary-parallel    embed, head      tokens of other processes embed as 0, and an all-reduce
                                             fills them in; the head's logits are gathered
 
 With fewer key/value heads than processes, several processes hold a replica of one head. A process
 has a smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
-scheduler: their logits are equal to the bit; drawn tokens, measured times and input come from the
-first process (`agree`), and so does the order to stop.
+scheduler: their logits are equal to the bit. What the host reads of a step, drawn tokens and times,
+it takes from the first process (`agree`), and with it comes the order to stop.
 
 Invariant: all processes stop after the same step.
 Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
@@ -26,7 +26,8 @@ inputs are rounded to 8 bits, too (W8A8), logits differ a little from one proces
 row has a scale of its own.
 
 Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
-    L layers · G key/value heads · C hidden_size · V vocab_size · T tokens of a step · n processes
+    L layers · C hidden_size · V vocab_size · T tokens of a step · n processes
+    W [N, K] a matrix, N outputs and K inputs
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def num_processes() -> int:
 class StopFlag:
     """The order to stop, set by the signal handler of the first process (app/launch.py)."""
 
-    error: KeyboardInterrupt | None = None  # to be raised in place of the next step
+    error: KeyboardInterrupt | None = None  # the next `agree` raises it, in all processes
 
 
 stop_flag = StopFlag()
@@ -90,6 +91,7 @@ def check_divisible(config: Config, n: int) -> None:
             "the columns of each matrix are stored in another order (act-order), which "
             f"{n} processes cannot share: use one process, or another checkpoint"
         )
+    # Inputs of o and down are cut in whole groups, which share a scale or a byte.
     group = 1 if stored is None else stored.shard_multiple
     columns = f"a multiple of {n * group}"
     if group > 1:
@@ -103,7 +105,7 @@ def check_divisible(config: Config, n: int) -> None:
         ),
         "intermediate_size": (config.intermediate_size % (n * group) == 0, columns),
         "query_size": (config.query_size % (n * group) == 0, columns),
-        # With n · n tokens or more, n − 1 shards of ⌈V / n⌉ do not hold all: none is empty.
+        # No shard is empty: with V ≥ n², n − 1 shards of ⌈V / n⌉ hold fewer than V.
         "vocab_size": (config.vocab_size >= n * n, f"at least {n * n}"),
     }
     for name, (holds, rule) in rules.items():
@@ -117,8 +119,9 @@ def check_divisible(config: Config, n: int) -> None:
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
     """The shard of process `rank`, of this shape: a view, but for a padded vocabulary."""
     for dim, size in enumerate(shape):
-        parts = tensor.split(size, dim)  # n; fewer if key/value heads are; 1: not cut along dim
-        replicas = n // len(parts)  # processes that hold the same part
+        # As many parts as processes; as key/value heads, if these are fewer; or one: not cut.
+        parts = tensor.split(size, dim)
+        replicas = n // len(parts)  # neighbours that hold the same part
         tensor = parts[rank // replicas]
     missing = shape[0] - len(tensor)
     if missing:  # the end of the vocabulary
@@ -150,10 +153,11 @@ class Parallel:
         self.ops = ops
         self.rank = dist.get_rank()
         self.n = dist.get_world_size()
-        self.vocab_size = 0  # of the whole model,
-        self.vocab_rows = 0  # and of a shard
+        self.vocab_size = 0  # of the whole model, and
+        self.vocab_rows = 0  # of a shard: `shard_config` sets both
 
     def __getattr__(self, name: str) -> Any:
+        """Attention, norms, sampling: as in one process, on this process's heads."""
         return getattr(self.ops, name)
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Shard:

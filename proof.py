@@ -7,11 +7,14 @@ outcomes, until every script has been run:
     law(text) = Σ over the scripts that end in this text of
                 Π over a script's decisions of the outcome's probability
 
+`enumerate_law` gives the law of the production code, `sequential_law` that of the target alone.
+Tests hold that their `distance` is a rounding error; `python speculative.py` prints both.
+
 Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
 script, or `group` texts share one, which gives their joint law. Cost: a run for each possible
 sequence of outcomes, so texts of a few tokens out of three. The models are toys.
 
-    B rows, one request each · k drafted tokens · V vocabulary
+    B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step · R logits
 """
 
 from __future__ import annotations
@@ -28,14 +31,15 @@ from kernels import Ops
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata
 
-Law = dict[Any, float]  # the probability of each outcome
+Law = dict[Any, float]  # the probability of each text
 
 
 class Branch:
     """One possible run: it follows a script, then takes first possible outcomes.
 
-    path: the outcomes of the decisions, which have at least two possible outcomes each.
-    others: scripts for the outcomes that were not taken after the script's end.
+    path: the outcomes so far; a decision with one possible outcome is left out.
+    others: scripts for the outcomes that were not taken. Those of decisions within the script were
+    noted by the run that wrote it.
     """
 
     def __init__(self, script: Sequence[int]):
@@ -66,6 +70,7 @@ class Walk:
         self.group = group
 
     def __call__(self, seeds: Tensor, positions: Tensor, role: int | Tensor) -> WalkingCoin:
+        """positions and role do not matter: a branch's decisions come in the order of its run."""
         return WalkingCoin([self.branches[seed // self.group] for seed in seeds.tolist()])
 
 
@@ -81,14 +86,15 @@ class WalkingCoin:
         return WalkingCoin([self.branches[row] for row in rows])
 
     def accept(self, prob: Tensor) -> Tensor:
-        """float[B, k] -> bool[B, k]. After a row's first False nothing is decided."""
+        """float[B, k] -> bool[B, k]. After a row's first False nothing is decided: the later drafts
+        are dropped."""
         accepted = []
         for branch, row in zip(self.branches, prob.tolist()):
             outcomes = [False] * len(row)
             for j, p in enumerate(row):
-                if branch.decide((1 - p, p)) == 0:
+                outcomes[j] = branch.decide((1 - p, p)) == 1
+                if not outcomes[j]:
                     break
-                outcomes[j] = True
             accepted.append(outcomes)
         return torch.tensor(accepted, dtype=torch.bool).view(prob.shape)
 
@@ -103,18 +109,19 @@ class WalkingCoin:
 def enumerate_law(
     run: Callable[[Walk, int], Sequence[Any]], group: int = 1, width: int = 1024
 ) -> Law:
-    """The law of the outcomes of run(walk, n).
+    """The law of what run(walk, n) returns.
 
-    A run makes n · group texts, of the seeds 0, 1, …, and returns n outcomes.
+    A run makes n · group texts, of the seeds 0, 1, …, and returns n of them, or of their groups.
+    width: the most scripts that one run follows.
     """
     law = defaultdict(float)
     waiting: list[tuple[int, ...]] = [()]
     while waiting:
         walk = Walk(waiting[-width:], group)
         del waiting[-width:]
-        outcomes = run(walk, len(walk.branches))
-        for outcome, branch in zip(outcomes, walk.branches, strict=True):
-            law[outcome] += branch.probability
+        texts = run(walk, len(walk.branches))
+        for text, branch in zip(texts, walk.branches, strict=True):
+            law[text] += branch.probability
             waiting += branch.others
     return dict(law)
 
@@ -132,20 +139,23 @@ class Toy:
     device = torch.device("cpu")
     dtype = torch.float64
     ops = Ops()
-    shift = 0  # added to stored tokens: toys of another shift read another text in a shared cache
+    # Added to the tokens that are stored. A drafter of another shift, in the target's cache, stores
+    # other numbers: the law is right only if the target stores its own over them.
+    shift = 0
 
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
-        weights = torch.rand((V + 1) ** longest, V, generator=generator, dtype=torch.float64) ** 3
+        weights = torch.rand((V + 1) ** longest, V, generator=generator, dtype=torch.float64)
+        weights = weights**3  # some much larger than others
         kinds = torch.randint(0, 8, weights.shape, generator=generator)
-        weights[kinds == 0] = 0
+        weights[kinds == 0] = 0  # impossible tokens
         weights[kinds == 1] = 0.25  # ties
-        weights[weights.sum(-1) == 0, seed % V] = 1  # where all are zeros
+        weights[weights.sum(-1) == 0, seed % V] = 1  # not all are impossible
         self.V = V
         self.table = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
 
     def code(self, text: Sequence[int]) -> int:
-        """The row of a text in the table."""
+        """The row of a text in the table (of a toy without shift)."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(

@@ -4,7 +4,8 @@
 *text*, because a stop string may begin and end inside a token. The end of a text is held back while
 it could begin one: the longest suffix of the text that is a proper prefix of a stop string.
 
-Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last one.
+Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last one: it
+was drawn, and the next pass reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from tokenizer import Tokenizer
 
 MAX_TOKENS = 512  # the default
 Message = dict[str, str]  # {"role": …, "content": …}
-Show = Callable[[str, str], None]  # gets a piece of text, and the origin of its last token
+Show = Callable[[str, str], None]  # gets a piece of text, and how its last token came about
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one text is made. None: the model's own choice (`generate.Model.complete`)."""
+    """How one text is made. Of sampling settings None is what the model's makers recommend, of the
+    seed a random one (`generate.Model.complete`)."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -73,12 +75,12 @@ class RoundStats(NamedTuple):
     """What a past round did for one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # of its drafts; in multi-step decoding, all tokens but the last
+    num_accepted: int  # of its drafts; where plain steps were done as one, all tokens but the last
     seconds: float = 0.0  # of drafting and of the target's pass
     batch_size: int = 1  # requests that shared the round
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared, and hashed, by identity
 class Request:
     """One text in the making."""
 
@@ -87,7 +89,9 @@ class Request:
     eos_token_ids: Collection[int] = ()
     seq: int = -1  # its sequence in the target's cache
     rounds: list[RoundStats] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)  # plain, accepted, corrected or bonus
+    # Of each new token: plain; an accepted draft; corrected, after a rejected draft; or a bonus,
+    # after accepted ones only.
+    origins: list[str] = field(default_factory=list)
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
@@ -124,8 +128,8 @@ class StopStrings:
     """Cuts a stream of text before the stop string that is complete first.
 
     Each stop string is followed as Knuth, Morris & Pratt do it: num_matched of its characters end
-    the text so far, and after a mismatch `fallback` says how many still do. A character costs a
-    constant, on average, however long the stop strings are.
+    the text so far, and after a mismatch its fallback table says how many still do. A character
+    costs a constant, on average, however long the stop strings are.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -168,16 +172,19 @@ class StopStrings:
 
 
 def fallback_table(stop: str) -> list[int]:
-    """fallback[n]: the longest proper suffix of stop[:n] that is a prefix of it, by its length."""
-    table = [0, 0]
+    """fallback[n]: the length of the longest proper suffix of stop[:n] that is also a prefix of it.
+
+    For "abab": [0, 0, 0, 1, 2].
+    """
+    fallback = [0, 0]
     n = 0
     for character in stop[1:]:
         while n and stop[n] != character:
-            n = table[n]
+            n = fallback[n]
         if stop[n] == character:
             n += 1
-        table.append(n)
-    return table
+        fallback.append(n)
+    return fallback
 
 
 class Speculation(NamedTuple):
@@ -201,15 +208,16 @@ class Result:
     text: str = ""  # decoded, cut before a stop string
     finish_reason: str = ""  # stop (a token or a string), length, interrupted, error
     seconds_to_first_token: float = 0.0  # from arrival
+    num_first_tokens: int = 0  # tokens that came with the first one, and itself
     seconds: float = 0.0  # from arrival to the last token
     seconds_queued: float = 0.0  # from arrival to admission
     speculation: Speculation | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token; None where all came in one round."""
+        """After the first round; None where all came in it."""
         seconds = self.seconds - self.seconds_to_first_token
-        return (len(self.tokens) - 1) / seconds if seconds > 0 else None
+        return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """The result as `--json` prints it."""
@@ -242,6 +250,7 @@ class OutputStream:
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
         self.decoder = tokenizer.incremental_decoder()
         self.stops = StopStrings(request.settings.stop)
+        self.origin = "plain"  # of the last token
 
     @property
     def is_done(self) -> bool:
@@ -254,24 +263,27 @@ class OutputStream:
         result.seconds = time.perf_counter() - request.arrived
         if not result.tokens:
             result.seconds_to_first_token = result.seconds
-        for token, origin in zip(new_tokens, request.origins[-len(new_tokens) :]):
+            result.num_first_tokens = len(new_tokens)
+        for token, self.origin in zip(new_tokens, request.origins[-len(new_tokens) :]):
             result.tokens.append(token)
             if token not in request.eos_token_ids:
-                self._emit(self.stops.feed(self.decoder.feed(token)), origin)
+                self._emit(self.stops.feed(self.decoder.feed(token)))
             if self.stops.is_complete:
                 return
 
-    def _emit(self, piece: str, origin: str) -> None:
+    def _emit(self, piece: str) -> None:
         if piece:
             self.result.text += piece
             if self.show is not None:
-                self.show(piece, origin)
+                self.show(piece, self.origin)
 
     def finish(self, reason: str = "") -> Result:
         """Show the rest of the text -> the whole result. reason: why the request was cancelled."""
-        self._emit(self.stops.feed(self.decoder.finish()) + self.stops.held, "plain")
+        rest = self.stops.feed(self.decoder.finish())
+        self._emit(rest + self.stops.held)  # no stop string can follow any more
         result = self.result
-        result.seconds_queued = max(0.0, self.request.started - self.request.arrived)
+        if self.request.started:  # it was admitted
+            result.seconds_queued = self.request.started - self.request.arrived
         result.finish_reason = reason or self.request.finish_reason
         if self.stops.is_complete:
             result.finish_reason = "stop"

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from conftest import ROOT
 from errors import UserError
-from request import Request, Result, RoundStats, Settings, Speculation, StopStrings, fallback_table
+from request import (
+    OutputStream,
+    Request,
+    Result,
+    RoundStats,
+    Settings,
+    Speculation,
+    StopStrings,
+    fallback_table,
+)
+from tokenizer import Tokenizer
 
 # ---- Stop strings
 
@@ -106,10 +117,30 @@ def test_acceptance_is_over_examined_drafts():
     assert request.acceptance == 4 / (2 + 3 + 1)
 
 
+def test_a_stream_counts_its_first_round_and_says_how_tokens_came_about():
+    """What is held back for a stop string is shown at the end as what it is."""
+    tokenizer = Tokenizer.load(ROOT / "models" / "tiny")
+    ids = tokenizer.encode("Once upon a time")
+    assert len(ids) > 2
+    request = Request([1], Settings(stop="time and", seed=1, max_tokens=9))
+    shown = []
+    stream = OutputStream(tokenizer, request, "", lambda *piece: shown.append(piece))
+    for new, origins in ((ids[:2], ["accepted", "bonus"]), (ids[2:], ["corrected"] * len(ids[2:]))):
+        request.tokens += new
+        request.origins += origins
+        stream.feed(new)
+    assert stream.result.num_first_tokens == 2
+    assert [origin for _, origin in shown[:2]] == ["accepted", "bonus"]
+    assert stream.stops.held == "time"
+    result = stream.finish()
+    assert shown[-1] == ("time", "corrected") and result.text == "Once upon a time"
+
+
 def test_result_has_a_rate_only_after_the_first_round():
     result = Result("p", [1], 0, tokens=[5], seconds_to_first_token=0.5, seconds=0.5)
     assert result.tokens_per_second is None
     result.tokens = [5, 6, 7]
+    result.num_first_tokens = 1
     result.seconds = 1.5
     assert result.tokens_per_second == 2.0
     result.seconds = result.seconds_to_first_token  # all in the first round

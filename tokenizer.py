@@ -5,13 +5,13 @@
 Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A
 piece is spelled out in UTF-8 bytes. Then, again and again, the pair of neighbours that stands first
 in the list of merges (checkpoint/vocabulary.py) becomes one token (Sennrich et al. 2016; bytes as
-the alphabet: Radford et al. 2019). tiktoken merges. Cost: O(n log n) for a piece of n bytes.
+the alphabet: Radford et al. 2019). tiktoken merges.
 
 Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD.
-  - The pieces of an `IncrementalDecoder`, joined, are the decoded text.
+  - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
 """
@@ -56,7 +56,8 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
         self._added_pattern = added_pattern(vocabulary.added)
-        # tiktoken knows tokens by rank, this class by id.
+        # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
+        # With these ranks that is the same (checkpoint/vocabulary.py). Its pat_str is not used.
         ranks = {word: rank for rank, word in enumerate(vocabulary.merged)}
         self._bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
         self._ids = list(vocabulary.merged.values())
@@ -69,8 +70,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From the files of a model folder: tokenizer.json, and what is there of
-        tokenizer_config.json and chat_template.jinja. UserError names the file."""
+        """From a model folder's tokenizer.json and, if they exist, tokenizer_config.json and
+        chat_template.jinja. UserError names the file."""
         folder = Path(folder)
         config = read_tokenizer_config(folder)
         return cls(load_vocabulary(folder, config), load_template(folder, config))
@@ -89,6 +90,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a plain text. A control token in it is spelled out like any other text."""
         ids = []
+        # "Added" are tokens that are found before a text is cut (here without control tokens). The
+        # split keeps them: text, token, text, …
         for part in self._added_pattern.split(replace_surrogates(text)):
             if part in self._vocabulary.added:
                 ids.append(self._vocabulary.added[part])
@@ -104,7 +107,7 @@ class Tokenizer:
         ids = []
         for piece in pieces:
             word = piece.encode()
-            if word in self._vocabulary.whole_pieces:
+            if word in self._vocabulary.whole_pieces:  # some models do not merge these
                 ids.append(self._vocabulary.whole_pieces[word])
                 continue
             if self.missing_bytes:
@@ -114,7 +117,8 @@ class Tokenizer:
         return ids
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text to continue: those that begin every prompt, then the text's."""
+        """The tokens of a text to continue: a begin-of-text, if the model has one, then the
+        text's. (A chat's come from its template.)"""
         return self._vocabulary.prefix + self.encode(text)
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:

@@ -102,7 +102,8 @@ def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
     assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
-    assert stored == {"stack": [1], "steps": {"old": {"target": "x"}, "new": row}, "waste": [2]}
+    assert stored["steps"] == {"old": {"target": "x"}, "new": row}
+    assert stored["stack"] == [1] and stored["waste"] == [2] and stored["machine"]
 
 
 def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch, quick):
@@ -124,6 +125,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench, "measure_pair", lambda effort: pytest.fail("measured first"))
     (tmp_path / "deep.json").write_text("[" * 10)
+    (tmp_path / "list.json").write_text("[1]")
     for arguments, told in (
         (["--against", "nobody"], "invalid choice: 'nobody'"),
         (["--gpu", "decode"], "needs a GPU"),
@@ -133,6 +135,8 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         (["--out", "/dev/null"], "is not a file"),
         (["--out", str(tmp_path / "no" / "x")], "cannot be written"),
         (["--out", str(tmp_path / "deep.json")], "is not JSON"),
+        (["--out", str(tmp_path / "list.json")], "does not hold results"),
+        (["--readme", "--quick"], "--quick has no use"),
     ):
         try:
             status = bench.main(arguments)
