@@ -31,7 +31,7 @@ from typing import Any
 
 from app.shell import Parser, check_file, new_file, say, status, write
 from errors import UserError
-from measure import gpu_cases, memory, pair, peers, pictures, report, shards, steps
+from measure import gpu_cases, memory, pair, peers, pictures, report, steps
 from measure.effort import QUICK, Effort
 from measure.machine import machine, results_file
 from measure.report import Results
@@ -44,7 +44,6 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "bits": pair.bits,
     "waste": memory.waste,
     "steps": partial(steps.steps, target="tiny"),
-    "parallel": shards.parallel,
 }
 
 

@@ -188,12 +188,11 @@ def fallback_table(stop: str) -> list[int]:
 
 
 class Speculation(NamedTuple):
-    """Speed-ups are over plain decoding: as measured, and by the formula of gamma.py."""
+    """What drafts were worth to a text. speed_up: over plain decoding, as measured."""
 
     acceptance: float | None = None
     tokens_per_round: float | None = None
     speed_up: float | None = None
-    predicted_speed_up: float | None = None
 
 
 @dataclass

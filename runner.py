@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter
-from gamma import AutoGamma, expected_tokens
+from gamma import AutoGamma
 from kernels import send
 from kvcache import Cache, CacheFull
 from model import Llama
@@ -384,16 +384,11 @@ class ModelRunner:
         acceptance = request.acceptance
         num_tokens = sum(stats.num_accepted + 1 for stats in rounds)
         tokens_per_round = num_tokens / len(rounds)
-        plain = 0.0  # seconds of the same tokens by plain decoding,
-        expected = 0.0  # and of those that the formula expects
-        usual = 0.0  # what these rounds usually take
+        plain = 0.0  # seconds of the same tokens by plain decoding
         for stats in rounds:
             plain_round = self.auto_gamma.round_seconds(stats.batch_size, 0)
             if plain_round is None:
                 return Speculation(acceptance, tokens_per_round)
             plain += (stats.num_accepted + 1) * plain_round
-            expected += expected_tokens(acceptance or 0.0, stats.num_drafts) * plain_round
-            typical = self.auto_gamma.round_seconds(stats.batch_size, stats.num_drafts)
-            usual += stats.seconds if typical is None else typical
         seconds = sum(stats.seconds for stats in rounds)
-        return Speculation(acceptance, tokens_per_round, plain / seconds, expected / usual)
+        return Speculation(acceptance, tokens_per_round, plain / seconds)

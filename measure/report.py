@@ -128,16 +128,6 @@ TABLES = {
             "wasted": "{waste:.1%}",
         },
     ),
-    "parallel": Table(
-        "One model over several processes, which share this CPU or have a GPU each: one text",
-        {
-            "model": "{name}",
-            "processes": "{processes}",
-            "tokens/s of one": "{one:.1f}",
-            "of all together": "{many:.1f}",
-            "times one": "{ratio:ratio}",
-        },
-    ),
     "steps": Table(
         "A step of so many rows, after 100 tokens, and a prompt: in float32, and times as fast",
         {"model": "{target}", "weights": "{width}"}
