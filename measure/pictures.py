@@ -17,8 +17,8 @@ INK = "#1f2328"
 PALE = "#8b949e"
 GREEN = "#2a7d4f"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-WIDTH = 880  # pixels
-LEFT = 230  # where bars begin
+WIDTH = 900  # pixels
+LEFT = 250  # where bars begin
 LONGEST = 250  # bar
 ROW = 28  # height of a row
 TOP = 54
@@ -48,7 +48,7 @@ PICTURES = {
         lambda row: row["speed_up"],
     ),
     "bits": Picture(
-        "Weights in fewer bits: the rise of perplexity, and bytes",
+        "Fewer bits: the rise of perplexity, and bytes of the weights",
         "{weights}, KV {kv}",
         "{loss:+.2%} · {bytes:bytes}",
         lambda row: max(0.0, row["loss"]),
