@@ -26,7 +26,7 @@ from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
 from kernels import Ops, ops_for
-from kvcache import AttentionMetadata, Cache, KVCache
+from kvcache import AttentionMetadata, Cache, KVCache, SequenceSlice
 from model import Llama
 from paged import PagedCache
 from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
@@ -173,6 +173,20 @@ def test_shapes_are_few_and_large_enough():
     assert [rounded(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert all(n <= rounded(n) <= max(n, n * 3 / 2) for n in range(1, 3000))
     assert len({rounded(n) for n in range(1, 1025)}) == 20
+
+
+def test_a_sequence_that_has_all_its_drafts_stores_nothing_more():
+    """Blocks of 4 tokens: the first sequence has two steps left, the second none."""
+    sequences = [SequenceSlice([7, 5], 2, 3), SequenceSlice([6], 2, 3), SequenceSlice((), 0, 0)]
+    metadata = AttentionMetadata(sequences, 4)
+    metadata.backend["longest"] = 8
+    stops = torch.tensor([5, 3, 0], dtype=torch.int32)
+    slots = []
+    for _ in range(3):
+        metadata = graphs.next_step(metadata, stops)
+        slots.append(metadata.slot_mapping.tolist())
+    assert slots == [[31, -1, -1], [20, -1, -1], [-1, -1, -1]]
+    assert metadata.seq_lens.tolist() == [5, 3, 0]
 
 
 def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait():
