@@ -34,7 +34,9 @@ from kvcache import CacheFull
 from request import Request
 from runner import ModelRunner, ScheduledRequest
 
-RETRY_AFTER = 16  # steps before a text that found no room in the caches is tried again
+# Steps before a text that found no room in the caches is tried again, unless a text ends before: a
+# try costs time, and seldom finds room.
+RETRY_AFTER = 16
 
 
 class Batcher:
@@ -104,7 +106,7 @@ class Batcher:
         self.num_steps += 1
         scheduled = self._schedule_running()
         while not self.runner.fits(scheduled):
-            self._preempt(self.running[-1])
+            self._preempt(self.running[-1])  # tried again below, where all of it must fit
             scheduled.pop()
         left = self.runner.budget - sum(item.num_new_tokens for item in scheduled)
         while left > 0 and self._may_admit():
@@ -153,8 +155,8 @@ class Batcher:
     def _admit(
         self, request: Request, scheduled: Sequence[ScheduledRequest], left: int
     ) -> ScheduledRequest | None:
-        """Admit a text -> its work in this step. None if the caches lack room for all of it, or the
-        step has too few tokens left."""
+        """Admit a text -> its work in this step. None if the target's cache lacks room for all of
+        it, a cache for this step, or the step has too few tokens left."""
         sibling = request.sibling if request.sibling in self.running else None
         try:
             self.runner.open(request, sibling)

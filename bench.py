@@ -7,9 +7,9 @@
     python bench.py --readme                   the documents' tables and pictures
 
 A claim of speed is a ratio between things that were measured in one run, in turns (A, B, A, B, …).
-The machine's memory bandwidth, which limits them all, is measured in the same run. The numbers are
+The machine's memory bandwidth, which limits decoding, is measured in the same run. The numbers are
 kept as JSON, results/<machine>.json, without the name of a host or of a folder; tables and pictures
-come from that file alone.
+come from that file alone. Its date, bandwidth and version of PyTorch are those of the last run.
 
 Invariant: what one run did not measure stays in the file as it was.
 Not covered: the quality of texts, but for perplexity.
@@ -25,7 +25,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,11 @@ from measure.report import Results
 ROOT = Path(__file__).parent
 DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
 SECTIONS: dict[str, Callable[[Effort], Any]] = {
-    "stack": pair.stack,
-    "gammas": pair.gammas,
-    "bits": pair.bits,
-    "waste": memory.waste,
-    "steps": partial(steps.steps, target="tiny"),
+    "stack": pair.stack,  # one technique added to the other
+    "gammas": pair.gammas,  # speculation by γ
+    "bits": pair.bits,  # bytes and perplexity
+    "waste": memory.waste,  # empty memory, in rows and in blocks
+    "steps": steps.steps,  # seconds, in fewer bits
 }
 
 
@@ -61,14 +60,14 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
     if args.gpu or args.readme:
-        p.unused(args, "target against", "with --gpu and --readme")
+        p.unused(args, "target against", "with --gpu or --readme")
     if args.readme:
         p.unused(args, "gpu quick out", "with --readme")
     return args
 
 
 def measure_pair(effort: Effort) -> Results:
-    """Every section of the embedded pair."""
+    """Every section: tiny, with tiny-draft where there are drafts."""
     results = machine()
     for name, measure in SECTIONS.items():
         say(name)
@@ -107,12 +106,13 @@ def store_results(path: Path, results: Results) -> None:
 
 
 def write_documents() -> None:
-    """Make the tables of all documents, and the pictures of the file that README.md names first."""
+    """Make the tables of all documents, and the pictures of the results that README.md names
+    first."""
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     for name, text in texts.items():
         write_file(Path(name), report.with_tables(text, load_results))
     first = re.search(report.MARKED, texts["README.md"])
-    for name, picture in pictures.draw_all(load_results(Path(first[2]))).items():
+    for name, picture in pictures.draw_all(load_results(Path(first["results"]))).items():
         write_file(Path("results", f"{name}.svg"), picture)
 
 
@@ -124,7 +124,7 @@ def run_bench(args: argparse.Namespace) -> None:
         write_documents()
         return
     effort = QUICK if args.quick else Effort()
-    out = Path(args.out).absolute() if args.out else results_file()
+    out = Path(args.out).absolute() if args.out else results_file(bool(args.gpu))
     is_stored = args.out or not args.quick
     if is_stored:  # a file that cannot be read or written is refused now, not after minutes
         check_file(ROOT / out)

@@ -133,7 +133,13 @@ class ModelDrafter(Drafter):
         for request, num_drafts in zip(round.requests, round.num_drafts):
             num_pending = self.num_pending(request) if num_drafts else 0
             pending.append(request.tokens[len(request.tokens) - num_pending :])
-        return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
+        lengths = {seq: self.cache.length(seq) for seq in self.seqs.values()}
+        try:
+            return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
+        except BaseException:  # Ctrl-C too: what was not computed must not be found
+            for seq, length in lengths.items():
+                self.cache.truncate(seq, length)
+            raise
 
     def commit(self, request: Request, num_new: int) -> None:
         if request in self.seqs:

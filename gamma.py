@@ -55,7 +55,7 @@ class AutoGamma:
         self.num_plain = 0  # plain rounds since the last draft
         self.num_drafting = 0  # rounds with drafts since the last plain one
         # Batches of like size (4 to 7, say, by bit_length) share what is known:
-        self.best: dict[int, tuple[int, float]] = {}  # γ and its gain,
+        self.best: dict[int, tuple[int, float]] = {}  # γ, and its round's time over a plain one's,
         # and seconds of the last rounds, by (bit_length, γ)
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
 
@@ -75,19 +75,18 @@ class AutoGamma:
                 measured[gamma] = seconds
         return measured
 
-    def gains(self, measured: dict[int, float]) -> list[float]:
-        """The speed-up for γ = 1, 2, …, MAX_GAMMA, from the times of γ = 0 and of others."""
+    def costs(self, measured: dict[int, float]) -> list[float]:
+        """A round's time over a plain one's for γ = 1, 2, …, MAX_GAMMA, from those measured."""
         plain = measured[0]
         points = dict(measured)
         if len(points) > 2:  # a pass over several tokens may have a cost that a plain one lacks
             del points[0]
         slope, intercept = linear_regression(list(points), list(points.values()))
-        gains = []
+        costs = []
         for gamma in range(1, MAX_GAMMA + 1):
             on_line = max(plain, intercept + slope * gamma)  # never less than a plain round
-            seconds = measured.get(gamma, on_line)
-            gains.append(expected_tokens(self.alpha, gamma) * plain / seconds)
-        return gains
+            costs.append(measured.get(gamma, on_line) / plain)
+        return costs
 
     def choose(self, batch_size: int) -> int:
         """γ for the next round of so many requests. Changes nothing."""
@@ -95,11 +94,10 @@ class AutoGamma:
         if best is None:  # the trial
             is_plain_known = self.round_seconds(batch_size, 0) is not None
             return TRIAL if is_plain_known else 0
-        gamma, gain = best
-        if gain > 1:
+        gamma, cost = best
+        if expected_tokens(self.alpha, gamma) > cost:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
             return 0 if plain_is_due else gamma
-        cost = expected_tokens(self.alpha, gamma) / gain  # a round's seconds over a plain one's
         retry_is_due = self.num_plain >= PATIENCE * cost  # 1 / PATIENCE of the time
         return gamma if retry_is_due else 0
 
@@ -129,10 +127,10 @@ class AutoGamma:
         measured = self.measured(batch_size)
         if 0 not in measured or len(measured) == 1:
             return
-        gains = self.gains(measured)
-        gain = max(gains)
-        gamma = 1 + gains.index(gain)
-        self.best[batch_size.bit_length()] = (gamma, gain)
+        costs = self.costs(measured)
+        gains = [expected_tokens(self.alpha, 1 + i) / cost for i, cost in enumerate(costs)]
+        best = gains.index(max(gains))
+        self.best[batch_size.bit_length()] = (1 + best, costs[best])
 
 
 def main() -> None:

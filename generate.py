@@ -13,8 +13,8 @@ output stream, and when a stream is done, so is the request. A single prompt is 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
 one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
 mode, where target and draft draw with the same random numbers; in *exact* mode, the default, it
-keeps the distribution. (bfloat16 rounds coarsely: a prompt that is cut otherwise may change a
-near-tie.)
+keeps the distribution. (The last bits of a logit may depend on which tokens share a pass, in
+bfloat16 more than the last bits: then a near-tie may fall otherwise.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sampling import SETTINGS, Keyed, probabilities
 from tokenizer import Tokenizer
 
 BLOCK_SIZE = 16  # tokens
-STEP_BUDGET = 512  # tokens
+STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
 @torch.inference_mode()
@@ -258,7 +258,8 @@ class Engine:
     max_len    tokens of the longest text
     kv         "paged": blocks on demand, or "contiguous": max_batch rows of max_len
     kv_memory  of the paged cache, in bytes; up to 1: a share of free memory
-    tokens     without kv_memory, the paged cache holds so many if 80 % of free memory does
+    tokens     without kv_memory: the paged cache is made for so many, or for fewer, if they would
+               take more than 80 % of free memory
     kv_bits    16, 8, 4 or "8/4" (keys in 8, values in 4)
 
     A request waits until the cache holds it. UserError; CacheFull if memory is short.
@@ -311,7 +312,7 @@ class Engine:
             drafter,
             coupled,
             budget=STEP_BUDGET if use_cache else max_len,  # no cache: a step reads all again
-            multi_step=model.llama.ops.multi_step if use_cache else 1,
+            multi_step=model.llama.ops.multi_step if use_cache else 1,  # steps done as one
         )
         self.batcher = Batcher(self.runner, max_batch)
 
@@ -330,8 +331,8 @@ class Engine:
     def serve(self, streams: Iterable[OutputStream]) -> Generator[Result, None, None]:
         """Yield each text's result when the text is finished.
 
-        Ctrl-C ends all texts as they are: their results are yielded, then KeyboardInterrupt is
-        raised.
+        Ctrl-C, raised here or thrown in by the caller, ends all texts as they are: their results
+        are yielded, then KeyboardInterrupt is raised.
         """
         waiting = {stream.request: stream for stream in streams}
         for request in waiting:
@@ -339,7 +340,7 @@ class Engine:
         try:
             while waiting:
                 new_tokens = self.batcher.step()
-                for request, tokens in new_tokens.items():
+                for request, tokens in new_tokens.items():  # all, before Ctrl-C may come at a yield
                     waiting[request].feed(tokens)
                 for request in new_tokens:
                     if waiting[request].is_done:
@@ -380,11 +381,13 @@ def contiguous_caches(
     llamas: Sequence[Llama], max_len: int, max_batch: int, kv_bits: str | int
 ) -> list[Cache]:
     """Rows of max_len for each model."""
-    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # as many tokens, or a few more
+    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # only to count bytes: a row has none
     check_free(blocks * block_bytes(llamas, kv_bits), llamas[0].device)
     caches = []
     for llama in llamas:
-        longest = min(max_len, llama.config.max_position_embeddings)
+        longest = min(
+            max_len, llama.config.max_position_embeddings
+        )  # a draft may have a shorter one
         caches.append(KVCache.of(llama, longest, max_batch, bits=widths(kv_bits)))
     return caches
 
@@ -490,9 +493,10 @@ def prepare(
     """An engine for these prompts, and a stream for each.
 
     draft: a model, "ngram" or "self". verify: exact, or coupled: the text then depends on target
-    and seed alone (in exact mode also on γ, which is chosen by time unless `gamma` is given).
-    system, chat: see `Model.encode`; bits: `Model.load`; kv…: `Engine`. show: is called with each
-    new piece of text and its origin.
+    and seed alone; in exact mode also on the draft, and on how many tokens it drafts, which follows
+    the clock unless `gamma` is given. system, chat: see `Model.encode`; bits: `Model.load`; kv…:
+    `Engine`. show: is called with each new piece of text, and how its last token came about
+    (request.py).
     """
     if verify not in ("exact", "coupled"):
         raise UserError(f"verify is {verify!r}: it must be exact or coupled")

@@ -14,7 +14,7 @@ H key/value heads, H / G on each: the cache shrinks by that.
 
 `AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention reads keys
 and values as they are *stored*, also those of the new tokens, so a result does not depend on how a
-prompt was split into chunks.
+prompt was split into chunks, but for rounding.
 
 `Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135): the scores never
 leave the chip.
@@ -154,7 +154,7 @@ class Ops:
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
         """The dtype of matrices in memory, for x in `dtype`. stored: the dtypes of the checkpoint's
-        matrices; a backend may keep one that loses no bit."""
+        matrices; a backend may keep a narrower one, if no bit is lost."""
         return dtype
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
@@ -288,9 +288,8 @@ class Ops:
             rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts > j]
             metadata = cache.extend([(seqs[b], new_tokens[b]) for b in rows], cache_blocks)
             tokens, last = pack_tokens([new_tokens[b] for b in rows], round.device)
-            logits = llama(
-                tokens, metadata, None if len(tokens) == len(rows) else last
-            )  # None: all
+            wanted = None if len(tokens) == len(rows) else last  # None: all, with a token each
+            logits = llama(tokens, metadata, wanted)
             probs = round.probabilities(logits, rows)  # [len(rows), V]
             coin = round.draft_coin(j, rows)  # the random numbers of these draws (sampling.py)
             picked = coin.pick(probs)
@@ -322,8 +321,8 @@ class Ops:
 # ---- Flash attention -----------------------------------------------------------------------------
 
 if triton is not None:
-    # Triton compiles anew where a number is 1 or a multiple of 16, and where a pointer is: these
-    # change with every step. The three are views somewhere in one buffer.
+    # Triton compiles a variant for a number that is 1 or a multiple of 16, and for a pointer that
+    # is. max_blocks changes with the steps, and so do the three tables, views in one buffer.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -372,7 +371,8 @@ if triton is not None:
         o = tl.zeros((ROWS, WIDE), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
         top = tl.full((ROWS,), -1e30, tl.float32)  # not −∞: −∞ − (−∞) is no number
-        for start in range(0, tl.minimum(seq_len, tl.max(position, 0) + 1), KEYS):
+        last = tl.max(position, axis=0)
+        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # rows of padding lie beyond
             j = start + tl.arange(0, KEYS)  # a tile of keys, of any blocks
             block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
             slot = block * S + j % S
@@ -404,7 +404,7 @@ class Flash(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         cache = metadata.cache
-        if cache is None or cache.dtype == torch.float64:
+        if cache is None or cache.dtype != q.dtype or q.dtype == torch.float64:
             return super().store_and_attend(q, k, v, metadata, layer)
         if cache.keys.bits < 16 or cache.values.bits < 16:  # 16: as they are, in any dtype
             return super().store_and_attend(q, k, v, metadata, layer)
@@ -448,7 +448,8 @@ def ops_for(device: torch.device | str) -> Ops:
     shard."""
     device = torch.device(device)
     ops = fastest_ops(device)
-    if num_processes() > 1 and device.type != "meta":  # a meta model has the shapes of a checkpoint
+    # A model on "meta" stands for the whole checkpoint, to check its shapes (checkpoint/load.py).
+    if num_processes() > 1 and device.type != "meta":
         return Parallel(ops)
     return ops
 

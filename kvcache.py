@@ -23,7 +23,8 @@ order. Token t of a sequence lies in the slot
 In this page a block is as long as the longest sequence, so each sequence has one block; paged.py
 has short blocks, and shares them.
 
-Invariant: the blocks of `seq` hold exactly the tokens [0, length(seq)); no slot beyond is read.
+Invariant: between steps the blocks of `seq` hold exactly the tokens [0, length(seq)); no slot
+beyond is read.
 Not covered: 2 bits; a scale for each channel of the keys (Liu et al. 2024, KIVI, arXiv:2402.02750).
 
     T new tokens of a step · B sequences · L layers · N blocks · S tokens of a block (block_size)
@@ -120,7 +121,7 @@ class AttentionMetadata:
         return moved
 
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:
-        """Reuse the tensors for other sequences, by one copy; the rest is padding, stored nowhere.
+        """Reuse the tensors for other sequences; the rest is padding, stored nowhere.
 
         For CUDA graphs (gpu/graphs.py): a recorded graph reads these tensors alone, so
         `num_new_tokens` and `slots` are not renewed.
@@ -152,7 +153,7 @@ def pack_metadata(
         positions.extend(range(start, stop))
         first_block = start // block_size
         for i in range(first_block, math.ceil(stop / block_size)):  # blocks that get new tokens
-            # Block i has positions from i · S; all lie by the same shift before their slots.
+            # Block i holds the positions from i · S on: the slot of each is position + shift.
             shift = (block_table[i] - i) * block_size
             begin = max(start, i * block_size)
             end = min(stop, (i + 1) * block_size)
@@ -178,7 +179,8 @@ def pack_metadata(
 def stored_parts(
     D: int, bits: int, dtype: torch.dtype, group: int | None = None
 ) -> list[tuple[int, torch.dtype]]:
-    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros.
+    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros
+    (quant.py).
 
     bits 16: the numbers as they are, in `dtype`. group: numbers of a 4-bit key that share a scale;
     None: all of them.
@@ -242,7 +244,7 @@ class Store:
     def write(self, layer: int, slot_mapping: Tensor, x: Tensor) -> None:
         """Store x: [T, G, D] in its slots: int64[T]."""
         for part, numbers in zip(self.parts, self.encode(x)):
-            by_slot = part[layer].flatten(0, 1)
+            by_slot = part[layer].flatten(0, 1)  # a view: slots lie evenly in memory
             by_slot.index_copy_(0, slot_mapping, numbers.to(part.dtype))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -410,10 +412,10 @@ class Cache:
         that were rejected.
 
         tokens: the whole text, of which the last num_new are new. The very last was drawn, and not
-        read yet. `extend` was told 0 for each draft, whose token only the device knew: the accepted
-        ones are entered here.
+        read yet. `extend` may have been told 0 for a draft, which only the device knew: those that
+        were accepted are entered here.
         """
-        length = min(self.length(seq), len(tokens) - 1)
+        length = min(self.length(seq), len(tokens) - 1)  # a draft model has not read its last draft
         self.truncate(seq, length)
         first = len(tokens) - num_new
         self._sequences[seq].tokens[first:length] = tokens[first:length]

@@ -77,12 +77,12 @@ class Llama:
 
         weight_dtype: of matrices, if not `dtype`.
         """
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device).device  # as tensors name it, with an index
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
         # Of several processes (parallel.py) each holds a part of every matrix, and a smaller config
-        # says which; the parts of the logits are gathered. One process: shard is config.
+        # says how large; the parts of the logits are gathered. One process: shard is config.
         shard = self.ops.shard_config(config)
         self.vocab_rows = shard.vocab_size
         self.config = replace(shard, vocab_size=config.vocab_size)
@@ -244,7 +244,9 @@ class Llama:
         for layer in self.layers:
             linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
             norms += [layer.input_norm, layer.post_norm]
-        return [part for linear in linears for part in linear if part is not None] + norms
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return weights + biases + norms
 
     def requires_grad_(self, requires: bool = True) -> Llama:
         for parameter in self.parameters():
@@ -269,7 +271,8 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
 
-    rows: name -> number of rows. If columns are reordered, all share one order.
+    rows: name -> number of rows. A quantized matrix may store its columns in another order: then
+    q, k and v share it.
     """
     parts = {"weight": linear.weight, "bias": linear.bias}
     if isinstance(linear.weight, Quantized):

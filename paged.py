@@ -11,8 +11,8 @@ the block is cached, and tokens are compared: two different prefixes never have 
 
   - `open` never finds the whole prompt: at least one token must be computed, for its logits.
   - A block is cached at its sequence's next `extend`, or at `free`. In a target's cache rejected
-    drafts have been truncated by then. (In a draft model's they may be cached: right, but rarely
-    found.)
+    drafts have been truncated by then. (In a draft model's they may be cached, with the right keys
+    and values, but are rarely found.)
   - `extend` writes only into a block that no other sequence has, and that `open` finds no more; a
     shared one is copied.
   - `truncate` drops references and writes nothing. `free` releases the tail first, so prefixes stay
@@ -20,8 +20,8 @@ the block is cached, and tokens are compared: two different prefixes never have 
   - `fork` shares all blocks: several samples of one prompt compute the prompt once.
 
 Invariant (`check`): free + idle + live == total, and a block has as many references as tables that
-hold it. (Live: it has references. Idle: it has none, but `open` finds it. Cached: `open` finds it,
-live or idle.)
+hold it. (Live: it has references. Idle: it has none, and is kept for `open` to find. Cached: `open`
+may find it, live or idle.)
 Not covered: moving blocks to the CPU's memory; finding blocks that are not full.
 
 Kwon et al. 2023, PagedAttention (arXiv:2309.06180); Zheng et al. 2023, RadixAttention (2312.07104).
@@ -183,7 +183,7 @@ class PagedCache(Cache):
         )
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
-        """What a full block is found by. (A test plants collisions of the dict's own hashes.)"""
+        """What a full block is found by. (In a test, keys whose Python hashes collide.)"""
         return parent, tuple(tokens)
 
     def blocks_for(self, tokens: int) -> int:
@@ -266,7 +266,7 @@ class PagedCache(Cache):
         it."""
         block = sequence.block_table[-1]
         if self.pool.references[block] == 1:
-            self.pool.evict(block)  # it was full, and cached, before a `truncate`
+            self.pool.evict(block)  # if it was full, and cached, before a `truncate`
             return
         copied = new_blocks.pop()
         self.keys.copy(block, copied)

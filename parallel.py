@@ -16,8 +16,8 @@ second matrix is *row-parallel*, cut by inputs:
 
 With fewer key/value heads than processes, several processes hold a replica of one head. A process
 has a smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
-scheduler: their logits are equal to the bit. What the host reads of a step, drawn tokens and times,
-it takes from the first process (`agree`), and with it comes the order to stop.
+scheduler: their logits are equal to the bit. At the end of a step the host takes drawn tokens and
+times from the first process (`agree`), and with them comes the order to stop.
 
 Invariant: all processes stop after the same step.
 Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,9 +58,8 @@ def num_processes() -> int:
     return 1
 
 
-@dataclass
 class StopFlag:
-    """The order to stop, set by the signal handler of the first process (app/launch.py)."""
+    """The order to stop, set in the first process when a signal comes (app/launch.py)."""
 
     error: KeyboardInterrupt | None = None  # the next `agree` raises it, in all processes
 

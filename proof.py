@@ -111,7 +111,8 @@ def enumerate_law(
 ) -> Law:
     """The law of what run(walk, n) returns.
 
-    A run makes n · group texts, of the seeds 0, 1, …, and returns n of them, or of their groups.
+    A run makes n · group texts, of the seeds 0, 1, …, and returns n results: the texts, or a tuple
+    of each group's texts.
     width: the most scripts that one run follows.
     """
     law = defaultdict(float)
@@ -129,11 +130,11 @@ def enumerate_law(
 class Toy:
     """A model of V tokens, for texts of up to `longest` tokens: a table of logits, a row a text.
 
-    The row is the text's code, a number in base V + 1: token t at position i counts
-    (t + 1) · (V + 1)^i. A toy knows the text only by attention: it stores each token's count as
-    the token's value, all keys are 0, so attention is the mean count of the text, and times the
-    length it is the code. So one wrong token in a cache changes the law. With V = 3 the text [2, 0]
-    counts 3 · 1 + 1 · 4 = 7; attention returns 3.5, times 2 is 7.
+    The row is the text's code, a number in base V + 1: token t at position i counts (t + 1) · (V +
+    1)^i. A toy knows the text only by attention: it stores each token's count as the token's value,
+    all keys are 0, so attention is the mean count of the text, and times the length it is the code.
+    So one wrong token in the target's cache changes the law. With V = 3 the text [2, 0] counts 3 ·
+    1 + 1 · 4 = 7; attention returns 3.5, times 2 is 7.
     """
 
     device = torch.device("cpu")

@@ -43,7 +43,7 @@ from torch import Tensor
 from errors import UserError
 
 SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
-LARGEST = torch.finfo(torch.bfloat16).max  # a number on a grid; close to float32's largest number
+LARGEST = torch.finfo(torch.bfloat16).max  # a grid ends there at most; nearly float32's largest
 LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
 PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
 SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
@@ -61,8 +61,8 @@ def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
     scale = high / 15 - low / 15  # high − low may be beyond float32
     farthest = torch.maximum(high, -low)
     scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
-    # Near float32's end the grid's last number, half a step beyond x, might be infinite: there it
-    # is a grid of 7 steps to LARGEST.
+    # Near float32's end the grid might reach half a step beyond x, to infinity: there it is
+    # coarser, with 7 steps from 0 to LARGEST on either side.
     scale.masked_fill_(farthest > 1e38, LARGEST / 7)
     scale = safe_scale(scale, 7)
     zero = -(low / scale * parts).round_()
@@ -126,7 +126,8 @@ def nf4() -> Tensor:
 
     Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
     """
-    outermost = 0.9677083  # the mean of 1 − 1/32 and 1 − 1/30, half a step within 16 and 15 parts
+    # The authors' choice: half a part before the end of [0, 1] in 16 parts, and in 15; the mean.
+    outermost = 0.9677083  # 1 − (1/32 + 1/30) / 2
 
     def quantiles(count: int) -> Tensor:
         """From the outermost down to 0."""
@@ -170,7 +171,7 @@ def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """A cache's vectors x: [..., D] -> `round4`; group None: a vector shares a scale.
 
-    With several groups in a vector, zeros count 1 / PARTS of a grid step.
+    Several groups mark a key: its zeros count 1 / PARTS of a grid step.
     """
     D = x.shape[-1]
     group = group or D
@@ -197,7 +198,7 @@ def from_int4(
 ) -> Tensor:
     """The numbers that int4 stored, with its `group`: [..., D]."""
     D = 2 * packed.shape[-1]
-    parts = PARTS if zero.shape[-1] > 1 else 1
+    parts = PARTS if zero.shape[-1] > 1 else 1  # several groups: a key
     steps = unpack4(packed) - spread(zero / parts, group, D)
     x = steps * spread(scale.float(), group, D)
     return x.to(dtype)
@@ -356,7 +357,7 @@ def dequantize(
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
     """x Wᵀ with each row of x rounded as W is, to INT8 or FP8: [T, K] -> [T, N].
 
-    W has a scale for each row, no zeros, and its own order of columns. Sums are float32's:
+    W has a scale for each row, no zeros, and its columns in order. Sums are float32's:
     PyTorch's product of integers saturates on a CPU without VNNI.
     """
     values, scale = int8(x) if w.bits == 8 else round_fp8(x)

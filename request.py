@@ -85,7 +85,7 @@ class Request:
     """One text in the making."""
 
     tokens: list[int]  # the prompt, then the new tokens; no cache holds the last one
-    settings: Settings  # seed and temperature are not None
+    settings: Settings  # with a seed
     eos_token_ids: Collection[int] = ()
     seq: int = -1  # its sequence in the target's cache
     rounds: list[RoundStats] = field(default_factory=list)
@@ -128,8 +128,8 @@ class StopStrings:
     """Cuts a stream of text before the stop string that is complete first.
 
     Each stop string is followed as Knuth, Morris & Pratt do it: num_matched of its characters end
-    the text so far, and after a mismatch its fallback table says how many still do. A character
-    costs a constant, on average, however long the stop strings are.
+    the text so far, and after a mismatch its fallback table says how many still do. To match a
+    character costs a constant, on average, however long the stop strings are.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -263,7 +263,9 @@ class OutputStream:
         if not result.tokens:
             result.seconds_to_first_token = result.seconds
             result.num_first_tokens = len(new_tokens)
-        for token, self.origin in zip(new_tokens, request.origins[-len(new_tokens) :]):
+        first = len(request.origins) - len(new_tokens)
+        for token, origin in zip(new_tokens, request.origins[first:]):
+            self.origin = origin
             result.tokens.append(token)
             if token not in request.eos_token_ids:
                 self._emit(self.stops.feed(self.decoder.feed(token)))

@@ -1,11 +1,11 @@
 """The model runner: one pass of the target for prompt chunks, decoding and verification.
 
-A *step* is one pass of the target. In a step a request has a *round*, which draws its next token
-and may verify drafts before that, or reads a *chunk*, and draws nothing. A request's *pending*
-tokens are those that the target's cache lacks (for a drafter: those that it has not read). There is
-one kind of work, a `ScheduledRequest`: compute some pending tokens, verify some drafts behind them,
-and draw. So prefill, re-reading after preemption, a prefix hit, decoding and verification are one
-path, in any mix:
+A *step* is one pass of the target (or a few plain ones at once, the last section of this page). In
+a step a request has a *round*, which draws its next token and may verify drafts before that, or
+reads a *chunk*, and draws nothing. A request's *pending* tokens are those that the target's cache
+lacks (for a drafter: those that it has not read). There is one kind of work, a `ScheduledRequest`:
+compute some pending tokens, verify some drafts behind them, and draw. So prefill, re-reading after
+preemption, a prefix hit, decoding and verification are one path, in any mix:
 
                        num_tokens   num_drafts   samples
     chunk of a prompt      512           0        False
@@ -13,8 +13,9 @@ path, in any mix:
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round a cache
-lacks only the last token of the text, until the request is preempted.
+`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round the
+target's cache lacks only the last token of the text, until the request is preempted; a drafter's
+may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
 """
@@ -39,7 +40,7 @@ from sampling import Keyed, check_tokens
 from speculative import Coin, Round, couple, verify
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
-MAX_MULTI_STEP_PROBS = 2**25  # probabilities that the tokens of several steps may take
+MAX_MULTI_STEP_PROBS = 2**25  # numbers of q [B, n, V], which `Ops.draft` fills for n plain tokens
 
 
 class ScheduledRequest(NamedTuple):
@@ -99,7 +100,8 @@ class ModelRunner:
     # ---- Requests
 
     def open(self, request: Request, sibling: Request | None = None) -> None:
-        """Open a request in both caches, or fork a sibling with the same prompt; or CacheFull."""
+        """Open a request for the drafter, and in the target's cache: anew, or as a fork of a
+        sibling with the same prompt. CacheFull before anything has changed."""
         self.drafter.open(request)
         try:
             if sibling is None:
@@ -137,10 +139,11 @@ class ModelRunner:
         num_drafts = self._num_drafts(request, budget - num_pending)
         # A drafter that has the target's keys and values needs those of all but the last token.
         must_read = num_pending > 1 and self.drafter.shares_target_cache
-        if num_drafts and must_read or num_pending + num_drafts > budget:
+        if (num_drafts and must_read) or num_pending + num_drafts > budget:
             num_tokens = min(budget, num_pending - 1)  # the last token is for the round
             return self._chunk(request, num_tokens)
         if num_drafts and self._catches_up_first(request):
+            # The drafter's own pass is not part of the target's budget.
             return ScheduledRequest(request, num_pending, num_catch_up=self.budget)
         return ScheduledRequest(request, num_pending, num_drafts)
 
@@ -150,7 +153,7 @@ class ModelRunner:
             return 0
         most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
-        if wanted is None:  # a γ that is fixed depends on nobody's neighbours
+        if wanted is None:  # only then cut: a fixed γ must not depend on the texts beside it
             wanted = min(self.next_gamma, max(0, room))
         wanted = min(wanted, most)
         return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
@@ -336,7 +339,9 @@ class ModelRunner:
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
-        if max(counts) < n:  # at the texts' ends: a recording for n - 1 tokens would not pay
+        if (
+            max(counts) < n
+        ):  # at the texts' ends; each n has a CUDA graph of its own (gpu/graphs.py)
             return []
         wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
         return counts if self.cache.fits(wanted) else []

@@ -20,7 +20,7 @@ pick the same token.
 
 Invariant: `accept` is u < prob with u in [0, 1): probability 0 is never accepted, probability 1
 always. (The u of `pick` is half a step larger, so that its logarithm is finite.)
-Cost: a sort of the vocabulary for top-k and top-p. The backends find their thresholds without it.
+Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thresholds without it.
 
     B rows, one request each · k drafted tokens · V vocabulary
     key: a hash's input for (seed, position) · stream: key ^ role, the input for one pick
@@ -62,11 +62,11 @@ def probabilities(
     """logits: float[..., V] -> probabilities [..., V], float32 (float64 if the logits are float64).
 
     A setting is a number, or a tensor [...] with a number for each row. UserError for a number out
-    of range. Tensors are not checked here, because reading them would stall a GPU: callers check
-    them by `check_settings`.
+    of range. Tensors are not checked, because reading them would stall a GPU: who makes a tensor of
+    numbers has checked the numbers (request.Settings).
     """
     check_settings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    # In float64 a sum over a large vocabulary does not depend on the order of its terms' rounding.
+    # In float64 the order of a sum over a large vocabulary changes bits that float32 cuts off.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
     probs = soften(rows, 1.0 if temperature is None else temperature)
     if top_k is not None or top_p is not None:
@@ -126,7 +126,7 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
 
 
 def check_settings(**settings: Setting) -> None:
-    """UserError that names the setting, its value and its range."""
+    """UserError that names the setting, its value and its range. Tensors are skipped."""
     for name, value in settings.items():
         if value is None or isinstance(value, Tensor):
             continue
@@ -147,9 +147,9 @@ NOT_FINITE = (
 def check_finite(x: Tensor) -> Tensor:
     """Return x: [B, V], logits or probabilities. UserError if a row's maximum is NaN or
     infinite."""
-    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: so all are
+    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: then all terms are
         return x
-    if not x.amax(-1).isfinite().all():  # the sum may have overflown, or logits may be −∞
+    if not x.amax(-1).isfinite().all():  # the sum may have overflowed, or logits may be −∞
         raise UserError(NOT_FINITE)
     return x
 
@@ -205,7 +205,7 @@ def logical_shift(z: Tensor, count: int) -> Tensor:
     return (z >> count) & mask
 
 
-@cache  # recorded CUDA graphs (gpu/graphs.py) keep these tensors
+@cache  # never freed: recorded CUDA graphs (gpu/graphs.py) read these tensors
 def counters(count: int, device: torch.device) -> Tensor:
     """SplitMix64's counter, number by number: int64[count]."""
     return torch.arange(1, count + 1, device=device) * GOLDEN

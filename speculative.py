@@ -42,7 +42,7 @@ from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
 
 
 class Coin(Protocol):
-    """All randomness of a call, a row for each draw: `sampling.Keyed`, or `proof.WalkingCoin`."""
+    """All randomness of a call, a row of it for each row: `sampling.Keyed`; `proof.WalkingCoin`."""
 
     def __getitem__(self, rows: slice | list[int]) -> Coin: ...
     def accept(self, prob: Tensor) -> Tensor: ...

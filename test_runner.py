@@ -252,10 +252,12 @@ def pair(base) -> tuple[Model, Model]:
     return model, draft
 
 
-def pair_runner(pair: tuple[Model, Model], sequences: int = 1, coupled=False) -> ModelRunner:
+def pair_runner(
+    pair: tuple[Model, Model], sequences: int = 1, coupled=False, kv="contiguous"
+) -> ModelRunner:
     model, draft = pair
     draft = load_draft(draft, model)
-    return Engine(model, draft, 96 * sequences, 96, sequences, coupled, kv="contiguous").runner
+    return Engine(model, draft, 96 * sequences, 96, sequences, coupled, kv=kv).runner
 
 
 def pair_request(pair: tuple[Model, Model], prompt: str, **chosen) -> Request:
@@ -288,13 +290,15 @@ def test_chunks_rounds_and_plain_rows_share_a_step(pair):
 
 @pytest.mark.parametrize("where", ["target", "draft"])
 @pytest.mark.parametrize("fails", [1, 2, 4])
-def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails):
-    """Ctrl-C in the pass number `fails`: the prompt's first chunk, the second, and a round."""
+@pytest.mark.parametrize("kv, budget", [("contiguous", 10), ("paged", 40)])
+def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv, budget):
+    """Ctrl-C in the pass number `fails`: the prompt's first chunk, the second, and a round. With
+    the larger budget a round reads the prompt, of which a block of 16 may be found again."""
 
     def text(is_broken: bool) -> tuple[int, ...]:
-        runner = pair_runner(pair)
-        runner.budget = 10
-        request = pair_request(pair, PROMPTS[2])
+        runner = pair_runner(pair, kv=kv)
+        runner.budget = budget
+        request = pair_request(pair, PROMPTS[2], max_tokens=20)
         llama = runner.target if where == "target" else runner.drafter.llama
         num_calls = 0
 

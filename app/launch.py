@@ -212,8 +212,9 @@ def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
         WORLD_SIZE=str(n),
         RANK="0",
+        OMP_NUM_THREADS=str(threads),
+        TORCH_CPP_LOG_LEVEL="FATAL",  # one line tells all
     )
-    quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # one line tells all
     processes: list[subprocess.Popen[bytes]] = []
     leaving = Event()
 
@@ -236,14 +237,9 @@ def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
     try:
         with waiting_signals():
             for rank in range(1, n):
-                place = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "OMP_NUM_THREADS": str(threads),
-                }
                 process = subprocess.Popen(
                     [sys.executable, str(PROGRAM), *arguments],
-                    env=os.environ | quiet | place,
+                    env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,  # the terminal's Ctrl-C is for the first process
                 )
                 processes.append(process)

@@ -70,29 +70,20 @@ class GenerationConfig:
             raise UserError(f"{file}: {brief(error)}") from None
 
     @property
-    def do_sample(self) -> bool:
-        return bool(self.data.get("do_sample"))
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a text, beside those of config.json."""
         return end_tokens(self.data)
-
-    @property
-    def settings(self) -> Json:
-        """The recommended sampling settings, by name; without do_sample, temperature 0."""
-        if not self.do_sample:
-            return {"temperature": 0.0}
-        present = (name for name in SETTINGS if self.data.get(name) is not None)
-        return {name: self.data[name] for name in present}
 
     def complete(self, asked: Json) -> Json:
         """The settings that a user asked for, by name, and the recommended ones for the rest. As in
         transformers, who asks for any setting of a model without do_sample wants to sample.
         UserError for a bad recommendation."""
-        if asked and not self.do_sample:
-            return {"temperature": 1.0} | asked
-        recommended = {name: x for name, x in self.settings.items() if name not in asked}
+        if not self.data.get("do_sample"):
+            return {"temperature": 1.0 if asked else 0.0} | asked
+        recommended = {}
+        for name in SETTINGS:
+            if self.data.get(name) is not None and name not in asked:
+                recommended[name] = self.data[name]
         try:
             check_settings(**recommended)
         except UserError as error:

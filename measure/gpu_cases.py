@@ -292,7 +292,7 @@ def run_case(name: str, quick: bool, store: Callable[[Results], None]) -> Result
     bandwidth = read_bandwidth(scale.megabytes, scale.device)
     headers, measure_rows = CASES[name]
     section: Results = {"title": f"{name}, {scale.target} shapes", "headers": headers, "rows": []}
-    results = machine(bandwidth) | {"gpu": {name: section}}
+    results = machine(bandwidth, on_gpu) | {"gpu": {name: section}}
     for row in measure_rows(scale, bandwidth):
         section["rows"].append(row)
         say("  ".join(row))

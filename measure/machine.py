@@ -36,16 +36,16 @@ def cpu_info(field: str) -> str:
     return found[1] if found else ""
 
 
-def processor() -> str:
+def processor(on_gpu: bool = False) -> str:
     """The GPU's name, or the CPU's."""
-    if torch.cuda.is_available():
+    if on_gpu:
         return torch.cuda.get_device_name()
     return cpu_info("model name") or platform.machine()
 
 
-def instruction_set() -> str:
+def instruction_set(on_gpu: bool = False) -> str:
     """The widest instructions that products use; empty for a GPU, or if they are unknown."""
-    if torch.cuda.is_available():
+    if on_gpu:
         return ""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return "no-c"
@@ -54,18 +54,19 @@ def instruction_set() -> str:
     return next((name for flag, name in INSTRUCTIONS.items() if flag in known), "")
 
 
-def results_file() -> Path:
+def results_file(wants_gpu: bool = False) -> Path:
     """results/<machine>.json, relative to the repository."""
-    words = f"{processor()} {instruction_set()}".lower()
+    on_gpu = wants_gpu and torch.cuda.is_available()
+    words = f"{processor(on_gpu)} {instruction_set(on_gpu)}".lower()
     slug = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
     return Path("results", f"{slug}.json")
 
 
-def machine(bandwidth: float | None = None) -> dict[str, Any]:
+def machine(bandwidth: float | None = None, on_gpu: bool = False) -> dict[str, Any]:
     """The machine, and its read bandwidth, measured now if it is not given."""
     return {
-        "machine": processor(),
-        "instructions": instruction_set(),
+        "machine": processor(on_gpu),
+        "instructions": instruction_set(on_gpu),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

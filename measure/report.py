@@ -18,7 +18,8 @@ from measure.steps import PROMPTS, ROWS
 
 Results = dict[str, Any]
 MARKED = re.compile(
-    r"(<!-- figures of (\S+?)(?:: ([\w ]+))? -->\n).*?(<!-- end of figures -->)", re.DOTALL
+    r"(<!-- figures of (?P<results>\S+?)(?:: ([\w ]+))? -->\n).*?(<!-- end of figures -->)",
+    re.DOTALL,
 )
 
 

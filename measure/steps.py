@@ -80,7 +80,7 @@ def label(target: str) -> str:
     return Path(target).absolute().name if Path(target).is_dir() else target
 
 
-def steps(effort: Effort, target: str) -> Rows:
+def steps(effort: Effort, target: str = "tiny") -> Rows:
     """A row for each width."""
     models = load_widths(target)
     max_len = models["float32"].config.max_position_embeddings
