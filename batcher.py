@@ -198,8 +198,10 @@ def main() -> None:
     for row in rows.values():
         print(row.ljust(batcher.num_steps, "·"))
     static = sum(max(lengths[i : i + 4]) for i in range(0, 16, 4))
-    print(f"{sum(lengths)} tokens in {batcher.num_steps} steps", end=", ")
-    print(f"and in {static} if each four wait for the longest of them")
+    print(
+        f"{sum(lengths)} tokens in {batcher.num_steps} steps, and in {static} if each four wait "
+        "for the longest of them"
+    )
 
 
 if __name__ == "__main__":

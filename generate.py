@@ -335,9 +335,9 @@ class Engine:
         are yielded, then KeyboardInterrupt is raised.
         """
         waiting = {stream.request: stream for stream in streams}
-        for request in waiting:
-            self.batcher.add(request)
         try:
+            for request in waiting:
+                self.batcher.add(request)
             while waiting:
                 new_tokens = self.batcher.step()
                 for request, tokens in new_tokens.items():  # all, before Ctrl-C may come at a yield
@@ -349,6 +349,9 @@ class Engine:
             for request in list(waiting):
                 yield self._finish(waiting.pop(request), "interrupted")
             raise
+        finally:  # an error, or a caller that has enough
+            for request in waiting:
+                self.batcher.cancel(request)
 
     def _finish(self, stream: OutputStream, reason: str = "") -> Result:
         self.batcher.cancel(stream.request)
@@ -381,7 +384,7 @@ def contiguous_caches(
     llamas: Sequence[Llama], max_len: int, max_batch: int, kv_bits: str | int
 ) -> list[Cache]:
     """Rows of max_len for each model."""
-    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # only to count bytes: a row has none
+    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # only to count bytes: a row is not cut
     check_free(blocks * block_bytes(llamas, kv_bits), llamas[0].device)
     caches = []
     for llama in llamas:
@@ -513,7 +516,7 @@ def prepare(
         load_draft(draft, model, dtype),
         tokens=sum(lengths),
         max_len=max(lengths, default=1),
-        max_batch=max(1, min(max_batch, len(prompts))),
+        max_batch=min(max_batch, max(1, len(prompts))),
         coupled=verify == "coupled",
         use_cache=use_cache,
         kv=kv,

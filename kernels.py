@@ -321,8 +321,9 @@ class Ops:
 # ---- Flash attention -----------------------------------------------------------------------------
 
 if triton is not None:
-    # Triton compiles a variant for a number that is 1 or a multiple of 16, and for a pointer that
-    # is. max_blocks changes with the steps, and so do the three tables, views in one buffer.
+    # Triton compiles a further variant where a number is 1 or a multiple of 16, or an address a
+    # multiple of 16. From step to step max_blocks changes, and so do the addresses of the three
+    # tables, views in one buffer: no variants for these.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -370,7 +371,7 @@ if triton is not None:
         x = tl.load(q + offset, is_row, 0)  # [ROWS, WIDE]
         o = tl.zeros((ROWS, WIDE), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
-        top = tl.full((ROWS,), -1e30, tl.float32)  # not −∞: −∞ − (−∞) is no number
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
         last = tl.max(position, axis=0)
         for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # rows of padding lie beyond
             j = start + tl.arange(0, KEYS)  # a tile of keys, of any blocks

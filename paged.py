@@ -341,8 +341,10 @@ def main() -> None:
         cache.extend([(copied, b".")])  # caches full blocks, and copies a last one that is not full
         row = "".join(str(number or "·") for number in cache.pool.references)
         free, idle, live = cache.check()
-        print(f"{row} {free} free + {idle} idle + {live} live", end=": ")
-        print(f"{num_cached} of {len(text)} tokens were cached")
+        print(
+            f"{row} {free} free + {idle} idle + {live} live: {num_cached} of {len(text)} tokens "
+            "were cached"
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
     t = column(temperature, logits)
     is_greedy = t == 0
     largest = logits.amax(-1, keepdim=True)
-    scaled = (logits - largest) / torch.where(is_greedy, 1, t)  # at most 0: no overflow
+    scaled = (logits - largest) / torch.where(is_greedy, 1, t)  # at most 0: exp cannot overflow
     probs = scaled.softmax(-1)
     best = logits.argmax(-1, keepdim=True)
     one_hot = torch.zeros_like(probs).scatter_(-1, best, 1)

@@ -324,6 +324,25 @@ def test_ctrl_c_ends_all_with_what_there_is(model):
     assert engine.runner.cache.check()[2] == 0
 
 
+def test_an_engine_serves_again_after_a_caller_had_enough_or_an_error(model):
+    engine = Engine(model, None, 300, 60, 2)
+    for _ in engine.serve(streams(model, 3, siblings=False)):
+        break
+    assert not engine.batcher.running and not engine.batcher.waiting
+    too_long = streams(model, 3, siblings=False)
+    too_long[2].request.settings = Settings(seed=1, max_tokens=500)
+    with pytest.raises(UserError, match="need a cache of"):
+        next(engine.serve(too_long))
+    results = list(engine.serve(streams(model, 3, siblings=False)))
+    assert [len(result.tokens) for result in results] == [10] * 3
+    assert engine.runner.cache.check()[2] == 0
+
+
+def test_a_batch_of_none_is_refused(model):
+    with pytest.raises(UserError, match="max_batch is 0"):
+        generate(PROMPT, model, max_batch=0)
+
+
 def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
     token = 2 * 2 * 2 * 6 * 8  # bytes, in float64
 
