@@ -95,7 +95,7 @@ class Batcher:
         """End a request now, and free its sequences. One that has ended stays as it is."""
         if request in self.running:
             self._release(request)
-        elif not request.finish_reason and request in self.waiting:  # ended: no search
+        elif not request.finish_reason and request in self.waiting:  # no search for one that ended
             self.waiting.remove(request)
             self.retry_at_step = 0  # another may be first now
 

@@ -74,6 +74,9 @@ class Drafter:
     def commit(self, request: Request, num_new: int) -> None:
         """The text has grown by `num_new` tokens: forget what is stored of rejected drafts."""
 
+    def restore(self, request: Request, length: int) -> None:
+        """A step was interrupted: forget what was read after the first `length` tokens."""
+
 
 class ModelDrafter(Drafter):
     """A model with a cache of its own. A text longer than its context gets no drafts any more."""
@@ -103,11 +106,7 @@ class ModelDrafter(Drafter):
         new = request.tokens[length : length + count]
         metadata = self.cache.extend([(seq, new)])
         one = slice(-1, None)  # no logits are wanted: the fewest
-        try:
-            self.llama(send(new, self.llama.device), metadata, logits_indices=one)
-        except BaseException:  # Ctrl-C too
-            self.cache.truncate(seq, length)
-            raise
+        self.llama(send(new, self.llama.device), metadata, logits_indices=one)
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """A round stores the text's pending tokens and all drafts but the last."""
@@ -133,19 +132,17 @@ class ModelDrafter(Drafter):
         for request, num_drafts in zip(round.requests, round.num_drafts):
             num_pending = self.num_pending(request) if num_drafts else 0
             pending.append(request.tokens[len(request.tokens) - num_pending :])
-        lengths = {seq: self.cache.length(seq) for seq in self.seqs.values()}
-        try:
-            return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
-        except BaseException:  # Ctrl-C too: what was not computed must not be found
-            for seq, length in lengths.items():
-                self.cache.truncate(seq, length)
-            raise
+        return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
 
     def commit(self, request: Request, num_new: int) -> None:
         if request in self.seqs:
             self.cache.commit(self.seqs[request], request.tokens, num_new)
             if len(request.tokens) > self.cache.max_len:
                 self.close(request)
+
+    def restore(self, request: Request, length: int) -> None:
+        if request in self.seqs:
+            self.cache.truncate(self.seqs[request], length)
 
 
 class SelfDrafter(Drafter):
@@ -167,13 +164,12 @@ class SelfDrafter(Drafter):
         seqs = [request.seq for request in round.requests]
         pending = [request.tokens[-1:] for request in round.requests]
         lengths = [self.cache.length(seq) for seq in seqs]
-        try:
-            return self.llama.ops.draft(
-                self.llama, self.cache, seqs, pending, round, cache_blocks=False
-            )
-        finally:  # Ctrl-C too
-            for seq, length in zip(seqs, lengths):
-                self.cache.truncate(seq, length)
+        drafts = self.llama.ops.draft(
+            self.llama, self.cache, seqs, pending, round, cache_blocks=False
+        )
+        for seq, length in zip(seqs, lengths):
+            self.cache.truncate(seq, length)
+        return drafts
 
 
 class NgramDrafter(Drafter):
@@ -191,6 +187,9 @@ class NgramDrafter(Drafter):
 
     def commit(self, request: Request, num_new: int) -> None:
         self.texts[request] += "".join(map(chr, request.tokens[-num_new:]))
+
+    def restore(self, request: Request, length: int) -> None:
+        self.open(request)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))

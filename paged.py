@@ -183,7 +183,8 @@ class PagedCache(Cache):
         )
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
-        """What a full block is found by. (In a test, keys whose Python hashes collide.)"""
+        """What a full block is found by. (A method: a test puts keys in its place whose Python
+        hashes collide.)"""
         return parent, tuple(tokens)
 
     def blocks_for(self, tokens: int) -> int:
@@ -298,7 +299,7 @@ class PagedCache(Cache):
         self.truncate(seq, 0)
         del self._sequences[seq]
 
-    # ---- The invariant, and what paging saves
+    # ---- The invariant
 
     def check(self) -> tuple[int, int, int]:
         """The numbers of (free, idle, live) blocks. RuntimeError if the invariant is broken."""
@@ -314,17 +315,6 @@ class PagedCache(Cache):
         if pool.cached != {key: block for block, key in pool.key_of.items()}:
             raise RuntimeError("cached blocks and their keys differ")
         return counts
-
-    def waste(self) -> float:
-        """The share of empty slots in the live blocks."""
-        used = dict[int, int]()  # tokens in each block
-        for sequence in self._sequences.values():
-            for i, block in enumerate(sequence.block_table):
-                stored = len(sequence.tokens) - i * self.block_size
-                used[block] = max(used.get(block, 0), min(self.block_size, stored))
-        if not used:
-            return 0.0
-        return 1 - sum(used.values()) / (len(used) * self.block_size)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ outcomes, until every script has been run:
 Tests hold that their `distance` is a rounding error; `python speculative.py` prints both.
 
 Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
-script, or `group` texts share one, which gives their joint law. Cost: a run for each possible
+script, or `group` texts share one, which gives their joint law. Cost: a script for each possible
 sequence of outcomes, so texts of a few tokens out of three. The models are toys.
 
     B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step · R logits

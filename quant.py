@@ -43,7 +43,8 @@ from torch import Tensor
 from errors import UserError
 
 SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
-LARGEST = torch.finfo(torch.bfloat16).max  # a grid ends there at most; nearly float32's largest
+# A grid ends there, or by less than a step of bfloat16 beyond: float32's largest is larger still.
+LARGEST = torch.finfo(torch.bfloat16).max
 LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
 PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
 SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
@@ -126,8 +127,9 @@ def nf4() -> Tensor:
 
     Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
     """
-    # The authors' choice: half a part before the end of [0, 1] in 16 parts, and in 15; the mean.
-    outermost = 0.9677083  # 1 − (1/32 + 1/30) / 2
+    # The authors' choice: the middle of the last of 16 equal parts of [0, 1] is 1 − 1/32, that of
+    # 15 parts 1 − 1/30. This is the mean of both.
+    outermost = 0.9677083
 
     def quantiles(count: int) -> Tensor:
         """From the outermost down to 0."""

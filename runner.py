@@ -168,9 +168,13 @@ class ModelRunner:
     def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
         """Pending tokens without a draw; the drafter reads as far. 0 tokens: not to be run."""
         length = self.cache.length(request.seq) + num_tokens
-        drafter_length = len(request.tokens) - self.drafter.num_pending(request)
-        num_catch_up = max(0, length - drafter_length)
+        num_catch_up = max(0, length - self._drafter_length(request))
         return ScheduledRequest(request, num_tokens, samples=False, num_catch_up=num_catch_up)
+
+    def _drafter_length(self, request: Request) -> int:
+        """How many tokens of the text the drafter has read, or needs not."""
+        pending = self.drafter.num_pending(request) if self.has_drafter else 0
+        return len(request.tokens) - pending
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether both caches have room for a step."""
@@ -184,21 +188,26 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         """Run the plans in one pass -> the new tokens of each request that had a round."""
+        before = []
+        for item in scheduled:
+            length = self.cache.length(item.request.seq)
+            before.append((item.request, length, self._drafter_length(item.request)))
+        try:
+            return self._step(scheduled)
+        except BaseException:  # Ctrl-C too: both caches are as before
+            for request, length, drafter_length in before:
+                self.cache.truncate(request.seq, length)
+                self.drafter.restore(request, drafter_length)
+            raise
+
+    def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         rounds = [item for item in scheduled if item.samples]
-        lengths = [self.cache.length(item.request.seq) for item in scheduled]
         is_typical = self.has_drafter and self._is_typical(scheduled)
         start = time.perf_counter()
-        try:
-            for item in scheduled:
-                if item.num_catch_up:
-                    self.drafter.read(item.request, item.num_catch_up)
-            outcomes = self._run(scheduled, rounds)
-        except BaseException:  # Ctrl-C too: the target's cache is as before
-            for item, length in zip(scheduled, lengths):
-                self.cache.truncate(item.request.seq, length)
-                self.drafter.close(item.request)  # it reads the text again
-                self.drafter.open(item.request)
-            raise
+        for item in scheduled:
+            if item.num_catch_up:
+                self.drafter.read(item.request, item.num_catch_up)
+        outcomes = self._run(scheduled, rounds)
         seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
             (seconds,) = self.target.ops.agree([seconds])  # the first process's
@@ -256,8 +265,9 @@ class ModelRunner:
         """The target's distribution after the pending tokens and after each draft.
 
         Only the device knows the drafts: the host puts 0 at their places, and the device fills
-        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero (of chunks alone nobody
-        reads it). A chunk of two tokens, then a round of one token with two drafts (B = 1, k = 2):
+        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero. (In a step of chunks
+        alone the result is not used.) A chunk of two tokens, then a round of one token with two
+        drafts (B = 1, k = 2):
 
             input_ids        5 8 | 3 0 0        draft_positions  3 4      draft_sources  0 1
             logits_indices   2 3 4              probs_indices    0 1 2    rows           0 0 0
@@ -331,7 +341,7 @@ class ModelRunner:
     # ---- Several plain tokens on the device, before the host waits for them
 
     def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """How many plain tokens each request makes; [] where the host must see each of them."""
+        """How many plain tokens each request makes; []: one each, by an ordinary step."""
         n = self.multi_step
         too_many = len(scheduled) * n * self.vocab_size > MAX_MULTI_STEP_PROBS
         if n == 1 or self.has_drafter or too_many:
@@ -339,9 +349,8 @@ class ModelRunner:
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
-        if (
-            max(counts) < n
-        ):  # at the texts' ends; each n has a CUDA graph of its own (gpu/graphs.py)
+        # All texts end before n: a smaller n would need a CUDA graph of its own (gpu/graphs.py).
+        if max(counts) < n:
             return []
         wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
         return counts if self.cache.fits(wanted) else []

@@ -301,7 +301,7 @@ def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
 
     runner.drafter.llama = Breaks(longest=1)
     with pytest.raises(KeyboardInterrupt):
-        runner.drafter.propose(toy_round(request, 3))
+        runner.step([runner.schedule(request)])
     assert cache.length(request.seq) == len(request.tokens) - 1
     assert not paged or cache.check()
     while not request.finish_reason:

@@ -184,7 +184,6 @@ class PagedMachine(RuleBasedStateMachine):
     @invariant()
     def everything_is_where_it_should_be(self):
         self.cache.check()
-        used = {}
         for seq, tokens in self.texts.items():
             sequence = self.cache.sequence(seq)
             assert sequence.tokens == tokens and self.cache.length(seq) == len(tokens)
@@ -193,10 +192,6 @@ class PagedMachine(RuleBasedStateMachine):
             keys, values = (store.parts[0][:, sequence.block_table] for store in stores)
             assert torch.equal(keys.flatten(1, 2)[:, : len(tokens)], keys_of(*tokens))
             assert torch.equal(values.flatten(1, 2)[:, : len(tokens)], -keys_of(*tokens))
-            for i, block in enumerate(sequence.block_table):
-                used[block] = max(used.get(block, 0), min(S, len(tokens) - i * S))
-        waste = 1 - sum(used.values()) / (len(used) * S) if used else 0
-        assert self.cache.waste() == pytest.approx(waste)
 
 
 TestPaged = PagedMachine.TestCase
@@ -433,8 +428,7 @@ def test_waste_of_live_blocks_on_a_mix_of_lengths():
             lengths[stored(cache, [0] * (length // 3))] = length
         cache.extend([(seq, [0]) for seq in lengths])
         tokens = sum(map(cache.length, lengths))
-        assert cache.waste() == pytest.approx(1 - tokens / (16 * cache.check()[2]))
-        wasted.append(cache.waste())
+        wasted.append(1 - tokens / (16 * cache.check()[2]))
         reserved.append(1 - tokens / (32 * 1024))
         for seq in [seq for seq, length in lengths.items() if cache.length(seq) >= length]:
             cache.free(seq)

@@ -1,6 +1,7 @@
 """The runner: plans change nothing; offsets, ends and limits; chunks; interruptions; reports."""
 
 from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -332,6 +333,34 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
         return new_tokens(request)
 
     assert text(is_broken=True) == text(is_broken=False)
+
+
+def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
+    """Several processes stop where they agree, the last time after the target's pass."""
+    cache, draft_cache = (PagedCache(1, 1, 1, 20, 2, dtype=torch.float64) for _ in range(2))
+    runner = ModelRunner(TARGET, cache, 3, ModelDrafter(COPY, draft_cache))
+    request = Request([1, 2], Settings(seed=1, max_tokens=9, gamma=3), ())
+    runner.open(request)
+    runner.step([runner.schedule(request)])
+    lengths = cache.length(request.seq), runner.drafter.num_pending(request)
+    num_agreed = 0
+
+    class Stops(Ops):
+        def agree(self, numbers):
+            nonlocal num_agreed
+            num_agreed += 1
+            if num_agreed == 2:
+                raise KeyboardInterrupt
+            return numbers
+
+    with mock.patch.object(TARGET, "ops", Stops(), create=True):
+        with pytest.raises(KeyboardInterrupt):
+            runner.step([runner.schedule(request)])
+    assert lengths == (cache.length(request.seq), runner.drafter.num_pending(request))
+    runner.close(request)
+    text = [*request.tokens[:-1], 0, 0, 0, 0, 0]
+    _, num_cached = cache.open(text)
+    assert num_cached == 2 * (lengths[0] // 2)
 
 
 # ---- Several tokens in one look

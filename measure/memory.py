@@ -80,7 +80,9 @@ def memory_use(cache: KVCache | PagedCache, requests: list[Request]) -> dict[str
 
 
 def wasted_share(cache: KVCache | PagedCache, running: list[Request]) -> float:
-    if isinstance(cache, PagedCache):
-        return cache.waste()
+    """Of texts that share no block."""
     num_tokens = sum(cache.length(request.seq) for request in running)
-    return 1 - num_tokens / (len(running) * cache.max_len)
+    num_blocks = len(running)
+    if isinstance(cache, PagedCache):
+        num_blocks = cache.pool.total - cache.pool.available
+    return 1 - num_tokens / (num_blocks * cache.block_size)
