@@ -155,8 +155,8 @@ class Batcher:
     def _admit(
         self, request: Request, scheduled: Sequence[ScheduledRequest], left: int
     ) -> ScheduledRequest | None:
-        """Admit a text -> its work in this step. None if the target's cache lacks room for all of
-        it, a cache for this step, or the step has too few tokens left."""
+        """Admit a text -> its work in this step. None if the target's cache has no room for all of
+        it, if a cache has none for this step, or if too few tokens of the step are left."""
         sibling = request.sibling if request.sibling in self.running else None
         try:
             self.runner.open(request, sibling)

@@ -6,10 +6,11 @@
     python bench.py --gpu decode               or kernels, serving, … on a GPU
     python bench.py --readme                   the documents' tables and pictures
 
-A claim of speed is a ratio between things that were measured in one run, in turns (A, B, A, B, …).
-The machine's memory bandwidth, which limits decoding, is measured in the same run. The numbers are
-kept as JSON, results/<machine>.json, without the name of a host or of a folder; tables and pictures
-come from that file alone. Its date, bandwidth and version of PyTorch are those of the last run.
+A claim of speed is a ratio between things that were measured in one run, on a CPU in turns (A, B,
+A, B, …). The machine's memory bandwidth, which limits decoding, is measured in the same run. The
+numbers are kept as JSON, results/<machine>.json, without the name of a host or of a folder; tables
+and pictures come from that file alone. Its date, bandwidth and version of PyTorch are those of the
+last run.
 
 Invariant: what one run did not measure stays in the file as it was.
 Not covered: the quality of texts, but for perplexity.

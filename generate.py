@@ -344,7 +344,9 @@ class Engine:
                     waiting[request].feed(tokens)
                 for request in new_tokens:
                     if waiting[request].is_done:
-                        yield self._finish(waiting.pop(request))
+                        result = self._finish(waiting[request])
+                        del waiting[request]
+                        yield result
         except KeyboardInterrupt:
             for request in list(waiting):
                 yield self._finish(waiting.pop(request), "interrupted")

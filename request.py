@@ -281,11 +281,16 @@ class OutputStream:
     def finish(self, reason: str = "") -> Result:
         """Show the rest of the text -> the whole result. reason: why the request was cancelled."""
         rest = self.stops.feed(self.decoder.finish())
-        self._emit(rest + self.stops.held)  # no stop string can follow any more
+        rest += self.stops.held  # no stop string can follow any more
+        self.stops.held = ""
+        self._emit(rest)
         result = self.result
         if self.request.started:  # it was admitted
             result.seconds_queued = self.request.started - self.request.arrived
-        result.finish_reason = reason or self.request.finish_reason
+        is_whole = len(result.tokens) == len(self.request.origins)
         if self.stops.is_complete:
-            result.finish_reason = "stop"
+            reason = "stop"
+        elif is_whole and self.request.finish_reason:  # not cancelled before its end
+            reason = self.request.finish_reason
+        result.finish_reason = reason
         return result

@@ -126,7 +126,8 @@ class ModelRunner:
     # ---- Plans: they change nothing
 
     def round_size(self, request: Request) -> int:
-        """The tokens that every step must have for this request: a round of the γ that it fixes."""
+        """The tokens that every step must leave room for: a round of the γ that this request
+        fixes."""
         if not self.has_drafter:
             return 1
         return 1 + (request.settings.gamma or 0)
@@ -168,7 +169,7 @@ class ModelRunner:
     def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
         """Pending tokens without a draw; the drafter reads as far. 0 tokens: not to be run."""
         length = self.cache.length(request.seq) + num_tokens
-        num_catch_up = max(0, length - self._drafter_length(request))
+        num_catch_up = min(self.budget, max(0, length - self._drafter_length(request)))
         return ScheduledRequest(request, num_tokens, samples=False, num_catch_up=num_catch_up)
 
     def _drafter_length(self, request: Request) -> int:

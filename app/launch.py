@@ -1,12 +1,13 @@
 """Several processes that run one program in step, as tensor parallelism (parallel.py) needs them.
 
-torchrun starts them, or `others` does it in the same way: the program's command again, and in the
-environment where to meet. Then the user's process is the first one, and keeps the terminal with its
-input and its signals. All run the same code. Only the first reads and prints; what it reads goes to
-the others (`read_once`).
+torchrun starts them, or `others` does, in the same way: it runs the program's command again, and
+the environment says where to meet. Then the user's process is the first one, and keeps the terminal
+with its input and its signals. All run the same code. Only the first reads and prints; what it
+reads goes to the others (`read_once`).
 
-  - A signal reaches the first process alone, and while all compute it only sets the stop flag; the
-    flag travels with the next numbers on which the processes agree, so all stop after one step.
+  - Signals are for the first process; the others ignore them. While all compute, a signal only sets
+    the stop flag, which travels with the next numbers on which the processes agree: so all stop
+    after one step.
   - A second signal ends the program at once, also where a process hangs: a thread looks for it.
   - An error of all processes is told once, by the first. A process that fails alone waits a moment,
     tells its error, and ends; then all end.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.shell import Terminated, raise_signal, say, status
+from app.shell import SIGNALS, Terminated, raise_signal, say, status
 from errors import UserError
 from parallel import num_processes, stop_flag
 
@@ -94,7 +95,7 @@ def watched_signals() -> Iterator[None]:
             set_stop_flag(number[0])
 
     Thread(target=watch, daemon=True).start()
-    signal.set_wakeup_fd(writer)
+    signal.set_wakeup_fd(writer)  # C writes each signal's number there, at once
     signals.watched = True
     try:
         yield
@@ -108,10 +109,10 @@ def watched_signals() -> Iterator[None]:
 
 
 def read_once(read: Callable[[], Any]) -> Any:
-    """The first process reads -> what it read, in every process; so is an error."""
+    """The first process reads; every process returns what it read, or raises its error."""
     if num_processes() == 1:
         return read()
-    answer: list[Any] = [None, None]  # and an error
+    answer: list[Any] = [None, None]  # what was read, and an error
     if dist.get_rank() == 0:
         try:
             answer[0] = read()
@@ -190,10 +191,12 @@ def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Ite
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(watched_signals())
-        else:  # torchrun sends Ctrl-C to all; the first process stops all
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        else:  # torchrun sends signals to all; the first process stops all
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         if started == 1:
             stack.enter_context(others(n, arguments))
+        # By hand: to meet has a time limit, what comes later has none.
         store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
         dist.init_process_group(store=store, rank=rank, world_size=n, timeout=FOREVER)
         stack.callback(dist.destroy_process_group)  # after an error, too: its threads end
@@ -213,7 +216,7 @@ def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
         WORLD_SIZE=str(n),
         RANK="0",
         OMP_NUM_THREADS=str(threads),
-        TORCH_CPP_LOG_LEVEL="FATAL",  # one line tells all
+        TORCH_CPP_LOG_LEVEL="FATAL",  # no lines of PyTorch's own beside our error
     )
     processes: list[subprocess.Popen[bytes]] = []
     leaving = Event()
@@ -247,7 +250,7 @@ def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
             Thread(target=end_with, args=[rank], daemon=True).start()
         yield
     except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
-        time.sleep(2 * GRACE)
+        time.sleep(GRACE / 2)
         raise
     finally:
         end_all()

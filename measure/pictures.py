@@ -14,8 +14,6 @@ from typing import NamedTuple
 from measure.report import Results, fill_template, rows_of
 
 INK = "#1f2328"
-PALE = "#8b949e"
-GREEN = "#2a7d4f"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 WIDTH = 900  # pixels
 LEFT = 250  # where bars begin
@@ -67,7 +65,7 @@ def draw(picture: Picture, rows: Sequence[Results]) -> str:
     for row in rows:
         label = fill_template(picture.label, row)
         words = fill_template(picture.words, row)
-        if label and words:
+        if words:
             bars.append((label, picture.length(row), words))
     title = escape(fill_template(picture.title, rows[0]))
     height = TOP + ROW * len(bars) + 10
@@ -76,7 +74,7 @@ def draw(picture: Picture, rows: Sequence[Results]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}" '
         f'font-family="{FONT}" font-size="12" fill="{INK}">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff" stroke="{PALE}" rx="6"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff" stroke="#8b949e" rx="6"/>',
         f'<text x="20" y="30" font-size="15">{title}</text>',
     ]
     for i, (label, length, words) in enumerate(bars):
@@ -85,7 +83,7 @@ def draw(picture: Picture, rows: Sequence[Results]) -> str:
         words_x = LEFT + width + 7
         parts += [
             f'<text x="{LEFT - 12}" y="{y + 14}" text-anchor="end">{escape(label)}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{width}" height="18" fill="{GREEN}" rx="2"/>',
+            f'<rect x="{LEFT}" y="{y}" width="{width}" height="18" fill="#2a7d4f" rx="2"/>',
             f'<text x="{words_x:.1f}" y="{y + 14}">{escape(words)}</text>',
         ]
     return "\n".join([*parts, "</svg>", ""])
