@@ -400,6 +400,8 @@ def test_ctrl_c_between_calls_of_c_is_a_keyboard_interrupt():
 def test_why_there_is_no_library(environment, why, tmp_path, monkeypatch):
     if "clang" in why and "libgomp" not in Path(native.openmp_library()).name:
         pytest.skip("PyTorch has LLVM's OpenMP")
+    if "gcc" in environment.get("CC", "") and shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
