@@ -155,7 +155,12 @@ def test_8_bit_inputs_multiply_by_tensor_cores():
             x = torch.randn(T, 96).to(dtype)
             bias = torch.randn(48).to(dtype)
             weight = Linear(Quantized(*on_device(q), *q[3:]), bias.to(DEVICE))
-            y = GPU().linear(x.to(DEVICE), weight).cpu()
+            try:
+                y = GPU().linear(x.to(DEVICE), weight).cpu()
+            except RuntimeError as error:
+                if DEVICE.type == "cpu" and "per-tensor scaling" in str(error):
+                    pytest.skip("on a CPU this PyTorch has FP8 products with one scale only")
+                raise
             rtol = 2**-6 if dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(y, rounded_product(x, q) + bias, rtol=rtol, atol=1e-2)
 
