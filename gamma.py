@@ -11,9 +11,9 @@ over that of a plain one, both measured on real rounds: a few plain rounds, a fe
 and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
 shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
 measured lies on the line through those that were. α is a moving average over all requests, so all
-have the same γ; a new text begins with the acceptance of those before it. While γ is 0, a round
-with drafts is tried now and then, so rarely that it costs at most 1 / PATIENCE of the time; else,
-as rarely, a plain round.
+have the same γ; a new text begins with the acceptance of those before it. While γ is 0, drafts are
+tried again after PATIENCE times the plain rounds that a round with drafts would take; else, as
+rarely, a plain round.
 
 γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
 stays, but a seed may give another text. Steps that read a prompt are not measured.
@@ -30,7 +30,7 @@ from statistics import linear_regression
 TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
-PATIENCE = 64  # rounds before what seems worse is tried again
+PATIENCE = 128  # rounds before what seems worse is tried again
 MEASURED = 2  # rounds, at least, that a time is taken from
 
 
@@ -98,7 +98,7 @@ class AutoGamma:
         if expected_tokens(self.alpha, gamma) > cost:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
             return 0 if plain_is_due else gamma
-        retry_is_due = self.num_plain >= PATIENCE * cost  # 1 / PATIENCE of the time
+        retry_is_due = self.num_plain >= PATIENCE * cost
         return gamma if retry_is_due else 0
 
     def observe(
