@@ -136,6 +136,17 @@ def test_a_stream_counts_its_first_round_and_says_how_tokens_came_about():
     assert shown[-1] == ("time", "corrected") and result.text == "Once upon a time"
 
 
+def test_a_whole_text_is_not_called_interrupted():
+    tokenizer = Tokenizer.load(ROOT / "models" / "tiny")
+    for num_fed, reason in ((1, "interrupted"), (2, "length")):
+        request = Request([1], Settings(seed=1, max_tokens=2))
+        stream = OutputStream(tokenizer, request, "")
+        request.tokens += [400, 401]
+        request.origins += ["plain"] * 2
+        stream.feed([400, 401][:num_fed])
+        assert stream.finish("interrupted").finish_reason == reason
+
+
 def test_result_has_a_rate_only_after_the_first_round():
     result = Result("p", [1], 0, tokens=[5], seconds_to_first_token=0.5, seconds=0.5)
     assert result.tokens_per_second is None

@@ -363,6 +363,22 @@ def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
     assert num_cached == 2 * (lengths[0] // 2)
 
 
+def test_a_drafter_catches_up_by_no_more_than_a_budget():
+    """The target found the prompt in its cache; the drafter has read none of it."""
+    cache = PagedCache(1, 1, 1, 40, 2, dtype=torch.float64)
+    prompt = [*range(10)] * 5
+    seq, _ = cache.open(prompt)
+    cache.extend([(seq, prompt)])
+    cache.free(seq)
+    runner = scripted_runner([0] * 100, [0] * 100, budget=8)
+    runner.cache = cache
+    request = Request([*prompt, *range(20)], Settings(seed=1, max_tokens=5))
+    runner.open(request)
+    item = runner.schedule(request)
+    assert runner.num_pending(request) == 20 and not item.samples
+    assert item.num_tokens == item.num_catch_up == 8
+
+
 # ---- Several tokens in one look
 
 

@@ -195,26 +195,24 @@ def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Ite
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         if started == 1:
-            stack.enter_context(others(n, arguments))
-        # By hand: to meet has a time limit, what comes later has none.
-        store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
+            store = stack.enter_context(others(n, arguments))
+        else:  # by hand: to meet has a time limit, what comes later has none
+            store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
         dist.init_process_group(store=store, rank=rank, world_size=n, timeout=FOREVER)
         stack.callback(dist.destroy_process_group)  # after an error, too: its threads end
         yield device if device.type == "cpu" else torch.device(device.type, local_rank)
 
 
 @contextmanager
-def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
-    """Start n − 1 processes, as torchrun would; each has a share of this machine's cores."""
+def others(n: int, arguments: Sequence[str]) -> Iterator[dist.Store]:
+    """Start n − 1 processes, as torchrun would -> where all meet. Each has a share of the cores."""
     store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
     threads = max(1, torch.get_num_threads() // n)
     torch.set_num_threads(threads)
-    os.environ.update(
+    environment = os.environ | dict(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
         WORLD_SIZE=str(n),
-        RANK="0",
         OMP_NUM_THREADS=str(threads),
         TORCH_CPP_LOG_LEVEL="FATAL",  # no lines of PyTorch's own beside our error
     )
@@ -242,13 +240,13 @@ def others(n: int, arguments: Sequence[str]) -> Iterator[None]:
             for rank in range(1, n):
                 process = subprocess.Popen(
                     [sys.executable, str(PROGRAM), *arguments],
-                    env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,  # the terminal's Ctrl-C is for the first process
                 )
                 processes.append(process)
         for rank in range(1, n):
             Thread(target=end_with, args=[rank], daemon=True).start()
-        yield
+        yield store
     except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
         time.sleep(GRACE / 2)
         raise
