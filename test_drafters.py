@@ -285,6 +285,16 @@ def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
         assert torch.equal(cache.values.parts[0][0, block], cached[block])
 
 
+def test_the_copy_drafts_only_behind_what_the_target_has_read():
+    """After a preemption the target reads all but the last token first, as a chunk."""
+    cache = toy_cache(1)
+    runner, request = drafting(cache, 3)
+    assert runner.schedule(request).num_drafts > 0
+    request.tokens += [1, 0]
+    item = runner.schedule(request)
+    assert (item.num_tokens, item.num_drafts, item.samples) == (2, 0, False)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
     cache = toy_cache(1, paged)
