@@ -208,9 +208,9 @@ class Ops:
         half = x.shape[-1] // 2
         return torch.addcmul(x * cos, x.roll(half, -1), sin)
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate) · up: [T, 2 F] -> [T, F]."""
-        gate, up = x.chunk(2, dim=-1)
+    def swiglu(self, x: Tensor, gate_up: Any) -> Tensor:
+        """silu(gate) · up, the two halves of gate_up's product: [T, C] -> [T, F]."""
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def attend(

@@ -9,7 +9,7 @@ belongs, and `ops` (kernels.py) computes.
         q, k, v = qkv(norm(x))                             [T, H, D], [T, G, D], [T, G, D]
         x = x + o(attend(q, k, v))                         attend rotates q and k, stores k and v
         gate, up = gate_up(norm(x))                        [T, F] each
-        x = x + down(silu(gate) · up)
+        x = x + down(silu(gate) · up)                      swiglu multiplies by gate_up, too
     logits = head(norm(x[logits_indices]))                 [R, V]
 
   - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The sum x + … is left to the norm that
@@ -154,8 +154,8 @@ class Llama:
         heads = ops.attend(qkv, G, cos, sin, metadata, i)  # [T, H, D]
         attn_out = ops.linear(heads.flatten(1), layer.o)
         x, normed = ops.add_norm(x, attn_out, layer.post_norm, eps)
-        gate_up = ops.linear(normed, layer.gate_up)  # [T, 2 F]
-        mlp_out = ops.linear(ops.swiglu(gate_up), layer.down)
+        hidden = ops.swiglu(normed, layer.gate_up)  # [T, F]
+        mlp_out = ops.linear(hidden, layer.down)
         return x, mlp_out
 
     # ---- The weights

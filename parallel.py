@@ -176,6 +176,10 @@ class Parallel:
             y = torch.cat(shards, dim=-1)[:, : self.vocab_size]
         return y
 
+    def swiglu(self, x: Tensor, shard: Shard) -> Tensor:
+        """silu(gate) · up: [T, C] -> [T, F / n]."""
+        return self.ops.swiglu(x, shard.weight)
+
     def embed(self, tokens: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
         """Rows of W: int64[T] -> [T, C]."""
         row = tokens - self.rank * self.vocab_rows

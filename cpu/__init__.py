@@ -85,10 +85,10 @@ class CPU(Ops):
             return native.add_norm(x, delta, weight, eps)
         return super().add_norm(x, delta, weight, eps)
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        if native.serves(x):
-            return native.swiglu(x)
-        return super().swiglu(x)
+    def swiglu(self, x: Tensor, gate_up: native.Weight | Linear) -> Tensor:
+        if isinstance(gate_up, native.Weight) and native.serves(x):
+            return native.swiglu(native.product(x, gate_up))
+        return super().swiglu(x, gate_up)
 
     # ---- Sampling
 

@@ -24,7 +24,7 @@ from kvcache import AttentionMetadata
 from sampling import Setting
 
 if find_spec("triton"):
-    from gpu import draw, flash, fused, graphs, weightonly
+    from gpu import draw, flash, fused, graphs, tuning, weightonly
     from gpu.flash import LayerStore
     from gpu.store import store_vectors
 
@@ -61,7 +61,7 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
     metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
-    metadata.backend["longest"] = splits * flash.LEAST_KEYS
+    metadata.backend["longest"] = splits * tuning.LEAST_KEYS
     return llama.forward(tokens, metadata, None)
 
 
@@ -115,8 +115,10 @@ class GPU(Ops):
             return super().add_norm(x, delta, weight, eps)
         return fused.fused_norm(x, delta, weight, eps)
 
-    def swiglu(self, x: Tensor) -> Tensor:
-        return fused.fused_swiglu(x) if is_fusable(x) else super().swiglu(x)
+    def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
+        if not is_fusable(x):
+            return super().swiglu(x, gate_up)
+        return fused.fused_swiglu(self.linear(x, gate_up))
 
     def attend(
         self,
@@ -162,12 +164,12 @@ class GPU(Ops):
             longest = backend.get("longest")  # of a recording
             if longest is None:
                 longest = max(sequence.seq_len for sequence in metadata.sequences)
-            backend["launches"] = flash.plan_launches(
+            backend["launches"] = tuning.plan_launches(
                 metadata.num_new_tokens,
                 longest,
                 q.shape[1],
                 k.shape[1],
-                flash.processors(q.device),
+                tuning.processors(q.device),
             )
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(

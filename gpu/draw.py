@@ -37,10 +37,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu.tuning import PIECE, TILE
 from sampling import GOLDEN, MIX1, MIX2, Setting, column
 
-PIECE = 2048  # candidates of a row that a program holds in registers
-TILE = 1024  # candidates that `_edge` reads at a time
 SUPPORTED = {"temperature", "top_k", "top_p", "min_p"}  # settings of `draw_probabilities`
 LIKELY = tl.constexpr(2.0**-14)  # share of the largest probability from which one is likely
 GOLDEN_ = tl.constexpr(GOLDEN)

@@ -41,7 +41,6 @@ Flash-Decoding.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +48,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu import tuning
+from gpu.tuning import Launch
 from gpu.unpack import _numbers, _steps
 
 LOWEST = tl.constexpr(-1e30)  # below every score; unlike −∞ it may be subtracted from itself
 LOG2E = 1.4426950408889634
-MOST_SPLITS = 128  # of a sequence
-LEAST_KEYS = 128  # of a split
 
 
 @triton.jit
@@ -370,92 +369,6 @@ class LayerStore(NamedTuple):
         return cls(*parts, *missing, store.bits, strides)
 
 
-class Launch(NamedTuple):
-    """A launch of `_attend`: sequences with `fewest` to `most` queries, and how they are cut."""
-
-    fewest: int
-    most: int
-    rows: int  # M
-    splits: int
-
-
-def plan_launches(
-    num_new_tokens: Sequence[int], longest: int, H: int, G: int, processors: int
-) -> list[Launch]:
-    """A launch for sequences of up to 64 rows, one for longer ones. longest: the most keys."""
-    R = H // G
-    few = [n for n in num_new_tokens if 0 < n * R <= 64]
-    many = [n for n in num_new_tokens if n * R > 64]
-    launches = []
-    most = max(few, default=0)
-    if few:
-        rows = max(16, triton.next_power_of_2(most * R))
-        splits = count_splits(len(few) * G, longest, 2 * processors)
-        launches.append(Launch(1, most, rows, splits))
-    if many:
-        tiles = sum(triton.cdiv(n * R, 128) for n in many)
-        splits = count_splits(tiles * G, longest, processors)
-        launches.append(Launch(most + 1, max(many), 128, splits))
-    return launches
-
-
-def count_splits(programs: int, longest: int, slots: int) -> int:
-    """How often to split the keys, so that the last round of `slots` programs at a time is nearly
-    full.
-    """
-    if programs >= 4 * slots:
-        return 1
-    most = max(1, min(MOST_SPLITS, longest // LEAST_KEYS))
-    busy = []  # by splits: the share of the slots that work
-    for splits in range(1, most + 1):
-        rounds = triton.cdiv(programs * splits, slots)
-        busy.append(programs * splits / slots / rounds)
-    enough = 0.9 * max(busy)
-    return next(splits for splits, share in enumerate(busy, 1) if share >= enough)
-
-
-def tile_shape(
-    rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int, size: int = 2
-) -> tuple[int, int, int, int]:
-    """M, N, num_warps and num_stages for `rows` rows and numbers of `size` bytes: as much in flight
-    as registers and shared memory hold without spilling.
-    """
-    stages = 5 if block else 3  # two more for the block table
-    exact = tuple(bits) == (16, 16)
-    wide = max(16, triton.next_power_of_2(D))
-    if size == 4:  # a product is three in tf32
-        if wide > 128:
-            return 16, 16, 8, stages
-        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
-    if rows <= 64:
-        keys = 128 if rows == 16 and wide <= 64 else 64
-        warps = 4 if exact or rows != 32 or wide <= 64 else 8
-    else:  # `wgmma` takes fewer registers than sm_80's `mma`
-        warps = 8
-        roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)
-        keys = 64 if roomy else 32
-        if exact and arch == 90 and D == 128 and R in (1, 2, 4, 8):  # other R: too many registers
-            keys = 128
-    return rows, keys // max(1, wide // 128), warps, stages
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors (132, an H100's, where there is no GPU)."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """90 for an H100, 80 for an A100; 90 where there is no GPU."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def flash_attention(
     q: Tensor,
     k: LayerStore,
@@ -481,14 +394,14 @@ def flash_attention(
     if out is None:
         out = torch.empty((T, H, D), dtype=q.dtype, device=device)
     wide = max(16, triton.next_power_of_2(D))
-    arch = capability(device)
+    arch = tuning.capability(device)
     for fewest, most, rows, splits in launches:
         parts = out
         peaks = out
         if splits > 1:
             parts = torch.empty(splits * T * H * D, dtype=torch.float32, device=device)
             peaks = torch.empty(splits * T * H, dtype=torch.float32, device=device)
-        shape = tile_shape(rows, R, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
+        shape = tuning.tile_shape(rows, R, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
         rows, keys, warps, stages = shape
         _attend[B * G, triton.cdiv(most * R, rows), splits](
             q,
@@ -508,7 +421,7 @@ def flash_attention(
             D**-0.5 * LOG2E,
             fewest,
             most,
-            LEAST_KEYS,
+            tuning.LEAST_KEYS,
             G,
             R,
             D,
@@ -535,7 +448,7 @@ def flash_attention(
                 H,
                 D,
                 wide,
-                MOST_SPLITS,
+                tuning.MOST_SPLITS,
                 num_warps=1,
             )
     return out

@@ -38,7 +38,7 @@ class TestInterpreter(Contract):
 
     @pytest.mark.parametrize("bits", [(16, 16), (8, 4)])
     def test_attention_reads_what_is_stored(self, bits, monkeypatch):
-        monkeypatch.setattr("gpu.flash.LEAST_KEYS", 64)
+        monkeypatch.setattr("gpu.tuning.LEAST_KEYS", 64)
         super().test_attention_reads_what_is_stored(bits)
 
     def rounding(self, dtype: torch.dtype, bits: int) -> float:

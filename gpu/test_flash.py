@@ -13,9 +13,10 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, unpack
-from gpu.flash import Launch, LayerStore, flash_attention, plan_launches, processors
+from gpu.flash import LayerStore, flash_attention
 from gpu.graphs import Bucket, empty_metadata
 from gpu.store import store_vectors
+from gpu.tuning import Launch, plan_launches, processors
 from kernels import Ops, attention
 from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from paged import PagedCache
@@ -133,7 +134,7 @@ CASES = [  # new and past tokens, G, R, D, S, bits, contiguous, splits
 @pytest.mark.parametrize("new, past, G, R, D, S, bits, contiguous, splits", CASES)
 def test_attention_equals_the_reference(new, past, G, R, D, S, bits, contiguous, splits):
     sequences = Sequences(new, past, G, R, D, S, bits, contiguous)
-    with mock.patch("gpu.flash.LEAST_KEYS", 1):
+    with mock.patch("gpu.tuning.LEAST_KEYS", 1):
         out = sequences.attend(sequences.launches(splits))
     torch.testing.assert_close(out, sequences.expected(), atol=2e-5, rtol=2e-5)
 

@@ -46,7 +46,7 @@ def attend_and_multiply(
         for shape in shapes:
             run_empty_step(llama, cache, shape, splits=2 if shape == (1, 1) else 1)
 
-    with mock.patch("gpu.flash.capability", lambda device: arch):
+    with mock.patch("gpu.tuning.capability", lambda device: arch):
         return compile_launches(run, arch)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, weightonly
-from gpu.weightonly import FEW, PIECES, ROWS, can_multiply, plan_product, weight_only_product
+from gpu.tuning import FEW, ROWS, plan_product
+from gpu.weightonly import PIECES, can_multiply, weight_only_product
 from kernels import Linear, Ops
 from quant import Quantized, dequantize, quantize, rounded_product
 
@@ -141,7 +142,7 @@ def test_many_rows_multiply_dequantized_weights(T, N, K, bits, group, dtype, wid
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
     torch.testing.assert_close(w, q.rows(slice(None), dtype), rtol=cut_off, atol=0)
     weight = Linear(Quantized(*parts, *q[3:]), bias.to(DEVICE))
-    with mock.patch.object(weightonly, "SLAB", 16 * K), mock.patch.object(Quantized, "rows", None):
+    with mock.patch("gpu.tuning.SLAB", 16 * K), mock.patch.object(Quantized, "rows", None):
         for x in (torch.randn(ROWS + T, K).to(dtype), torch.zeros(0, K).to(dtype)):
             y = GPU().linear(x.to(DEVICE), weight)
             assert y.shape == (len(x), N) and y.dtype == dtype and is_near(y, x, q, bias)

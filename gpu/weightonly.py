@@ -37,8 +37,6 @@ Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar e
     M groups, J bytes of a row of W · B groups at a time
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -46,12 +44,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from gpu.flash import capability, processors
+from gpu import tuning
 from quant import Kind, Quantized, int8, round_fp8
 
-ROWS = 64  # the most rows of x for `_few` and `_many`
-FEW = 8  # the most rows of x for `_few`
-SLAB = 1 << 27  # weights that are dequantized at a time
 PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bfloat16 parts of a number of x
 
 # A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register;
@@ -296,18 +291,6 @@ def _dequantize(
     tl.store(out + n * K + k, numbers.to(out.dtype.element_ty), k < K)
 
 
-class Cut(NamedTuple):
-    """How a product is cut into programs."""
-
-    rows: int  # rows of W of a program
-    cols: int  # T, rounded up
-    group: int  # columns that are multiplied together; 4 bits: that share a scale
-    at_once: int  # groups at a time by `_few`; 0: `_many`, one after the other
-    shares: int  # programs that share the columns
-    num_warps: int
-    num_stages: int
-
-
 def can_multiply(K: int, bits: Kind, group: int, dtype: torch.dtype) -> bool:
     """Whether the kernels multiply x of this dtype by W: 8 bits with a scale a row, or 4 bits in
     such groups.
@@ -319,7 +302,7 @@ def can_serve(w: Quantized, dtype: torch.dtype) -> bool:
     """Whether this page multiplies x of this dtype by w."""
     K = w.columns
     needed = 90 if w.input_bits == 8 else 89  # with a scale for each row of x: sm_90
-    if w.bits == "fp8" and capability(w.values.device) < needed:
+    if w.bits == "fp8" and tuning.capability(w.values.device) < needed:
         return False
     if w.input_bits == 8:
         exact = w.bits == 8 or dtype == torch.bfloat16  # float32 x by FP8 would become bfloat16
@@ -340,23 +323,6 @@ def tensor_core_product(x: Tensor, w: Quantized) -> Tensor:
     values, scale = round_fp8(x)
     w_scale = w_scale.contiguous()
     return torch._scaled_mm(values, w.values.T, scale.float(), w_scale, out_dtype=x.dtype)
-
-
-def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int = 132) -> Cut:
-    """The cut for this product."""
-    if T <= FEW:
-        columns = 1024 if bits == 4 and group > 32 else 512
-        if bits != 4:
-            group = 64
-        rows = 32 if N > 48 * processors else 16
-        return Cut(rows, 8, group, columns // group, 1, 8, 4)
-    if bits != 4:
-        group = 128
-    cols = max(16, triton.next_power_of_2(T))
-    tiles = triton.cdiv(N, 128)
-    most_shares = triton.cdiv(K, group) // 2
-    shares = max(1, min(2 * processors // tiles, most_shares))
-    return Cut(128, cols, group, 0, shares, 4 if cols < 64 else 8, 4)
 
 
 def dequantize_rows(
@@ -401,7 +367,7 @@ def dequantized_product(
     """`weight_only_product` for many rows of x: W becomes numbers, some rows of W at a time."""
     N = len(values)
     K = x.shape[1]
-    tile = max(1, SLAB // K // 16) * 16
+    tile = max(1, tuning.SLAB // K // 16) * 16
     outputs = []
     for start in range(0, N, tile):
         rows = slice(start, start + tile)
@@ -429,9 +395,9 @@ def weight_only_product(
     bits = 8 if zero is None else 4
     if T == 0:
         return x.new_empty(0, N)
-    if T > ROWS:
+    if T > tuning.ROWS:
         return dequantized_product(x, values, scale, zero, group, bias)
-    cut = plan_product(T, N, K, bits, group, processors(x.device))
+    cut = tuning.plan_product(T, N, K, bits, group, tuning.processors(x.device))
     M = triton.cdiv(K, cut.group)
     x = x.contiguous()
     y = x.new_empty(T, N) if out is None else out

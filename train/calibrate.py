@@ -312,6 +312,10 @@ class Observer:
         self.inputs.append(x)
         return self.ops.linear(x, weight)
 
+    def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
+        self.inputs.append(x)
+        return self.ops.swiglu(x, gate_up)
+
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:

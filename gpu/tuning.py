@@ -1,0 +1,183 @@
+"""Every number that was guessed: tiles, stages, warps, splits, and what each is guessed from.
+
+No kernel has run on a GPU yet. The numbers follow from an H200's data sheet (132 multiprocessors of
+65,536 registers and 227 KB of shared memory, 4.8 TB/s) and from what the compiler says of the
+kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of them are wrong.
+
+    number               guessed from
+    FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
+                         is bound by tensor cores, and cuBLAS is better at these
+    SLAB                 dequantized weights at a time: 256 MB in bfloat16
+    PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
+    LEAST_KEYS           of a split: fewer cost more to merge than they save
+    MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
+    plan_product         below
+    tile_shape           below
+
+A kernel that begins by `begin` may start while the one before it ends (programmatic dependent
+launch, from sm_90 on): its programs take their places, and wait there until the results of the
+kernel before are written. That hides a launch's microsecond.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra import cuda
+
+from quant import Kind
+
+INTERPRETED = knobs.runtime.interpret
+FEW = 8
+ROWS = 64
+SLAB = 1 << 27
+PIECE = 2048
+TILE = 1024
+LEAST_KEYS = 128
+MOST_SPLITS = 128
+
+
+# ---- The machine ---------------------------------------------------------------------------------
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors (132, an H100's, where there is no GPU)."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """90 for an H100, 80 for an A100; 90 where there is no GPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """The options of a launch that may start early: kernel[grid](…, **early(device))."""
+    if INTERPRETED or capability(device) < 90:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Let the next kernel take its places, and wait for the results of the one before.
+
+    Every kernel that is launched early calls this before it reads or writes anything.
+    """
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """How a product is cut into programs."""
+
+    rows: int  # rows of W of a program
+    cols: int  # T, rounded up
+    group: int  # columns that are multiplied together; 4 bits: that share a scale
+    at_once: int  # groups at a time by `_few`; 0: `_many`, one after the other
+    shares: int  # programs that share the columns
+    num_warps: int
+    num_stages: int
+
+
+def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int = 132) -> Cut:
+    """The cut for this product."""
+    if T <= FEW:
+        columns = 1024 if bits == 4 and group > 32 else 512
+        if bits != 4:
+            group = 64
+        rows = 32 if N > 48 * processors else 16
+        return Cut(rows, 8, group, columns // group, 1, 8, 4)
+    if bits != 4:
+        group = 128
+    cols = max(16, triton.next_power_of_2(T))
+    tiles = triton.cdiv(N, 128)
+    most_shares = triton.cdiv(K, group) // 2
+    shares = max(1, min(2 * processors // tiles, most_shares))
+    return Cut(128, cols, group, 0, shares, 4 if cols < 64 else 8, 4)
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A launch of `_attend`: sequences with `fewest` to `most` queries, and how they are cut."""
+
+    fewest: int
+    most: int
+    rows: int  # M
+    splits: int
+
+
+def plan_launches(
+    num_new_tokens: Sequence[int], longest: int, H: int, G: int, processors: int
+) -> list[Launch]:
+    """A launch for sequences of up to 64 rows, one for longer ones. longest: the most keys."""
+    R = H // G
+    few = [n for n in num_new_tokens if 0 < n * R <= 64]
+    many = [n for n in num_new_tokens if n * R > 64]
+    launches = []
+    most = max(few, default=0)
+    if few:
+        rows = max(16, triton.next_power_of_2(most * R))
+        splits = count_splits(len(few) * G, longest, 2 * processors)
+        launches.append(Launch(1, most, rows, splits))
+    if many:
+        tiles = sum(triton.cdiv(n * R, 128) for n in many)
+        splits = count_splits(tiles * G, longest, processors)
+        launches.append(Launch(most + 1, max(many), 128, splits))
+    return launches
+
+
+def count_splits(programs: int, longest: int, slots: int) -> int:
+    """How often to split the keys, so that the last round of `slots` programs at a time is nearly
+    full.
+    """
+    if programs >= 4 * slots:
+        return 1
+    most = max(1, min(MOST_SPLITS, longest // LEAST_KEYS))
+    busy = []  # by splits: the share of the slots that work
+    for splits in range(1, most + 1):
+        rounds = triton.cdiv(programs * splits, slots)
+        busy.append(programs * splits / slots / rounds)
+    enough = 0.9 * max(busy)
+    return next(splits for splits, share in enumerate(busy, 1) if share >= enough)
+
+
+def tile_shape(
+    rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int, size: int = 2
+) -> tuple[int, int, int, int]:
+    """M, N, num_warps and num_stages for `rows` rows and numbers of `size` bytes: as much in flight
+    as registers and shared memory hold without spilling.
+    """
+    stages = 5 if block else 3  # two more for the block table
+    exact = tuple(bits) == (16, 16)
+    wide = max(16, triton.next_power_of_2(D))
+    if size == 4:  # a product is three in tf32
+        if wide > 128:
+            return 16, 16, 8, stages
+        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
+    if rows <= 64:
+        keys = 128 if rows == 16 and wide <= 64 else 64
+        warps = 4 if exact or rows != 32 or wide <= 64 else 8
+    else:  # `wgmma` takes fewer registers than sm_80's `mma`
+        warps = 8
+        roomy = exact + (wide <= 64) >= (1 if arch == 90 else 2)
+        keys = 64 if roomy else 32
+        if exact and arch == 90 and D == 128 and R in (1, 2, 4, 8):  # other R: too many registers
+            keys = 128
+    return rows, keys // max(1, wide // 128), warps, stages
