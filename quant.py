@@ -122,7 +122,7 @@ def unpack4(packed: Tensor) -> Tensor:
 
 
 @cache
-def nf4() -> Tensor:
+def nf4(device: torch.device | str = "cpu") -> Tensor:
     """NormalFloat: float32[16], ascending: quantiles of N(0, 1), eight above 0 and seven below.
 
     Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
@@ -138,7 +138,8 @@ def nf4() -> Tensor:
 
     above = quantiles(9)
     below = quantiles(8)
-    return torch.cat((-below[:-1], above.flip(0))) / above[0]
+    code = torch.cat((-below[:-1], above.flip(0))) / above[0]
+    return code.to(device)
 
 
 # ---- Keys and values -----------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class Quantized(NamedTuple):
 def round_nf4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """W: [N, K] in the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
     scale = symmetric_scale(groups(w, group), 1).squeeze(-1)
-    code = nf4().to(w.device)
+    code = nf4(w.device)
     halfway = (code[1:] + code[:-1]) / 2
     steps = w.float() / spread(scale, group, w.shape[1])
     q = torch.bucketize(steps, halfway)
@@ -346,7 +347,7 @@ def dequantize(
     if q.dtype == torch.uint8:
         q = unpack4(q)[:, :columns]
         if zero is None:
-            q = nf4().to(q.device)[q.int()]
+            q = nf4(q.device)[q.int()]
     if zero is not None:
         q = q - spread(zero, group, columns)
     w = q.float() * spread(scale.float(), group, columns)

@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from checkpoint.load import fill_model
 from conftest import SMALL, peak, write_model
 from errors import UserError
 from kernels import ops_for
 from model import Llama
-from quant import quantize
+from quant import Quantized, quantize
 
 
 def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
@@ -49,6 +51,21 @@ def test_bits_round_each_weight_to_nearest(tmp_path):
             assert torch.equal(filled[f"{name}.weight_scale"], expected.scale)
             if expected.zero is not None:
                 assert torch.equal(filled[f"{name}.weight_zero"], expected.zero)
+
+
+def test_weights_are_rounded_on_the_device_they_go_to(monkeypatch):
+    """The host of a GPU would take minutes: here the device has shapes only."""
+    config = Config(**SMALL | {"hidden_size": 64})
+    llama = Llama(config.quantized(Quantization(4)), "meta", seed=None)
+    devices = []
+
+    def rounded(w, bits, group):
+        devices.append(w.device.type)
+        return Quantized.empty(*w.shape, bits, w.shape[1] if bits == 8 else group, "meta")
+
+    monkeypatch.setattr("checkpoint.load.quantize", rounded)
+    fill_model(llama, Llama(config).named_tensors().items())
+    assert len(devices) == 1 + 7 * config.num_hidden_layers and set(devices) == {"meta"}
 
 
 def test_the_largest_scale_of_fp8_is_finite():

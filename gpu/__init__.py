@@ -1,7 +1,7 @@
 """A GPU's operations: Triton kernels in place of plain torch, and CUDA graphs of whole passes.
 
-    add_norm, swiglu              fused.py: the element-wise work between products, a launch each
-    linear                        weightonly.py: 1 to 64 rows times weights of 8 or 4 bits
+    add_norm                      fused.py: the element-wise work between products
+    linear, swiglu                products.py: 1 to 64 rows times weights as they are stored
     attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
+from quant import Quantized
 from sampling import Setting
 
 if find_spec("triton"):
-    from gpu import draw, flash, fused, graphs, tuning, weightonly
+    from gpu import draw, flash, fused, graphs, products, tuning
     from gpu.flash import LayerStore
     from gpu.store import store_vectors
 
@@ -38,6 +39,14 @@ def is_fusable(x: Tensor) -> bool:
     """Whether the Triton kernels can compute on x: they have no float64 and no gradients."""
     needs_gradient = x.requires_grad and torch.is_grad_enabled()
     return x.dtype != torch.float64 and not needs_gradient
+
+
+def in_order(x: Tensor, weight: Linear) -> Tensor:
+    """x, its columns in the order in which the weight's are stored."""
+    w = weight.weight
+    if isinstance(w, Tensor) or w.order is None:
+        return x
+    return x[:, w.order]
 
 
 def is_readable(cache: Cache | None) -> bool:
@@ -97,16 +106,29 @@ class GPU(Ops):
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
+    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Linear:
+        w = weight.weight
+        if isinstance(w, Quantized) and w.input_bits == 8:  # torch wants float32 scales
+            return weight._replace(weight=w._replace(scale=w.scale.float()))
+        return weight
+
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        w, bias = weight
-        if isinstance(w, Tensor) or not weightonly.can_serve(w, x.dtype):
+        w = products.Stored.of(weight)
+        if not is_fusable(x) or not products.is_readable(w, x.dtype):
             return super().linear(x, weight)
-        if w.input_bits == 8:
-            y = weightonly.tensor_core_product(x, w)
-            return y if bias is None else y + bias
-        if w.order is not None:
-            x = x[:, w.order]
-        return weightonly.weight_only_product(x, w.values, w.scale, w.zero, w.group, bias)
+        if products.is_short(x, w):
+            return products.product(in_order(x, weight), w)
+        if w.rounds and not products.multiplies_8_bits(x, w):
+            return super().linear(x, weight)
+        return products.long_product(in_order(x, weight), w)
+
+    def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
+        if not is_fusable(x):
+            return super().swiglu(x, gate_up)
+        w = products.Stored.of(gate_up)
+        if products.is_readable(w, x.dtype) and products.is_short(x, w):
+            return products.product(in_order(x, gate_up), w, swiglu=True)
+        return fused.fused_swiglu(self.linear(x, gate_up))
 
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
@@ -114,11 +136,6 @@ class GPU(Ops):
         if not is_fusable(x):
             return super().add_norm(x, delta, weight, eps)
         return fused.fused_norm(x, delta, weight, eps)
-
-    def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
-        if not is_fusable(x):
-            return super().swiglu(x, gate_up)
-        return fused.fused_swiglu(self.linear(x, gate_up))
 
     def attend(
         self,

@@ -127,7 +127,7 @@ def test_so_many_launches(filters, launches, monkeypatch):
     """And two for the pick. (They are counted, not made.)"""
     counted: list[object] = []
 
-    def launch(*args: object) -> None:
+    def launch(*args: object, **options: object) -> None:
         counted.append(args)
 
     for name in ("_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"):

@@ -9,10 +9,12 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
+from gpu.products import Stored, product
 from gpu.test_crosscompile import SHARED, Report, apart, compile_launches
-from gpu.weightonly import weight_only_product
+from kernels import Linear
 from model import Llama
 from paged import PagedCache
+from quant import Quantized
 
 pytestmark = pytest.mark.gpu_interpreter
 DIVIDING = ("_peaks", "_weigh", "_edge", "_cut")  # these spill 8 bytes around a division
@@ -61,9 +63,10 @@ def sample() -> None:
 def multiply_fp8() -> None:
     values = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty(4096, 1, dtype=torch.bfloat16, device="meta")
+    weight = Stored.of(Linear(Quantized(values, scale, None, 4096, 4096)))
     for T in (1, 64):
         x = torch.empty(T, 4096, dtype=torch.bfloat16, device="meta")
-        weight_only_product(x, values, scale, None, 128)
+        product(x, weight)
 
 
 def compiled() -> dict[str, list[Report]]:
@@ -113,11 +116,9 @@ def assert_fits(report: Report, case: str) -> None:
             assert ".tf32" in report.ptx, what
         else:
             assert (wgmma > 0) == (report.arch == 90 and M >= 64), what
-    elif report.kernel == "_few":
-        assert report.ahead > 0 and mma > 0, what
-        if in_float32:  # three for each of x, of 64 columns and 16 or 32 rows
-            assert mma in (3 * 4, 3 * 8), what
-    elif report.kernel == "_many":
-        assert report.ahead > 0 and (wgmma > 0) == (report.arch == 90), what
+    elif report.kernel == "_product":
+        assert report.ahead > 1, what
+        is_wide = report.arch == 90 and report.constants["B"] == 1  # 128 rows of W
+        assert (wgmma > 0) == is_wide and (mma > 0) != is_wide, what
     else:
         assert report.registers <= 168, what

@@ -29,6 +29,7 @@ from gpu import GPU, graphs, warm_up
 from kernels import Flash, Ops
 from model import Llama
 from paged import PagedCache
+from quant import Kind
 from request import Request, Settings
 from runner import ModelRunner
 
@@ -48,12 +49,19 @@ CONFIG = SMALL | dict(
 )
 
 
-def random_llama(bits: int, ops: Ops, **config: int) -> Llama:
+def random_llama(
+    bits: Kind,
+    ops: Ops,
+    activations: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **config: int,
+) -> Llama:
     """Without numbers, where they are quantized."""
     shape = Config(**CONFIG | config)
     if bits == 16:
-        return Llama(shape, seed=1, ops=ops).pack_weights()
-    llama = Llama(shape.quantized(Quantization(bits, group=32)), seed=None, ops=ops)
+        return Llama(shape, dtype=dtype, seed=1, ops=ops).pack_weights()
+    quantization = Quantization(bits, group=32, activations=activations)
+    llama = Llama(shape.quantized(quantization), dtype=dtype, seed=None, ops=ops)
     fill_model(llama, Llama(shape, seed=1).named_tensors().items())
     return llama.pack_weights()
 
@@ -127,10 +135,11 @@ def test_warm_up_launches_all_variants_of_serving(bits, kv):
 
 
 @torch.inference_mode()
-def launches(layers: int, bits: int, tokens: int, length: int) -> int:
-    """Of a step of so many tokens, the last of a sequence of this length."""
+def launches(layers: int, width: tuple[Kind, int], tokens: int, length: int) -> int:
+    """Of a step of so many tokens, the last of a sequence of this length, in bfloat16."""
     ops = GPU(records=False)
-    llama = random_llama(bits, ops, num_hidden_layers=layers, max_position_embeddings=8192)
+    shape = dict(num_hidden_layers=layers, max_position_embeddings=8192)
+    llama = random_llama(width[0], ops, width[1], torch.bfloat16, **shape)
     cache = PagedCache.of(llama, 600, 16)
     seq, _ = cache.open(())
     if length > tokens:
@@ -152,15 +161,23 @@ def launches(layers: int, bits: int, tokens: int, length: int) -> int:
     return launch.call_count
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("tokens, length, expected", [(1, 40, 9), (1, 4096, 10), (40, 40, 9)])
-def test_a_layer_is_nine_launches(bits, tokens, length, expected):
-    """Two norms, SwiGLU, a store that rotates, attention, and four products.
+WIDTHS = [(bits, 16) for bits in (16, 8, 4, "nf4", "fp8")] + [(8, 8), ("fp8", 8)]
 
-    A long sequence adds a merge, many rows by integers a sum of the shares for each product.
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_layer_is_eight_launches(width):
+    """Two norms, a store that rotates, attention, and four products, one of them with SwiGLU.
+
+    Of more rows, torch multiplies in 16 bits, and SwiGLU is alone; and inputs of 8 bits are
+    rounded by a kernel before each product.
     """
-    layer = launches(3, bits, tokens, length) - launches(2, bits, tokens, length)
-    assert layer == expected + 4 * (bits < 16 and tokens > 8)
+    bits, activations = width
+    for tokens, length in ((1, 40), (1, 4096), (8, 4096), (40, 40)):
+        layer = launches(3, width, tokens, length) - launches(2, width, tokens, length)
+        more = 0
+        if tokens > 8:
+            more = 1 if bits == 16 else 4 * (activations == 8)
+        assert layer == 8 + more
 
 
 @torch.inference_mode()

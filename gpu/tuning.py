@@ -7,7 +7,7 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     number               guessed from
     FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
                          is bound by tensor cores, and cuBLAS is better at these
-    SLAB                 dequantized weights at a time: 256 MB in bfloat16
+    MOST_TILES           tiles of 128 rows of W: a million rows
     PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
     LEAST_KEYS           of a split: fewer cost more to merge than they save
     MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
@@ -34,7 +34,7 @@ from quant import Kind
 INTERPRETED = knobs.runtime.interpret
 FEW = 8
 ROWS = 64
-SLAB = 1 << 27
+MOST_TILES = 1 << 13
 PIECE = 2048
 TILE = 1024
 LEAST_KEYS = 128
@@ -87,28 +87,37 @@ class Cut(NamedTuple):
 
     rows: int  # rows of W of a program
     cols: int  # T, rounded up
-    group: int  # columns that are multiplied together; 4 bits: that share a scale
-    at_once: int  # groups at a time by `_few`; 0: `_many`, one after the other
+    piece: int  # columns that are multiplied together
+    at_once: int  # pieces at a time, by different warps
     shares: int  # programs that share the columns
     num_warps: int
     num_stages: int
 
 
-def plan_product(T: int, N: int, K: int, bits: Kind, group: int, processors: int = 132) -> Cut:
-    """The cut for this product."""
+def plan_product(
+    T: int, N: int, K: int, kind: Kind, group: int, itemsize: int = 2, processors: int = 132
+) -> Cut:
+    """The cut for this product. group: columns that share a scale, 0 for all; itemsize: of x.
+
+    `_few` has 8 to 24 KB in flight a stage, and rows for at least four programs a multiprocessor;
+    `_many` two programs a multiprocessor.
+    """
+    piece = 128 if itemsize == 2 else 32  # more would spill in float32
+    if group:
+        piece = min(piece, group & -group)
+    is_packed = kind in (4, "nf4")
     if T <= FEW:
-        columns = 1024 if bits == 4 and group > 32 else 512
-        if bits != 4:
-            group = 64
-        rows = 32 if N > 48 * processors else 16
-        return Cut(rows, 8, group, columns // group, 1, 8, 4)
-    if bits != 4:
-        group = 128
+        columns = 1024 if is_packed and piece > 32 else 512
+        if not is_packed:
+            piece = min(piece, 64)
+        rows = 32 if N > 48 * processors and kind != "nf4" else 16  # NF4 takes many registers
+        stages = 3 if kind == 16 else 4  # two programs fit into the shared memory
+        return Cut(rows, 8, piece, columns // piece, 1, 8, stages)
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
-    most_shares = triton.cdiv(K, group) // 2
+    most_shares = triton.cdiv(K, piece) // 2
     shares = max(1, min(2 * processors // tiles, most_shares))
-    return Cut(128, cols, group, 0, shares, 4 if cols < 64 else 8, 4)
+    return Cut(128, cols, piece, 1, shares, 4 if cols < 64 else 8, 4)
 
 
 # ---- Attention -----------------------------------------------------------------------------------
