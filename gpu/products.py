@@ -10,30 +10,30 @@ operations: at most three for each weight.
   - Tensor cores make the products, even for one row of x: rows of W are the rows, tokens the
     columns, as few as 8.
   - Scale and zero act on a group's sums. They are too small for asynchronous copies, which x and W
-    use, so `_few` loads those of the next groups while it multiplies.
+    use, so those of the next group are loaded while this one is multiplied.
   - Even and odd columns are two products, so the halves of a byte need not be put side by side.
   - One operation unpacks two weights of 4 bits: bfloat16 has 7 mantissa bits, so 0x4300 with q <
     128 in its last bits *is* the number 128 + q. The 128 is added to the zero, which is subtracted
     anyway. NF4's sixteen numbers are looked up, four at a time, in registers: `prmt` picks bytes.
   - The gate and up product ends with SwiGLU: a program takes rows of gate and the same rows of up.
-  - If W rounds its inputs to 8 bits (W8A8), the program rounds x as it reads it.
 
-  - 1 to 8 rows of x (`_few`): a program takes 16 or 32 rows of W; its warps take different columns,
-    and it adds up their sums.
-  - 9 to 64 rows (`_many`): a program takes 128 rows of W, so that x is read less often. If these
-    are too few programs for the GPU, several share the columns; the last one to end adds up the
-    sums of all, in order.
-  - More rows, and shapes that fit neither: one kernel makes numbers of W, SLAB weights at a time,
-    and torch multiplies. W8A8 rounds x by one kernel, and torch multiplies 8 bits by 8 bits.
+Three ways, by the rows of x:
+
+  - 1 to 8: a program takes 16 or 32 rows of W; its warps take different columns, and it adds up
+    their sums. For inputs of 8 bits (W8A8) it rounds x as it reads it.
+  - 9 to 64: a program takes 128 rows of W, so that x is read less often. If these are too few
+    programs for the GPU, several share the columns; the last one to end adds up the sums of all, in
+    order. Weights of 16 bits are left to torch.
+  - More rows, and odd shapes: a kernel dequantizes W, or rounds x, and torch multiplies.
 
 Invariant: results are those of kernels.Ops up to the order of sums; NF4 is rounded to x's type.
 Not covered: FP8 below compute capability 8.9.
 Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar et al. 2024, MARLIN
 (2408.11743).
 
-    T rows (tokens of a step) · K in_features · N out_features · M groups of a row of W
-    a piece: the columns that are multiplied together, of one group · B pieces at a time
-    J elements of a row of W, as it is loaded: bytes of 4 bits are two columns, and so x is loaded
+    T rows of x (tokens of a step) · K in_features · N out_features · M groups of a row of W
+    J elements of a row as it is loaded: 4 bits are loaded as bytes of two columns, and x as pairs
+    a piece: columns that are multiplied together, all of one group · B pieces at a time
 """
 
 from functools import cache
@@ -105,20 +105,17 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr):
-    """Bytes -> the numbers of their lower halves, those of their upper halves.
-
-    4 bits in bfloat16: 128 more, the `bias`.
-    """
+def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
+    """Bytes -> the numbers of their lower halves, those of their upper halves. OFFSET: by how much
+    they are too large."""
     if X == tl.bfloat16 and GPU:
         code: tl.constexpr = NIBBLES if KIND == 4 else LOOK_UP
         low, high = tl.inline_asm_elementwise(
             code, "=r,=r,=r,=r,r", [p], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     elif KIND == 4:
-        bias: tl.constexpr = 128 if X == tl.bfloat16 else 0
-        low = (p & 15).to(tl.float32) + bias
-        high = (p >> 4).to(tl.float32) + bias
+        low = (p & 15).to(tl.float32) + OFFSET
+        high = (p >> 4).to(tl.float32) + OFFSET
     else:
         low = tl.load(table + (p & 15))
         high = tl.load(table + (p >> 4))
@@ -143,11 +140,11 @@ def _dot(a, v, total, X: tl.constexpr):
 
 
 @triton.jit
-def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr):
-    """total + q x for a piece, and the sums of x. p: [(B,) rows, width]; v: [(B,) width, tokens]"""
+def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
+    """total + q x for a piece, and the sums of x. p: [(B,) ROWS, WIDTH]; v: [(B,) WIDTH, COLS]."""
     axis: tl.constexpr = len(v.shape) - 2
     if KIND == 4 or KIND == "nf4":
-        low, high = _unpack(p, table, KIND, X)
+        low, high = _unpack(p, table, KIND, X, OFFSET)
         even, odd = _halves(v, X)
         total = _dot(low, even, total, X)
         total = _dot(high, odd, total, X)
@@ -237,13 +234,15 @@ def _product(
     B: tl.constexpr,
     SPAN: tl.constexpr,
     EVEN: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROUND: tl.constexpr,
     SWIGLU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS rows of W, a share of the columns, B pieces at a time. B is 1 for many rows of x.
+    """ROWS rows of W, a share of the columns, B pieces at a time.
 
-    WIDTH: elements of a piece. SPAN: pieces that share a scale; 0: all of a row.
+    B is 1 for many rows of x. WIDTH: elements of a piece. SPAN: pieces that share a scale; 0: all
+    of a row. x_scale: of rows of x that were rounded before; ROUND: they are rounded here.
     """
     begin(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
@@ -280,15 +279,14 @@ def _product(
             v = _round_input(v, input_scale + tl.zeros(v.shape, tl.float32), KIND)
         if SPAN:
             next_s, next_z = _scales(scale, zero, row, (piece + B) // SPAN, M)
-            product, sums = _multiply(p, v, nothing, table, KIND, X)
+            product, sums = _multiply(p, v, nothing, table, KIND, X, OFFSET)
             if zero is not None:
-                of_unpack: tl.constexpr = 128 if KIND == 4 and X == tl.bfloat16 else 0
-                product -= tl.expand_dims(z + of_unpack, -1) * tl.expand_dims(sums, -2)
+                product -= tl.expand_dims(z + OFFSET, -1) * tl.expand_dims(sums, -2)
             total += tl.expand_dims(s, -1) * product
             s = next_s
             z = next_z
         else:
-            total, _ = _multiply(p, v, total, table, KIND, X)
+            total, _ = _multiply(p, v, total, table, KIND, X, OFFSET)
 
     if B > 1:
         total = tl.sum(total, 0)  # [ROWS, COLS]
@@ -475,6 +473,7 @@ def product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | None = Non
         B=cut.at_once,
         SPAN=w.group // cut.piece,
         EVEN=J % (width * cut.at_once) == 0,
+        OFFSET=128 if w.kind == 4 and x.dtype == torch.bfloat16 else 0,
         ROUND=rounds,
         SWIGLU=swiglu,
         num_warps=cut.num_warps,

@@ -194,11 +194,12 @@ def test_inputs_are_rounded_as_weights_are(bits, round_rows, dtype):
 @pytest.mark.parametrize("bits", [8, "fp8"])
 def test_8_bit_inputs(bits):
     """The product of quant.rounded_product, by a launch for few rows, and by torch for many."""
-    q = quantize(torch.randn(48, 96), bits)._replace(input_bits=8)
+    q = quantize(torch.randn(48, 640), bits)._replace(input_bits=8)
     bias = torch.randn(48)
     for dtype in (torch.float32, torch.bfloat16):
         for T in (1, FEW + 1, ROWS + 1):
-            x = torch.randn(T, 96).to(dtype)
+            x = torch.randn(T, 640).to(dtype)
+            x[:, -1] = 9  # the largest
             weight = Linear(on_device(q), bias.to(dtype).to(DEVICE))
             try:
                 y = GPU().linear(x.to(DEVICE), weight).cpu()
