@@ -184,6 +184,9 @@ def test_inputs_are_rounded_as_weights_are(bits, round_rows, dtype):
     x[3, 1:] = (torch.arange(199) / 8).to(dtype)
     x[4, 0] = 127
     x[4, 1:] = (torch.arange(199) / 2 - 50).to(dtype)
+    x[5, 0] = 448
+    x[5, 1:] = (torch.arange(199) / 1024).to(dtype)
+    x[6, 0] = torch.finfo(dtype).max
     wanted, scale = round_rows(x)
     for kind in (wanted.dtype, torch.float32):
         values, found = fused.round_inputs(x.to(DEVICE), bits, kind)
