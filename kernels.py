@@ -275,12 +275,12 @@ class Ops:
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """All drafts of a round: each pass drafts one token of every request that wants one more.
 
         -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
-        float[B, k, V] (speculative.py: Round). unread: each request's tokens that the cache
-        lacks. cache_blocks: as for `Cache.extend`.
+        float[B, k, V]; None in coupled mode, where nobody reads them (speculative.py: Round).
+        unread: each request's tokens that the cache lacks. cache_blocks: as for `Cache.extend`.
         """
         drafted, q = round.empty_drafts()
         new_tokens = list(unread)
@@ -294,7 +294,8 @@ class Ops:
             coin = round.draft_coin(j, rows)  # the random numbers of these draws (sampling.py)
             picked = coin.pick(probs)
             drafted[rows, j] = picked
-            q[rows, j] = probs
+            if q is not None:
+                q[rows, j] = probs
             for b, token in zip(rows, check_tokens(picked.tolist())):
                 new_tokens[b] = [token]
         return drafted, q

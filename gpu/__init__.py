@@ -211,11 +211,10 @@ class GPU(Ops):
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
-        unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
-        recordable = self.records and is_readable(cache)
-        if max(unread_counts, default=0) > 2 or not recordable:
+        few_unread = max(map(len, unread), default=0) <= 2
+        if not self.records or not is_readable(cache) or not few_unread:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)
