@@ -300,6 +300,10 @@ class Ops:
                 new_tokens[b] = [token]
         return drafted, q
 
+    def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
+        """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that
+        tokens are drawn from."""
+
     # ---- Other processes: here there are none (parallel.py)
 
     def shard_config(self, config: Config) -> Config:

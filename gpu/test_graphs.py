@@ -373,6 +373,23 @@ def test_texts_from_recordings_are_those_without():
         assert texts(Kernels()) == expected and recordings
 
 
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, (8, 4)), (torch.float64, (16, 16))])
+@torch.inference_mode()
+def test_a_warm_up_leaves_caches_and_texts_as_they_are(dtype, bits):
+    """In float64, too, which Triton's kernels do not read."""
+    llama = Llama(Config(**{**SMALL, **TINY}), DEVICE, dtype, seed=1, ops=Kernels()).pack_weights()
+    cache = PagedCache.of(llama, 30, 6, 40, bits=bits)
+    seq, _ = cache.open([1, 2, 3])
+    llama.forward(torch.tensor([1, 2, 3], device=DEVICE), cache.extend([(seq, [1, 2, 3])]), None)
+    parts = [*cache.keys.parts, *cache.values.parts]
+    before = [part.clone() for part in parts]
+    with recorded() as recordings:
+        llama.ops.warm_up(llama, cache, 67)
+    assert cache.sequence(seq).tokens == [1, 2, 3] and not cache.backend and not recordings
+    for part, was in zip(parts, before):
+        assert torch.equal(part.view(torch.uint8), was.view(torch.uint8))  # NaN, too
+
+
 class Padded(GPU):
     """Padding, of no sequence, is read as some text; the distributions are the reference's."""
 
