@@ -36,6 +36,7 @@ from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" i
         import triton.language as tl
 
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
+recordings: WeakSet[Any] = WeakSet()  # CUDA graphs that a backend has recorded
 
 
 class Linear(NamedTuple):

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from gpu.tuning import FEW
+from kernels import recordings
 from kvcache import AttentionMetadata, SequenceSlice
 from sampling import SETTINGS
 
@@ -64,6 +65,7 @@ def record(run: Run) -> Run:
     pool = memory_pool(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
+    recordings.add(graph)
     return graph.replay
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
+from app.launch import joined
 from checkpoint.config import Config
 from conftest import SMALL
 from drafters import ModelDrafter
@@ -463,7 +465,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """PyTorch 2.11's: nothing can be captured into a pool whose MemPool and graphs are gone."""
-    books = SimpleNamespace(users=Counter(), device=0)
+    books = SimpleNamespace(users=Counter(), device=0, graphs=weakref.WeakSet())
     ids = count(1)
 
     class Pool:
@@ -474,7 +476,13 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             weakref.finalize(self, books.users.subtract, [self.id])
 
     class Graph:
-        replay = print
+        is_reset = False
+
+        def replay(self) -> None:
+            """A method, which holds the graph."""
+
+        def reset(self) -> None:
+            self.is_reset = True
 
     @contextmanager
     def capture(graph: Graph, pool: tuple[int, int], **how: Any) -> Iterator[None]:
@@ -482,6 +490,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "use_count > 0 INTERNAL ASSERT FAILED"
         )
         books.users[pool] += 1
+        books.graphs.add(graph)
         weakref.finalize(graph, books.users.subtract, [pool])
         yield
 
@@ -503,6 +512,33 @@ def test_recordings_share_a_pool_that_outlives_them(allocator):
         del runs
         gc.collect()
     assert sorted(allocator.users.values()) == [1, 1]
+
+
+def test_processes_leave_their_group_without_recordings(allocator, monkeypatch):
+    """NCCL waits for them; after Ctrl-C a traceback holds the runner, so that they live."""
+    left = []
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="here").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+
+    def destroy() -> None:
+        left.append([graph.is_reset for graph in allocator.graphs])
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+
+    def serve() -> None:
+        llama = loud(1, Kernels())
+        runner = ModelRunner(llama, paged_cache(llama), 67)
+        request = Request([1], Settings(0.0, seed=0))
+        runner.open(request)
+        runner.step([runner.schedule(request)])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stop, joined(None, torch.device("cpu"), []):
+        serve()
+    assert left == [[True]]
+    assert "runner" in stop.traceback[-1].locals and len(allocator.graphs) == 1
 
 
 def test_a_models_device_is_the_current_one(monkeypatch):
