@@ -67,8 +67,9 @@ class Drafter:
         """How many tokens, at most `wanted`, can be drafted for this request. Changes nothing."""
         return 0
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        """int64[B, k] and float[B, k, V]: −1 and zeros where a request has fewer than k drafts."""
+    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
+        """int64[B, k] and float[B, k, V]: −1 and zeros where a request has fewer than k drafts. In
+        coupled mode only the tokens, and None."""
         return round.empty_drafts()
 
     def commit(self, request: Request, num_new: int) -> None:
@@ -125,7 +126,7 @@ class ModelDrafter(Drafter):
             return 0
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
         """k passes, each of which drafts a token of every request: the loop is `Ops.draft`."""
         seqs = [self.seqs.get(request, -1) for request in round.requests]  # −1: has no drafts
         pending = []
@@ -159,7 +160,7 @@ class SelfDrafter(Drafter):
         """0 until the first new token: so the target reads a prompt and draws in one step."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
         """cache_blocks=False: no other text finds blocks with the copy's keys and values."""
         seqs = [request.seq for request in round.requests]
         pending = [request.tokens[-1:] for request in round.requests]
@@ -194,12 +195,13 @@ class NgramDrafter(Drafter):
     def max_drafts(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
+    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
         drafted, q = round.empty_drafts()
         for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
             for j, token in enumerate(self.look_up(request, num_drafts)):
                 drafted[b, j] = token
-                q[b, j, token] = 1
+                if q is not None:
+                    q[b, j, token] = 1
         return drafted, q
 
     def look_up(self, request: Request, count: int) -> list[int]:

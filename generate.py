@@ -315,6 +315,10 @@ class Engine:
             multi_step=model.llama.ops.multi_step if use_cache else 1,  # steps done as one
         )
         self.batcher = Batcher(self.runner, max_batch)
+        if max_batch > 1:  # a lone text would wait for what it never launches
+            model.llama.ops.warm_up(model.llama, self.caches[0], model.tokenizer.vocab_size)
+            if draft is not None and draft.llama is not None:
+                draft.llama.ops.warm_up(draft.llama, self.caches[-1], model.tokenizer.vocab_size)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""

@@ -36,6 +36,7 @@ from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" i
         import triton.language as tl
 
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
+recordings: WeakSet[Any] = WeakSet()  # CUDA graphs that a backend has recorded
 
 
 class Linear(NamedTuple):
@@ -275,12 +277,12 @@ class Ops:
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """All drafts of a round: each pass drafts one token of every request that wants one more.
 
         -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
-        float[B, k, V] (speculative.py: Round). unread: each request's tokens that the cache
-        lacks. cache_blocks: as for `Cache.extend`.
+        float[B, k, V]; None in coupled mode, where nobody reads them (speculative.py: Round).
+        unread: each request's tokens that the cache lacks. cache_blocks: as for `Cache.extend`.
         """
         drafted, q = round.empty_drafts()
         new_tokens = list(unread)
@@ -294,10 +296,15 @@ class Ops:
             coin = round.draft_coin(j, rows)  # the random numbers of these draws (sampling.py)
             picked = coin.pick(probs)
             drafted[rows, j] = picked
-            q[rows, j] = probs
+            if q is not None:
+                q[rows, j] = probs
             for b, token in zip(rows, check_tokens(picked.tolist())):
                 new_tokens[b] = [token]
         return drafted, q
+
+    def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
+        """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that
+        tokens are drawn from."""
 
     # ---- Other processes: here there are none (parallel.py)
 

@@ -40,7 +40,6 @@ from sampling import Keyed, check_tokens
 from speculative import Coin, Round, couple, verify
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
-MAX_MULTI_STEP_PROBS = 2**25  # numbers of q [B, n, V], which `Ops.draft` fills for n plain tokens
 
 
 class ScheduledRequest(NamedTuple):
@@ -342,10 +341,13 @@ class ModelRunner:
     # ---- Several plain tokens on the device, before the host waits for them
 
     def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """How many plain tokens each request makes; []: one each, by an ordinary step."""
+        """How many plain tokens each request makes; []: one each, by an ordinary step.
+
+        A step with a chunk of a prompt is an ordinary one: there the other texts' tokens ride along
+        in the chunk's pass, for nothing.
+        """
         n = self.multi_step
-        too_many = len(scheduled) * n * self.vocab_size > MAX_MULTI_STEP_PROBS
-        if n == 1 or self.has_drafter or too_many:
+        if n == 1 or self.has_drafter:
             return []
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []

@@ -168,14 +168,15 @@ class Round:
         indices = [row * self.width + first for row in rows]
         return self.coins[indices]
 
-    def empty_drafts(self) -> tuple[Tensor, Tensor]:
-        """No drafts, to be filled: int64[B, k], all −1, and float[B, k, V], all zero."""
+    def empty_drafts(self) -> tuple[Tensor, Tensor | None]:
+        """No drafts, to be filled: int64[B, k], all −1, and q: float[B, k, V], all zero. In coupled
+        mode q is None: `couple` does not read it, and it is large."""
         B = len(self.requests)
         k = self.width - 1
-        V = self.vocab_size
         drafted = torch.full((B, k), -1, device=self.device)
-        q = torch.zeros(B, k, V, dtype=self.dtype, device=self.device)
-        return drafted, q
+        if self.coupled:
+            return drafted, None
+        return drafted, torch.zeros(B, k, self.vocab_size, dtype=self.dtype, device=self.device)
 
     def setting(self, name: str) -> list[float | int | None]:
         """The value of a sampling setting for each request."""

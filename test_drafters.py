@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from checkpoint.config import Config
 from conftest import SMALL
@@ -28,6 +30,26 @@ from test_speculative import COPY, CPU, TARGET, Kind, new_tokens, play, toy_cach
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
     return Round([request], [num_drafts], V, CPU, torch.float64)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that an operation makes; a view is not made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = [x.numel() for x in tree_leaves(results) if isinstance(x, Tensor)]
+            self.numel = max(self.numel, *sizes, 0)
+        return results
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: to say so to torch._dynamo would import it, in seconds."""
+        return False
 
 
 class LastToken(Drafter):
@@ -90,6 +112,41 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1], [0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
+
+
+# ---- In coupled mode nobody reads the distributions
+
+
+def proposed(
+    drafter: Drafter, coupled: bool, B: int, V: int, device: torch.device = CPU
+) -> tuple[list, Tensor | None, int]:
+    """Three drafts of each text -> the tokens, their distributions, and what `Largest` says."""
+    requests = [Request([7, 30, 4, 7, 30], Settings(1.0, seed=seed)) for seed in range(B)]
+    for request in requests:
+        drafter.open(request)
+        drafter.read(request, 3)
+    round = Round(requests, [3] * B, V, device, coupled=coupled)
+    with Largest() as largest:
+        drafted, q = drafter.propose(round)
+    return drafted.tolist(), q, largest.numel
+
+
+@pytest.mark.parametrize("B", [1, 3])  # a lone text is drafted in C, where there is a compiler
+@torch.inference_mode()
+def test_a_coupled_round_makes_no_distributions(B):
+    """At a large vocabulary; the tokens are those that the round's coins pick."""
+    V = 5000
+    llama = Llama(Config(**SMALL | dict(vocab_size=V)), seed=3).pack_weights()
+    llamas = [llama, Llama(Config(**SMALL | dict(vocab_size=V)), seed=3, ops=Ops()).pack_weights()]
+    drafters = [ModelDrafter(llama, KVCache.of(llama, 20, 2 * B)) for llama in llamas]
+    texts = []
+    for drafter in (*drafters, NgramDrafter()):
+        _, q, largest = proposed(drafter, False, B, V)
+        assert q.shape == (B, 3, V) and largest >= q.numel()
+        tokens, q, largest = proposed(drafter, True, B, V)
+        assert q is None and largest < 2 * B * V
+        texts.append(tokens)
+    assert texts[0] == texts[1] and texts[2] == [[4, 7, 30]] * B
 
 
 # ---- A model with a cache of its own

@@ -415,6 +415,40 @@ def test_multi_step_text_is_the_plain_text(pair):
     assert texts[0] == texts[1]
 
 
+class Greedy:
+    """A coin that picks what is most probable."""
+
+    def __init__(self, *keys: Tensor):
+        """The numbers do not depend on keys."""
+
+    def __getitem__(self, rows: slice) -> "Greedy":
+        return self
+
+    def pick(self, probs: Tensor) -> Tensor:
+        return probs.argmax(-1)
+
+
+class Large(Scripted):
+    """With a large vocabulary."""
+
+    def __call__(self, tokens: Tensor, metadata, logits_indices=None) -> Tensor:
+        logits = super().__call__(tokens, metadata, logits_indices)
+        return torch.nn.functional.pad(logits, (0, 128_000 - 10), value=-torch.inf).float()
+
+
+def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkeypatch):
+    """Steps that read a prompt make one."""
+    monkeypatch.setattr(Ops, "probabilities", lambda self, logits, **settings: logits.exp())
+    n = 72
+    cache = KVCache(1, 1, 1, 8, n, dtype=torch.float64)
+    runner = ModelRunner(Large(TRUTH), cache, 128_000, make_coin=Greedy, multi_step=4)
+    requests = [Request(TRUTH[:2], Settings(max_tokens=5, seed=i)) for i in range(n)]
+    play(runner, requests)
+    assert all(request.tokens == TRUTH[:7] for request in requests)
+    looks = {tuple(stats.num_accepted + 1 for stats in request.rounds) for request in requests}
+    assert looks == {(1, 4)}
+
+
 # ---- The report, and γ by the clock
 
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from app.shell import SIGNALS, Terminated, raise_signal, say, status
 from errors import UserError
+from kernels import recordings
 from parallel import num_processes, stop_flag
 
 PROGRAM = Path(__file__).parent.parent / "generate.py"
@@ -169,6 +170,14 @@ def torchrun_ranks() -> tuple[int, int, int]:
     return rank, n, local_rank
 
 
+def leave() -> None:
+    """Leave the group, after an error, too: its threads end. Recordings go first: NCCL waits for
+    those that launch it, and an error's traceback may keep them alive."""
+    for graph in recordings:
+        graph.reset()
+    dist.destroy_process_group()
+
+
 @contextmanager
 def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Iterator[torch.device]:
     """Run the block in n processes -> the device of this one. n None: as torchrun says, or one.
@@ -199,7 +208,7 @@ def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Ite
         else:  # by hand: to meet has a time limit, what comes later has none
             store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
         dist.init_process_group(store=store, rank=rank, world_size=n, timeout=FOREVER)
-        stack.callback(dist.destroy_process_group)  # after an error, too: its threads end
+        stack.callback(leave)
         yield device if device.type == "cpu" else torch.device(device.type, local_rank)
 
 

@@ -160,7 +160,7 @@ class CPU(Ops):
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The drafts of a lone sequence without filters in one call.
 
         The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
@@ -179,8 +179,12 @@ class CPU(Ops):
             temperature = SETTINGS["temperature"]
         first = round.first_draft_coin
         streams = round.coins[first : first + k].streams
-        drafted, q = model.draft(x, cos, sin, metadata, temperature, streams, round.vocab_size)
-        return drafted[None], check_finite(q)[None]
+        drafted, q = round.empty_drafts()
+        V = round.vocab_size
+        model.draft(x, cos, sin, metadata, temperature, streams, V, drafted, q)
+        if q is not None:
+            check_finite(q)
+        return drafted, q
 
     def native_model(self, llama: Llama) -> native.NativeModel | None:
         """The model for calls of all layers; None if C does not do all of them."""

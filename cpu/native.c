@@ -304,9 +304,9 @@ void soften_rows(const float *x, float *p, long B, long V, float t) {
     for (long b = 0; b < B; b++) soften(x + b * V, p + b * V, V, t);
 }
 
-// k tokens of a sequence, each picked from q: [k, V], with its own stream, before the next pass:
-// drafted[k]. x: [T, C], of the tokens before them; cos, sin, step: of T + k − 1 tokens.
-// room: T · C, the logits, and that of `layers`.
+// k tokens of a sequence, each picked with its own stream before the next pass: drafted[k], −1
+// before. q: [k, V], or 0 where nobody reads what they were picked from. x: [T, C], of the tokens
+// before them; cos, sin, step: of T + k − 1 tokens. room: T · C, the logits, and that of `layers`.
 void drafts(const Model *m, float *x, float *room, const float *cos, const float *sin,
             const Step *step, long T, float t, const int64_t *streams, int64_t *drafted,
             float *q, long k, long V) {
@@ -316,8 +316,9 @@ void drafts(const Model *m, float *x, float *room, const float *cos, const float
     for (long j = 0; j < k; j++) {
         layers(m, x, out, logits + m->head->N, cos, sin, &now, T);
         product(out + (T - 1) * C, m->head, logits, 1);
-        soften(logits, q + j * V, V, t);
-        pick_f32(q + j * V, streams + j, drafted + j, 1, V);
+        float *p = q ? q + j * V : logits;
+        soften(logits, p, V, t);
+        pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
         cos += T * D, sin += T * D, now.positions += T, now.slots += T, T = 1;
     }

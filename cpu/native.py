@@ -543,17 +543,17 @@ class NativeModel(ctypes.Structure):
         temperature: float,
         streams: Tensor,
         V: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The next k tokens of a sequence, int64[k], and their distributions, float32[k, V].
+        drafted: Tensor,
+        q: Tensor | None,
+    ) -> None:
+        """Fill in the next k tokens of a sequence, int64[1, k], all −1 before (and after, where
+        logits are not finite); and their distributions, float32[1, k, V], if they are wanted.
 
         x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; metadata: of
         T + k − 1 tokens; streams: int64[k, 1], contiguous, one for each pick.
         """
         T, C = x.shape
-        k = len(streams)
         scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
-        drafted = torch.zeros(k, dtype=torch.int64)
-        q = torch.empty(k, V)
         library().drafts(
             ctypes.addressof(self),
             x.data_ptr(),
@@ -565,11 +565,10 @@ class NativeModel(ctypes.Structure):
             temperature,
             streams.data_ptr(),
             drafted.data_ptr(),
-            q.data_ptr(),
-            k,
+            address(q),
+            len(streams),
             V,
         )
-        return drafted, q
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def drafts(
     coin: Any = Keyed,
     bits: str = "16",
     **settings: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, bool]:
     """-> drafts, their distributions, the logits after them (so what is in the cache), and whether
     it was one call."""
     if layout == "contiguous":
@@ -102,12 +102,26 @@ def test_drafts_in_one_call_are_those_one_by_one(layout, kind):
         tokens, q, after, one_call = drafts(llama, False, **how)
         wanted_tokens, wanted_q, wanted_after, _ = drafts(llama, True, **how)
         assert one_call and tokens.shape == (1, gamma)
-        assert tokens.dtype == torch.int64 and q.dtype == torch.float32
-        assert torch.equal(tokens, wanted_tokens) and not q[wanted_q == 0].any()
-        torch.testing.assert_close(q, wanted_q, atol=1e-6, rtol=1e-4)
+        assert tokens.dtype == torch.int64 and torch.equal(tokens, wanted_tokens)
+        assert (q is None) == (wanted_q is None) == coupled
+        if not coupled:
+            assert q.dtype == torch.float32 and not q[wanted_q == 0].any()
+            torch.testing.assert_close(q, wanted_q, atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(after, wanted_after, atol=1e-4, rtol=1e-4)
         num_different += len(set(tokens[0].tolist()))
     assert num_different > 12  # not one token all the time
+
+
+@torch.inference_mode()
+def test_logits_that_are_not_finite_are_refused_or_no_token():
+    """`check_tokens` refuses −1 (runner.py)."""
+    llama = scaled_llama()
+    llama.norm.fill_(torch.nan)
+    for temperature in (0, 1.0):
+        with pytest.raises(ValueError, match="not finite"):
+            drafts(llama, False, temperature=temperature)
+        tokens, *_ = drafts(llama, False, coupled=True, temperature=temperature)
+        assert tokens.tolist() == [[-1, -1]]
 
 
 CASES = [

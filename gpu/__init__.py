@@ -5,6 +5,7 @@
     attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
+    warm_up                       every kernel once, before the texts come
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
 recorded over it: cache.backend.
@@ -62,37 +63,16 @@ def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
     return cache.backend[key]
 
 
-def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> Tensor:
+def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> None:
     """Launch a step of this shape, (sequences, new tokens of each), that has no sequences.
 
-    So it stores nothing. splits: of attention's keys, 1 or more -> logits, undefined.
+    So it stores nothing. splits: of attention's keys, 1 or more.
     """
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
     metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
-    return llama.forward(tokens, metadata, None)
-
-
-def warm_up(llama: Llama, cache: Cache) -> None:
-    """Launch every kernel variant that serving uses, so that Triton compiles nothing later.
-
-    Attention has variants of 16, 32, 64 and 128 rows, with and without a split; products with
-    quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without. All
-    other kernels have one variant.
-    """
-    config = llama.config
-    R = config.num_attention_heads // config.num_key_value_heads
-    new_tokens = {rows // R for rows in (16, 32, 64) if rows >= R}
-    new_tokens.add(64 // R + 1)
-    shapes = [(1, n) for n in new_tokens] + [(n, 1) for n in (8, 16, 32, 64, 65)]
-    for shape in shapes:
-        for splits in (1, 2):
-            logits = run_empty_step(llama, cache, shape, splits)
-    streams = torch.zeros(1, 1, dtype=torch.int64, device=llama.device)
-    for top_k in (None, 1):
-        probs = llama.ops.probabilities(logits[:1], temperature=1.0, top_k=top_k)
-        llama.ops.pick(probs, streams)
+    llama.forward(tokens, metadata, None)
 
 
 class GPU(Ops):
@@ -228,14 +208,36 @@ class GPU(Ops):
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
-        unread_counts = [len(new) for new, n in zip(unread, round.num_drafts) if n]
-        recordable = self.records and is_readable(cache)
-        if max(unread_counts, default=0) > 2 or not recordable:
+        few_unread = max(map(len, unread), default=0) <= 2
+        if not self.records or not is_readable(cache) or not few_unread:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)
+
+    @torch.inference_mode()
+    def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
+        """Launch every kernel variant that serving uses.
+
+        Attention has variants of 16, 32, 64 and 128 rows, with and without a split; products with
+        quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without.
+        All other kernels have one variant.
+        """
+        config = llama.config
+        R = config.num_attention_heads // config.num_key_value_heads
+        new_tokens = {rows // R for rows in (16, 32, 64) if rows >= R}
+        new_tokens.add(64 // R + 1)
+        shapes = [(1, n) for n in new_tokens] + [(n, 1) for n in (8, 16, 32, 64, 65)]
+        if is_readable(cache):
+            for shape in shapes:
+                for splits in (1, 2):
+                    run_empty_step(llama, cache, shape, splits)
+        logits = torch.zeros(1, config.vocab_size, dtype=llama.dtype, device=llama.device)
+        streams = torch.zeros(1, 1, dtype=torch.int64, device=llama.device)
+        for top_k in (None, 1):
+            probs = self.probabilities(logits[:, :vocab_size], top_k=top_k)
+            self.pick(probs, streams)
 
 
 def ops() -> Ops | None:

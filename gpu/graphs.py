@@ -15,7 +15,7 @@ replay, and no recorded operation may send a number to the host.
 A recording has a fixed shape: numbers of sequences and blocks are rounded up (`bucket_of`), and the
 surplus is padding. It is made when a shape first occurs. All recordings share one memory pool,
 because they run one at a time. The γ drafts need no host in between: their slots in the cache are
-reserved at once, and `next_step` computes the next step's metadata on the device.
+reserved at once, and `next_steps` computes the metadata of all their steps on the device.
 
 Invariant: results are those of the model called directly, drafts those of kernels.Ops.draft. The
 next round of a shape overwrites this round's drafts.
@@ -27,7 +27,7 @@ Not covered: graphs for prompts, and for sequences with very different numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +36,8 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from gpu.tuning import FEW
+from kernels import recordings
 from kvcache import AttentionMetadata, SequenceSlice
 from sampling import SETTINGS
 
@@ -63,6 +65,7 @@ def record(run: Run) -> Run:
     pool = memory_pool(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
+    recordings.add(graph)
     return graph.replay
 
 
@@ -121,26 +124,32 @@ def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
     return metadata
 
 
-def next_step(metadata: AttentionMetadata, stops: Tensor) -> AttentionMetadata:
-    """The step of each sequence's next token, computed on the device.
+def next_steps(metadata: AttentionMetadata, stops: Tensor, n: int) -> Iterator[AttentionMetadata]:
+    """The steps of each sequence's next n tokens, one each: views of tensors [n, B] that the device
+    computes at once.
 
     stops: int32[B], the lengths at which to stop: a token there is padding.
     """
-    following = copy(metadata)
     B, M = metadata.block_tables.shape
     S = metadata.block_size
-    lengths = metadata.seq_lens
-    position = torch.minimum(lengths, stops - 1).clamp(min=0)
-    column = (position // S).long()[:, None]
-    block = metadata.block_tables.gather(1, column)[:, 0]  # int32[B]
-    following.shape = (B, B, M)
-    following.num_new_tokens = [1] * B
-    following.positions = lengths
-    following.slot_mapping = torch.where(lengths < stops, block * S + position % S, -1)
-    following.cu_seqlens = torch.arange(B + 1, dtype=torch.int32, device=lengths.device)
-    following.seq_lens = torch.minimum(lengths + 1, stops)
-    following.backend = {"longest": metadata.backend["longest"]}
-    return following
+    cu_seqlens = torch.arange(B + 1, dtype=torch.int32, device=stops.device)
+    ahead = torch.arange(n, dtype=torch.int32, device=stops.device)[:, None]
+    all_positions = torch.minimum(metadata.seq_lens + ahead, stops)
+    columns = (all_positions // S).clamp(max=M - 1)  # at a stop there may be no block
+    blocks = metadata.block_tables.T.gather(0, columns.long())  # int32[n, B]
+    slots = blocks * S + all_positions % S
+    slot_mappings = torch.where(all_positions < stops, slots, -1)
+    all_seq_lens = torch.minimum(all_positions + 1, stops)
+    for positions, slot_mapping, seq_lens in zip(all_positions, slot_mappings, all_seq_lens):
+        step = copy(metadata)
+        step.shape = (B, B, M)
+        step.num_new_tokens = [1] * B
+        step.positions = positions
+        step.slot_mapping = slot_mapping
+        step.cu_seqlens = cu_seqlens
+        step.seq_lens = seq_lens
+        step.backend = {"longest": metadata.backend["longest"]}
+        yield step
 
 
 # ---- Passes --------------------------------------------------------------------------------------
@@ -215,18 +224,10 @@ class Inputs:
         self.settings = settings.view(torch.float64).view(-1, B)  # float64[settings, B]
 
     @classmethod
-    def of(
-        cls, round: Round, unread: Sequence[Sequence[int]], lengths: Sequence[int], B: int
-    ) -> Inputs:
-        """Those of a round, on the host. lengths: of the sequences, unread tokens included."""
-        n = len(lengths)
+    def of(cls, round: Round, tokens: Sequence[int], stops: Sequence[int], B: int) -> Inputs:
+        """Those of a round, on the host."""
+        n = len(stops)
         inputs = cls(B, max(round.num_drafts), "cpu", pinned=round.device.type == "cuda")
-        tokens: list[int] = []
-        stops = []
-        for new, num_drafts, length in zip(unread, round.num_drafts, lengths):
-            if num_drafts:
-                tokens += new
-            stops.append(length + max(0, num_drafts - 1))
         inputs.tokens[: len(tokens)] = torch.tensor(tokens)
         inputs.num_drafts[:n] = torch.tensor(round.num_drafts)
         inputs.stops[:n] = torch.tensor(stops)
@@ -241,7 +242,7 @@ class RecordedRound(NamedTuple):
     inputs: Inputs
     metadata: AttentionMetadata
     drafted: Tensor  # int64[B, k]
-    q: Tensor  # float[B, k, V]
+    q: Tensor | None  # float[B, k, V]
     run: Recorded
 
 
@@ -251,7 +252,7 @@ class Drafts:
     def __init__(self, llama: Llama):
         self.llama = llama
         self.rounds: dict[Any, RecordedRound] = {}
-        self.drafted: dict[Any, tuple[Tensor, Tensor]] = {}  # for each B, k, V and dtype
+        self.q: dict[Any, Tensor] = {}  # for each B, k, V and dtype
 
     def __call__(
         self,
@@ -260,7 +261,7 @@ class Drafts:
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`Ops.draft`, with at most two unread tokens of each sequence."""
         n = len(round.num_drafts)
         new_tokens = []
@@ -268,22 +269,29 @@ class Drafts:
             if num_drafts:  # 0: a token that only the device will know
                 new_tokens.append((seq, [*new, *[0] * (num_drafts - 1)]))
         reserved = cache.extend(new_tokens, cache_blocks)
-        bucket = bucket_of(reserved, n, 2)
-        recorded = self._recorded(cache, bucket, round)
         slices = iter(reserved.sequences)
         sequences = []
+        tokens: list[int] = []
+        stops = []
         for new, num_drafts in zip(unread, round.num_drafts):
             if num_drafts:
-                block_table, start, _ = next(slices)
+                block_table, start, stop = next(slices)
                 sequences.append(SequenceSlice(block_table, start, start + len(new)))
+                tokens += new
+                stops.append(stop)
             else:
                 sequences.append(SequenceSlice((), 0, 0))
+                stops.append(0)
+        # Rounds of few sequences share a recording, with one unread token and with two.
+        each = 2 if 2 * n <= FEW else max(map(len, unread))
+        bucket = bucket_of(reserved, n, each)
+        recorded = self._recorded(cache, bucket, round)
         recorded.metadata.fill(sequences)
-        lengths = [sequence.seq_len for sequence in sequences]
-        inputs = Inputs.of(round, unread, lengths, bucket.sequences)
+        inputs = Inputs.of(round, tokens, stops, bucket.sequences)
         recorded.inputs.buffer.copy_(inputs.buffer, non_blocking=True)
         recorded.run()
-        return recorded.drafted[:n], recorded.q[:n]
+        q = recorded.q if recorded.q is None else recorded.q[:n]
+        return recorded.drafted[:n], q
 
     def _recorded(self, cache: Cache, bucket: Bucket, round: Round) -> RecordedRound:
         """The recording for such a round."""
@@ -297,12 +305,14 @@ class Drafts:
         key = bucket, k, used, round.coupled, round.make_coin, V, round.dtype
         if key in self.rounds:
             return self.rounds[key]
-        shape = B, k, V, round.dtype
-        if shape not in self.drafted:
-            drafted = torch.empty(B, k, dtype=torch.int64, device=device)
-            q = torch.empty(B, k, V, dtype=round.dtype, device=device)
-            self.drafted[shape] = drafted, q
-        drafted, q = self.drafted[shape]
+        q = None
+        if not round.coupled:
+            shape = B, k, V, round.dtype
+            if shape not in self.q:
+                self.q[shape] = torch.empty(B, k, V, dtype=round.dtype, device=device)
+            q = self.q[shape]
+        drafted = torch.empty(B, k, dtype=torch.int64, device=device)
+        zero = torch.zeros((), dtype=round.dtype, device=device)
         inputs = Inputs(B, k, device)
         first_metadata = empty_metadata(cache, bucket)
         llama = self.llama
@@ -314,19 +324,21 @@ class Drafts:
             seeds, positions, roles = inputs.coins.unbind(1)
             coins = coin(seeds, positions, roles)
             settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
-            tokens = inputs.tokens
-            metadata = first_metadata
-            logits_indices: Tensor | None = metadata.cu_seqlens[1:].long() - 1  # the last unread
-            for j in range(k):
+            is_padding = inputs.num_drafts[:, None] <= torch.arange(k, device=device)  # bool[B, k]
+            following = next_steps(first_metadata, inputs.stops.int(), k - 1)
+            tokens = inputs.tokens[: B * bucket.each]
+            logits_indices: Tensor | None = first_metadata.cu_seqlens[1:].long() - 1  # last unread
+            picked = []
+            for j, metadata in enumerate([first_metadata, *following]):
                 logits = llama.forward(tokens, metadata, logits_indices)[:, :V]  # [B, V]
                 probs = ops.probabilities(logits, **settings)
-                picked = coins[first_coin + j :: k + 1].pick(probs)
-                wanted = inputs.num_drafts > j
-                drafted[:, j] = torch.where(wanted, picked, -1)
-                q[:, j] = torch.where(wanted[:, None], probs, 0)
-                tokens = drafted[:, j].clamp(min=0)  # −1: no draft
-                metadata = next_step(metadata, inputs.stops.int())
+                if q is not None:
+                    torch.where(is_padding[:, j, None], zero, probs.to(q.dtype), out=q[:, j])
+                picked.append(coins[first_coin + j :: k + 1].pick(probs))
+                tokens = picked[j].clamp(min=0)  # −1: not finite
                 logits_indices = None
+            torch.stack(picked, 1, out=drafted)
+            drafted.masked_fill_(is_padding, -1)
 
         self.rounds[key] = RecordedRound(inputs, first_metadata, drafted, q, Recorded(run))
         return self.rounds[key]

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
+from app.launch import joined
 from checkpoint.config import Config
 from conftest import SMALL
 from drafters import ModelDrafter
@@ -32,6 +35,9 @@ from paged import PagedCache
 from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
 from request import Request, Settings
 from runner import ModelRunner
+from sampling import Keyed
+from speculative import Round
+from test_drafters import proposed
 
 pytestmark = pytest.mark.gpu_interpreter
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -176,17 +182,145 @@ def test_shapes_are_few_and_large_enough():
 
 
 def test_a_sequence_that_has_all_its_drafts_stores_nothing_more():
-    """Blocks of 4 tokens: the first sequence has two steps left, the second none."""
-    sequences = [SequenceSlice([7, 5], 2, 3), SequenceSlice([6], 2, 3), SequenceSlice((), 0, 0)]
+    """Blocks of 4 tokens: the first sequence has two steps left, the second none, the third one, to
+    the end of its blocks."""
+    sequences = [
+        SequenceSlice([7, 5], 2, 3),
+        SequenceSlice([6], 2, 3),
+        SequenceSlice([8, 9], 6, 7),
+        SequenceSlice((), 0, 0),
+    ]
     metadata = AttentionMetadata(sequences, 4)
     metadata.backend["longest"] = 8
-    stops = torch.tensor([5, 3, 0], dtype=torch.int32)
+    stops = torch.tensor([5, 3, 8, 0], dtype=torch.int32)
+    positions = []
     slots = []
-    for _ in range(3):
-        metadata = graphs.next_step(metadata, stops)
-        slots.append(metadata.slot_mapping.tolist())
-    assert slots == [[31, -1, -1], [20, -1, -1], [-1, -1, -1]]
-    assert metadata.seq_lens.tolist() == [5, 3, 0]
+    lengths = []
+    for step in graphs.next_steps(metadata, stops, 3):
+        positions.append(step.positions.tolist())
+        slots.append(step.slot_mapping.tolist())
+        lengths.append(step.seq_lens.tolist())
+    assert positions == [[3, 3, 7, 0], [4, 3, 8, 0], [5, 3, 8, 0]]
+    assert slots == [[31, -1, 39, -1], [20, -1, -1, -1], [-1, -1, -1, -1]]
+    assert lengths == [[4, 3, 8, 0], [5, 3, 8, 0], [5, 3, 8, 0]]
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched, operations and Triton's kernels; a view is no launch."""
+
+    count = 0
+    is_counting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.is_counting and not func.is_view
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], object]:
+        """In place of `graphs.record`."""
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.count += self.is_counting
+            LAUNCH(*args, **kwargs)
+
+        with mock.patch.object(InterpretedFunction, "run", launch), self:
+            run()
+        return run
+
+    def leave_out(self, owner: object, name: str) -> None:
+        """Do not count what this function launches."""
+        function = getattr(owner, name)
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            self.is_counting = False
+            result = function(*args, **kwargs)
+            self.is_counting = True
+            return result
+
+        setattr(owner, name, uncounted)
+
+
+@cache
+def coin_of(ops: Ops) -> Callable[..., Keyed]:
+    return partial(Keyed, draw=ops.pick)
+
+
+def draft(
+    llama: Llama,
+    num_unread: list[int],
+    k: int = 2,
+    coupled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    kv: Cache | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """k drafts of new texts with so many unread tokens."""
+    kv = kv or PagedCache.of(llama, 30, 6, 40)
+    unread = [[1] * n for n in num_unread]
+    requests = [Request(text, Settings(seed=seed)) for seed, text in enumerate(unread)]
+    seqs = [kv.open(())[0] for _ in requests]
+    coin = coin_of(llama.ops)
+    round = Round(requests, [k] * len(seqs), 67, DEVICE, dtype, coin, coupled, llama.ops)
+    return llama.ops.draft(llama, kv, seqs, unread, round)
+
+
+def launches_of_a_round(k: int, coupled: bool) -> int:
+    """In the recording of k drafts each, beside those of passes, probabilities and picks."""
+    llama = loud(1, Kernels())
+    launches = Launches()
+    launches.leave_out(llama, "forward")
+    launches.leave_out(llama.ops, "probabilities")
+    launches.leave_out(llama.ops, "pick")
+    with mock.patch.object(graphs, "record", launches):
+        draft(llama, [2, 1], k, coupled)
+    assert launches.count > 0
+    return launches.count
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@torch.inference_mode()
+def test_a_token_of_a_round_launches_little_beside_its_pass(coupled):
+    """Its input; in exact mode its distribution, too."""
+    fewer, more = (launches_of_a_round(k, coupled) for k in (3, 4))
+    assert more - fewer <= 2 - coupled
+
+
+@torch.inference_mode()
+def test_a_coupled_round_records_no_distributions():
+    V = 5000
+    llama = Llama(Config(**{**SMALL, **TINY, "vocab_size": V}), DEVICE, ops=Kernels())
+    for coupled in (False, True):
+        drafter = ModelDrafter(llama, contiguous_cache(llama))
+        with recorded() as recordings:
+            _, q, largest = proposed(drafter, coupled, 2, V, DEVICE)
+        assert recordings and (q is None) == coupled
+        assert (largest >= 2 * 3 * V) != coupled
+
+
+@torch.inference_mode()
+def test_texts_without_padding_where_it_costs():
+    """Many texts with a token each are a pass of so many; few share a recording with two each."""
+    llama = loud(1, Kernels())
+    kv = paged_cache(llama)
+    with recorded() as recordings, mock.patch.object(llama, "forward", wraps=llama.forward) as run:
+        draft(llama, [1, 2], kv=kv)
+        draft(llama, [1, 1], kv=kv)
+        assert len(recordings) == 1
+        run.reset_mock()
+        draft(llama, [1] * 6)
+    assert [len(call.args[0]) for call in run.call_args_list] == [6] * 2 * 2
+
+
+@torch.inference_mode()
+def test_q_has_the_dtype_of_the_round():
+    """Of the target's probabilities, where a draft's are float32."""
+    llama = loud(1, Kernels())
+    with recorded():
+        _, q = draft(llama, [1], dtype=torch.float64)
+    assert q.dtype == torch.float64
+    torch.testing.assert_close(q.sum(-1), torch.ones_like(q[..., 0]))
 
 
 def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait():
@@ -239,6 +373,23 @@ def test_texts_from_recordings_are_those_without():
     expected = texts(Ops())
     with recorded() as recordings:
         assert texts(Kernels()) == expected and recordings
+
+
+@pytest.mark.parametrize("dtype, bits", [(torch.float32, (8, 4)), (torch.float64, (16, 16))])
+@torch.inference_mode()
+def test_a_warm_up_leaves_caches_and_texts_as_they_are(dtype, bits):
+    """In float64, too, which Triton's kernels do not read."""
+    llama = Llama(Config(**{**SMALL, **TINY}), DEVICE, dtype, seed=1, ops=Kernels()).pack_weights()
+    cache = PagedCache.of(llama, 30, 6, 40, bits=bits)
+    seq, _ = cache.open([1, 2, 3])
+    llama.forward(torch.tensor([1, 2, 3], device=DEVICE), cache.extend([(seq, [1, 2, 3])]), None)
+    parts = [*cache.keys.parts, *cache.values.parts]
+    before = [part.clone() for part in parts]
+    with recorded() as recordings:
+        llama.ops.warm_up(llama, cache, 67)
+    assert cache.sequence(seq).tokens == [1, 2, 3] and not cache.backend and not recordings
+    for part, was in zip(parts, before):
+        assert torch.equal(part.view(torch.uint8), was.view(torch.uint8))  # NaN, too
 
 
 class Padded(GPU):
@@ -314,7 +465,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """PyTorch 2.11's: nothing can be captured into a pool whose MemPool and graphs are gone."""
-    books = SimpleNamespace(users=Counter(), device=0)
+    books = SimpleNamespace(users=Counter(), device=0, graphs=weakref.WeakSet())
     ids = count(1)
 
     class Pool:
@@ -325,7 +476,13 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             weakref.finalize(self, books.users.subtract, [self.id])
 
     class Graph:
-        replay = print
+        is_reset = False
+
+        def replay(self) -> None:
+            """A method, which holds the graph."""
+
+        def reset(self) -> None:
+            self.is_reset = True
 
     @contextmanager
     def capture(graph: Graph, pool: tuple[int, int], **how: Any) -> Iterator[None]:
@@ -333,6 +490,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "use_count > 0 INTERNAL ASSERT FAILED"
         )
         books.users[pool] += 1
+        books.graphs.add(graph)
         weakref.finalize(graph, books.users.subtract, [pool])
         yield
 
@@ -354,6 +512,33 @@ def test_recordings_share_a_pool_that_outlives_them(allocator):
         del runs
         gc.collect()
     assert sorted(allocator.users.values()) == [1, 1]
+
+
+def test_processes_leave_their_group_without_recordings(allocator, monkeypatch):
+    """NCCL waits for them; after Ctrl-C a traceback holds the runner, so that they live."""
+    left = []
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="here").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+
+    def destroy() -> None:
+        left.append([graph.is_reset for graph in allocator.graphs])
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+
+    def serve() -> None:
+        llama = loud(1, Kernels())
+        runner = ModelRunner(llama, paged_cache(llama), 67)
+        request = Request([1], Settings(0.0, seed=0))
+        runner.open(request)
+        runner.step([runner.schedule(request)])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stop, joined(None, torch.device("cpu"), []):
+        serve()
+    assert left == [[True]]
+    assert "runner" in stop.traceback[-1].locals and len(allocator.graphs) == 1
 
 
 def test_a_models_device_is_the_current_one(monkeypatch):

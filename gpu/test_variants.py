@@ -5,7 +5,8 @@ All kinds that a server needs are few, and a warm-up can launch them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -24,14 +25,16 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from conftest import SMALL
-from drafters import ModelDrafter
-from gpu import GPU, graphs, warm_up
+from drafters import ModelDrafter, SelfDrafter
+from generate import Draft, Engine, Model
+from gpu import GPU, graphs
 from kernels import Flash, Ops
 from model import Llama
 from paged import PagedCache
 from quant import Kind
 from request import Request, Settings
 from runner import ModelRunner
+from tokenizer import Tokenizer
 
 pytestmark = [
     pytest.mark.gpu_interpreter,
@@ -47,6 +50,13 @@ CONFIG = SMALL | dict(
     num_hidden_layers=1,
     max_position_embeddings=1024,
 )
+
+CASES = [  # bits of the target's weights, the draft's, and the cache's
+    (16, None, 16),
+    (4, None, "8/4"),
+    (16, 8, 8),
+    (16, 4, 16),
+]
 
 
 def random_llama(
@@ -94,14 +104,14 @@ def counted() -> Iterator[dict[str, set[str]]]:
         yield variants
 
 
-def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
-    """Requests of all lengths and settings: prompts, chunks, tokens and drafts in one step."""
+def serve(batcher: Batcher, count: int) -> None:
+    """Requests of all lengths and settings: prompts, chunks, tokens and drafts in one step. Then as
+    many at once as run together."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(most: int) -> int:
         return int(torch.randint(1, most, (), generator=generator))
 
-    batcher = Batcher(ModelRunner(llama, cache, 67, drafter, budget=100), 70)
     for i in range(count):
         prompt = [draw(3)] * draw(400 if i % 16 == 0 else 30)
         settings = Settings(
@@ -112,26 +122,47 @@ def serve(llama: Llama, cache: PagedCache, drafter: Any, count: int) -> None:
             gamma=i % 4,
         )
         batcher.add(Request(prompt, settings))
-    while batcher.waiting or batcher.running:
-        batcher.step()
+    for _ in batcher.run():
+        pass
+    for _ in batcher.run(Request([1], Settings(seed=i, max_tokens=9)) for i in range(70)):
+        pass
 
 
-@pytest.mark.parametrize("bits, kv", [(16, (16, 16)), (4, (8, 4))])
-@torch.inference_mode()
-def test_warm_up_launches_all_variants_of_serving(bits, kv):
-    llama = random_llama(bits, GPU())
-    cache = PagedCache.of(llama, 400, 4, bits=kv)
-    drafter = None
-    if bits == 16:
-        drafter = ModelDrafter(llama, PagedCache.of(llama, 400, 4, bits=kv))
+def engine(
+    folder: Path, ops: Ops, bits: int, draft_bits: int | None, max_batch: int, kv_bits: Any = 16
+) -> Engine:
+    """draft_bits: of a draft with a cache of its own, or, if these are 4, in the target's."""
+    model = Model(random_llama(bits, ops, vocab_size=272), Tokenizer.load(folder))
+    draft = None
+    if draft_bits is not None:
+        llama = random_llama(draft_bits, ops, vocab_size=272)
+        kind = SelfDrafter if draft_bits == 4 else ModelDrafter
+        draft = Draft(llama, kind is ModelDrafter, partial(kind, llama))
+    return Engine(model, draft, 6400, 640, max_batch, kv_bits=kv_bits)
+
+
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("bits, draft_bits, kv_bits", CASES)
+def test_an_engine_of_many_texts_compiles_nothing_in_the_middle_of_serving(
+    bits, draft_bits, kv_bits, records, base
+):
+    """As many variants as are needed: of attention, with and without a split, 16 to 128 rows."""
     with counted() as first:
-        warm_up(llama, cache)
+        batcher = engine(base, GPU(records), bits, draft_bits, 70, kv_bits).batcher
     with counted() as later:
-        serve(llama, cache, drafter, 256)
+        serve(batcher, 256)
     assert {"_attend", "_merge", "_store", "_edge"} <= later.keys() <= first.keys()
     for name in later:
         assert later[name] <= first[name], name
-    assert len(first["_attend"]) == 4 * 2 and len(first["_merge"]) == len(first["_store"]) == 1
+    for name, wanted in ("_attend", 4 * 2), ("_merge", 1), ("_store", 1):
+        assert len(first[name]) == wanted
+
+
+def test_an_engine_of_one_text_launches_nothing_before_its_text(base):
+    """It would wait for variants that it never uses."""
+    with counted() as variants:
+        engine(base, GPU(), 16, 16, max_batch=1)
+    assert not variants
 
 
 @torch.inference_mode()
@@ -184,5 +215,6 @@ def test_a_layer_is_eight_launches(width):
 def test_the_core_kernel_has_two_variants():
     llama = random_llama(16, Flash())
     with counted() as variants:
-        serve(llama, PagedCache.of(llama, 400, 4), None, 64)
+        runner = ModelRunner(llama, PagedCache.of(llama, 400, 4), 67, budget=100)
+        serve(Batcher(runner, 70), 64)
     assert len(variants.pop("_flash")) == 2 and not variants  # of 16 and of 64 rows
