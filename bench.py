@@ -120,10 +120,11 @@ def write_documents() -> None:
 # ---- The command line ----------------------------------------------------------------------------
 
 
-def run_bench(args: argparse.Namespace) -> None:
+def run_bench(args: argparse.Namespace) -> int:
+    """-> the exit status: 1 if a GPU's case has wrong rows."""
     if args.readme:
         write_documents()
-        return
+        return 0
     effort = QUICK if args.quick else Effort()
     out = Path(args.out).absolute() if args.out else results_file(bool(args.gpu))
     is_stored = args.out or not args.quick
@@ -147,6 +148,7 @@ def run_bench(args: argparse.Namespace) -> None:
     store(results)
     for section in report.sections(results):
         write(report.markdown(section) + "\n")
+    return 1 if gpu_cases.wrong_rows(results) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from generate import Engine, Model, load_draft
 from measure import gpu_cases
 from measure.effort import SENTENCES
-from measure.gpu_cases import QUICK, SHAPES
+from measure.gpu_parts import QUICK, SHAPES, Scale, device_seconds, random_engine, random_model
 from measure.serving import random_request, serve_at_once, weight_bytes
 from model import Llama
 from quant import WIDTHS, Kind
@@ -42,8 +43,8 @@ def test_the_coin_accepts_with_its_probability_whatever_the_models_say(alpha):
 
 @torch.inference_mode()
 def test_acceptance_in_the_production_loop_is_the_coins():
-    llama = gpu_cases.random_model("tiny", 16, QUICK)
-    engine = gpu_cases.random_engine(llama, llama, 200, 1)
+    llama = random_model("tiny", "16 bits", QUICK)
+    engine = random_engine(llama, llama, 200, 1)
     engine.runner.make_coin = partial(gpu_cases.BiasedCoin, alpha=0.8)
     request = random_request(8, 160, 1, gamma=3)
     list(engine.batcher.run([request]))
@@ -52,9 +53,9 @@ def test_acceptance_in_the_production_loop_is_the_coins():
 
 @torch.inference_mode()
 def test_random_models_are_finite_and_as_large_as_their_bits():
-    plain = gpu_cases.random_model("tiny", 16, QUICK)
-    for bits in (8, 4):
-        llama = gpu_cases.random_model("tiny", bits, QUICK)
+    plain = random_model("tiny", "16 bits", QUICK)
+    for way in ("INT8", "INT4", "NF4", "W8A8"):
+        llama = random_model("tiny", way, QUICK)
         logits = llama(torch.arange(5))
         assert logits.isfinite().all() and logits.std() > 1e-3
         assert weight_bytes(llama) < 0.4 * weight_bytes(plain)
@@ -69,7 +70,7 @@ def test_shapes_are_those_of_the_models():
 
 def test_a_stream_is_timed_after_a_turn_that_warms_up(monkeypatch):
     seconds = iter([1e6, 3.0, 1.0, 2.0])
-    served = [gpu_cases.SimpleNamespace(seconds_per_token=next(seconds)) for _ in range(4)]
+    served = [SimpleNamespace(seconds_per_token=next(seconds)) for _ in range(4)]
     asked = []
 
     def serve(engine, requests):
@@ -77,7 +78,7 @@ def test_a_stream_is_timed_after_a_turn_that_warms_up(monkeypatch):
         return served.pop(0)
 
     monkeypatch.setattr(gpu_cases, "serve_at_once", serve)
-    scale = gpu_cases.Scale(context=7, count=5, turns=3)
+    scale = Scale(context=7, count=5, turns=3)
     assert gpu_cases.stream_seconds(None, scale, 2, 3) == 2.0
     assert asked == [[(7, 5, 2)] * 3] * 4
 
@@ -87,8 +88,8 @@ def test_on_a_gpu_a_recording_is_timed(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "record", lambda run: lambda: calls.append("replay"))
-    scale = gpu_cases.Scale(repeats=2)
-    gpu_cases.device_seconds(lambda: calls.append("run"), scale)
+    scale = Scale(repeats=2)
+    device_seconds(lambda: calls.append("run"), scale)
     assert calls[0] == "run" and set(calls[1:]) == {"replay"}
 
 

@@ -10,7 +10,7 @@ from batcher import Batcher
 from checkpoint.formats import Quantization
 from kvcache import KVCache, NoCache
 from measure import serving
-from measure.gpu_cases import SHAPES
+from measure.gpu_parts import SHAPES
 from measure.memory import BlankModel, memory_use, mixed_requests
 from measure.serving import Served, log_spread, random_request, weight_bytes
 from model import Llama

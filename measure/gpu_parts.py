@@ -1,0 +1,179 @@
+"""What the GPU cases share: sizes, models of true shapes with random weights, a stopwatch for
+launches, and the guard of a row.
+
+A *measurement* is a name, and a call that fills the other cells of its row. The call does all the
+work, models included, so an error ends its row only: a GPU that is met for the first time should
+say all that is wrong with it in one run.
+
+Invariant: a model has the same random numbers in every dtype; where they are stored in fewer bits,
+they are rounded from the numbers of `Scale.dtype`.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from app.shell import say
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from checkpoint.load import fill_model
+from drafters import ModelDrafter
+from generate import Draft, Engine, Model
+from kernels import Ops
+from measure.clock import median_seconds
+from model import Llama
+
+Row = list[str]
+Measurement = tuple[str, Callable[[], Row]]  # a name, the cells beside it
+Measurements = Iterator[Measurement]
+WRONG = "WRONG"  # the last cell of a row begins with it
+
+SHAPES = {
+    "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
+    "1B": Config(
+        128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
+    ),
+    "layer": Config(4096, 4096, 4096, 1, 32, 8, 128, 1024),  # the heads of 8B
+    "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
+    "tiny layer": Config(512, 64, 96, 1, 4, 2, 16, 1024),
+}
+WAYS = {  # to store weights
+    "16 bits": None,
+    "INT8": Quantization(8),
+    "INT4": Quantization(4),
+    "NF4": Quantization("nf4", 64),
+    "FP8": Quantization("fp8"),
+    "W8A8": Quantization(8, activations=8),
+    "FP8 W8A8": Quantization("fp8", activations=8),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of all measurements."""
+
+    target: str = "8B"
+    draft: str = "1B"
+    layer: str = "layer"  # that is checked
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    context: int = 1024  # tokens before those that are made
+    count: int = 128
+    prompt: int = 8192  # tokens of attention
+    pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
+    num_texts: int = 64  # together
+    num_requests: int = 256
+    longest: int = 1024
+    megabytes: int = 4096  # to measure the bandwidth
+    repeats: int = 50  # of a kernel
+    turns: int = 3
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+QUICK = Scale(
+    target="tiny",
+    draft="tiny",
+    layer="tiny layer",
+    device="cpu",
+    dtype=torch.float32,
+    context=24,
+    count=8,
+    prompt=48,
+    pasts=(9, 40),
+    num_texts=2,
+    num_requests=4,
+    longest=12,
+    megabytes=4,
+    repeats=1,
+    turns=1,
+)
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def guarded_row(measurement: Measurement, num_columns: int) -> Row:
+    """The row of a measurement; after an error, its first line. The traceback is said."""
+    name, measure = measurement
+    try:
+        return [name, *measure()]
+    except Exception as error:
+        say(traceback.format_exc())
+        message = traceback.format_exception_only(error)[-1].strip()
+        first_line, *_ = message.splitlines()
+        empty = [""] * (num_columns - 2)
+        return [name, *empty, f"{WRONG}: {first_line}"]
+
+
+def judged(errors: list[float], limit: float) -> Row:
+    """Errors, the largest that is right, and whether all are. NaN is wrong."""
+    is_right = all(error <= limit for error in errors)
+    shown = " ".join(f"{error:.1e}" for error in errors)
+    return [shown, f"{limit:.1e}", "ok" if is_right else WRONG]
+
+
+def relative_error(x: Tensor, wanted: Tensor) -> float:
+    """‖x − wanted‖ / ‖wanted‖."""
+    return ((x.float() - wanted).norm() / wanted.norm()).item()
+
+
+# ---- Parts ---------------------------------------------------------------------------------------
+
+
+def recording(run: Callable[[], object], scale: Scale) -> Callable[[], object]:
+    """On a GPU a recording of `run`, which compiles its kernels first."""
+    if not scale.on_gpu:
+        return run
+    from gpu import graphs
+
+    run()
+    return graphs.record(run)
+
+
+def device_seconds(run: Callable[[], object], scale: Scale) -> float:
+    """Median seconds of `run()`; on a GPU of its recording, so that launches do not count."""
+    replay = recording(run, scale)
+
+    def repeat() -> None:
+        for _ in range(scale.repeats):
+            replay()
+        if scale.on_gpu:
+            torch.cuda.synchronize()
+
+    return median_seconds(repeat) / scale.repeats
+
+
+def random_numbers(scale: Scale, *shape: int) -> Tensor:
+    return torch.randn(shape, device=scale.device, dtype=scale.dtype)
+
+
+def random_model(
+    name: str,
+    way: str,
+    scale: Scale,
+    dtype: torch.dtype | None = None,
+    ops: Ops | None = None,
+) -> Llama:
+    """A model with random weights, stored this way. dtype: to compute in, if not the scale's."""
+    plain = Llama(SHAPES[name], scale.device, scale.dtype)
+    if way == "16 bits" and dtype is None and ops is None:
+        return plain.pack_weights()
+    config = replace(SHAPES[name], quantization=WAYS[way])
+    llama = Llama(config, scale.device, dtype or scale.dtype, seed=None, ops=ops)
+    fill_model(llama, plain.named_tensors().items())
+    return llama.pack_weights()
+
+
+def random_engine(llama: Llama, draft: Llama | None, max_len: int, max_batch: int) -> Engine:
+    """An engine of models without a tokenizer."""
+    model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
+    drafts = Draft(draft, True, partial(ModelDrafter, draft)) if draft else None
+    return Engine(model, drafts, max_len * max_batch, max_len, max_batch)
