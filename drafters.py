@@ -29,13 +29,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kernels import send
 from kvcache import Cache
 from model import Llama
 from request import Request
-from speculative import Round
+from speculative import Proposal, Round
 
 if TYPE_CHECKING:
     from runner import ScheduledRequest
@@ -67,9 +66,8 @@ class Drafter:
         """How many tokens, at most `wanted`, can be drafted for this request. Changes nothing."""
         return 0
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
-        """int64[B, k] and float[B, k, V]: −1 and zeros where a request has fewer than k drafts. In
-        coupled mode only the tokens, and None."""
+    def propose(self, round: Round) -> Proposal:
+        """Draft as many tokens for each request as the round wants."""
         return round.empty_drafts()
 
     def commit(self, request: Request, num_new: int) -> None:
@@ -106,8 +104,8 @@ class ModelDrafter(Drafter):
         length = self.cache.length(seq)
         new = request.tokens[length : length + count]
         metadata = self.cache.extend([(seq, new)])
-        one = slice(-1, None)  # no logits are wanted: the fewest
-        self.llama(send(new, self.llama.device), metadata, logits_indices=one)
+        # No logits are wanted: the fewest.
+        self.llama(send(new, self.llama.device), metadata, logits_indices=slice(-1, None))
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """A round stores the text's pending tokens and all drafts but the last."""
@@ -126,13 +124,12 @@ class ModelDrafter(Drafter):
             return 0
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
+    def propose(self, round: Round) -> Proposal:
         """k passes, each of which drafts a token of every request: the loop is `Ops.draft`."""
         seqs = [self.seqs.get(request, -1) for request in round.requests]  # −1: has no drafts
         pending = []
-        for request, num_drafts in zip(round.requests, round.num_drafts):
-            num_pending = self.num_pending(request) if num_drafts else 0
-            pending.append(request.tokens[len(request.tokens) - num_pending :])
+        for seq, request, num_drafts in zip(seqs, round.requests, round.num_drafts):
+            pending.append(request.tokens[self.cache.length(seq) :] if num_drafts else [])
         return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
 
     def commit(self, request: Request, num_new: int) -> None:
@@ -160,7 +157,7 @@ class SelfDrafter(Drafter):
         """0 until the first new token: so the target reads a prompt and draws in one step."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
+    def propose(self, round: Round) -> Proposal:
         """cache_blocks=False: no other text finds blocks with the copy's keys and values."""
         seqs = [request.seq for request in round.requests]
         pending = [request.tokens[-1:] for request in round.requests]
@@ -195,7 +192,7 @@ class NgramDrafter(Drafter):
     def max_drafts(self, request: Request, wanted: int) -> int:
         return len(self.look_up(request, wanted))
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor | None]:
+    def propose(self, round: Round) -> Proposal:
         drafted, q = round.empty_drafts()
         for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
             for j, token in enumerate(self.look_up(request, num_drafts)):

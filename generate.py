@@ -305,10 +305,11 @@ class Engine:
         drafter = None
         if draft is not None:
             drafter = draft.make(self.caches[-1])  # its own, or, as the only one, the target's
+        vocab_size = model.tokenizer.vocab_size
         self.runner = ModelRunner(
             model.llama,
             self.caches[0],
-            model.tokenizer.vocab_size,
+            vocab_size,
             drafter,
             coupled,
             budget=STEP_BUDGET if use_cache else max_len,  # no cache: a step reads all again
@@ -316,9 +317,9 @@ class Engine:
         )
         self.batcher = Batcher(self.runner, max_batch)
         if max_batch > 1:  # a lone text would wait for what it never launches
-            model.llama.ops.warm_up(model.llama, self.caches[0], model.tokenizer.vocab_size)
+            model.llama.ops.warm_up(model.llama, self.caches[0], vocab_size)
             if draft is not None and draft.llama is not None:
-                draft.llama.ops.warm_up(draft.llama, self.caches[-1], model.tokenizer.vocab_size)
+                draft.llama.ops.warm_up(draft.llama, self.caches[-1], vocab_size)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""

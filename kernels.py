@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from checkpoint.config import Config
     from kvcache import AttentionMetadata, Cache
     from model import Llama
-    from speculative import Round
+    from speculative import Proposal, Round
 
 # Triton exists for Linux only, and its import is slow: only for a GPU, for its interpreter, or if a
 # caller has imported it, to compile for a GPU that is not here.
@@ -63,7 +63,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" i
         import triton.language as tl
 
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
-recordings: WeakSet[Any] = WeakSet()  # CUDA graphs that a backend has recorded
+recordings: WeakSet[Any] = WeakSet()  # CUDA graphs of a backend (app/launch.py drops them)
 
 
 class Linear(NamedTuple):
@@ -277,12 +277,12 @@ class Ops:
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """All drafts of a round: each pass drafts one token of every request that wants one more.
 
         -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
-        float[B, k, V]; None in coupled mode, where nobody reads them (speculative.py: Round).
-        unread: each request's tokens that the cache lacks. cache_blocks: as for `Cache.extend`.
+        float[B, k, V]; in coupled mode None (speculative.py). unread: each request's tokens that
+        the cache lacks. cache_blocks: as for `Cache.extend`.
         """
         drafted, q = round.empty_drafts()
         new_tokens = list(unread)

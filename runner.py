@@ -57,14 +57,6 @@ class ScheduledRequest(NamedTuple):
         return self.num_tokens + self.num_drafts
 
 
-class Outcome(NamedTuple):
-    """What a round made for one request."""
-
-    drafted: list[int]
-    num_accepted: int
-    token: int
-
-
 class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
@@ -105,14 +97,13 @@ class ModelRunner:
         try:
             if sibling is None:
                 request.seq, _ = self.cache.open(request.tokens)
-            else:
+            else:  # the prompt's last token is computed again, for its logits
                 request.seq = self.cache.fork(sibling.seq)
+                length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
+                self.cache.truncate(request.seq, length)
         except CacheFull:
             self.drafter.close(request)
             raise
-        if sibling is not None:  # the prompt's last token is computed again, for its logits
-            length = min(self.cache.length(request.seq), request.num_prompt_tokens - 1)
-            self.cache.truncate(request.seq, length)
 
     def close(self, request: Request) -> None:
         self.cache.free(request.seq)
@@ -140,8 +131,8 @@ class ModelRunner:
         # A drafter that has the target's keys and values needs those of all but the last token.
         must_read = num_pending > 1 and self.drafter.shares_target_cache
         if (num_drafts and must_read) or num_pending + num_drafts > budget:
-            num_tokens = min(budget, num_pending - 1)  # the last token is for the round
-            return self._chunk(request, num_tokens)
+            # the last token is for the round
+            return self._chunk(request, min(budget, num_pending - 1))
         if num_drafts and self._catches_up_first(request):
             # The drafter's own pass is not part of the target's budget.
             return ScheduledRequest(request, num_pending, num_catch_up=self.budget)
@@ -207,43 +198,46 @@ class ModelRunner:
         for item in scheduled:
             if item.num_catch_up:
                 self.drafter.read(item.request, item.num_catch_up)
-        outcomes = self._run(scheduled, rounds)
+        round_tokens = self._run(scheduled, rounds)
         seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
             (seconds,) = self.target.ops.agree([seconds])  # the first process's
             if is_typical:
-                self._learn(rounds, outcomes, seconds)
+                num_drafts = [item.num_drafts for item in rounds]
+                num_accepted = [len(new) - 1 for new in round_tokens]
+                self.auto_gamma.observe(num_drafts, num_accepted, seconds)
             self.next_gamma = self.auto_gamma.choose(len(rounds))
         new_tokens = {}
-        for item, outcome in zip(rounds, outcomes):
-            num_accepted = outcome.num_accepted
-            stats = RoundStats(item.num_drafts, num_accepted, seconds, len(rounds))
-            new_tokens[item.request] = self._finish(item.request, outcome, stats)
+        for item, new in zip(rounds, round_tokens):
+            stats = RoundStats(item.num_drafts, len(new) - 1, seconds, len(rounds))
+            new_tokens[item.request] = self._finish(item.request, new, stats)
         return new_tokens
 
     def _run(
         self, scheduled: Sequence[ScheduledRequest], rounds: Sequence[ScheduledRequest]
-    ) -> list[Outcome]:
+    ) -> list[list[int]]:
+        """-> what each round made: the accepted drafts, and a token."""
         counts = self._multi_step_counts(scheduled)
         if counts:
             return self._decode_multi_step(rounds, counts)
         num_drafts = [item.num_drafts for item in rounds]
-        round = self._round(rounds, num_drafts, self.coupled)
+        coupled = self.coupled or not any(num_drafts)  # without drafts both modes are the same
+        round = self._round(rounds, num_drafts, coupled)
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
         p = self._target_probabilities(scheduled, drafted, round)  # [B, k+1, V]
         if not rounds:
             return []
-        if self.coupled:
+        if coupled:
             accepted, token = couple(p, drafted, round.text_coin())
         else:
             accepted, token = verify(p, q, drafted, round.text_coin())
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
         packed = self.target.ops.agree(packed.tolist())  # here the host waits for a GPU
-        outcomes = []
+        round_tokens = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([*row[:n], last])
-            outcomes.append(Outcome(row, num_accepted, last))
-        return outcomes
+            round_tokens.append([*row[:num_accepted], last])
+        return round_tokens
 
     def _round(
         self, rounds: Sequence[ScheduledRequest], num_drafts: Sequence[int], coupled: bool
@@ -317,9 +311,8 @@ class ModelRunner:
             probs = padded.index_copy_(0, send(probs_indices, device), probs)
         return probs.view(B, k + 1, V)
 
-    def _finish(self, request: Request, outcome: Outcome, stats: RoundStats) -> list[int]:
-        """Append the accepted drafts and the token, up to an end-of-text -> the new tokens."""
-        new = outcome.drafted[: outcome.num_accepted] + [outcome.token]
+    def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
+        """Append what a round made, up to an end-of-text -> the new tokens."""
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]
@@ -360,34 +353,22 @@ class ModelRunner:
 
     def _decode_multi_step(
         self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
-    ) -> list[Outcome]:
+    ) -> list[list[int]]:
         """The target is its own drafter. In coupled mode a draft is drawn with the random numbers
         of plain decoding at its position, so n drafts are the tokens of n plain steps."""
-        round = self._round(rounds, counts, coupled=True)
+        round = self._round(rounds, counts, True)
         seqs = [item.request.seq for item in rounds]
         pending = [item.request.tokens[-1:] for item in rounds]
         drafted, _ = self.target.ops.draft(self.target, self.cache, seqs, pending, round)
-        outcomes = []
-        for n, row in zip(counts, self.target.ops.agree(drafted.tolist())):
-            tokens = check_tokens(row[:n])
-            outcomes.append(Outcome(tokens[:-1], n - 1, tokens[-1]))
-        return outcomes
+        rows = self.target.ops.agree(drafted.tolist())
+        return [check_tokens(row[:n]) for n, row in zip(counts, rows)]
 
     # ---- The clock
-
-    def _learn(
-        self, rounds: Sequence[ScheduledRequest], outcomes: Sequence[Outcome], seconds: float
-    ) -> None:
-        """Tell a round's acceptance and time to what chooses γ."""
-        num_drafts = [item.num_drafts for item in rounds]
-        num_accepted = [outcome.num_accepted for outcome in outcomes]
-        self.auto_gamma.observe(num_drafts, num_accepted, seconds)
 
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether a step's time says what a round costs: nobody reads a prompt, or catches up."""
         for item in scheduled:
-            is_first = not item.request.rounds
-            if is_first or item.num_tokens > 1 or item.num_catch_up:
+            if not item.request.rounds or item.num_tokens > 1 or item.num_catch_up:
                 return False
             if item.num_drafts and self.drafter.num_pending(item.request) > MAX_LAG:
                 return False

@@ -40,6 +40,10 @@ from kernels import Ops, send
 from request import Request
 from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
 
+# Drafted tokens, int64[B, k], −1 where a request has fewer; and the distributions q that they were
+# drawn from, float[B, k, V], 0 there. In coupled mode q is None: nobody reads it, and it is large.
+Proposal = tuple[Tensor, Tensor | None]
+
 
 class Coin(Protocol):
     """All randomness of a call, a row of it for each row: `sampling.Keyed`; `proof.WalkingCoin`."""
@@ -52,14 +56,12 @@ class Coin(Protocol):
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """How many drafts are accepted, and the token after them. Never waits for the device.
 
-    p: float[B, k+1, V] of the target; q: float[B, k, V] of the draft; drafted: int64[B, k]. A row
-    with fewer than k drafts is padded: q is 0 and drafted −1, so the padding is never accepted, and
-    its residual is p: the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
+    p: float[B, k+1, V] of the target, k ≥ 1; q: float[B, k, V] of the draft; drafted: int64[B, k].
+    A row with fewer than k drafts is padded: q is 0 and drafted −1, so the padding is never
+    accepted, and its residual is p: the bonus. -> accepted: int64[B]; token: int64[B], correction
+    or bonus.
     """
     B, k, V = q.shape
-    if k == 0:
-        accepted = torch.zeros(B, dtype=torch.int64, device=p.device)
-        return accepted, coin.pick(p[:, 0])
     index = drafted.clamp(min=0)[..., None]  # [B, k, 1]
     p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
     q_x = q.gather(-1, index)[..., 0]
@@ -84,8 +86,7 @@ def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """`verify` in coupled mode: accept what the target picks, too. coin: B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
-    picked = coin.pick(rows)
-    picked = picked.view(B, k + 1)
+    picked = coin.pick(rows).view(B, k + 1)
     stands = drafted == picked[:, :k]  # padding is −1: never picked
     accepted = count_leading(stands)
     token = picked.gather(1, accepted[:, None])
@@ -168,9 +169,8 @@ class Round:
         indices = [row * self.width + first for row in rows]
         return self.coins[indices]
 
-    def empty_drafts(self) -> tuple[Tensor, Tensor | None]:
-        """No drafts, to be filled: int64[B, k], all −1, and q: float[B, k, V], all zero. In coupled
-        mode q is None: `couple` does not read it, and it is large."""
+    def empty_drafts(self) -> Proposal:
+        """No drafts, to be filled."""
         B = len(self.requests)
         k = self.width - 1
         drafted = torch.full((B, k), -1, device=self.device)

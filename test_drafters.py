@@ -62,7 +62,8 @@ class LastToken(Drafter):
         drafted, q = round.empty_drafts()
         for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
             drafted[b, :num_drafts] = request.tokens[-1]
-            q[b, :num_drafts, request.tokens[-1]] = 1
+            if q is not None:
+                q[b, :num_drafts, request.tokens[-1]] = 1
         return drafted, q
 
 

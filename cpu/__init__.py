@@ -34,7 +34,7 @@ from sampling import SETTINGS, Keyed, Setting, check_finite, check_settings
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
     from model import Llama
-    from speculative import Round
+    from speculative import Proposal, Round
 
 FEW = 16  # new tokens of a sequence that count as few
 SCORES = 2**14  # queries · keys of a sequence: beyond, PyTorch attends
@@ -160,7 +160,7 @@ class CPU(Ops):
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """The drafts of a lone sequence without filters in one call.
 
         The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
@@ -170,8 +170,7 @@ class CPU(Ops):
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         new_tokens = list(unread[0])
         k = round.num_drafts[0]
-        unknown = [0] * (k - 1)
-        metadata = cache.extend([(seqs[0], new_tokens + unknown)], cache_blocks)
+        metadata = cache.extend([(seqs[0], new_tokens + [0] * (k - 1))], cache_blocks)
         x = llama.embed.rows(torch.tensor(new_tokens))  # [T, C]
         cos, sin = llama.rope(metadata.positions)
         temperature = round.setting("temperature")[0]
@@ -180,8 +179,7 @@ class CPU(Ops):
         first = round.first_draft_coin
         streams = round.coins[first : first + k].streams
         drafted, q = round.empty_drafts()
-        V = round.vocab_size
-        model.draft(x, cos, sin, metadata, temperature, streams, V, drafted, q)
+        model.draft(x, cos, sin, metadata, temperature, streams, round.vocab_size, drafted, q)
         if q is not None:
             check_finite(q)
         return drafted, q

@@ -33,7 +33,7 @@ if find_spec("triton"):
 if TYPE_CHECKING:
     from kvcache import Cache
     from model import Llama
-    from speculative import Round
+    from speculative import Proposal, Round
 
 
 def is_fusable(x: Tensor) -> bool:
@@ -63,16 +63,16 @@ def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
     return cache.backend[key]
 
 
-def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> None:
+def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: int) -> Tensor:
     """Launch a step of this shape, (sequences, new tokens of each), that has no sequences.
 
-    So it stores nothing. splits: of attention's keys, 1 or more.
+    So it stores nothing. splits: of attention's keys, 1 or more -> logits, undefined.
     """
     B, each = shape
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
     metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
-    llama.forward(tokens, metadata, None)
+    return llama.forward(tokens, metadata, None)
 
 
 class GPU(Ops):
@@ -208,10 +208,10 @@ class GPU(Ops):
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
-        few_unread = max(map(len, unread), default=0) <= 2
-        if not self.records or not is_readable(cache) or not few_unread:
+        longest = max(map(len, unread), default=0)
+        if not self.records or not is_readable(cache) or longest > 2:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)
@@ -224,19 +224,19 @@ class GPU(Ops):
         quantized weights of up to 8, 16, 32, 64 and more tokens; sampling with filters and without.
         All other kernels have one variant.
         """
+        if not is_readable(cache):
+            return
         config = llama.config
         R = config.num_attention_heads // config.num_key_value_heads
         new_tokens = {rows // R for rows in (16, 32, 64) if rows >= R}
         new_tokens.add(64 // R + 1)
         shapes = [(1, n) for n in new_tokens] + [(n, 1) for n in (8, 16, 32, 64, 65)]
-        if is_readable(cache):
-            for shape in shapes:
-                for splits in (1, 2):
-                    run_empty_step(llama, cache, shape, splits)
-        logits = torch.zeros(1, config.vocab_size, dtype=llama.dtype, device=llama.device)
+        for shape in shapes:
+            for splits in (1, 2):
+                logits = run_empty_step(llama, cache, shape, splits)
         streams = torch.zeros(1, 1, dtype=torch.int64, device=llama.device)
         for top_k in (None, 1):
-            probs = self.probabilities(logits[:, :vocab_size], top_k=top_k)
+            probs = self.probabilities(logits[:1, :vocab_size], top_k=top_k)
             self.pick(probs, streams)
 
 

@@ -44,7 +44,7 @@ from sampling import SETTINGS
 if TYPE_CHECKING:
     from kvcache import Cache
     from model import Llama
-    from speculative import Round
+    from speculative import Proposal, Round
 
 MOST_TOKENS = 17  # of a sequence in a recorded step: 16 drafts and 1
 Run = Callable[[], object]
@@ -80,11 +80,11 @@ class Recorded:
         self.replay: Run | None = None
 
     def __call__(self) -> None:
-        if self.replay is not None:
+        if self.replay is None:
+            self.run()
+            self.replay = record(self.run)
+        else:
             self.replay()
-            return
-        self.run()
-        self.replay = record(self.run)
 
 
 # ---- Metadata of a fixed shape -------------------------------------------------------------------
@@ -124,14 +124,15 @@ def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
     return metadata
 
 
-def next_steps(metadata: AttentionMetadata, stops: Tensor, n: int) -> Iterator[AttentionMetadata]:
+def next_steps(metadata: AttentionMetadata, counts: Tensor, n: int) -> Iterator[AttentionMetadata]:
     """The steps of each sequence's next n tokens, one each: views of tensors [n, B] that the device
     computes at once.
 
-    stops: int32[B], the lengths at which to stop: a token there is padding.
+    counts: int32[B], how many tokens are stored of each sequence; the others are padding.
     """
     B, M = metadata.block_tables.shape
     S = metadata.block_size
+    stops = metadata.seq_lens + counts.clamp(min=0)
     cu_seqlens = torch.arange(B + 1, dtype=torch.int32, device=stops.device)
     ahead = torch.arange(n, dtype=torch.int32, device=stops.device)[:, None]
     all_positions = torch.minimum(metadata.seq_lens + ahead, stops)
@@ -214,23 +215,21 @@ class Inputs:
     """The inputs of a round's drafts, beside the metadata: views of one buffer, for one copy."""
 
     def __init__(self, B: int, k: int, device: torch.device | str, pinned: bool = False):
-        sizes = [2 * B, B, B, 3 * B * (k + 1), len(SETTINGS) * B]
+        sizes = [2 * B, B, 3 * B * (k + 1), len(SETTINGS) * B]
         self.buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        tokens, num_drafts, stops, coins, settings = self.buffer.split(sizes)
+        tokens, num_drafts, coins, settings = self.buffer.split(sizes)
         self.tokens = tokens  # int64[2 B], unread ones, end to end
         self.num_drafts = num_drafts  # int64[B]
-        self.stops = stops  # int64[B], lengths up to which the cache has slots
         self.coins = coins.view(-1, 3)  # int64[B · (k + 1), 3]: seeds, positions, roles
         self.settings = settings.view(torch.float64).view(-1, B)  # float64[settings, B]
 
     @classmethod
-    def of(cls, round: Round, tokens: Sequence[int], stops: Sequence[int], B: int) -> Inputs:
+    def of(cls, round: Round, tokens: Sequence[int], B: int) -> Inputs:
         """Those of a round, on the host."""
-        n = len(stops)
+        n = len(round.num_drafts)
         inputs = cls(B, max(round.num_drafts), "cpu", pinned=round.device.type == "cuda")
         inputs.tokens[: len(tokens)] = torch.tensor(tokens)
         inputs.num_drafts[:n] = torch.tensor(round.num_drafts)
-        inputs.stops[:n] = torch.tensor(stops)
         inputs.coins[: len(round.keys)] = torch.tensor(round.keys)
         for row, (name, neutral) in zip(inputs.settings, SETTINGS.items()):
             values = [neutral if value is None else value for value in round.setting(name)]
@@ -261,7 +260,7 @@ class Drafts:
         unread: Sequence[Sequence[int]],
         round: Round,
         cache_blocks: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """`Ops.draft`, with at most two unread tokens of each sequence."""
         n = len(round.num_drafts)
         new_tokens = []
@@ -271,23 +270,20 @@ class Drafts:
         reserved = cache.extend(new_tokens, cache_blocks)
         slices = iter(reserved.sequences)
         sequences = []
-        tokens: list[int] = []
-        stops = []
+        tokens = []
         for new, num_drafts in zip(unread, round.num_drafts):
             if num_drafts:
-                block_table, start, stop = next(slices)
+                block_table, start, _ = next(slices)
                 sequences.append(SequenceSlice(block_table, start, start + len(new)))
                 tokens += new
-                stops.append(stop)
             else:
                 sequences.append(SequenceSlice((), 0, 0))
-                stops.append(0)
         # Rounds of few sequences share a recording, with one unread token and with two.
         each = 2 if 2 * n <= FEW else max(map(len, unread))
         bucket = bucket_of(reserved, n, each)
         recorded = self._recorded(cache, bucket, round)
         recorded.metadata.fill(sequences)
-        inputs = Inputs.of(round, tokens, stops, bucket.sequences)
+        inputs = Inputs.of(round, tokens, bucket.sequences)
         recorded.inputs.buffer.copy_(inputs.buffer, non_blocking=True)
         recorded.run()
         q = recorded.q if recorded.q is None else recorded.q[:n]
@@ -321,13 +317,12 @@ class Drafts:
         ops = round.ops
 
         def run() -> None:  # the loop of `Ops.draft` for all B rows; without `self`, which holds it
-            seeds, positions, roles = inputs.coins.unbind(1)
-            coins = coin(seeds, positions, roles)
+            coins = coin(*inputs.coins.unbind(1))
             settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
             is_padding = inputs.num_drafts[:, None] <= torch.arange(k, device=device)  # bool[B, k]
-            following = next_steps(first_metadata, inputs.stops.int(), k - 1)
+            following = next_steps(first_metadata, inputs.num_drafts.int() - 1, k - 1)
             tokens = inputs.tokens[: B * bucket.each]
-            logits_indices: Tensor | None = first_metadata.cu_seqlens[1:].long() - 1  # last unread
+            logits_indices = first_metadata.cu_seqlens[1:].long() - 1  # the last unread tokens
             picked = []
             for j, metadata in enumerate([first_metadata, *following]):
                 logits = llama.forward(tokens, metadata, logits_indices)[:, :V]  # [B, V]

@@ -192,11 +192,11 @@ def test_a_sequence_that_has_all_its_drafts_stores_nothing_more():
     ]
     metadata = AttentionMetadata(sequences, 4)
     metadata.backend["longest"] = 8
-    stops = torch.tensor([5, 3, 8, 0], dtype=torch.int32)
+    counts = torch.tensor([2, 0, 1, -1], dtype=torch.int32)
     positions = []
     slots = []
     lengths = []
-    for step in graphs.next_steps(metadata, stops, 3):
+    for step in graphs.next_steps(metadata, counts, 3):
         positions.append(step.positions.tolist())
         slots.append(step.slot_mapping.tolist())
         lengths.append(step.seq_lens.tolist())
