@@ -3,7 +3,7 @@
     python bench.py                            the models in this repository on a CPU, in minutes
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
-    python bench.py --gpu decode               or kernels, serving, … on a GPU
+    python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
     python bench.py --readme                   the documents' tables and pictures
 
 A claim of speed is a ratio between things that were measured in one run, on a CPU in turns (A, B,
@@ -31,7 +31,7 @@ from typing import Any
 
 from app.shell import Parser, check_file, new_file, say, status, write
 from errors import UserError
-from measure import gpu_cases, memory, pair, peers, pictures, report, steps
+from measure import first_contact, gpu_cases, launches, memory, pair, peers, pictures, report, steps
 from measure.effort import QUICK, Effort
 from measure.machine import machine, results_file
 from measure.report import Results
@@ -45,12 +45,13 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
 }
+GPU_CASES = ["first", *gpu_cases.CASES, "prediction"]
 
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("bench.py", "Every claim, measured on the machine at hand.")
     p.add_argument("--against", choices=list(peers.PACKAGES), help="compare with another program")
-    p.add_argument("--gpu", choices=list(gpu_cases.CASES), help="on a GPU: models of true shapes")
+    p.add_argument("--gpu", choices=GPU_CASES, help="on a GPU: models of true shapes")
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
@@ -125,6 +126,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.readme:
         write_documents()
         return 0
+    if args.gpu == "prediction":
+        write(report.markdown(launches.prediction()))
+        return 0
     effort = QUICK if args.quick else Effort()
     out = Path(args.out).absolute() if args.out else results_file(bool(args.gpu))
     is_stored = args.out or not args.quick
@@ -136,6 +140,12 @@ def run_bench(args: argparse.Namespace) -> int:
         if is_stored:
             store_results(out, results)
 
+    if args.gpu == "first":
+        gpu_cases.check_gpu(args.gpu, args.quick)
+        options = ["--quick"] if args.quick else []
+        if is_stored:
+            options += ["--out", str(out)]
+        return first_contact.run_first(options)
     if args.gpu:  # with sizes of its own, and stored row by row
         results = gpu_cases.run_case(args.gpu, args.quick, store)
     elif args.against:

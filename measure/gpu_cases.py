@@ -17,12 +17,14 @@ Invariant: a row is printed and stored as soon as it is measured, and an error e
 Not covered: requests that arrive one after the other.
 """
 
-from collections.abc import Callable
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,23 +35,22 @@ from errors import UserError
 from generate import Engine
 from kernels import Linear, ops_for
 from kvcache import kv_bytes
-from measure import smoke
+from measure import first_contact, smoke
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
     QUICK,
     SHAPES,
     WAYS,
     WRONG,
-    Measurements,
     Row,
     Scale,
     device_seconds,
-    guarded_row,
     random_engine,
     random_model,
     random_numbers,
 )
-from measure.machine import machine
+from measure.launches import launch_seconds, launches_a_token, token_bytes
+from measure.machine import machine, processor
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once, weight_bytes
 from model import Llama
@@ -57,29 +58,26 @@ from paged import PagedCache
 from quant import WIDTHS, quantize
 from sampling import Keyed
 
+Key = tuple[Any, ...]  # which names a row
+
+
 # ---- Kernels alone -------------------------------------------------------------------------------
 
 
 Kernel = tuple[Callable[[], object], int]  # a call, and the bytes that it must read
 
 
-def kernel_rows(scale: Scale, bandwidth: float) -> Measurements:
+def kernel_keys(scale: Scale) -> Iterator[Key]:
     """A prompt, beside PyTorch's attention, which need not store; a query of many texts; the gate
     and up product, whose weights no GPU's cache holds."""
-    n = scale.prompt
-    calls = {f"PyTorch's attention, a prompt of {n}": torch_attention_call}
-    calls[f"attention, a prompt of {n}"] = partial(attention_call, num_texts=1, count=n)
-    for kv_bits in WIDTHS:
-        name = f"attention, {scale.num_texts} texts of {n}, KV {kv_bits}"
-        calls[name] = partial(attention_call, num_texts=scale.num_texts, kv_bits=kv_bits)
-    for way, rows in product(WAYS, (1, 8, 64)):
-        calls[f"gate and up, {way}, {rows} rows"] = partial(product_call, way=way, rows=rows)
-    for name, make in calls.items():
-        yield name, partial(kernel_row, make, scale, bandwidth)
+    yield ("PyTorch's attention",)
+    yield "attention", 1, scale.prompt, "16"
+    yield from product(("attention",), (scale.num_texts,), (1,), WIDTHS)
+    yield from product(("product",), WAYS, (1, 8, 64))
 
 
-def kernel_row(make: Callable[[Scale], Kernel], scale: Scale, bandwidth: float) -> Row:
-    run, read = make(scale)
+def kernel_row(scale: Scale, bandwidth: float, kind: str, *key: Any) -> Row:
+    run, read = KERNELS[kind](scale, *key)
     seconds = device_seconds(run, scale)
     share = read / seconds / bandwidth
     return [f"{1e3 * seconds:.3g}", f"{share:.0%}"]
@@ -94,7 +92,7 @@ def torch_attention_call(scale: Scale) -> Kernel:
     return call, 2 * k.nbytes
 
 
-def attention_call(scale: Scale, num_texts: int, count: int = 1, kv_bits: str = "16") -> Kernel:
+def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
     """Attention of each text's newest `count` of `scale.prompt` tokens."""
     c = SHAPES[scale.target]
     G = c.num_key_value_heads
@@ -135,21 +133,26 @@ def product_call(scale: Scale, way: str, rows: int) -> Kernel:
     return partial(ops.linear, x, packed), weight.nbytes
 
 
+KERNELS: dict[str, Callable[..., Kernel]] = {
+    "PyTorch's attention": torch_attention_call,
+    "attention": attention_call,
+    "product": product_call,
+}
+
+
 # ---- Whole models --------------------------------------------------------------------------------
 
 
-def decode_rows(scale: Scale, bandwidth: float) -> Measurements:
-    """One stream; the share of the bandwidth is that of the weights alone."""
-    for name, way in product((scale.target, scale.draft), WAYS):
-        yield f"{name}, {way}", partial(decode_row, name, way, scale, bandwidth)
-
-
-def decode_row(name: str, way: str, scale: Scale, bandwidth: float) -> Row:
+def decode_row(scale: Scale, bandwidth: float, name: str, way: str) -> Row:
+    """One stream, beside the model of it; the share is that of the weights alone."""
     llama = random_model(name, way, scale)
     engine = random_engine(llama, None, 2 * scale.context, 1)
     seconds = stream_seconds(engine, scale)
     share = weight_bytes(llama, read=True) / seconds / bandwidth
-    return [f"{1 / seconds:.1f}", f"{share:.0%}"]
+    launches = launches_a_token(llama, scale.context)
+    read = token_bytes(llama, scale.context + scale.count // 2)
+    by_model = read / bandwidth + launches * launch_seconds(scale)
+    return [f"{1 / seconds:.1f}", f"{share:.0%}", f"{launches:.0f}", f"{1 / by_model:.1f}"]
 
 
 def stream_seconds(
@@ -175,25 +178,17 @@ class BiasedCoin(Keyed):
         return super().accept(torch.where(prob > 0, self.alpha, 0.0))
 
 
-def speculation_rows(scale: Scale, bandwidth: float) -> Measurements:
+@functools.lru_cache(1)
+def speculation_pair(scale: Scale) -> tuple[Llama, Llama]:
+    """Target and draft."""
+    return random_model(scale.target, "16 bits", scale), random_model(scale.draft, "16 bits", scale)
+
+
+def speculation_row(scale: Scale, bandwidth: float, alpha: float, num_texts: int) -> Row:
     """The second model drafts for the first, with a fixed γ and with auto."""
-    target = cache(partial(random_model, scale.target, "16 bits", scale))
-    draft = cache(partial(random_model, scale.draft, "16 bits", scale))
-    for num_texts, alpha in product((1, scale.num_texts), (0.5, 0.7, 0.9)):
-        measure = partial(speculation_row, target, draft, alpha, num_texts, scale)
-        yield f"α {alpha}, {num_texts} texts", measure
-
-
-def speculation_row(
-    target: Callable[[], Llama],
-    draft: Callable[[], Llama],
-    alpha: float,
-    num_texts: int,
-    scale: Scale,
-) -> Row:
+    pair = speculation_pair(scale)
     plain, *drafted = (
-        biased_seconds(target(), draft(), alpha, gamma, num_texts, scale)
-        for gamma in (0, 2, 4, None)
+        biased_seconds(*pair, alpha, gamma, num_texts, scale) for gamma in (0, 2, 4, None)
     )
     return [f"{plain / seconds:.2f}" for seconds in drafted]
 
@@ -208,14 +203,9 @@ def biased_seconds(
     return stream_seconds(engine, scale, gamma, num_texts)
 
 
-def serving_rows(scale: Scale, bandwidth: float) -> Measurements:
-    """Many requests at once, prompts and answers of many lengths."""
-    yield f"{scale.num_requests} requests", partial(serving_row, scale)
-
-
-def serving_row(scale: Scale) -> Row:
+def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
+    """So many requests at once, prompts and answers of many lengths."""
     llama = random_model(scale.target, "16 bits", scale)
-    n = scale.num_requests
     lengths = log_spread(n, scale.longest)
     engine = random_engine(llama, None, 2 * scale.longest, n)
     for _ in range(2):  # the first one compiles and records
@@ -230,13 +220,64 @@ def serving_row(scale: Scale) -> Row:
 # ---- The cases -----------------------------------------------------------------------------------
 
 SHARE = "of the read bandwidth"
-Case = tuple[tuple[str, ...], Callable[[Scale, float], Measurements]]  # headers, rows
-CASES: dict[str, Case] = {
-    "smoke": (smoke.HEADERS, smoke.smoke_rows),
-    "kernels": (("a kernel", "ms", SHARE), kernel_rows),
-    "decode": (("one stream", "tokens/s", SHARE), decode_rows),
-    "speculation": (("times plain decoding", "γ = 2", "γ = 4", "auto"), speculation_rows),
-    "serving": (("many requests", "tokens/s", "first token, median ms"), serving_rows),
+ERROR = ("at most", "")
+WRONG_ROWS = "{} rows are wrong: look at the first, {}; an illegal address ends all after it"
+
+
+class Case(NamedTuple):
+    """A table: for each key of `keys` a row, `row(scale, bandwidth, *key)`."""
+
+    headers: tuple[str, ...]  # the first one names the parts of a key
+    keys: Callable[[Scale], Iterable[Key]]
+    row: Callable[..., Row]
+
+
+CASES = {
+    "machine": Case(
+        ("this machine", "free GB", "PyTorch", "CUDA", "Triton"),
+        lambda scale: [(processor(scale.on_gpu),)],
+        first_contact.machine_row,
+    ),
+    "recordings": Case(
+        ("products and norms, a recording", "error: launched, replayed", *ERROR),
+        lambda scale: product(range(3)),
+        first_contact.recording_row,
+    ),
+    "resources": Case(
+        ("weights, KV", "seconds", "kernels", "most registers", "most spilled bytes"),
+        lambda scale: zip(("16 bits", "INT4"), ("16", "8/4")),
+        first_contact.resource_row,
+    ),
+    "texts": Case(
+        ("greedy texts of tiny: bits, KV, draft", "the first other token", ""),
+        first_contact.text_keys,
+        first_contact.text_row,
+    ),
+    "smoke": Case(
+        ("weights, KV, dtype, past, texts", "error: launched, recorded, replayed", *ERROR),
+        smoke.smoke_keys,
+        smoke.smoke_row,
+    ),
+    "kernels": Case(
+        ("attention: texts, new tokens, KV; product: weights, rows", "ms", SHARE),
+        kernel_keys,
+        kernel_row,
+    ),
+    "decode": Case(
+        ("one stream", "tokens/s", SHARE, "launches", "tokens/s by the model"),
+        lambda scale: product((scale.target, scale.draft), WAYS),
+        decode_row,
+    ),
+    "speculation": Case(
+        ("times plain decoding: α, texts", "γ = 2", "γ = 4", "auto"),
+        lambda scale: product((0.5, 0.7, 0.9), (1, scale.num_texts)),
+        speculation_row,
+    ),
+    "serving": Case(
+        ("requests", "tokens/s", "first token, median ms"),
+        lambda scale: [(scale.num_requests,)],
+        serving_row,
+    ),
 }
 
 
@@ -258,31 +299,33 @@ def run_case(name: str, quick: bool, store: Callable[[Results], None]) -> Result
     if on_gpu:
         scale = replace(scale, device="cuda")
     bandwidth = read_bandwidth(scale.megabytes, scale.device)
-    headers, measurements = CASES[name]
+    case = CASES[name]
     rows: list[Row] = []
-    section: Results = {"title": f"{name}, {scale.target} shapes", "headers": headers, "rows": rows}
-    results = machine(bandwidth, on_gpu) | {"gpu": {name: section}}
-    for measurement in measurements(scale, bandwidth):
-        row = guarded_row(measurement, len(headers))
-        rows.append(row)
-        say("  ".join(row))
+    title = f"{name}, {scale.target} shapes"
+    results = machine(bandwidth, on_gpu)
+    results["gpu"] = {name: {"title": title, "headers": case.headers, "rows": rows}}
+    for key in case.keys(scale):
+        rows.append(guarded_row(case, key, scale, bandwidth))
+        say("  ".join(rows[-1]))
         store(results)
-    say(verdict(results))
+    wrong = wrong_rows(results)
+    say(WRONG_ROWS.format(len(wrong), wrong[0]) if wrong else "all is as it should be")
     return results
 
 
-def wrong_rows(results: Results) -> list[Row]:
-    """Those of GPU cases."""
+def guarded_row(case: Case, key: Key, scale: Scale, bandwidth: float) -> Row:
+    """The row of a key; after an error its first line, and the traceback is said."""
+    name = ", ".join(map(str, key))
+    try:
+        return [name, *case.row(scale, bandwidth, *key)]
+    except Exception as error:
+        say(traceback.format_exc())
+        first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
+        empty = [""] * (len(case.headers) - 2)
+        return [name, *empty, f"{WRONG}: {first_line}"]
+
+
+def wrong_rows(results: Results) -> list[str]:
+    """Their names, of GPU cases."""
     rows = [row for section in results.get("gpu", {}).values() for row in section["rows"]]
-    return [row for row in rows if row[-1].startswith(WRONG)]
-
-
-def verdict(results: Results) -> str:
-    """A line about all rows."""
-    wrong = wrong_rows(results)
-    if not wrong:
-        return "all is as it should be"
-    return (
-        f"{len(wrong)} rows are wrong; after an illegal address all others are, too: look at the "
-        f"first one, {wrong[0][0]}"
-    )
+    return [row[0] for row in rows if row[-1].startswith(WRONG)]

@@ -1,16 +1,11 @@
 """What the GPU cases share: sizes, models of true shapes with random weights, a stopwatch for
-launches, and the guard of a row.
-
-A *measurement* is a name, and a call that fills the other cells of its row. The call does all the
-work, models included, so an error ends its row only: a GPU that is met for the first time should
-say all that is wrong with it in one run.
+launches, and the judgement of an error.
 
 Invariant: a model has the same random numbers in every dtype; where they are stored in fewer bits,
 they are rounded from the numbers of `Scale.dtype`.
 """
 
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +13,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from app.shell import say
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
@@ -29,16 +23,13 @@ from measure.clock import median_seconds
 from model import Llama
 
 Row = list[str]
-Measurement = tuple[str, Callable[[], Row]]  # a name, the cells beside it
-Measurements = Iterator[Measurement]
 WRONG = "WRONG"  # the last cell of a row begins with it
-
 SHAPES = {
     "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
     "1B": Config(
         128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
     ),
-    "layer": Config(4096, 4096, 4096, 1, 32, 8, 128, 1024),  # the heads of 8B
+    "layer": Config(4096, 4096, 4096, 1, 32, 8, 128, 1024),  # with the heads of 8B
     "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
     "tiny layer": Config(512, 64, 96, 1, 4, 2, 16, 1024),
 }
@@ -65,13 +56,13 @@ class Scale:
     context: int = 1024  # tokens before those that are made
     count: int = 128
     prompt: int = 8192  # tokens of attention
-    pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
     num_texts: int = 64  # together
     num_requests: int = 256
     longest: int = 1024
     megabytes: int = 4096  # to measure the bandwidth
     repeats: int = 50  # of a kernel
     turns: int = 3
+    pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
 
     @property
     def on_gpu(self) -> bool:
@@ -79,38 +70,8 @@ class Scale:
 
 
 QUICK = Scale(
-    target="tiny",
-    draft="tiny",
-    layer="tiny layer",
-    device="cpu",
-    dtype=torch.float32,
-    context=24,
-    count=8,
-    prompt=48,
-    pasts=(9, 40),
-    num_texts=2,
-    num_requests=4,
-    longest=12,
-    megabytes=4,
-    repeats=1,
-    turns=1,
+    "tiny", "tiny", "tiny layer", "cpu", torch.float32, 24, 8, 48, 2, 4, 12, 4, 1, 1, (9, 40)
 )
-
-
-# ---- Rows ----------------------------------------------------------------------------------------
-
-
-def guarded_row(measurement: Measurement, num_columns: int) -> Row:
-    """The row of a measurement; after an error, its first line. The traceback is said."""
-    name, measure = measurement
-    try:
-        return [name, *measure()]
-    except Exception as error:
-        say(traceback.format_exc())
-        message = traceback.format_exception_only(error)[-1].strip()
-        first_line, *_ = message.splitlines()
-        empty = [""] * (num_columns - 2)
-        return [name, *empty, f"{WRONG}: {first_line}"]
 
 
 def judged(errors: list[float], limit: float) -> Row:
@@ -123,9 +84,6 @@ def judged(errors: list[float], limit: float) -> Row:
 def relative_error(x: Tensor, wanted: Tensor) -> float:
     """‖x − wanted‖ / ‖wanted‖."""
     return ((x.float() - wanted).norm() / wanted.norm()).item()
-
-
-# ---- Parts ---------------------------------------------------------------------------------------
 
 
 def recording(run: Callable[[], object], scale: Scale) -> Callable[[], object]:
@@ -156,11 +114,7 @@ def random_numbers(scale: Scale, *shape: int) -> Tensor:
 
 
 def random_model(
-    name: str,
-    way: str,
-    scale: Scale,
-    dtype: torch.dtype | None = None,
-    ops: Ops | None = None,
+    name: str, way: str, scale: Scale, dtype: torch.dtype | None = None, ops: Ops | None = None
 ) -> Llama:
     """A model with random weights, stored this way. dtype: to compute in, if not the scale's."""
     plain = Llama(SHAPES[name], scale.device, scale.dtype)

@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from generate import Engine, Model, load_draft
 from measure import gpu_cases
-from measure.effort import SENTENCES
 from measure.gpu_parts import QUICK, SHAPES, Scale, device_seconds, random_engine, random_model
-from measure.serving import random_request, serve_at_once, weight_bytes
+from measure.serving import random_request, weight_bytes
 from model import Llama
-from quant import WIDTHS, Kind
-from request import Request, Settings
 
 
 @pytest.mark.parametrize("name", gpu_cases.CASES)
@@ -93,26 +89,7 @@ def test_on_a_gpu_a_recording_is_timed(monkeypatch):
     assert calls[0] == "run" and set(calls[1:]) == {"replay"}
 
 
-def greedy_texts(device: str, bits: Kind, kv_bits: str, draft: str | None) -> list[list[int]]:
-    model = Model.load("tiny", device, torch.float32, bits)
-    drafts = load_draft(draft, model, torch.float32)
-    engine = Engine(model, drafts, 1000, 500, 2, kv_bits=kv_bits)
-    settings = Settings(temperature=0.0, seed=0, max_tokens=40, gamma=3)
-    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
-    return serve_at_once(engine, requests).texts
-
-
-def test_greedy_texts_are_the_same_with_drafts():
-    plain, drafted = (greedy_texts("cpu", 16, "8", draft) for draft in (None, "tiny-draft"))
-    assert plain == drafted
-    assert [len(text) for text in plain] == [40, 40]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("draft", [None, "tiny-draft"])
-def test_greedy_texts_on_a_gpu_are_the_cpus(draft):
-    cases = [(bits, "16") for bits in (8, 4, "fp8", "nf4")]
-    cases += [(16, kv_bits) for kv_bits in WIDTHS]
-    for bits, kv_bits in cases:
-        on_gpu = greedy_texts("cuda", bits, kv_bits, draft)
-        assert on_gpu == greedy_texts("cpu", bits, kv_bits, draft), (bits, kv_bits)
+def test_greedy_texts_on_a_gpu_are_the_cpus():
+    results = gpu_cases.run_case("texts", False, lambda found: None)
+    assert gpu_cases.wrong_rows(results) == []

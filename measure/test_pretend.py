@@ -5,6 +5,7 @@ import io
 import json
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ CASES = {
     "drafts": ["--temperature", "0.8", "--top-p", "0.9", "--min-p", "0.01", *DRAFTS],
     "INT8, coupled": ["--bits", "8", "--kv-bits", "8", *DRAFTS, "--verify", "coupled"],
     "FP8": ["--bits", "fp8"],
+    "INT4": ["--bits", "4"],
+    "NF4": ["--bits", "nf4"],
     "its own draft": ["--draft", "self", "--gamma", "2", "--kv-bits", "4"],
     "without a cache": ["--no-cache"],
     "float64": ["--dtype", "float64"],
 }
+SMOKED = (("16 bits", "8/4"), ("INT4", "16"), ("sampling", "all filters"))
 ONCE = {"_run", "_decode_multi_step"}  # a step
 OTHERS = {"draft"}  # where a draft has much to read
 
@@ -54,7 +58,7 @@ def text(device: str, arguments: list[str]) -> str:
 
 
 def runs() -> dict[str, Any]:
-    """Each case: [is it the CPU's text, where it waited, for how many steps]."""
+    """Each case: [is it the CPU's text (or an error), where it waited, for how many steps]."""
     from runner import ModelRunner
 
     found = {}
@@ -80,8 +84,29 @@ def runs() -> dict[str, Any]:
             wanted = text("cpu", flags)
             steps.clear()
             with pretend.pretended() as waits:
-                found[name] = [text("cuda", flags) == wanted, waits, len(steps)]
+                try:
+                    same: bool | str = text("cuda", flags) == wanted
+                except RuntimeError as error:  # this case's: the others go on
+                    same = str(error)
+                found[name] = [same, waits, len(steps)]
     return found
+
+
+def smoke_rows() -> list[list[str]]:
+    """A few steps of smoke, on toy shapes."""
+    from measure import smoke
+    from measure.gpu_cases import CASES, guarded_row
+    from measure.gpu_parts import QUICK
+
+    scale = replace(QUICK, device="cuda")
+    rows = []
+    smoke.STEPS = {"1 x 1": [1], "1 + 20 + 2": [1, 20, 2]}
+    smoke.FILTERS = {"all filters": smoke.FILTERS["all filters"]}
+    with torch.no_grad(), pretend.pretended():
+        for key in smoke.smoke_keys(scale):
+            if key[:2] in SMOKED:
+                rows.append(guarded_row(CASES["smoke"], key, scale, 1.0))
+    return rows
 
 
 def wrong() -> list[str]:
@@ -116,13 +141,14 @@ import json
 from measure import conftest as pretend
 pretend.build_device()
 from measure import test_pretend as page
-print(json.dumps({"runs": page.runs(), "wrong": page.wrong()}))
+found = {"runs": page.runs(), "wrong": page.wrong(), "smoke": page.smoke_rows()}
+print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def observed() -> dict[str, Any]:
-    """What `runs` and `wrong` return, in a process of their own."""
+    """What `runs`, `wrong` and `smoke_rows` return, in a process of their own."""
     done = program("-c", CODE)
     if "RuntimeError: no device" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
@@ -133,7 +159,7 @@ def observed() -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_as_on_a_gpu(name, observed):
     same, waits, steps = observed["runs"][name]
-    assert same
+    assert same is True
     assert sum(waits.count(wait) for wait in ONCE) == steps > 1
     assert set(waits) <= ONCE | OTHERS
     if name in ("greedy, in rows", "float64"):
@@ -145,3 +171,10 @@ def test_what_would_fail_there_fails_here(observed):
     assert all("on the host" in error for error in said[:2])
     assert "waits for the device" in said[2]
     assert all("copies from the host" in error for error in said[3:]) and len(said) == 6
+
+
+def test_smoke_is_right_there(observed):
+    rows = observed["smoke"]
+    assert len(rows) == 3 * 2 + 2 + 2
+    assert [row[-1] for row in rows] == ["ok"] * len(rows), rows
+    assert any(" 0.0e+00" not in row[1] for row in rows)  # the kernels' sums are in another order

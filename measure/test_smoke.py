@@ -1,6 +1,9 @@
-"""Smoke: it launches what serving launches, and what is wrong is WRONG."""
+"""Smoke launches what serving launches, and what is wrong is WRONG."""
 
+import math
+import re
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -8,100 +11,161 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from triton.runtime.interpreter import InterpretedFunction
-
+import bench
 from checkpoint.config import Config
 from drafters import ModelDrafter
 from gpu import GPU, warm_up
-from gpu.test_variants import binder, counted, serve
+from kernels import Ops
 from measure import smoke
-from measure.gpu_parts import SHAPES, WAYS, Scale, random_engine, random_model
+from measure.gpu_parts import SHAPES, WAYS, Scale, judged, random_engine, random_model
 from measure.serving import random_request, serve_at_once
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS
 
-pytestmark = [
-    pytest.mark.gpu_interpreter,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted, not made"),
-]
 SHAPE = Config(67, 256, 256, 1, 8, 2, 32, 1024)  # `serve` draws from 67 tokens
 SCALE = Scale(target="variants", layer="variants", device="cpu")
+not_on_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted only")
+Variants = dict[str, set[str]]  # of each kernel, as Triton names the kinds of its arguments
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
+# ---- What is wrong
+
+
+class Broken(Ops):
+    """SwiGLU is wrong in steps of many rows, a norm fails in one of 16, the coin is another."""
+
+    def swiglu(self, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
+        return super().swiglu(x, gate_up) * (9 if len(x) > 60 else 1)
+
+    def add_norm(self, x: torch.Tensor, *more: Any) -> Any:
+        if len(x) == 16:
+            raise RuntimeError("an illegal address\nand more of it")
+        return super().add_norm(x, *more)
+
+    def pick(self, probs: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        return super().pick(probs, streams + 1)
+
+
+def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "checked_ops", lambda scale: Broken())
+    monkeypatch.setattr(smoke, "WAYS", ("16 bits", "INT8"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    smoke.model_pair.cache_clear()
+    out = tmp_path / "out.json"
+    status = bench.main(["--gpu", "smoke", "--quick", "--out", str(out)])
+    smoke.model_pair.cache_clear()
+    rows = bench.load_results(out)["gpu"]["smoke"]["rows"]
+    said = capsys.readouterr().err
+    assert status == 1 and len(rows) > 150
+    other_picks = 0
+    for name, errors, _, verdict in rows:
+        step = name.split(", ")[-1]
+        if step == "1 x 16":
+            assert (errors, verdict) == ("", "WRONG: RuntimeError: an illegal address")
+        elif step in ("1 x 100", "4 x 16", "65 x 1", "3 x 40", "1 + 60 + 3"):
+            assert verdict == "WRONG", name
+        elif name.startswith("sampling") and "temperature 0" not in name:
+            other_picks += verdict == "WRONG"
+        else:
+            assert verdict == "ok", name
+    assert other_picks >= 3
+    assert "and more of it" in said and "Traceback" in said
+    assert re.search(r"\d+ rows are wrong: look at the first, 16 bits, .* 1 x 16; an ", said)
+
+
+def test_an_error_that_is_no_number_is_wrong():
+    assert judged([0.0, 0.01], 0.01)[-1] == "ok"
+    assert judged([0.0, math.nan], 0.01)[-1] == judged([0.02], 0.01)[-1] == "WRONG"
+
+
+# ---- What is launched
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """gpu/test_variants.py, where the kernels' variants are counted."""
     monkeypatch.setattr(smoke, "checked_ops", lambda scale: GPU())
     monkeypatch.setitem(SHAPES, "variants", SHAPE)
+    smoke.model_pair.cache_clear()
+    yield import_module("gpu.test_variants")
+    smoke.model_pair.cache_clear()
 
 
 @torch.inference_mode()
-def smoke_variants() -> dict[str, set[str]]:
-    with counted() as variants:
-        for _, measure in smoke.smoke_rows(SCALE, 1.0):
-            measure()
-    return variants
+def smoke_variants(page: Any) -> Variants:
+    with page.counted() as found:
+        for key in smoke.smoke_keys(SCALE):
+            smoke.smoke_row(SCALE, 1.0, *key)
+    return found
 
 
-def serving_variants(way: str, kv_bits: str) -> dict[str, set[str]]:
+@torch.inference_mode()
+def serving_variants(page: Any, way: str, kv_bits: str) -> Variants:
+    """Of 256 requests, and of one, after the other; and of tokens that are made ahead."""
     llama = random_model("variants", way, SCALE, ops=GPU())
 
     def make_cache() -> PagedCache:
         return PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
 
-    with counted() as variants:
+    with page.counted() as found:
         for count in (256, 1):
             drafter = ModelDrafter(llama, make_cache()) if way == "16 bits" else None
-            serve(llama, make_cache(), drafter, count)
+            page.serve(llama, make_cache(), drafter, count)
         for num_texts in (1, 20):
             engine = random_engine(llama, None, 400, num_texts)
-            requests = []
-            for seed in range(num_texts):
-                request = random_request(5 + 300 // num_texts, 40, seed)
+            requests = [random_request(300 // num_texts, 40, i) for i in range(num_texts)]
+            for request in requests:
                 request.tokens = [token % 67 for token in request.tokens]
-                requests.append(request)
             serve_at_once(engine, requests)
-    return variants
+    return found
 
 
-def missing(smoked: dict[str, set[str]], served: dict[str, set[str]]) -> dict[str, set[str]]:
+def missing(smoked: Variants, served: Variants) -> Variants:
     found = {name: served[name] - smoked.get(name, set()) for name in served}
-    return {name: variants for name, variants in found.items() if variants}
+    return {name: kinds for name, kinds in found.items() if kinds}
 
 
-def test_smoke_launches_all_variants_of_serving():
-    smoked = smoke_variants()
+@pytest.mark.gpu_interpreter
+@not_on_a_gpu
+def test_smoke_launches_all_variants_of_serving(variants):
+    smoked = smoke_variants(variants)
     for way, kv_bits in (("16 bits", "16"), ("INT4", "8/4")):
-        served = serving_variants(way, kv_bits)
+        served = serving_variants(variants, way, kv_bits)
         assert len(served["_attend"]) >= 6 and len(served) >= 10
         assert missing(smoked, served) == {}, (way, kv_bits)
 
 
+@pytest.mark.gpu_interpreter
+@not_on_a_gpu
 @pytest.mark.parametrize("count", [8, 16])
-def test_a_variant_that_no_step_launches_is_missed(count, monkeypatch):
+def test_a_variant_that_no_step_launches_is_missed(count, variants, monkeypatch):
     """Those of 32 and of 64 rows."""
-    monkeypatch.setattr(smoke, "kinds", lambda scale: [("16 bits", "16", scale.dtype)])
-    monkeypatch.setattr(smoke, "STEPS", [step for step in smoke.STEPS if max(step) != count])
-    found = missing(smoke_variants(), serving_variants("16 bits", "16"))
+    steps = {name: counts for name, counts in smoke.STEPS.items() if max(counts) != count}
+    monkeypatch.setattr(smoke, "STEPS", steps)
+    monkeypatch.setattr(smoke, "WAYS", ("16 bits",))
+    found = missing(smoke_variants(variants), serving_variants(variants, "16 bits", "16"))
     assert found.keys() == {"_attend"}
 
 
 @torch.inference_mode()
-def warmed_up(shape: Config) -> dict[str, set[str]]:
+def warmed_up(page: Any, shape: Config) -> Variants:
     """What a warm-up of a layer of this shape launches, with weights in all ways: on "meta"."""
-    variants: dict[str, set[str]] = {}
+    found: Variants = {}
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        _, kinds, options = binder(kernel)(*args, **options)
-        variants.setdefault(kernel.fn.__name__, set()).add(f"{kinds} {options}")
+        _, kinds, options = page.binder(kernel)(*args, **options)
+        found.setdefault(kernel.fn.__name__, set()).add(f"{kinds} {options}")
 
-    with mock.patch.object(InterpretedFunction, "run", launch):
+    with mock.patch.object(page.InterpretedFunction, "run", launch):
         for layout in WAYS.values():
             config = replace(shape, num_hidden_layers=1, vocab_size=128256, quantization=layout)
             llama = Llama(config, "meta", torch.bfloat16, seed=None, ops=GPU()).pack_weights()
             warm_up(llama, PagedCache.of(llama, 100))
-    return variants
+    return found
 
 
-def test_the_layer_that_is_checked_has_the_variants_of_8b():
-    assert warmed_up(SHAPES["layer"]) == warmed_up(SHAPES["8B"])
+@pytest.mark.gpu_interpreter
+@not_on_a_gpu
+def test_the_layer_that_is_checked_has_the_variants_of_8b(variants):
+    assert warmed_up(variants, SHAPES["layer"]) == warmed_up(variants, SHAPES["8B"])
