@@ -152,10 +152,6 @@ class GPU(Ops):
         keys = LayerStore.of(cache.keys, layer)
         values = LayerStore.of(cache.values, layer)
         S = metadata.block_size
-        if cos is None:
-            store_vectors(k, v, keys, values, metadata.slot_mapping, S)
-        else:
-            q = store_vectors(k, v, keys, values, metadata.slot_mapping, S, q, cos, sin)
         backend = metadata.backend
         if "launches" not in backend:  # the same in all layers
             longest = backend.get("longest")  # of a recording
@@ -168,6 +164,9 @@ class GPU(Ops):
                 k.shape[1],
                 tuning.processors(q.device),
             )
+            backend["arrivals"] = torch.empty(k.shape[:2], dtype=torch.int32, device=k.device)
+        arrivals = backend["arrivals"]
+        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, cos, sin)
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(
             q,
@@ -178,6 +177,7 @@ class GPU(Ops):
             metadata.seq_lens,
             backend["launches"],
             block,
+            arrivals=arrivals,
         )
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:

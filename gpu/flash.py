@@ -19,17 +19,18 @@ one read of a tile.
     z_j. 16 bits hold these integers exactly: keys as float16, with rows of q divided by their
     largest number; values as bfloat16. 4-bit keys are dequantized to q's type.
   - Few queries with a long past would occupy few programs. So the keys are split, each split writes
-    (o / l, m + log2 l), and a second kernel weighs the splits (Flash-Decoding). Their number
-    follows from shapes that the host knows. A split without keys writes −∞ and weighs nothing, so a
-    captured graph stays valid while texts grow.
+    (o / l, m + log2 l) and counts itself, and the last to arrive weighs all of them in order
+    (Flash-Decoding, without its second launch). Their number follows from shapes that the host
+    knows. A split without keys writes (0, −∞) and weighs nothing, so a captured graph stays valid
+    while texts grow. The counters are 0 before: the kernel that stores the keys clears them.
   - A step has one launch for sequences of few rows (tiles of 16 to 64) and one for sequences of
     many (tiles of 128).
   - float32 products are computed as three tf32 products (`tf32x3`), which leave out less than 2⁻²⁰.
 
 Invariant: slots that belong to no sequence of the step, in the cache or in `out`, affect no result
 and stay unwritten.
-Costs of a decoding step: K and V once, 2 · m · G · D · bytes; of a prompt: 2 · n² · H · D
-operations, half of 4 n² H D.
+Costs of a decoding step: K and V once, 2 · m · G · D · bytes, and 4 · H · D bytes a split, written
+and read; of a prompt: 2 · n² · H · D operations, half of 4 n² H D. One launch for each kind.
 Not covered: tensor maps and specialized warps (FlashAttention-3), better for prompts on sm_90;
 sliding windows.
 
@@ -83,7 +84,6 @@ def _tile(
     v, v_scale, v_zero = values
     j = start + tl.arange(0, N)  # positions of the keys
     visible = j < end if MASKED else tl.full((N,), True, tl.int1)
-    vectors = base
     if S:
         block = tl.load(block_table + j // S, visible, 0).to(tl.int64)
         vectors = base + block * block_stride + j % S * token_stride
@@ -99,11 +99,10 @@ def _tile(
     scores = tl.dot(x, tl.trans(numbers), input_precision="tf32x3")  # [M, N]
     if K_BITS == 8:
         scores *= tl.load(k_scale + vectors, visible, 0).to(tl.float32)[None, :]
+        scores *= scale
+        scale = 1.0
     if MASKED:
         scores = tl.where(j[None, :] <= position[:, None], scores, float("-inf"))
-    if K_BITS == 8:
-        scores *= scale[:, None]
-        scale = 1.0
     o, drift, m, l = state
     top = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - top[:, None])  # [M, N]
@@ -125,35 +124,53 @@ def _tile(
 
 
 @triton.jit
-def _finish(
-    state,
-    token,
-    head,
-    row_mask,
-    mask,
+def _merge(
     out,
     parts,
     peaks,
+    origin,
+    row,
+    end_row,
     total,
     H: tl.constexpr,
+    R: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
-    V_BITS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    M: tl.constexpr,
 ):
-    """Write the results of M rows, or of a split. token, head, row_mask: [M]; mask: [M, WIDE]."""
-    o, drift, m, l = state
-    if V_BITS == 4:
-        o -= drift[:, None]
-    o /= tl.where(l > 0, l, 1.0)[:, None]  # padding has no keys: 0, never NaN
-    d = tl.arange(0, WIDE)
-    index = token.to(tl.int64) * H + head  # [M], of T · H
-    if SPLIT:
-        index += tl.program_id(2) * total
-        tl.store(peaks + index, m + tl.log2(l), row_mask)
-        tl.store(parts + index[:, None] * D + d[None, :], o, mask & (l > 0)[:, None])
-    else:
-        tl.store(out + index[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask)
+    """out = Σ_s 2^peak_s part_s / Σ_s 2^peak_s for the rows from `row` to `end_row`.
+
+    Some rows and splits at a time, always in the same order.
+    """
+    ROWS: tl.constexpr = M // 4
+    SPLITS: tl.constexpr = max(1, 64 // M)
+    splits = tl.num_programs(2)
+    split = tl.arange(0, SPLITS)[:, None, None]
+    d = tl.arange(0, WIDE)[None, None, :]
+    while row < end_row:
+        rows = row + tl.arange(0, ROWS)[None, :, None]
+        index = origin + rows // R * H + rows % R  # [1, ROWS, 1], of T · H
+        l = tl.zeros((SPLITS, ROWS, 1), tl.float32)
+        m = l + LOWEST
+        o = tl.zeros((SPLITS, ROWS, WIDE), tl.float32)
+        for start in tl.range(0, splits, SPLITS, num_stages=4):
+            part = index + (start + split) * total  # [SPLITS, ROWS, 1]
+            mask = (rows < end_row) & (start + split < splits)
+            # others wrote: ".cg" reads past this multiprocessor's own cache
+            peak = tl.load(peaks + part, mask, float("-inf"), cache_modifier=".cg")
+            numbers = tl.load(parts + part * D + d, mask & (d < D), 0, cache_modifier=".cg")
+            top = tl.maximum(m, peak)
+            fade = tl.exp2(m - top)
+            weight = tl.exp2(peak - top)
+            l = l * fade + weight
+            o = o * fade + weight * numbers
+            m = top
+        weight = tl.exp2(m - tl.max(m, 0, keep_dims=True))
+        l = tl.maximum(tl.sum(l * weight, 0, keep_dims=True), 1.0)  # l ≥ 1 where there are keys
+        o = tl.sum(o * weight, 0, keep_dims=True) / l  # [1, ROWS, WIDE]
+        mask = (rows < end_row) & (d < D)
+        tl.store(out + index * D + d, o.to(out.dtype.element_ty), mask)
+        row += ROWS
 
 
 # Triton compiles a kernel again for arguments that are 1, or multiples of 16, but not for these:
@@ -166,6 +183,7 @@ def _attend(
     out,
     parts,
     peaks,
+    arrivals,
     k,
     k_scale,
     k_zero,
@@ -196,10 +214,12 @@ def _attend(
     M: tl.constexpr,
     N: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program for (sequence and key/value head, M rows, a split), of sequences with `fewest` to
     `most` queries.
     """
+    tuning.begin(EARLY)
     b = tl.program_id(0) // G
     g = tl.program_id(0) % G
     first = tl.load(cu_seqlens + b)
@@ -213,17 +233,15 @@ def _attend(
     token = first + row // R
     head = g * R + row % R
     position = past + row // R
-    row_mask = row < n * R
+    end_row = tl.minimum(tile * M + M, n * R)
+    row_mask = row < end_row
     mask = row_mask[:, None] & (d < D)[None, :]  # [M, WIDE]
     query = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
     x = tl.load(q + query + d[None, :], mask, 0)  # [M, WIDE]
-    if K_BITS == 8:  # x into float16's range
-        if x.dtype != tl.float32:
-            largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)
-            x = (x.to(tl.float32) / largest[:, None]).to(tl.float16)
-            scale = scale * largest
-        else:
-            scale = scale + tl.zeros((M,), tl.float32)
+    if K_BITS == 8 and x.dtype != tl.float32:  # x into float16's range
+        largest = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1), 1e-30)[:, None]
+        x = (x.to(tl.float32) / largest).to(tl.float16)
+        scale = scale * largest  # [M, 1]
     block_table = block_tables + b * table_stride
     base = g.to(tl.int64) * head_stride
     if not S:
@@ -231,23 +249,22 @@ def _attend(
     keys = (k, k_scale, k_zero)
     values = (v, v_scale, v_zero)
 
-    last_row = tl.minimum(tile * M + M - 1, n * R - 1)
     begin = 0
-    end = past + last_row // R + 1  # the keys that the last row sees
+    end = past + (end_row - 1) // R + 1  # the keys that the last row sees
     if SPLIT:
         share = tl.cdiv(tl.cdiv(end, N), tl.num_programs(2))
         share = tl.maximum(share, tl.cdiv(least, N)) * N
         begin = tl.program_id(2) * share
         end = tl.minimum(end, begin + share)
     o = tl.zeros((M, WIDE), tl.float32)
-    drift = tl.zeros((M,), tl.float32)
-    m = tl.full((M,), LOWEST, tl.float32)
-    l = tl.zeros((M,), tl.float32)
-    state = (o, drift, m, l)
+    zeros = tl.zeros((M,), tl.float32)
+    state = (o, zeros, zeros + LOWEST, zeros)
     if M > 64:  # tiles that all rows see: no mask
         seen_by_all = tl.minimum(end, past + tile * M // R + 1)
         unmasked = tl.maximum(begin, seen_by_all // N * N)
-        for start in tl.range(begin, unmasked, N):
+    for MASKED in tl.static_range(M <= 64, 2):
+        stop = end if MASKED else unmasked
+        for start in tl.range(begin, stop, N):
             state = _tile(
                 start,
                 end,
@@ -267,82 +284,28 @@ def _attend(
                 K_BITS,
                 V_BITS,
                 N,
-                False,
+                MASKED,
             )
-        begin = unmasked
-    for start in tl.range(begin, end, N):
-        state = _tile(
-            start,
-            end,
-            base,
-            x,
-            position,
-            state,
-            keys,
-            values,
-            block_table,
-            block_stride,
-            token_stride,
-            scale,
-            S,
-            D,
-            WIDE,
-            K_BITS,
-            V_BITS,
-            N,
-            True,
-        )
-    _finish(
-        state, token, head, row_mask, mask, out, parts, peaks, total, G * R, D, WIDE, V_BITS, SPLIT
-    )
-
-
-@triton.jit(
-    do_not_specialize=["splits", "total", "fewest", "most"],
-    do_not_specialize_on_alignment=["cu_seqlens"],
-)
-def _merge(
-    out,
-    parts,
-    peaks,
-    cu_seqlens,
-    splits,
-    total,
-    fewest,
-    most,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """A program for (head, new token of a sequence, sequence): out = Σ_s 2^peak_s part_s / Σ_s
-    2^peak_s.
-    """
-    head = tl.program_id(0)
-    token = tl.program_id(1)
-    b = tl.program_id(2)
-    first = tl.load(cu_seqlens + b)
-    n = tl.load(cu_seqlens + b + 1) - first
-    if (n < fewest) | (n > most) | (token >= n):
-        return
-    index = (first + token).to(tl.int64) * H + head
-    split = tl.arange(0, MOST)
-    d = tl.arange(0, WIDE)
-    all_peaks = tl.load(peaks + index + split * total, split < splits, float("-inf"))
-    top = tl.maximum(tl.max(all_peaks, 0), LOWEST)
-    o = tl.zeros((WIDE,), tl.float32)
-    l = tl.zeros((8,), tl.float32)
-    for start in tl.range(0, splits, 8):
-        some = start + tl.arange(0, 8)
-        part = index + some * total
-        peak = tl.load(peaks + part, some < splits, float("-inf"))
-        weight = tl.exp2(peak - top)  # [8], 0 for a split without keys
-        mask = (weight > 0)[:, None] & (d < D)[None, :]
-        numbers = tl.load(parts + part[:, None] * D + d[None, :], mask, 0)  # [8, WIDE]
-        o += tl.sum(weight[:, None] * numbers, 0)
-        l += weight
-    mean = o / tl.maximum(tl.sum(l, 0), 1.0)  # l ≥ 1 where there are keys
-    tl.store(out + index * D + d, mean.to(out.dtype.element_ty), d < D)
+        begin = stop
+    o, drift, m, l = state
+    if V_BITS == 4:
+        o -= drift[:, None]
+    o /= tl.where(l > 0, l, 1.0)[:, None]  # padding has no keys: 0, never NaN
+    H: tl.constexpr = G * R
+    index = token.to(tl.int64) * H + head  # [M], of T · H
+    if SPLIT:
+        part = index + tl.program_id(2) * total
+        tl.store(peaks + part, m + tl.log2(l), row_mask)
+        tl.store(parts + part[:, None] * D + d[None, :], o, mask)
+        tl.debug_barrier()  # all threads have written
+        # n tokens have at most n tiles, because R ≤ M, so that each tile has a counter of its own
+        counter = arrivals + (first + tile) * G + g
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(2) - 1:
+            origin = (first.to(tl.int64) * G + g) * R
+            _merge(out, parts, peaks, origin, tile * M, end_row, total, H, R, D, WIDE, M)
+    else:
+        tl.store(out + index[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask)
 
 
 # ---- Launches ------------------------------------------------------------------------------------
@@ -363,9 +326,8 @@ class LayerStore(NamedTuple):
     def of(cls, store: Any, layer: int) -> "LayerStore":
         parts = [part[layer] for part in store.parts]
         missing = [None] * (3 - len(parts))
-        *outer, _ = parts[0].stride()
         width = parts[0].shape[-1]
-        strides = tuple(stride // width for stride in outer)
+        strides = tuple(stride // width for stride in parts[0].stride()[:3])
         return cls(*parts, *missing, store.bits, strides)
 
 
@@ -379,6 +341,7 @@ def flash_attention(
     launches: Sequence[Launch],
     block: int = 0,
     out: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of B sequences over their stored keys and values.
 
@@ -393,21 +356,26 @@ def flash_attention(
     device = q.device
     if out is None:
         out = torch.empty((T, H, D), dtype=q.dtype, device=device)
+    if arrivals is None:
+        arrivals = torch.zeros(T, G, dtype=torch.int32, device=device)
     wide = max(16, triton.next_power_of_2(D))
-    arch = tuning.capability(device)
     for fewest, most, rows, splits in launches:
+        arch = tuning.capability(device)
+        shape = tuning.tile_shape(rows, R, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
+        rows, keys, warps, stages, registers = shape
+        if R > rows:  # tiles of one token would share a counter
+            splits = 1
         parts = out
         peaks = out
         if splits > 1:
             parts = torch.empty(splits * T * H * D, dtype=torch.float32, device=device)
             peaks = torch.empty(splits * T * H, dtype=torch.float32, device=device)
-        shape = tuning.tile_shape(rows, R, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)
-        rows, keys, warps, stages = shape
         _attend[B * G, triton.cdiv(most * R, rows), splits](
             q,
             out,
             parts,
             peaks,
+            arrivals,
             *k[:3],
             *v[:3],
             block_tables,
@@ -434,21 +402,7 @@ def flash_attention(
             splits > 1,
             num_warps=warps,
             num_stages=stages,
+            maxnreg=registers,
+            **tuning.early(device),
         )
-        if splits > 1:
-            _merge[H, most, B](
-                out,
-                parts,
-                peaks,
-                cu_seqlens,
-                splits,
-                T * H,
-                fewest,
-                most,
-                H,
-                D,
-                wide,
-                tuning.MOST_SPLITS,
-                num_warps=1,
-            )
     return out

@@ -7,7 +7,7 @@ and values are quantized to the cache's bits (quant.py) and written to their slo
     vector = block · block_stride + offset · token_stride + head · head_stride
 
 A row of the contiguous cache is a block of max_len tokens. A negative slot (a captured graph's
-padding) stores nothing.
+padding) stores nothing. Attention's counters, one for each token and key/value head, become 0.
 Invariant: integers, scales and zeros are those of quant.py, to the bit. So divisions are exact
 ones, and halves round to even: to add and subtract 2²³ · 1.5 rounds as the machine does.
 Costs: a launch a layer.
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu import tuning
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
@@ -122,6 +123,7 @@ def _store(
     turned,
     cos,
     sin,
+    arrivals,
     slot_mapping,
     keys,
     k_scale,
@@ -146,19 +148,21 @@ def _store(
     WIDE: tl.constexpr,
     K_BITS: tl.constexpr,
     V_BITS: tl.constexpr,
-    TURN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A program for (token, key/value head): it stores key and value, and with TURN rotates the
-    head's R queries.
+    """A program for (token, key/value head): it stores key and value, and with cos and sin
+    rotates the head's R queries.
     """
+    tuning.begin(EARLY)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     pair = tl.arange(0, WIDE // 2)[:, None]
     i = 2 * pair + tl.arange(0, 2)[None, :]  # [WIDE / 2, 2], as 4 bits are packed
     inside = i < D
     slot = tl.load(slot_mapping + t)
+    tl.store(arrivals + t * G + g, 0)
     key = k + t * k_token + g * k_head
-    if TURN:
+    if cos is not None:
         cos += t * D
         sin += t * D
         row = tl.arange(0, ROWS)[:, None]
@@ -203,28 +207,27 @@ def _store(
 
 
 def store_vectors(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     keys: LayerStore,
     values: LayerStore,
     slot_mapping: Tensor,
     S: int,
-    q: Tensor | None = None,
+    arrivals: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-) -> Tensor | None:
-    """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens.
+) -> Tensor:
+    """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens -> q: [T, H, D].
 
-    With q: [T, H, D] and cos, sin: [T, 1, D], q and k are rotated first -> q, rotated.
+    With cos, sin: [T, 1, D], q and k are rotated first. arrivals: int32[T, G], attention's
+    counters.
     """
     T, G, D = k.shape
-    R = 1
-    turned = None
-    q_strides = (0, 0)
-    if q is not None:
-        R = q.shape[1] // G
+    R = q.shape[1] // G
+    turned = q
+    if cos is not None:
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        q_strides = q.stride()[:2]
     _store[T, G](
         q,
         k,
@@ -232,10 +235,11 @@ def store_vectors(
         turned,
         cos,
         sin,
+        arrivals,
         slot_mapping,
         *keys[:3],
         *values[:3],
-        *q_strides,
+        *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
         S,
@@ -247,7 +251,7 @@ def store_vectors(
         max(2, triton.next_power_of_2(D)),
         keys.bits,
         values.bits,
-        q is not None,
         num_warps=1,
+        **tuning.early(k.device),
     )
     return turned

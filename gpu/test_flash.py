@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gpu import GPU, unpack
 from gpu.flash import LayerStore, flash_attention
-from gpu.graphs import Bucket, empty_metadata
+from gpu.graphs import Bucket, empty_metadata, next_steps
 from gpu.store import store_vectors
 from gpu.tuning import Launch, plan_launches, processors
 from kernels import Ops, attention
@@ -28,9 +29,14 @@ pytestmark = pytest.mark.gpu_interpreter
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What the kernels' own tensors hold before they are written is not a number."""
+    """What the kernels' own tensors hold before they are written is not a number, or 77."""
     empty = torch.empty
-    with mock.patch("torch.empty", lambda *size, **how: empty(*size, **how).fill_(nan)):
+
+    def poisoned_empty(*size: Any, **how: Any) -> Tensor:
+        x = empty(*size, **how)
+        return x.fill_(nan if x.is_floating_point() else 77)
+
+    with mock.patch("torch.empty", poisoned_empty):
         yield
 
 
@@ -128,6 +134,7 @@ CASES = [  # new and past tokens, G, R, D, S, bits, contiguous, splits
     ([17, 0], [64, 0], 1, 4, 64, 1, (8, 4), True, 0),  # tiles that all rows see
     ([2, 1], [150, 0], 1, 2, 80, 3, (4, 4), False, 10),  # five groups a key; parts of ten splits
     ([33], [2], 1, 2, 160, 16, (16, 16), False, 0),  # wide heads: 16 rows at a time
+    ([1, 2], [40, 9], 2, 20, 160, 16, (16, 16), False, 4),  # so a token has two tiles: no splits
 ]
 
 
@@ -137,6 +144,23 @@ def test_attention_equals_the_reference(new, past, G, R, D, S, bits, contiguous,
     with mock.patch("gpu.tuning.LEAST_KEYS", 1):
         out = sequences.attend(sequences.launches(splits))
     torch.testing.assert_close(out, sequences.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter's order can be chosen")
+@pytest.mark.parametrize("order", [[2, 1, 0], [1, 2, 0], [2, 0, 1]])
+def test_the_last_split_merges_whichever_it_is(order):
+    from triton.runtime.interpreter import interpreter_builder
+
+    sequences = Sequences([22, 0, 3, 1], [70, 9, 30, 0], 2, 3, 64, 16, (16, 16))
+    launches = [Launch(1, 3, 16, 3), Launch(4, 22, 128, 3)]
+    place = interpreter_builder.set_grid_idx
+    with mock.patch("gpu.tuning.LEAST_KEYS", 1):
+        out = sequences.attend(launches)
+        torch.testing.assert_close(out, sequences.expected(), atol=2e-5, rtol=2e-5)
+        reordered = mock.Mock(side_effect=lambda x, y, z: place(x, y, order[z]))
+        with mock.patch.object(interpreter_builder, "set_grid_idx", reordered):
+            assert torch.equal(sequences.attend(launches), out)
+    assert reordered.called
 
 
 def test_zeros_and_scales_far_apart():
@@ -242,7 +266,9 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
             wanted[-1][block, offset_in_block] = numbers[stored]
         stores.append(store)
     layers = [LayerStore.of(store, 0) for store in stores]
-    store_vectors(k, v, *layers, slots.to(DEVICE), S)
+    arrivals = torch.full((T, 1), 77, dtype=torch.int32, device=DEVICE)
+    store_vectors(k, k, v, *layers, slots.to(DEVICE), S, arrivals)
+    assert not arrivals.any()
     parts = [part[0] for store in stores for part in store.parts]
     assert all(map(torch.equal, parts, wanted))  # and nothing else has changed
 
@@ -266,6 +292,19 @@ def test_float64_is_computed_in_float64_or_from_what_is_stored():
 
 
 # ---- Metadata of a fixed shape -------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_a_draft_too_many_becomes_zero():
+    """It has no slot and no keys, and its counters are cleared like all others."""
+    cache = PagedCache(1, 2, 16, 9, 4, device=DEVICE)
+    first = empty_metadata(cache, Bucket(sequences=2, each=1, blocks=3))
+    (metadata,) = next_steps(first, torch.zeros(2, dtype=torch.int32, device=DEVICE), 1)
+    q, k, v = torch.randn(2, 8, 16, device=DEVICE).split((4, 2, 2), 1)
+    with poisoned(), mock.patch("gpu.tuning.LEAST_KEYS", 1):
+        out = GPU(records=False).store_and_attend(q, k, v, metadata, 0)
+    assert metadata.backend["launches"][0].splits > 1
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 @torch.inference_mode()
@@ -293,7 +332,9 @@ def test_a_refilled_bucket_is_the_step_itself():
         assert metadata.positions[:T].tolist() == alone.positions.tolist()
         assert metadata.slot_mapping.tolist() == alone.slot_mapping.tolist() + [-1] * (6 - T)
         q, k, v = torch.randn(6, 4, 16, device=DEVICE).split((2, 1, 1), 1)
-        out = ops.store_and_attend(q, k, v, metadata, 0)
+        with poisoned(), mock.patch("gpu.tuning.LEAST_KEYS", 1):
+            out = ops.store_and_attend(q, k, v, metadata, 0)
+        assert metadata.backend["launches"][0].splits > 1  # so the counters count again
         wanted = Ops().store_and_attend(q[:T], k[:T], v[:T], alone, 0)
         torch.testing.assert_close(out[:T], wanted)
         for store, reference in ((cache.keys, other.keys), (cache.values, other.values)):

@@ -169,17 +169,19 @@ def count_splits(programs: int, longest: int, slots: int) -> int:
 
 def tile_shape(
     rows: int, R: int, D: int, bits: tuple[int, int], block: int, arch: int, size: int = 2
-) -> tuple[int, int, int, int]:
-    """M, N, num_warps and num_stages for `rows` rows and numbers of `size` bytes: as much in flight
-    as registers and shared memory hold without spilling.
+) -> tuple[int, int, int, int, int]:
+    """M, N, num_warps, num_stages and maxnreg for `rows` rows and numbers of `size` bytes: as much
+    in flight as registers and shared memory hold without spilling.
+
+    maxnreg: without a limit, the compiler rather spills 8 bytes than take 129 registers.
     """
     stages = 5 if block else 3  # two more for the block table
     exact = tuple(bits) == (16, 16)
     wide = max(16, triton.next_power_of_2(D))
     if size == 4:  # a product is three in tf32
         if wide > 128:
-            return 16, 16, 8, stages
-        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2
+            return 16, 16, 8, stages, 255
+        return rows, 16, 4 if rows == 16 else 8, stages if arch == 90 else 2, 255
     if rows <= 64:
         keys = 128 if rows == 16 and wide <= 64 else 64
         warps = 4 if exact or rows != 32 or wide <= 64 else 8
@@ -189,4 +191,5 @@ def tile_shape(
         keys = 64 if roomy else 32
         if exact and arch == 90 and D == 128 and R in (1, 2, 4, 8):  # other R: too many registers
             keys = 128
-    return rows, keys // max(1, wide // 128), warps, stages
+    registers = 168 if rows == 16 and wide <= 128 else 255  # 168: three programs at a time
+    return rows, keys // max(1, wide // 128), warps, stages, registers
