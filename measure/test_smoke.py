@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
 from checkpoint.config import Config
 from drafters import ModelDrafter
-from gpu import GPU, warm_up
+from gpu import GPU, test_graphs, warm_up
 from kernels import Ops
 from measure import smoke
-from measure.gpu_parts import SHAPES, WAYS, Scale, judged, random_engine, random_model
+from measure.gpu_parts import QUICK, SHAPES, WAYS, Scale, judged, random_engine, random_model
 from measure.serving import random_request, serve_at_once
 from model import Llama
 from paged import PagedCache
@@ -77,6 +77,19 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path, monkeypatch, capsy
 def test_an_error_that_is_no_number_is_wrong():
     assert judged([0.0, 0.01], 0.01)[-1] == "ok"
     assert judged([0.0, math.nan], 0.01)[-1] == judged([0.02], 0.01)[-1] == "WRONG"
+
+
+@pytest.mark.gpu_interpreter
+@torch.inference_mode()
+def test_a_recording_is_replayed_with_other_tokens_than_its_own(variants):
+    scale = replace(QUICK, device=str(test_graphs.DEVICE))
+    key = ("16 bits", "8/4", torch.float32, 9, "1 x 8")
+    with test_graphs.recorded() as recordings:
+        assert smoke.smoke_row(scale, 1.0, *key)[-1] == "ok"
+    assert len(recordings) == 1
+    with mock.patch.object(test_graphs.graphs, "record", lambda run: lambda: None):  # stale
+        launched, replayed = smoke.smoke_row(scale, 1.0, *key)[0].split()
+    assert float(launched) < 1e-5 < 0.1 < float(replayed)
 
 
 # ---- What is launched
