@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
+from batcher import Batcher
 from checkpoint.config import Config
 from drafters import ModelDrafter
-from gpu import GPU, test_graphs, warm_up
+from gpu import GPU, test_graphs
 from kernels import Ops
 from measure import smoke
 from measure.gpu_parts import QUICK, SHAPES, WAYS, Scale, judged, random_engine, random_model
@@ -22,6 +23,7 @@ from measure.serving import random_request, serve_at_once
 from model import Llama
 from paged import PagedCache
 from quant import WIDTHS
+from runner import ModelRunner
 
 SHAPE = Config(67, 256, 256, 1, 8, 2, 32, 1024)  # `serve` draws from 67 tokens
 SCALE = Scale(target="variants", layer="variants", device="cpu")
@@ -124,7 +126,8 @@ def serving_variants(page: Any, way: str, kv_bits: str) -> Variants:
     with page.counted() as found:
         for count in (256, 1):
             drafter = ModelDrafter(llama, make_cache()) if way == "16 bits" else None
-            page.serve(llama, make_cache(), drafter, count)
+            runner = ModelRunner(llama, make_cache(), 67, drafter, budget=100)
+            page.serve(Batcher(runner, 70), count)
         for num_texts in (1, 20):
             engine = random_engine(llama, None, 400, num_texts)
             requests = [random_request(300 // num_texts, 40, i) for i in range(num_texts)]
@@ -174,7 +177,7 @@ def warmed_up(page: Any, shape: Config) -> Variants:
         for layout in WAYS.values():
             config = replace(shape, num_hidden_layers=1, vocab_size=128256, quantization=layout)
             llama = Llama(config, "meta", torch.bfloat16, seed=None, ops=GPU()).pack_weights()
-            warm_up(llama, PagedCache.of(llama, 100))
+            llama.ops.warm_up(llama, PagedCache.of(llama, 100), 128256)
     return found
 
 
