@@ -33,7 +33,6 @@ import torch
 
 from app.shell import say
 from generate import Engine, Model, load_draft
-from gpu import warm_up
 from kernels import Linear, Ops, free_memory, ops_for
 from measure.effort import SENTENCES
 from measure.gpu_parts import (
@@ -114,9 +113,10 @@ def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
         return launch
 
     llama = random_model(scale.layer, way, scale)
+    cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
     begin = time.perf_counter()
     with launching_by(collecting):
-        warm_up(llama, PagedCache.of(llama, 100, bits=WIDTHS[kv_bits]))
+        llama.ops.warm_up(llama, cache, llama.config.vocab_size)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
     registers = max(binary.n_regs for binary in binaries)

@@ -118,14 +118,17 @@ def test_resources_are_the_most_of_all_kernels_that_were_launched(monkeypatch):
         launches.append(wrap(lambda kernel: kernel.binary))
         yield
 
-    def warm_up(llama, cache):
+    def warm_up(llama, cache, vocab_size):
         for name, binary in (("_few", few), ("_edge", edge), ("_few", few)):
             launches[0](SimpleNamespace(fn=SimpleNamespace(__name__=name), binary=binary))
 
     few, edge = Binary(200, 0), Binary(40, 8)
     monkeypatch.setattr(first_contact, "launching_by", launching_by)
-    monkeypatch.setattr(first_contact, "warm_up", warm_up)
-    for name in ("random_model", "PagedCache", "torch"):
+    llama = SimpleNamespace(
+        ops=SimpleNamespace(warm_up=warm_up), config=SimpleNamespace(vocab_size=9)
+    )
+    monkeypatch.setattr(first_contact, "random_model", lambda *arguments: llama)
+    for name in ("PagedCache", "torch"):
         monkeypatch.setattr(first_contact, name, Mock())
     _, *cells = first_contact.resource_row(Scale(), 1.0, "INT4", "8/4")
     assert cells == ["2", "200", "8, _edge"]

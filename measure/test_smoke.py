@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import bench
 from checkpoint.config import Config
 from drafters import ModelDrafter
-from gpu import GPU, test_graphs, warm_up
+from gpu import GPU, test_graphs
 from kernels import Ops
 from measure import smoke
 from measure.gpu_parts import QUICK, SHAPES, WAYS, Scale, judged, random_engine, random_model
@@ -174,7 +174,7 @@ def warmed_up(page: Any, shape: Config) -> Variants:
         for layout in WAYS.values():
             config = replace(shape, num_hidden_layers=1, vocab_size=128256, quantization=layout)
             llama = Llama(config, "meta", torch.bfloat16, seed=None, ops=GPU()).pack_weights()
-            warm_up(llama, PagedCache.of(llama, 100))
+            llama.ops.warm_up(llama, PagedCache.of(llama, 100), 128256)
     return found
 
 
