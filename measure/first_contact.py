@@ -113,9 +113,9 @@ def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
         return launch
 
     llama = random_model(scale.layer, way, scale)
+    cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
     begin = time.perf_counter()
     with launching_by(collecting):
-        cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
         llama.ops.warm_up(llama, cache, llama.config.vocab_size)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begin

@@ -124,8 +124,11 @@ def test_resources_are_the_most_of_all_kernels_that_were_launched(monkeypatch):
 
     few, edge = Binary(200, 0), Binary(40, 8)
     monkeypatch.setattr(first_contact, "launching_by", launching_by)
-    for name in ("random_model", "PagedCache", "torch"):
+    llama = SimpleNamespace(
+        ops=SimpleNamespace(warm_up=warm_up), config=SimpleNamespace(vocab_size=9)
+    )
+    monkeypatch.setattr(first_contact, "random_model", lambda *arguments: llama)
+    for name in ("PagedCache", "torch"):
         monkeypatch.setattr(first_contact, name, Mock())
-    first_contact.random_model.return_value.ops.warm_up = warm_up
     _, *cells = first_contact.resource_row(Scale(), 1.0, "INT4", "8/4")
     assert cells == ["2", "200", "8, _edge"]
