@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def run_first(options: list[str]) -> int:
 
 def machine_row(scale: Scale, bandwidth: float, name: str) -> Row:
     gigabytes = free_memory(torch.device(scale.device)) / 1e9
-    return [f"{gigabytes:.1f}", torch.__version__, str(torch.version.cuda), version("triton")]
+    triton = version("triton") if find_spec("triton") else "none"
+    return [f"{gigabytes:.1f}", torch.__version__, str(torch.version.cuda), triton]
 
 
 def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpu import GPU, graphs
+from errors import UserError
 from kernels import ops_for
 from kvcache import kv_bytes
 from measure.gpu_parts import SHAPES, WAYS, Scale, device_seconds, random_numbers
@@ -90,7 +90,8 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def launching_by(wrap: Callable[[Launch], Launch]) -> Iterator[None]:
-    """Within this context Triton's kernels are launched by wrap(their own launch)."""
+    """Within this context Triton's kernels are launched by wrap(their own launch), and a recording
+    launches again what it recorded."""
     with ExitStack() as changed:
         if find_spec("triton"):
             from triton.runtime import JITFunction
@@ -98,6 +99,7 @@ def launching_by(wrap: Callable[[Launch], Launch]) -> Iterator[None]:
 
             for kind in (JITFunction, InterpretedFunction):
                 changed.enter_context(mock.patch.object(kind, "run", wrap(kind.run)))
+            changed.enter_context(mock.patch("gpu.graphs.record", lambda run: run))
         yield
 
 
@@ -122,8 +124,7 @@ def launches_a_token(llama: Llama, context: int = CONTEXT) -> float:
         ops,
     )
     launches = Launches(llama.device)
-    again = mock.patch.object(graphs, "record", lambda run: run)  # a replay is to launch again
-    with launching_by(launches.counted), again:
+    with launching_by(launches.counted):
         ops.draft(llama, cache, [seq], [[0]], round)  # which makes the recording
         cache.truncate(seq, context)
         launches.count = 0
@@ -157,6 +158,8 @@ def token_bytes(llama: Llama, context: int = CONTEXT) -> int:
 
 def model_on_meta(way: str, layers: int) -> Llama:
     """8B without numbers, with so many layers."""
+    from gpu import GPU
+
     config = replace(SHAPES["8B"], num_hidden_layers=layers, quantization=WAYS[way])
     return Llama(config, "meta", torch.bfloat16, seed=None, ops=GPU()).pack_weights()
 
@@ -170,6 +173,8 @@ def launches_of_8b(way: str) -> tuple[float, float]:
 
 def prediction() -> Section:
     """For 8B, with weights in each way."""
+    if not find_spec("triton"):
+        raise UserError("--gpu prediction counts Triton's kernels: install triton, on Linux")
     rows = []
     for way in WAYS:
         layer, launches = launches_of_8b(way)

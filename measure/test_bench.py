@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bench
+from conftest import program
 from measure import pair, report
 from measure.effort import QUICK
 from measure.machine import machine
@@ -142,3 +143,22 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         out, error = capsys.readouterr()
         assert (status, out, error.count("\n")) == (2, "", 1), arguments
         assert re.match(r"error: ", error) and told in error
+
+
+WITHOUT_TRITON = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *where: None if name == "triton" else find(name, *where)
+import bench
+from conftest import program
+sys.exit(bench.main(sys.argv[1:]))
+"""
+
+
+def test_triton_exists_for_linux_only(tmp_path):
+    options = ["--quick", "--out", tmp_path / "out.json"]
+    done = program("-c", WITHOUT_TRITON, "--gpu", "decode", *options)
+    assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
+    done = program("-c", WITHOUT_TRITON, "--gpu", "prediction")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "triton" in done.stderr
