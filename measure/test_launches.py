@@ -13,17 +13,8 @@ from measure.gpu_parts import QUICK, WAYS, random_model
 from measure.launches import Launches, launches_a_token, launching_by, token_bytes
 from measure.serving import weight_bytes
 
-# Of a layer with a long past: norms, products, SwiGLU, a store, attention and its merge. The aim is
-# 8 in every way: lower these numbers with every kernel that goes.
-MOST_LAUNCHES = {
-    "16 bits": 10,
-    "INT8": 10,
-    "INT4": 10,
-    "NF4": 1165,
-    "FP8": 10,
-    "W8A8": 82,
-    "FP8 W8A8": 62,
-}
+# Two norms, four products, a store that rotates, attention: in each way, also with a long past.
+MOST_LAUNCHES = 8
 launches_of_8b = cache(launches.launches_of_8b)
 
 
@@ -31,7 +22,7 @@ launches_of_8b = cache(launches.launches_of_8b)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_is_few_launches(way):
     layer, token = launches_of_8b(way)
-    assert 8 <= layer <= MOST_LAUNCHES[way]
+    assert 0 < layer <= MOST_LAUNCHES
     assert 32 * layer < token < 32 * layer + 60  # norm, head, sampling, the next step's metadata
 
 
