@@ -94,20 +94,20 @@ class GPU(Ops):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         w = products.Stored.of(weight)
-        if not is_fusable(x) or not products.is_readable(w, x.dtype):
+        if not is_fusable(x) or not products.can_read(w, x.dtype):
             return super().linear(x, weight)
-        if products.is_short(x, w):
-            return products.product(in_order(x, weight), w)
+        if products.fits_kernel(x, w):
+            return products.stored_product(in_order(x, weight), w)
         if w.rounds and not products.multiplies_8_bits(x, w):
             return super().linear(x, weight)
-        return products.long_product(in_order(x, weight), w)
+        return products.torch_product(in_order(x, weight), w)
 
     def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
         if not is_fusable(x):
             return super().swiglu(x, gate_up)
         w = products.Stored.of(gate_up)
-        if products.is_readable(w, x.dtype) and products.is_short(x, w):
-            return products.product(in_order(x, gate_up), w, swiglu=True)
+        if products.can_read(w, x.dtype) and products.fits_kernel(x, w):
+            return products.stored_product(in_order(x, gate_up), w, swiglu=True)
         return fused.fused_swiglu(self.linear(x, gate_up))
 
     def add_norm(

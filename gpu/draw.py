@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.tuning import PIECE, TILE, begin, early
+from gpu.tuning import PIECE, TILE, begin_early, early
 from sampling import GOLDEN, MIX1, MIX2, Setting, column
 
 SUPPORTED = {"temperature", "top_k", "top_p", "min_p"}  # settings of `draw_probabilities`
@@ -73,7 +73,7 @@ def _peaks(
     """Piece s of row b -> peaks[b, s]: largest, its first index, Σ exp((x − largest) / t).
     float64[B, S, 3]
     """
-    begin(EARLY)
+    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     x = tl.load(logits + b * stride + i, inside, float("-inf"))
     x = x.to(tl.float64)
@@ -108,7 +108,7 @@ def _weigh(
     """Piece s of row b -> its probabilities: out[b]; its likely ones: counts[b, s]; the row's
     largest: tops[b].
     """
-    begin(EARLY)
+    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     piece = tl.arange(0, PIECES)  # all pieces of the row
     exists = piece < S
@@ -154,7 +154,7 @@ def _gather(
     """Copy the likely candidates of piece s of row b to likely[b], behind those of the pieces
     before it.
     """
-    begin(EARLY)
+    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     piece = tl.arange(0, PIECES)
     p = tl.load(probs + b * V + i, inside, -1.0)
@@ -238,7 +238,7 @@ def _edge(
     min-p's threshold, the sum of all kept ones. float64[B, 4]. The likely candidates lie `aside`
     numbers behind probs.
     """
-    begin(EARLY)
+    begin_early(EARLY)
     b = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     likely_counts = tl.load(counts + b * S + piece, piece < S, 0)
@@ -285,7 +285,7 @@ def _edge(
 @triton.jit
 def _cut(probs, edges, out, V, PIECE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr):
     """Piece s of row b: out = p / (the kept sum) where p is kept, else 0."""
-    begin(EARLY)
+    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     row = probs + b * V
     edge = edges + b * 4
@@ -427,7 +427,7 @@ def _race(
     """Piece s of row b -> best[b, s] = (its largest p_i / E_i, the first index of it): float64[B,
     S, 2].
     """
-    begin(EARLY)
+    begin_early(EARLY)
     b, s, i, inside = _piece(V, PIECE)
     p = tl.load(probs + b * stride + i, inside, -1.0)
     p = p.to(tl.float64)
@@ -447,7 +447,7 @@ def _race(
 @triton.jit
 def _winner(best, out, V, S, PIECES: tl.constexpr, EARLY: tl.constexpr):
     """Row b -> out[b]: the index of the largest p_i / E_i of all pieces; −1 if p is NaN."""
-    begin(EARLY)
+    begin_early(EARLY)
     b = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     exists = piece < S

@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu import tuning
+import gpu.tuning as tuning
 from gpu.tuning import Launch
 from gpu.unpack import _numbers, _steps
 
@@ -219,7 +219,7 @@ def _attend(
     """A program for (sequence and key/value head, M rows, a split), of sequences with `fewest` to
     `most` queries.
     """
-    tuning.begin(EARLY)
+    tuning.begin_early(EARLY)
     b = tl.program_id(0) // G
     g = tl.program_id(0) % G
     first = tl.load(cu_seqlens + b)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.store import TINY, _round, _round_up
-from gpu.tuning import begin, early
+from gpu.tuning import begin_early, early
 from quant import LARGEST, Kind
 
 MOST = tl.constexpr(LARGEST)
@@ -39,7 +39,7 @@ def _add_norm(
     EARLY: tl.constexpr,
 ):
     """A program has a row."""
-    begin(EARLY)
+    begin_early(EARLY)
     c = tl.arange(0, SIZE)
     inside = c < C
     row = tl.program_id(0).to(tl.int64) * C
@@ -59,7 +59,7 @@ def _add_norm(
 @triton.jit
 def _swiglu(x, y, F, SIZE: tl.constexpr, EARLY: tl.constexpr):
     """A program has SIZE numbers of a token."""
-    begin(EARLY)
+    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = f < F
@@ -109,7 +109,7 @@ def _round_rows(
     EARLY: tl.constexpr,
 ):
     """A program has a row of x: its numbers on its grid, and the grid's scale."""
-    begin(EARLY)
+    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, SIZE)
     index = t * K + k
@@ -134,7 +134,7 @@ def _rescale(
     EARLY: tl.constexpr,
 ):
     """y = sums · the scales of x and W + bias. A program has a row and SIZE columns."""
-    begin(EARLY)
+    begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = n < N

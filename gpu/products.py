@@ -45,9 +45,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu import fused, tuning
+import gpu.fused as fused
+import gpu.tuning as tuning
 from gpu.fused import _input_scale, _round_input
-from gpu.tuning import INTERPRETED, begin, early
+from gpu.tuning import INTERPRETED, begin_early, early
 from kernels import Linear
 from quant import Kind, nf4
 
@@ -244,7 +245,7 @@ def _product(
     B is 1 for many rows of x. WIDTH: elements of a piece. SPAN: pieces that share a scale; 0: all
     of a row. x_scale: of rows of x that were rounded before; ROUND: they are rounded here.
     """
-    begin(EARLY)
+    begin_early(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
     t = tl.arange(0, COLS)
     token = tl.minimum(t, T - 1)  # beyond the last token, the last one again
@@ -360,7 +361,7 @@ def _dequantize(
     EARLY: tl.constexpr,
 ):
     """As quant.dequantize, but for the order of columns. A program has SIZE columns of a row."""
-    begin(EARLY)
+    begin_early(EARLY)
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = k < K
@@ -408,7 +409,7 @@ def arrivals_on(device: torch.device) -> Tensor:
     return torch.zeros(tuning.MOST_TILES, dtype=torch.int32, device=device)
 
 
-def is_readable(w: Stored, dtype: torch.dtype) -> bool:
+def can_read(w: Stored, dtype: torch.dtype) -> bool:
     """Whether the kernels read w, for x of this dtype."""
     if w.kind == 16:
         needs_gradient = w.values.requires_grad and torch.is_grad_enabled()
@@ -417,16 +418,16 @@ def is_readable(w: Stored, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and has_fp8
 
 
-def is_short(x: Tensor, w: Stored) -> bool:
-    """Whether `product` multiplies these rows: few enough, and in whole pieces."""
+def fits_kernel(x: Tensor, w: Stored) -> bool:
+    """Whether `stored_product` multiplies these rows: few enough, and in whole pieces."""
     most = tuning.ROWS
     if w.kind == 16:  # in float32 always by cuBLAS, which needs no tf32
         most = tuning.FEW if x.itemsize == 2 else 0
     return 0 < len(x) <= most and w.columns % 32 == 0 and w.group % 32 == 0
 
 
-def product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias, or SwiGLU of it, for rows that are `short`: [T, K] -> [T, N], or [T, N / 2]."""
+def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias: [T, K] -> [T, N], or SwiGLU of it: [T, N / 2]. For what `fits_kernel` admits."""
     T, K = x.shape
     N, J = w.values.shape
     device = x.device
@@ -483,7 +484,7 @@ def product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | None = Non
     return y
 
 
-def dequantize(w: Stored, dtype: torch.dtype) -> Tensor:
+def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
     """quant.dequantize, with columns as they are stored: [N, K] in `dtype`."""
     N, J = w.values.shape
     K = w.columns
@@ -506,12 +507,12 @@ def dequantize(w: Stored, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def long_product(x: Tensor, w: Stored) -> Tensor:
+def torch_product(x: Tensor, w: Stored) -> Tensor:
     """x Wᵀ + bias by torch, of many rows, or of any shape: [T, K] -> [T, N]."""
     if w.kind == 16:
         return F.linear(x, w.values, w.bias)
     if not w.rounds:
-        return F.linear(x, dequantize(w, x.dtype), w.bias)
+        return F.linear(x, dequantized(w, x.dtype), w.bias)
     values, x_scale = fused.round_inputs(x, w.kind, w.values.dtype)
     w_scale = w.scale.float()
     if w.kind == 8:

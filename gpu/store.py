@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu import tuning
+import gpu.tuning as tuning
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
@@ -153,7 +153,7 @@ def _store(
     """A program for (token, key/value head): it stores key and value, and with cos and sin
     rotates the head's R queries.
     """
-    tuning.begin(EARLY)
+    tuning.begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     pair = tl.arange(0, WIDE // 2)[:, None]

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.interpreter import InterpretedFunction
 
 from gpu import GPU, fused, in_order, products
-from gpu.products import DTYPES, Stored, is_short, product
+from gpu.products import DTYPES, Stored, fits_kernel, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
 from kernels import Linear, Ops
 from quant import Quantized, dequantize, int8, nf4, quantize, round_fp8, rounded_product
@@ -71,7 +71,7 @@ def multiply(
     x: torch.Tensor, w: torch.Tensor | Quantized, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """By the kernels."""
-    return product(x.to(DEVICE), stored(w, bias), **options)
+    return stored_product(x.to(DEVICE), stored(w, bias), **options)
 
 
 @settings(deadline=None, max_examples=8)
@@ -159,7 +159,7 @@ def test_many_rows_multiply_dequantized_weights(T, N, K, layout, group, dtype, w
     w = laid_out(torch.randn(N, K), layout, group - 5 * wide)
     if not isinstance(w, Quantized) or w.input_bits == 8:
         return
-    numbers = products.dequantize(stored(w), dtype).cpu()
+    numbers = products.dequantized(stored(w), dtype).cpu()
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
     wanted = w._replace(order=None).rows(slice(None), dtype)
     torch.testing.assert_close(numbers, wanted, rtol=cut_off, atol=0)
@@ -257,7 +257,7 @@ def test_what_no_kernel_takes_is_multiplied_by_torch():
         (64, 64, torch.float64),
     ):
         w = quantize(torch.randn(6, K), 4, group)
-        assert dtype == torch.float64 or not is_short(torch.zeros(3, K), stored(w))
+        assert dtype == torch.float64 or not fits_kernel(torch.zeros(3, K), stored(w))
         x = torch.randn(3, K, dtype=dtype)
         for found, wanted in zip(outputs(GPU(), x, w), outputs(Ops(), x, w)):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

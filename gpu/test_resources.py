@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from gpu import GPU, run_empty_step
-from gpu.products import Stored, product
+from gpu.products import Stored, stored_product
 from gpu.test_crosscompile import SHARED, Report, apart, compile_launches
 from kernels import Linear
 from model import Llama
@@ -68,8 +68,8 @@ def multiply_fp8() -> None:
     weight = Stored.of(Linear(Quantized(values, scale, None, 4096, 4096)))
     for T in (1, 64):
         x = torch.empty(T, 4096, dtype=torch.bfloat16, device="meta")
-        product(x, weight)
-        product(x, weight._replace(rounds=True))
+        stored_product(x, weight)
+        stored_product(x, weight._replace(rounds=True))
 
 
 def compiled() -> dict[str, list[Report]]:

@@ -14,7 +14,7 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     plan_product         below
     tile_shape           below
 
-A kernel that begins by `begin` may start while the one before it ends (programmatic dependent
+A kernel that begins by `begin_early` may start while the one before it ends (programmatic dependent
 launch, from sm_90 on): its programs take their places, and wait there until the results of the
 kernel before are written. That hides a launch's microsecond.
 """
@@ -69,7 +69,7 @@ def early(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
+def begin_early(EARLY: tl.constexpr):
     """Let the next kernel take its places, and wait for the results of the one before.
 
     Every kernel that is launched early calls this before it reads or writes anything.

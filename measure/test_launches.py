@@ -13,8 +13,7 @@ from measure.gpu_parts import QUICK, WAYS, random_model
 from measure.launches import Launches, launches_a_token, launching_by, token_bytes
 from measure.serving import weight_bytes
 
-# Two norms, four products, a store that rotates, attention: in each way, also with a long past.
-MOST_LAUNCHES = 8
+MOST_LAUNCHES = 8  # two norms, storing, attention, and four products
 launches_of_8b = cache(launches.launches_of_8b)
 
 
