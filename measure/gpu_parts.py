@@ -29,7 +29,7 @@ SHAPES = {
     "1B": Config(
         128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
     ),
-    "layer": Config(4096, 4096, 14336, 1, 32, 8, 128, 1024),  # of 8B
+    "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),  # of 8B; with any of its cuts
     "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
     "tiny layer": Config(512, 64, 96, 1, 4, 2, 16, 1024),
 }
@@ -126,8 +126,10 @@ def random_model(
     return llama.pack_weights()
 
 
-def random_engine(llama: Llama, draft: Llama | None, max_len: int, max_batch: int) -> Engine:
+def random_engine(
+    llama: Llama, draft: Llama | None, max_len: int, max_batch: int, kv_bits: str = "16"
+) -> Engine:
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
     drafts = Draft(draft, True, partial(ModelDrafter, draft)) if draft else None
-    return Engine(model, drafts, max_len * max_batch, max_len, max_batch)
+    return Engine(model, drafts, max_len * max_batch, max_len, max_batch, kv_bits=kv_bits)
