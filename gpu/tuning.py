@@ -11,6 +11,8 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
     LEAST_KEYS           of a split: fewer cost more to merge than they save
     MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
+    MERGED               parts of rows that a merge reads at a time: no more registers than
+                         attention itself; three times as many are on their way
     plan_product         below
     tile_shape           below
 
@@ -39,6 +41,7 @@ PIECE = 2048
 TILE = 1024
 LEAST_KEYS = 128
 MOST_SPLITS = 128
+MERGED = tl.constexpr(16)
 
 
 # ---- The machine ---------------------------------------------------------------------------------
