@@ -29,7 +29,8 @@ SHAPES = {
     "1B": Config(
         128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 500000.0, tie_word_embeddings=True
     ),
-    "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),  # of 8B; with any of its cuts
+    # A layer of 8B. From 17,024 rows on, no programs share the columns of the head, as in 8B.
+    "layer": Config(20480, 4096, 14336, 1, 32, 8, 128, 1024),
     "tiny": Config(4096, 256, 704, 8, 4, 2, 64, 1024, tie_word_embeddings=True),
     "tiny layer": Config(512, 64, 96, 1, 4, 2, 16, 1024),
 }
