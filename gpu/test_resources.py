@@ -135,3 +135,19 @@ def assert_fits(report: Report, case: str) -> None:
         assert (wgmma > 0) == is_wide and (mma > 0) != is_wide, what
     else:
         assert report.registers <= 168, what
+
+
+def main() -> None:
+    """python -m gpu.test_resources: what each kernel takes, by the compiler that is here."""
+    print(
+        f"{'case':18}{'kernel':14}{'M or rows':>10}{'registers':>10}{'spills':>7}{'shared':>8}  ahead"
+    )
+    for case, reports in compiled().items():
+        for report in reports:
+            rows = report.constants.get("ROWS") or report.constants.get("M", "")
+            numbers = f"{report.registers:10}{report.spills:7}{report.shared:8}{report.ahead:7}"
+            print(f"{case:18}{report.kernel:14}{rows:>10}{numbers}")
+
+
+if __name__ == "__main__":
+    main()
