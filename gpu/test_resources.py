@@ -139,9 +139,7 @@ def assert_fits(report: Report, case: str) -> None:
 
 def main() -> None:
     """python -m gpu.test_resources: what each kernel takes, by the compiler that is here."""
-    print(
-        f"{'case':18}{'kernel':14}{'M or rows':>10}{'registers':>10}{'spills':>7}{'shared':>8}  ahead"
-    )
+    print("case              kernel              rows registers spills  shared  ahead")
     for case, reports in compiled().items():
         for report in reports:
             rows = report.constants.get("ROWS") or report.constants.get("M", "")
