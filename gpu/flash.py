@@ -50,7 +50,7 @@ import triton.language as tl
 from torch import Tensor
 
 import gpu.tuning as tuning
-from gpu.tuning import Launch
+from gpu.tuning import MERGED, Launch
 from gpu.unpack import _numbers, _steps
 
 LOWEST = tl.constexpr(-1e30)  # below every score; unlike −∞ it may be subtracted from itself
@@ -143,7 +143,7 @@ def _merge(
     Some rows and splits at a time, always in the same order.
     """
     ROWS: tl.constexpr = M // 4
-    SPLITS: tl.constexpr = max(1, 64 // M)
+    SPLITS: tl.constexpr = max(1, MERGED // ROWS)
     splits = tl.num_programs(2)
     split = tl.arange(0, SPLITS)[:, None, None]
     d = tl.arange(0, WIDE)[None, None, :]
@@ -228,12 +228,13 @@ def _attend(
     if (n < fewest) | (n > most) | (tile < 0):
         return
     past = tl.load(seq_lens + b) - n
-    row = tile * M + tl.arange(0, M)  # [M]: of the sequence's n · R
+    first_row = tile * M
+    row = first_row + tl.arange(0, M)  # [M]: of the sequence's n · R
     d = tl.arange(0, WIDE)
     token = first + row // R
     head = g * R + row % R
     position = past + row // R
-    end_row = tl.minimum(tile * M + M, n * R)
+    end_row = tl.minimum(first_row + M, n * R)
     row_mask = row < end_row
     mask = row_mask[:, None] & (d < D)[None, :]  # [M, WIDE]
     query = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
@@ -260,7 +261,7 @@ def _attend(
     zeros = tl.zeros((M,), tl.float32)
     state = (o, zeros, zeros + LOWEST, zeros)
     if M > 64:  # tiles that all rows see: no mask
-        seen_by_all = tl.minimum(end, past + tile * M // R + 1)
+        seen_by_all = tl.minimum(end, past + first_row // R + 1)
         unmasked = tl.maximum(begin, seen_by_all // N * N)
     for MASKED in tl.static_range(M <= 64, 2):
         stop = end if MASKED else unmasked
@@ -303,7 +304,7 @@ def _attend(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(2) - 1:
             origin = (first.to(tl.int64) * G + g) * R
-            _merge(out, parts, peaks, origin, tile * M, end_row, total, H, R, D, WIDE, M)
+            _merge(out, parts, peaks, origin, first_row, end_row, total, H, R, D, WIDE, M)
     else:
         tl.store(out + index[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask)
 

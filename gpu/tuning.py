@@ -11,6 +11,8 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
     LEAST_KEYS           of a split: fewer cost more to merge than they save
     MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
+    MERGED               parts of rows that a merge reads at a time: no more registers than
+                         attention itself; three times as many are on their way
     plan_product         below
     tile_shape           below
 
@@ -39,6 +41,7 @@ PIECE = 2048
 TILE = 1024
 LEAST_KEYS = 128
 MOST_SPLITS = 128
+MERGED = tl.constexpr(16)
 
 
 # ---- The machine ---------------------------------------------------------------------------------
@@ -173,7 +176,9 @@ def tile_shape(
     """M, N, num_warps, num_stages and maxnreg for `rows` rows and numbers of `size` bytes: as much
     in flight as registers and shared memory hold without spilling.
 
-    maxnreg: without a limit, the compiler rather spills 8 bytes than take 129 registers.
+    maxnreg: without a limit, the compiler rather spills 8 bytes than take 129 registers. On sm_90
+    every loop in 16 bits copies at least two tiles ahead. Spills are left where D > 128 (64 rows
+    and more, up to 208 bytes), and outside the loop (8 bytes) where R is no power of 2.
     """
     stages = 5 if block else 3  # two more for the block table
     exact = tuple(bits) == (16, 16)
