@@ -81,6 +81,7 @@ def compiled() -> dict[str, list[Report]]:
         "8": attend_and_multiply(8, (8, 8), [decode, prompt]),
         "8/4": attend_and_multiply(4, (8, 4), many_rows),
         "4": attend_and_multiply(4, (4, 4), [(1, 8)]),
+        "heads of 64": attend_and_multiply(16, (8, 8), [decode, (1, 8)], D=64),
         "sm_80": attend_and_multiply(4, (8, 4), [decode, prompt], 80),
         "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),
         "float32 on sm_80": attend_and_multiply(16, (4, 4), [prompt], 80, torch.float32),

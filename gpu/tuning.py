@@ -176,7 +176,9 @@ def tile_shape(
     """M, N, num_warps, num_stages and maxnreg for `rows` rows and numbers of `size` bytes: as much
     in flight as registers and shared memory hold without spilling.
 
-    maxnreg: without a limit, the compiler rather spills 8 bytes than take 129 registers.
+    maxnreg: without a limit, the compiler rather spills 8 bytes than take 129 registers. On sm_90
+    every loop in 16 bits copies at least two tiles ahead. Spills are left where D > 128 (64 rows
+    and more, up to 208 bytes), and outside the loop (8 bytes) where R is no power of 2.
     """
     stages = 5 if block else 3  # two more for the block table
     exact = tuple(bits) == (16, 16)
