@@ -13,7 +13,10 @@ from measure.serving import random_request, weight_bytes
 from model import Llama
 
 
-@pytest.mark.parametrize("name", gpu_cases.CASES)
+SLOW = pytest.param("texts", marks=pytest.mark.gpu_interpreter)
+
+
+@pytest.mark.parametrize("name", [SLOW, *sorted(gpu_cases.CASES.keys() - {"texts"})])
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
