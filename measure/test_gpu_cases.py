@@ -12,7 +12,6 @@ from measure.gpu_parts import QUICK, SHAPES, Scale, device_seconds, random_engin
 from measure.serving import random_request, weight_bytes
 from model import Llama
 
-
 SLOW = pytest.param("texts", marks=pytest.mark.gpu_interpreter)
 
 
