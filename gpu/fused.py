@@ -194,7 +194,7 @@ def round_inputs(x: Tensor, bits: Kind, dtype: torch.dtype) -> tuple[Tensor, Ten
     T, K = x.shape
     x = x.contiguous()
     out = torch.empty(T, K, dtype=dtype, device=x.device)
-    scale = torch.empty(T, 1, device=x.device)
+    scale = torch.empty(T, 1, dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(K)
     num_warps = max(1, min(16, size // 512))
     _round_rows[T,](x, out, scale, K, bits, size, num_warps=num_warps, **early(x.device))

@@ -108,7 +108,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 @triton.jit
 def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
     """Bytes -> the numbers of their lower halves, those of their upper halves. OFFSET: by how much
-    they are too large."""
+    they are too large, until zeros are subtracted, which kind 4 always has."""
     if X == tl.bfloat16 and GPU:
         code: tl.constexpr = NIBBLES if KIND == 4 else LOOK_UP
         low, high = tl.inline_asm_elementwise(
@@ -405,7 +405,8 @@ class Stored(NamedTuple):
 
 @cache
 def arrivals_on(device: torch.device) -> Tensor:
-    """How many shares of each tile have arrived: all 0, except while a product runs."""
+    """How many shares of each tile have arrived: all 0, except while a product runs. So a device's
+    products run one after the other, on one stream."""
     return torch.zeros(tuning.MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -413,13 +414,14 @@ def can_read(w: Stored, dtype: torch.dtype) -> bool:
     """Whether the kernels read w, for x of this dtype."""
     if w.kind == 16:
         needs_gradient = w.values.requires_grad and torch.is_grad_enabled()
-        return dtype in DTYPES and w.values.dtype == dtype and not needs_gradient
+        is_plain = w.values.dtype == dtype and w.values.is_contiguous()
+        return dtype in DTYPES and is_plain and not needs_gradient
     has_fp8 = w.kind != "fp8" or tuning.capability(w.values.device) >= 89
     return dtype in DTYPES and has_fp8
 
 
 def fits_kernel(x: Tensor, w: Stored) -> bool:
-    """Whether `stored_product` multiplies these rows: few enough, and in whole pieces."""
+    """Whether `stored_product` multiplies these rows: few, of columns and groups in 32s."""
     most = tuning.ROWS
     if w.kind == 16:  # in float32 always by cuBLAS, which needs no tf32
         most = tuning.FEW if x.itemsize == 2 else 0
@@ -450,7 +452,8 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | Non
         y = x.new_empty(T, N // 2) if out is None else out
     parts = y
     if cut.shares > 1:
-        parts = torch.empty(cut.shares * tiles * cut.rows * cut.cols, device=device)
+        size = cut.shares * tiles * cut.rows * cut.cols
+        parts = torch.empty(size, dtype=torch.float32, device=device)
     _product[tiles, cut.shares](
         inputs,
         w.values,
@@ -508,7 +511,8 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def torch_product(x: Tensor, w: Stored) -> Tensor:
-    """x Wᵀ + bias by torch, of many rows, or of any shape: [T, K] -> [T, N]."""
+    """x Wᵀ + bias by torch, of many rows, or of any shape: [T, K] -> [T, N]. If w rounds its
+    inputs, only what `multiplies_8_bits` admits."""
     if w.kind == 16:
         return F.linear(x, w.values, w.bias)
     if not w.rounds:

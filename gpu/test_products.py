@@ -240,6 +240,12 @@ def test_a_product_is_a_launch_or_two(layout, T, expected):
     assert runs.call_count == expected
 
 
+def test_a_part_of_a_wider_weight_is_left_to_torch():
+    w = torch.randn(48, 128, device=DEVICE).half()[:, :96]
+    x = torch.randn(3, 96, device=DEVICE).half()
+    assert torch.equal(GPU().linear(x, Linear(w)), Ops().linear(x, Linear(w)))
+
+
 def test_columns_in_another_order():
     q = quantize(torch.randn(48, 96), 8)
     x = torch.randn(3, 96)

@@ -7,7 +7,8 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     number               guessed from
     FEW, ROWS            rows of x: up to FEW, reading W is all that counts; beyond ROWS, a product
                          is bound by tensor cores, and cuBLAS is better at these
-    MOST_TILES           tiles of 128 rows of W: a million rows
+    MOST_TILES           counters of tiles that several programs share: plan_product shares only
+                         where there are fewer tiles than multiprocessors
     PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
     LEAST_KEYS           of a split: fewer cost more to merge than they save
     MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
@@ -75,7 +76,8 @@ def early(device: torch.device) -> dict[str, Any]:
 def begin_early(EARLY: tl.constexpr):
     """Let the next kernel take its places, and wait for the results of the one before.
 
-    Every kernel that is launched early calls this before it reads or writes anything.
+    Every program calls this first, also one that returns at once: so the end of a kernel means that
+    all kernels before it have ended, too.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -102,8 +104,9 @@ def plan_product(
 ) -> Cut:
     """The cut for this product. group: columns that share a scale, 0 for all; itemsize: of x.
 
-    `_few` has 8 to 24 KB in flight a stage, and rows for at least four programs a multiprocessor;
-    `_many` two programs a multiprocessor.
+    Up to FEW rows of x: 8 to 32 KB of W in flight a stage, and 32 rows of W where they leave at
+    least 1.5 programs a multiprocessor. More rows: shares of the columns, for up to two programs a
+    multiprocessor.
     """
     piece = 128 if itemsize == 2 else 32  # more would spill in float32
     if group:
