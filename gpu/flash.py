@@ -29,6 +29,7 @@ one read of a tile.
 
 Invariant: slots that belong to no sequence of the step, in the cache or in `out`, affect no result
 and stay unwritten.
+Scratch of a split: T · H · D float32 numbers, T of the whole step.
 Costs of a decoding step: K and V once, 2 · m · G · D · bytes, and 4 · H · D bytes a split, written
 and read; of a prompt: 2 · n² · H · D operations, half of 4 n² H D. One launch for each kind.
 Not covered: tensor maps and specialized warps (FlashAttention-3), better for prompts on sm_90;
