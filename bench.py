@@ -65,6 +65,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.unused(args, "target against", "with --gpu or --readme")
     if args.readme:
         p.unused(args, "gpu quick out", "with --readme")
+    if args.gpu == "prediction":
+        p.unused(args, "quick out", "with --gpu prediction")
     return args
 
 

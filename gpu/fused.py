@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.store import TINY, _round, _round_up
-from gpu.tuning import begin_early, early
+from gpu.tuning import BLOCK, begin_early, early, warps_of_row
 from quant import LARGEST, Kind
 
 MOST = tl.constexpr(LARGEST)
@@ -161,7 +161,6 @@ def fused_norm(
         delta = delta.contiguous()
         total = torch.empty_like(x)
     size = triton.next_power_of_2(C)
-    num_warps = max(1, min(16, size // 512))
     if T:
         _add_norm[T,](
             x,
@@ -172,7 +171,7 @@ def fused_norm(
             C,
             eps,
             size,
-            num_warps=num_warps,
+            num_warps=warps_of_row(size),
             **early(x.device),
         )
     return total, y
@@ -185,7 +184,7 @@ def fused_swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty(T, F, device=x.device, dtype=x.dtype)
     if T:
-        _swiglu[T, triton.cdiv(F, 1024)](x, y, F, 1024, **early(x.device))
+        _swiglu[T, triton.cdiv(F, BLOCK)](x, y, F, BLOCK, **early(x.device))
     return y
 
 
@@ -196,8 +195,7 @@ def round_inputs(x: Tensor, bits: Kind, dtype: torch.dtype) -> tuple[Tensor, Ten
     out = torch.empty(T, K, dtype=dtype, device=x.device)
     scale = torch.empty(T, 1, dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(K)
-    num_warps = max(1, min(16, size // 512))
-    _round_rows[T,](x, out, scale, K, bits, size, num_warps=num_warps, **early(x.device))
+    _round_rows[T,](x, out, scale, K, bits, size, num_warps=warps_of_row(size), **early(x.device))
     return out, scale
 
 
@@ -207,6 +205,6 @@ def rescale(
     """Sums of integers, int32[T, N] · the scales of x and W + bias -> [T, N] in `dtype`."""
     T, N = sums.shape
     y = torch.empty(T, N, dtype=dtype, device=sums.device)
-    grid = T, triton.cdiv(N, 1024)
-    _rescale[grid](sums, x_scale, w_scale, bias, y, N, 1024, **early(sums.device))
+    grid = T, triton.cdiv(N, BLOCK)
+    _rescale[grid](sums, x_scale, w_scale, bias, y, N, BLOCK, **early(sums.device))
     return y

@@ -48,7 +48,7 @@ from torch import Tensor
 import gpu.fused as fused
 import gpu.tuning as tuning
 from gpu.fused import _input_scale, _round_input
-from gpu.tuning import INTERPRETED, begin_early, early
+from gpu.tuning import BLOCK, INTERPRETED, begin_early, early
 from kernels import Linear
 from quant import Kind, nf4
 
@@ -493,7 +493,7 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
     K = w.columns
     device = w.values.device
     out = torch.empty(N, K, dtype=dtype, device=device)
-    _dequantize[N, triton.cdiv(K, 2048)](
+    _dequantize[N, triton.cdiv(K, BLOCK)](
         w.values,
         w.scale,
         w.zero,
@@ -504,7 +504,7 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
         w.scale.shape[1],
         w.group or K,
         w.kind,
-        2048,
+        BLOCK,
         **early(device),
     )
     return out

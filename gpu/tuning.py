@@ -9,6 +9,8 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
                          is bound by tensor cores, and cuBLAS is better at these
     MOST_TILES           counters of tiles that several programs share: plan_product shares only
                          where there are fewer tiles than multiprocessors
+    BLOCK                numbers of a program of an element-wise kernel
+    warps_of_row         16 numbers a thread, where a program has a whole row
     PIECE, TILE          candidates of a row of logits that a program holds, or reads, at a time
     LEAST_KEYS           of a split: fewer cost more to merge than they save
     MOST_SPLITS          of a sequence's keys: as many programs as the GPU has places for
@@ -38,6 +40,7 @@ INTERPRETED = knobs.runtime.interpret
 FEW = 8
 ROWS = 64
 MOST_TILES = 1 << 13
+BLOCK = 1024
 PIECE = 2048
 TILE = 1024
 LEAST_KEYS = 128
@@ -82,6 +85,11 @@ def begin_early(EARLY: tl.constexpr):
     if EARLY:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+
+
+def warps_of_row(size: int) -> int:
+    """For a program that holds so many numbers."""
+    return max(1, min(16, size // 512))
 
 
 # ---- Products ------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.profiler import profile, record_function
 from app.shell import check_file, new_file, say
 from kernels import Ops
 from model import Llama
+from speculative import Proposal
 
 PHASES = ("draft", "verify", "attend", "sample")
 
@@ -53,7 +54,7 @@ class TimedOps:
         with record_function("verify"):
             return self.whole_passes(llama).forward(llama, *arguments)
 
-    def draft(self, llama: Llama, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def draft(self, llama: Llama, *arguments: Any) -> Proposal:
         self.is_drafting = True
         try:
             with record_function("draft"):
