@@ -294,6 +294,12 @@ class Contract:
         """bits: of keys or values."""
         return ROUNDING[dtype]
 
+    def more_size(
+        self, w: torch.Tensor | Quantized, x: torch.Tensor, wide: torch.Tensor
+    ) -> torch.Tensor | float:
+        """[T, N], added to Σ|x||w| where a product rounds x. wide: the numbers of W; float64."""
+        return 0.0
+
     def close(
         self,
         out: torch.Tensor,
@@ -351,7 +357,7 @@ class Contract:
             packed = self.ops.pack_weight(Linear(stored, bias), dtype, "embed")
             if x_read.equal(x.double()) or dtype != torch.float64:  # scales of x are float32's
                 wanted = x_read @ wide.T + shift
-                size = size + shift.abs()
+                size = size + shift.abs() + self.more_size(stored, x_read, wide)
                 self.close(self.ops.linear(x, packed), wanted, dtype, size)
                 if N % 2 == 0:
                     self.check_swiglu(self.ops.swiglu(x, packed), wanted, dtype, size)

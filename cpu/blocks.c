@@ -1,9 +1,19 @@
-// What a product repeats: a few rows of x by a few panels of W, over a stretch of columns. W
-// becomes float32 in registers or, beside many rows, first. native.py explains the order in memory.
-// The other files are compiled after it.
+// A product's inner loop: up to 6 rows of x by up to 4 panels of W, over a stretch of columns.
+// native.py explains the order in memory. The other files are compiled after this one.
+//
+// W in 32, 16 or 8 bits of floating point, or in NF4, is multiplied as float32 ("real"):
+//
+//     y[t, n] += scale[n] Σ_k x[t, k] w[n, k]                 fma: 8 or 16 lanes, a column at a time
+//
+// W in whole numbers, INT8 or INT4, is multiplied as whole numbers ("whole"). x becomes 16 bits,
+// with a scale for each row and stretch (products.c); the sums are exact:
+//
+//     y[t, n] += scale[n] scale[t] (Σ_k x[t, k] w[n, k] − zero[n] Σ_k x[t, k])
+//                                  vpmaddwd, or vpdpwssd where there is VNNI: two columns at a time
 //
 //     T rows of x · N rows, K columns of W · panel: WIDE rows of W, side by side
-//     unit: 1, 2 or 8 columns of a panel
+//     step: what one instruction multiplies in a lane, a column (real) or two (whole)
+//     unit: one or more steps of a panel, which lie together
 
 #if defined GNU_THREADS && defined __clang__
 #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
@@ -28,6 +38,11 @@ enum { LANES = 8 };
 #define PANELS(T) ((T) > 3 ? 1 : 2)
 #endif
 enum { VECS = WIDE / LANES };                       // of a panel
+#ifdef __AVX512VNNI__
+enum { VNNI = 1 };
+#else
+enum { VNNI = 0 };
+#endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float eight __attribute__((vector_size(32)));
 typedef float four __attribute__((vector_size(16)));
@@ -38,8 +53,12 @@ typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
+// ---- Registers ----------------------------------------------------------------------------------
+
+// One instruction each, which compilers may miss. pairs_i8: two bytes of each lane as two shorts.
+// dot: s + a₀ b₀ + a₁ b₁ in each lane, of shorts.
 INLINE vec load_f32(const float *p) { return *(const vec *)p; }
-#ifdef __AVX512F__                                 // one instruction each, which compilers may miss
+#ifdef __AVX512BW__
 INLINE ints widen_u16(const uint16_t *p) {
     return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
 }
@@ -49,8 +68,18 @@ INLINE ints widen_i16(const int16_t *p) {
 INLINE ints widen_i8(const int8_t *p) {
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p));
 }
+INLINE ints pairs_i8(const int8_t *p) {
+    return (ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
+}
 INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
-#elif defined __AVX2__
+INLINE ints dot(ints s, ints a, ints b) {
+#ifdef __AVX512VNNI__
+    return (ints)_mm512_dpwssd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
+#else
+    return s + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+#elif defined __AVX2__ && !defined __AVX512F__
 INLINE ints widen_u16(const uint16_t *p) {
     return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p));
 }
@@ -60,7 +89,13 @@ INLINE ints widen_i16(const int16_t *p) {
 INLINE ints widen_i8(const int8_t *p) {
     return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p));
 }
+INLINE ints pairs_i8(const int8_t *p) {
+    return (ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
+}
 INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+INLINE ints dot(ints s, ints a, ints b) {
+    return s + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
 #else
 INLINE ints widen_u16(const uint16_t *p) {
     return __builtin_convertvector(*(const ushorts *)p, ints);
@@ -69,7 +104,14 @@ INLINE ints widen_i16(const int16_t *p) {
     return __builtin_convertvector(*(const shorts *)p, ints);
 }
 INLINE ints widen_i8(const int8_t *p) { return __builtin_convertvector(*(const bytes *)p, ints); }
+INLINE ints pairs_i8(const int8_t *p) {
+    ints both = widen_i16((const int16_t *)p);
+    return (both << 24 >> 24 & 0xFFFF) | both >> 8 << 16;
+}
 INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
+INLINE ints dot(ints s, ints a, ints b) {
+    return s + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
 #endif
 // a b + c, rounded once: compilers do so here and not there.
 INLINE vec fused(vec a, vec b, vec c) {
@@ -110,58 +152,57 @@ typedef struct {
     long N, K, group, kind, exact, inputs;          // group: columns of a scale; inputs: bits of x
 } Weight;
 
-// Kinds of numbers: columns and bytes of a unit's lane; rows of x that do not pay for `unfold`.
-// z8: INT8 with zeros.
+// Kinds of numbers: how they are multiplied; steps and bytes of a unit's lane; rows of x beyond
+// which W is made into i16 or f32 first (`unfold`).
 #define EVERY(_)                                                                                   \
-_(f32, 1, 4, 1 << 30) _(bf16, 2, 4, LANES == 16 ? 32 : 8) _(i8, 1, 1, 32)                          \
-_(i4, 8, 4, LANES == 16 ? 16 : 8)                                                                  \
-_(nf4, 8, 4, LANES == 16 ? 24 : 4) _(f8, 1, 1, LANES == 16 ? 24 : 8) _(z8, 1, 1, 32)
-#define SIZES(kind, columns, bytes, few) COLUMNS_##kind = columns, BYTES_##kind = bytes,
-#define COLUMNS_OF(kind, columns, bytes, few) columns,
-#define BYTES_OF(kind, columns, bytes, few) bytes,
-#define FEW_OF(kind, columns, bytes, few) few,
-enum { F32, BF16, I8, I4 };
-enum { EVERY(SIZES) };
-static const int COLUMNS[] = { EVERY(COLUMNS_OF) }, BYTES[] = { EVERY(BYTES_OF) },
-    FEW[] = { EVERY(FEW_OF) };
+_(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : 8)                              \
+_(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                                              \
+_(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
+_(i16, whole, 1, 4, 1 << 30)
+enum { COLUMNS_real = 1, COLUMNS_whole = 2 };       // of a step
+#define STEPS_OF(kind, sort, steps, bytes, few) STEPS_##kind = steps, BYTES_##kind = bytes,
+#define COLUMNS_OF(kind, sort, steps, bytes, few) steps * COLUMNS_##sort,
+#define WHOLE_OF(kind, sort, steps, bytes, few) COLUMNS_##sort == 2,
+#define BYTES_OF(kind, sort, steps, bytes, few) bytes,
+#define FEW_OF(kind, sort, steps, bytes, few) few,
+enum { F32, BF16, I8, I4, NF4, F8, I16 };
+enum { EVERY(STEPS_OF) };
+static const int COLUMNS[] = { EVERY(COLUMNS_OF) }, WHOLE[] = { EVERY(WHOLE_OF) },
+    BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
 float nf4[16];                                      // quant.nf4, which native.py puts here
 INLINE long parts(long all, long each) { return (all + each - 1) / each; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
-// Column c of a unit, of each of LANES rows, as numbers before their scale.
-INLINE vec column_f32(const char *w, int c, ints zero) { return load_f32((const float *)w); }
-INLINE vec column_i8(const char *w, int c, ints zero) { return load_i8((const int8_t *)w); }
-INLINE vec column_z8(const char *w, int c, ints zero) {
-    return number(widen_i8((const int8_t *)w) - zero);
-}
-INLINE vec column_i4(const char *w, int c, ints zero) {
-    return number((*(const ints *)w >> (c % 4 * 8 + c / 4 * 4) & 15) - zero);
-}
-
-INLINE vec column_bf16(const char *w, int c, ints zero) {
+// Step c of a unit, of each of LANES rows, before its scale and zero. Of 4 bits, an even column
+// lies 16 bits below the odd one after it.
+INLINE int place(int column) { return column % 2 * 16 + column / 2 * 4; }
+INLINE vec step_f32(const char *w, int c) { return load_f32((const float *)w); }
+INLINE ints step_i16(const char *w, int c) { return *(const ints *)w; }
+INLINE ints step_i8(const char *w, int c) { return pairs_i8((const int8_t *)w); }
+INLINE ints step_i4(const char *w, int c) { return *(const ints *)w >> place(2 * c) & 0xF000F; }
+INLINE vec step_bf16(const char *w, int c) {
     ints both = *(const ints *)w;
     return (vec)(c ? both & -0x10000 : both << 16);
 }
 
-INLINE vec column_nf4(const char *w, int c, ints zero) {
-    int at = c % 4 * 8 + c / 4 * 4;
+INLINE vec step_nf4(const char *w, int c) {
     ints q = *(const ints *)w;
 #ifdef __AVX512F__
-    return (vec)_mm512_permutexvar_ps((__m512i)(q >> at), _mm512_loadu_ps(nf4));
+    return (vec)_mm512_permutexvar_ps((__m512i)(q >> place(c)), _mm512_loadu_ps(nf4));
 #elif defined __AVX2__                              // eight numbers at a time, by three bits
-    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4), (__m256i)(q >> at));
-    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4 + 8), (__m256i)(q >> at));
-    return (vec)_mm256_blendv_ps(low, high, (__m256)(q << (28 - at)));
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4), (__m256i)(q >> place(c)));
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(nf4 + 8), (__m256i)(q >> place(c)));
+    return (vec)_mm256_blendv_ps(low, high, (__m256)(q << (28 - place(c))));
 #else
     vec y;
-    for (int i = 0; i < LANES; i++) y[i] = nf4[q[i] >> at & 15];
+    for (int i = 0; i < LANES; i++) y[i] = nf4[q[i] >> place(c) & 15];
     return y;
 #endif
 }
 
 // 2^-8 of a number in E4M3, which is float16 with a smaller exponent and fewer bits behind the
 // leading one.
-INLINE vec column_f8(const char *w, int c, ints zero) {
+INLINE vec step_f8(const char *w, int c) {
 #ifdef __AVX512F__
     __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
     return (vec)_mm512_cvtph_ps(_mm256_and_si256(
@@ -177,24 +218,41 @@ INLINE vec column_f8(const char *w, int c, ints zero) {
 
 // ---- A stretch of columns: T rows of x by P panels ----------------------------------------------
 
+typedef struct { float scale; int32_t sum; } Whole; // x of a row and stretch in whole numbers; Σ x
+
 typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
     long panel, units;                            // bytes to the next panel's; units of the stretch
     const char *scale;                              // the first panel's of the stretch, or none,
     const int16_t *zero;
     long next, exact;                               // and numbers from there to the next panel's
-    const void *x;                                  // the first row's first column of the stretch,
-    long row;                                       // and numbers from a row to the next
-    const struct Digits *digits;                    // of the first row's group, for integers.c,
-    long groups;                                    // and from there to the next row's
+    const char *x;                                  // the first row's first step of the stretch,
+    long row;                                       // and steps from a row to the next
+    const Whole *whole;                             // of the first row's stretch, if x is whole,
+    long stretches;                                 // and from there to the next row's
     float *y;                                      // sums are added here, or begin here, if `first`
     long N, first;
     const char *soon;                      // what is wanted next; as `w`, `panel`, and bytes a unit
     long far, pace;
 } Stretch;
 
-INLINE ints zeros(const Stretch *a, long at) {
-    return a->zero ? widen_i16(a->zero + at) : (ints){0};
+typedef vec real;
+typedef ints whole;
+typedef float x_real;
+typedef int32_t x_whole;                            // two columns
+INLINE vec add_real(vec s, vec w, float x) { return s + w * x; }
+INLINE ints add_whole(ints s, ints w, int32_t x) { return dot(s, w, (ints){0} + x); }
+
+// The sum of row t, before W's scale; `at` finds the zeros. A zero beyond ±255 is most of its w, so
+// float32 does.
+INLINE vec total_real(const Stretch *a, vec s, long t, long at) { return s; }
+INLINE vec total_whole(const Stretch *a, ints s, long t, long at) {
+    const Whole *x = a->whole + t * a->stretches;
+    if (!a->zero) return number(s) * x->scale;
+    ints zero = widen_i16(a->zero + at), far = zero > 255 | zero < -255;
+    s -= (zero & ~far) * x->sum;                    // exact in 32 bits
+    vec sum = (vec){0} - (float)x->sum;
+    return fused(number(zero & far), sum, number(s)) * x->scale;
 }
 INLINE vec scales(const Stretch *a, long at) {
     if (!a->scale) return (vec){0} + 1;
@@ -202,63 +260,58 @@ INLINE vec scales(const Stretch *a, long at) {
         : load_bf16((const uint16_t *)a->scale + at);
 }
 
-#define BLOCK(kind, T, P, name)                                                                    \
+#define BLOCK(kind, sort, T, P, name)                                                              \
 static void name(const Stretch *a) {                                                               \
-    vec s[T][P][VECS] = {0};                                                                       \
-    ints zero[P][VECS];                                                                            \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)                       \
-        zero[p][v] = zeros(a, p * a->next + v * LANES);                                            \
-    const float *x = a->x;                                                                         \
+    sort s[T][P][VECS] = {0};                                                                      \
+    const x_##sort *x = (const x_##sort *)a->x;                                                    \
     const char *w = a->w, *soon = a->soon;                                                         \
-    for (long k = 0; k < a->units; k++, x += COLUMNS_##kind, w += WIDE * BYTES_##kind,             \
+    for (long k = 0; k < a->units; k++, x += STEPS_##kind, w += WIDE * BYTES_##kind,               \
         soon += a->pace) {                                                                         \
-        /* 16 or 32 bits: to the second cache; they fill a first */                                \
         UNROLL for (int p = 0; p < P; p++)                                                         \
-            __builtin_prefetch(soon + p * a->far, 0, BYTES_##kind > COLUMNS_##kind ? 2 : 3);       \
-        UNROLL for (int c = 0; c < COLUMNS_##kind; c++) {                                          \
-            vec column[P][VECS];                                                                   \
+            __builtin_prefetch(soon + p * a->far, 0, 2);             /* to the second cache */     \
+        UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                            \
+            sort step[P][VECS];                                                                    \
             UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)               \
-                column[p][v] = column_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c,       \
-                    zero[p][v]);                                                                   \
-            UNROLL for (int t = 0; t < T; t++) {                                                   \
-                float by = x[t * a->row + c];                                                      \
+                step[p][v] = step_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c);          \
+            UNROLL for (int t = 0; t < T; t++)                                                     \
                 UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)           \
-                    s[t][p][v] = s[t][p][v] + column[p][v] * by;                                   \
-            }                                                                                      \
+                    s[t][p][v] = add_##sort(s[t][p][v], step[p][v], x[t * a->row + c]);            \
         }                                                                                          \
     }                                                                                              \
     UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                     \
-        vec by = scales(a, p * a->next + v * LANES);                                               \
+        long at = p * a->next + v * LANES;                                                         \
+        vec scale = scales(a, at);                                                                 \
         UNROLL for (int t = 0; t < T; t++) {                                                       \
             vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                              \
-            *y = fused(s[t][p][v], by, a->first ? (vec){0} : *y);                                  \
+            vec total = total_##sort(a, s[t][p][v], t, at);                                        \
+            *y = fused(total, scale, a->first ? (vec){0} : *y);                                    \
         }                                                                                          \
     }                                                                                              \
 }
-#define BOTH(kind, T) BLOCK(kind, T, 1, one_##kind##T) BLOCK(kind, T, PANELS(T), wide_##kind##T)
+#define BOTH(kind, sort, T)                                                                        \
+BLOCK(kind, sort, T, 1, one_##kind##T) BLOCK(kind, sort, T, PANELS(T), wide_##kind##T)
 #define PAIR(kind, T) { one_##kind##T, wide_##kind##T }
-#define BLOCKS(kind, ...)                                                                          \
-BOTH(kind, 1) BOTH(kind, 2) BOTH(kind, 3) BOTH(kind, 4) BOTH(kind, 5) BOTH(kind, 6)                \
+#define BLOCKS(kind, sort, ...)                                                                    \
+BOTH(kind, sort, 1) BOTH(kind, sort, 2) BOTH(kind, sort, 3)                                        \
+BOTH(kind, sort, 4) BOTH(kind, sort, 5) BOTH(kind, sort, 6)                                        \
 static void (*const blocks_##kind[][2])(const Stretch *) = { { 0, 0 }, PAIR(kind, 1),              \
-    PAIR(kind, 2), PAIR(kind, 3),                                                                  \
-    PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
+    PAIR(kind, 2), PAIR(kind, 3), PAIR(kind, 4), PAIR(kind, 5), PAIR(kind, 6) };
 #define BLOCKS_OF(kind, ...) blocks_##kind,
 EVERY(BLOCKS)
 static void (*const (*const blocks[])[2])(const Stretch *) = { EVERY(BLOCKS_OF) };
 
-// The stretch with its panels as float32, before the scale: [P, STRETCH, WIDE], in `room`.
-#define UNFOLD(kind, ...)                                                                          \
+// The stretch with its panels as f32 or i16, before scale and zero: [P, STRETCH, WIDE], in `room`.
+#define UNFOLD(kind, sort, ...)                                                                    \
 static Stretch unfold_##kind(const Stretch *a, long P, float *room) {                              \
     Stretch b = *a;                                                                                \
     for (long p = 0; p < P; p++) for (int v = 0; v < VECS; v++) {                                  \
-        ints zero = zeros(a, p * a->next + v * LANES);                                             \
         const char *w = a->w + p * a->panel + v * LANES * BYTES_##kind;                            \
-        vec *to = (vec *)(room + p * STRETCH * WIDE + v * LANES);                                  \
-        for (long k = 0; k < a->units; k++, to += COLUMNS_##kind * VECS, w += WIDE * BYTES_##kind) \
-            UNROLL for (int c = 0; c < COLUMNS_##kind; c++)                                        \
-                to[c * VECS] = column_##kind(w, c, zero);                                          \
+        sort *to = (sort *)(room + p * STRETCH * WIDE + v * LANES);                                \
+        for (long k = 0; k < a->units; k++, to += STEPS_##kind * VECS, w += WIDE * BYTES_##kind)   \
+            UNROLL for (int c = 0; c < STEPS_##kind; c++)                                          \
+                to[c * VECS] = step_##kind(w, c);                                                  \
     }                                                                                              \
-    b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= COLUMNS_##kind;  \
+    b.w = (const char *)room, b.panel = STRETCH * WIDE * sizeof *room, b.units *= STEPS_##kind;    \
     return b;                                                                                      \
 }
 #define UNFOLD_OF(kind, ...) unfold_##kind,

@@ -6,16 +6,16 @@ limit. Both want one order in memory, which `Weight` makes: sixteen rows of W li
 panel, and each has a lane of a register:
 
     for k in K:                         one unit of memory after the other, to the panel's end
-        w = panel[k]                    [16], integers become float32 in registers
+        w = panel[k]                    [16]
         for t in T:                     up to 6 rows of x at a time
             sum[t] += x[t, k] · w       after at most 128 columns: y[t] += sum[t] · scale
 
-bfloat16, two columns a unit, is the upper half of float32: such a checkpoint is read as it is, and
-multiplied as float32. All formats of quant.Quantized are read: INT8, INT4, NF4 (a permutation of a
-register is the look-up) and FP8 (float16 with a smaller exponent), with a scale for each row or
-group in bfloat16 or float32, zeros, and columns in another order, in which x is gathered. Inputs of
-8 bits are rounded, and multiplied as float32. Eight columns of 4 bits share a unit; beside the
-fewest rows of x INT4 stays integers, and x becomes integers, too (integers.c).
+Floating point, in 32, 16 or 8 bits, is multiplied as float32: bfloat16, two columns a unit, is the
+upper half of it, FP8 is float16 with a smaller exponent, and NF4's look-up is a permutation of a
+register. INT8 (two columns a unit) and INT4 (eight) are multiplied as whole numbers: x becomes 16
+bits, with a scale for each row and stretch of columns, and the sums are exact. A scale of W is in
+bfloat16 or float32, for each row or group; there may be zeros, and columns in another order, in
+which x is gathered. Inputs of 8 bits are rounded first.
 
 While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and
 attention, which reads keys and values where they are stored, are one call each; and where all
@@ -27,13 +27,12 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt. A tensor must have 
 call returns, because an address alone does not keep it alive.
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
-2e-5 of Σ|x||w|; for INT4 each |x| counts as at least 2^-8 of the largest of its group. A row of y
-does not depend, to the bit, on the other rows; for INT4 only on whether rows are few. NaN in FP8
-makes NaN of its row of W.
+2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
+too. A row of y does not depend, to the bit, on the other rows or on threads. NaN in FP8 makes NaN
+of its row of W.
 
-Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or of
-4 bits into units of 8; sums of integers beside inputs of 8 bits; x in bfloat16 in one call,
-gradients; only Linux.
+Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or
+into whole units; x in bfloat16 in one call, gradients; only Linux.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
     F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size
@@ -60,11 +59,13 @@ if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
     from model import Layer, Llama
 
-SOURCES = ("blocks.c", "integers.c", "products.c", "native.c")
+SOURCES = ("blocks.c", "products.c", "native.c")
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 FP8 = torch.float8_e4m3fn
-KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8, "zeros")  # in blocks.c's order
+KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8)  # in blocks.c's order
+COLUMNS = {torch.int8: 2, torch.uint8: 8}  # of a unit, which no scale may cut
+PAIRS = {torch.int8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
 FLOAT = ctypes.c_float
@@ -163,9 +164,7 @@ def as_quantized(weight: Tensor | Quantized) -> Quantized:
 
 def kind(w: Quantized) -> torch.dtype | str | int:
     """The kind of the stored numbers: an element of `KINDS`."""
-    if w.values.dtype == torch.uint8:
-        return w.bits
-    return w.values.dtype if w.zero is None else "zeros"
+    return w.bits if w.values.dtype == torch.uint8 else w.values.dtype
 
 
 def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -> bool:
@@ -176,7 +175,7 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
     if w.values.device.type != "cpu" or library() is None:
         return False
     stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
-    unit = 8 if w.values.dtype == torch.uint8 else 1
+    unit = COLUMNS.get(w.values.dtype, 1)
     return w.group % stretch == 0 and stretch % unit == 0
 
 
@@ -212,9 +211,10 @@ class Weight(ctypes.Structure):
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale).masked_fill_(has_nan, torch.nan)
-        columns_of_unit = {torch.bfloat16: 2, torch.uint8: 4}.get(values.dtype, 1)
+        if kind(q) in (torch.bfloat16, torch.int8):
+            values = F.pad(values, (0, -q.columns % 2)).view(PAIRS[values.dtype])
         tensors = dict(
-            w=panels(values, columns_of_unit),
+            w=panels(values),
             scale=None if scale is None else panels(scale),
             zero=None if q.zero is None else panels(q.zero),
             bias=None if linear.bias is None else linear.bias.detach().float(),
@@ -246,22 +246,20 @@ class Weight(ctypes.Structure):
 
 
 def interleave(packed: Tensor) -> Tensor:
-    """Columns of 4 bits: of eight, 0 to 3 in the lower halves of four bytes. uint8[N, ⌈K / 2⌉]."""
-    padded = F.pad(packed, (0, -packed.shape[1] % 4))
-    q = unpack4(padded).view(len(packed), -1, 2, 4)
-    return (q[:, :, 0] | q[:, :, 1] << 4).flatten(1)
-
-
-def panels(x: Tensor, unit: int = 1) -> Tensor:
-    """[N, K] -> [⌈N / WIDE⌉, ⌈K / unit⌉, WIDE]: 16 rows side by side, padded with 0.
-
-    unit: columns that are four bytes together, and move as one.
+    """Eight columns of 4 bits in an int32: 0, 2, 4 and 6 from its lowest bits on, the odd ones in
+    its upper half. uint8[N, ⌈K / 2⌉] -> int32[N, ⌈K / 8⌉].
     """
+    padded = F.pad(packed, (0, -packed.shape[1] % 4))
+    q = unpack4(padded).view(len(packed), -1, 2, 2, 2)  # two pairs of columns a byte
+    halves = q[:, :, :, 0] | q[:, :, :, 1] << 4  # [N, units, 2, 2]: even columns, odd columns
+    return halves.transpose(2, 3).flatten(1).view(torch.int32)
+
+
+def panels(x: Tensor) -> Tensor:
+    """[N, K] -> [⌈N / WIDE⌉, K, WIDE]: 16 rows side by side, padded with 0."""
     N, K = x.shape
-    if N % WIDE or K % unit:
-        x = F.pad(x, (0, -K % unit, 0, -N % WIDE))
-    if unit > 1:
-        x = x.view(torch.int32)
+    if N % WIDE:
+        x = F.pad(x, (0, 0, 0, -N % WIDE))
     return x.view(-1, WIDE, x.shape[1]).transpose(1, 2).contiguous()
 
 

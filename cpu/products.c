@@ -1,7 +1,9 @@
 // y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a
-// stretch of columns) and integers.c.
+// stretch of columns).
 
-enum { NEAR = 192 };                               // rows of one pass over the panels: x stays near
+// NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to what
+// is read.
+enum { NEAR = 192, AHEAD = 4 };
 
 // The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
 static Stretch stretch_at(const Weight *w, long p, long k, long n) {
@@ -13,30 +15,30 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
                       .zero = w->zero ? w->zero + g : 0, .next = groups * WIDE, .exact = w->exact };
 }
 
-// Panels from first to last, times all rows of x: [T, row] -> y: [T, N], N whole panels.
-static void some_panels(const Weight *w, const char *x, long row, const Digits *digits, float *y,
-                        long T, long N, long first, long last) {
+// x as the panels want it: T rows of `row` columns, 4 or (whole) 2 bytes each.
+typedef struct { const char *x; const Whole *whole; long row, bytes, stretches; } Rows;
+
+// Panels from first to last, times T rows of x -> y: [T, N], N whole panels.
+static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
     long kind = w->kind, unit = WIDE * BYTES[kind], stretch = least(w->group, STRETCH);
-    long told = parts(w->K, stretch);
-    long size = digits ? 1 : sizeof(float), tiles = parts(T, TILE), most = parts(T, tiles);
-    long many = !digits && T > FEW[kind], wide = digits ? PANELS_digits(most) : PANELS(most);
+    long tiles = parts(T, TILE), wide = PANELS(parts(T, tiles)), many = T > FEW[kind];
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
         for (long k = 0; k < w->K; k += stretch) {
             Stretch a = stretch_at(w, p, k, least(w->K - k, stretch));
-            a.x = x + k * size, a.row = row, a.digits = digits + k / stretch, a.groups = told;
+            a.x = x.x + k * x.bytes, a.row = x.row * x.bytes / 4;
+            a.whole = x.whole + k / stretch, a.stretches = x.stretches;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
-            if (digits) a.x = x + DIGITS * T * k, a.row = DIGITS * a.units * COLUMNS_i4;
-            // Of the next stretch, to fetch:
-            long bytes = T > 1 || LANES == 8 || kind > BF16 ? a.units * unit : 0;
-            const char *next = a.w + bytes;
+            // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
+            long bytes = a.units * unit, beyond = k + AHEAD * stretch >= w->K;
+            const char *next = a.w + AHEAD * bytes + beyond * (P - 1) * a.panel;
             if (many) a = unfold[kind](&a, P, room);
-            for (long i = 0, rows; i < tiles; i++, a.y += rows * N, a.digits += rows * told) {
+            for (long i = 0, rows; i < tiles; i++) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
                 a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;
-                (digits ? blocks_digits : blocks[many ? F32 : kind])[rows][P > 1](&a);
-                a.x = (const char *)a.x + rows * a.row * size;
+                blocks[many ? WHOLE[kind] ? I16 : F32 : kind][rows][P > 1](&a);
+                a.x += rows * x.row * x.bytes, a.y += rows * N, a.whole += rows * x.stretches;
             }
         }
     }
@@ -62,11 +64,9 @@ INLINE float to_e4m3(float x) {
     return rintf(x / step.f) * step.f;
 }
 
-// A row of x as the panels want it: in the order of the columns, in whole units; rounded as W is,
-// if inputs have 8 bits.
-static void arrange(const Weight *w, const float *x, float *to, long row) {
+// A row of x, [K], in the order of W's columns; rounded as W is, if inputs have 8 bits.
+static void arrange(const Weight *w, const float *x, float *to) {
     for (long k = 0; k < w->K; k++) to[k] = x[w->order ? w->order[k] : k];
-    for (long k = w->K; k < row; k++) to[k] = 0;
     if (w->inputs == 8) {
         int whole = w->kind == I8;
         float scale = one_bf16(row_scale(to, w->K, whole ? 127 : 448));
@@ -75,29 +75,54 @@ static void arrange(const Weight *w, const float *x, float *to, long row) {
     }
 }
 
+// Whole numbers of a stretch of x, [n]: q = round(x / scale), scale = max |x| / 32767. What is not
+// finite makes a scale of NaN.
+static Whole to_whole(const float *x, int16_t *q, long n) {
+    float most = 0, bad = 0;
+    int32_t total = 0;
+    #pragma omp simd reduction(max:most) reduction(+:bad)
+    for (long i = 0; i < n; i++) {
+        most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        bad += 0 * x[i];
+    }
+    float by = most > 1e-30f ? 32767 / most : 0;
+    #pragma omp simd reduction(+:total)
+    for (long i = 0; i < n; i++) {
+        int32_t one = (int32_t)rintf(x[i] * by);
+        q[i] = one;
+        total += one;
+    }
+    return (Whole){ most / 32767 + bad, total };
+}
+
 // y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
 void product(const float *x, const Weight *w, float *y, long T) {
-    long N = w->N, K = w->K, panels = parts(N, WIDE), columns = COLUMNS[w->kind];
-    long row = parts(K, columns) * columns, stretch = least(w->group, STRETCH);
-    long told = parts(K, stretch), moves = row != K || w->order || w->inputs == 8;
-    Digits *digits = w->kind == I4 && T <= FEW_digits ? malloc(T * told * sizeof *digits) : 0;
+    long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind];
+    long row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind], bytes = whole ? 2 : 4;
+    long stretch = least(w->group, STRETCH), stretches = parts(K, stretch);
+    long ordered = w->order || w->inputs == 8, moves = whole || ordered || row != K;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
-    float *arranged = moves ? malloc(T * row * sizeof *x) : 0;
-    int8_t *integers = digits ? malloc(DIGITS * T * row) : 0;
-    #pragma omp parallel for if ((moves || digits) && T * K > 1 << 13)
-    for (long t = 0; t < (moves || digits ? T : 0); t++) {
-        if (moves) arrange(w, x + t * K, arranged + t * row, row);
-        if (digits) to_digits(moves ? arranged : x, row, stretch, integers, T, t,
-            digits + t * told);
+    char *moved = moves ? calloc(T, row * bytes) : 0;
+    Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
+    #pragma omp parallel for if (moves && T * K > 1 << 13)
+    for (long t = 0; t < (moves ? T : 0); t++) {
+        char *to = moved + t * row * bytes;
+        float in_order[ordered ? K : 1];
+        const float *from = ordered ? in_order : x + t * K;
+        if (ordered) arrange(w, x + t * K, in_order);
+        if (!whole) memcpy(to, from, K * sizeof *from);
+        else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
+            wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
     }
-    if (moves) x = arranged;
+    Rows all = { moves ? moved : (const char *)x, wholes, row, bytes, stretches };
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {
+            Rows some = all;
             rows = T / n + (i < T % n);                                 // nearly as many each time
-            const void *from = digits ? (const void *)integers : x + t * row;
-            some_panels(w, from, row, digits, full + t * panels * WIDE, rows, panels * WIDE,
+            some.x += t * row * bytes, some.whole += t * stretches;
+            some_panels(w, some, full + t * panels * WIDE, rows, panels * WIDE,
                         panels * me / threads, panels * (me + 1) / threads);
         }
     }
@@ -105,21 +130,26 @@ void product(const float *x, const Weight *w, float *y, long T) {
         memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];
     if (full != y) free(full);
-    free(arranged), free(integers), free(digits);
+    free(moved), free(wholes);
 }
 
 // Some rows of W as numbers: [R, K] -> 0; where there is no such row, its place in `which`, and 1.
 long rows(const Weight *w, const int64_t *which, float *out, long R) {
     float room[STRETCH * WIDE] __attribute__((aligned(64)));
+    const int16_t *pairs = (const int16_t *)room;
     long K = w->K, stretch = least(w->group, STRETCH);
     for (long r = 0; r < R; r++, out += K) {
         if (which[r] < 0 || which[r] >= w->N) return r + 1;
         for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
             Stretch a = stretch_at(w, which[r] / WIDE, k, n = least(K - k, stretch));
-            float by = scales(&a, lane / LANES * LANES)[lane % LANES];
+            float scale = scales(&a, lane / LANES * LANES)[lane % LANES];
+            int zero = a.zero ? a.zero[lane] : 0;
             unfold[w->kind](&a, 1, room);
-            for (long i = 0; i < n; i++)
-                out[w->order ? w->order[k + i] : k + i] = room[i * WIDE + lane] * by;
+            for (long i = 0; i < n; i++) {
+                int q = pairs[(i / 2 * WIDE + lane) * 2 + i % 2] - zero;
+                float number = WHOLE[w->kind] ? q : room[i * WIDE + lane];
+                out[w->order ? w->order[k + i] : k + i] = number * scale;
+            }
         }
     }
     return 0;

@@ -12,7 +12,6 @@ from test_kernels import LAYOUTS, laid_out, stands_for
 
 needs_c = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-INT4 = (4, "INT4 in order")
 
 
 def stored(
@@ -32,13 +31,18 @@ def sparse(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape).sign() * (torch.rand(shape) < 0.02)
 
 
-def size_of_int4(q: Quantized, x: torch.Tensor) -> torch.Tensor:
-    """|x|, which counts at least as 2^-8 of the largest of its group."""
-    order = torch.arange(x.shape[1]) if q.order is None else q.order
-    groups = x.abs()[:, order].split(64, 1)
-    return torch.cat([part.maximum(part.amax(1, True) / 2**8) for part in groups], 1)[
-        :, order.argsort()
-    ]
+def rounding_of_x(w: torch.Tensor | Quantized, x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    """[T, N]: how far a product is off at most because x has 16 bits beside whole numbers: each
+    2^-16 of the largest of its stretch."""
+    off = torch.zeros(len(x), len(W), dtype=torch.float64)
+    if isinstance(w, torch.Tensor) or not (w.values.dtype == torch.int8 or w.bits == 4):
+        return off
+    order = torch.arange(w.columns) if w.order is None else w.order
+    stretch = min(native.as_quantized(w).group, native.STRETCH)
+    for columns in order.split(stretch):
+        largest = x[:, columns].abs().amax(1, keepdim=True)
+        off += 2**-16 * largest.double() * W[:, columns].abs().sum(1)
+    return off
 
 
 @needs_c
@@ -61,8 +65,10 @@ def test_the_error_of_a_product_has_one_bound(layout):
             assert type(weight) is native.Weight
             x = number((70, 2 * K))[:, ::2]
             _, seen_x, _ = stands_for(w, x)
-            size = size_of_int4(w, seen_x) if layout in INT4 else seen_x.abs()
-            bound = 2e-5 * (size @ W.abs().T) + 1e-30
+            size = seen_x.abs() @ W.abs().T
+            bound = 2e-5 * size + rounding_of_x(w, seen_x, W) + 1e-30
+            if number not in (unlike, sparse):
+                assert (bound <= 2e-4 * size + 1e-30).all()
             for T in (0, 1, 2, 3, 5, 16, 70):
                 y = CPU().linear(x[:T], weight)
                 assert y.dtype == torch.float32 and y.shape == (T, N)
