@@ -1,10 +1,10 @@
 """A CPU's operations: C where there is a compiler (native.py), else PyTorch.
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded.
-  - Attention of few queries, or of few scores, reads keys and values where they are stored, in C.
-    Long prompts, caches of 4 bits, and all attention without a compiler are PyTorch's.
-  - If C does both products and attention, one call runs all layers, and one call makes all drafts
-    of a lone sequence, with no Python between the operations.
+  - Attention reads keys and values where they are stored, in C. Caches of 4 bits, and all attention
+    without a compiler, are PyTorch's.
+  - If C does both products and attention, one call runs all layers of a short step, and one call
+    makes all drafts of a lone sequence, with no Python between the operations.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from speculative import Proposal, Round
 
 FEW = 16  # new tokens of a sequence that count as few
-SCORES = 2**14  # queries · keys of a sequence: beyond, PyTorch attends
+ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
     "ignore", "'cpu.native' found in sys.modules", RuntimeWarning
 )
@@ -143,7 +143,7 @@ class CPU(Ops):
         logits_indices: Tensor | slice | None,
     ) -> Tensor:
         model = self.native_model(llama)
-        if model is None or not attends_in_c(metadata):
+        if model is None or len(tokens) > ONE_CALL or not attends_in_c(metadata):
             return super().forward(llama, tokens, metadata, logits_indices)
         x = llama.embed.rows(tokens)  # [T, C]
         cos, sin = llama.rope(metadata.positions)
@@ -196,19 +196,9 @@ class CPU(Ops):
 def attends_in_c(metadata: AttentionMetadata) -> bool:
     """Whether C computes attention of this step."""
     cache = metadata.cache
-    if cache is None or native.library() is None or native.cache_layout(cache) is None:
+    if cache is None or native.library() is None:
         return False
-    for _, start, seq_len in metadata.sequences:
-        if not is_short(seq_len - start, seq_len):
-            return False
-    return True
-
-
-def is_short(num_new_tokens: int, seq_len: int) -> bool:
-    """Whether C is as fast as PyTorch, which computes the scores of many queries as a product."""
-    if num_new_tokens <= FEW:
-        return True
-    return num_new_tokens * seq_len <= SCORES
+    return native.cache_layout(cache) is not None
 
 
 def drafts_in_c(
@@ -218,9 +208,6 @@ def drafts_in_c(
     if len(unread) != 1 or not unread[0] or round.num_drafts[0] < 1:
         return False
     if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
-        return False
-    num_new_tokens = len(unread[0])
-    if not is_short(num_new_tokens, cache.length(seqs[0]) + num_new_tokens):
         return False
     for name, neutral in SETTINGS.items():
         value = round.setting(name)[0]

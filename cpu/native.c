@@ -130,6 +130,15 @@ LOOK(f32, float)
 LOOK(bf16, uint16_t)
 LOOK(i8, int8_t)
 
+// p = e^(p − the largest), [n] -> Σ p
+INLINE float exponentials(float *p, long n) {
+    float most = -INFINITY, all = 0;
+    for (long j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
+    #pragma omp simd reduction(+:all)
+    for (long j = 0; j < n; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
+    return all;
+}
+
 // Attention of one query over the keys 0 to last of one head. p: room for last + 1 numbers.
 static void look_back(const float *q, Past at, long g, long last, long D, float *p, float *out) {
     static void (*const scores[])(const float *, Past, long, long, long, float, float *) =
@@ -137,10 +146,7 @@ static void look_back(const float *q, Past at, long g, long last, long D, float 
     static void (*const blend[])(Past, long, long, long, const float *, float *) =
         { blend_f32, blend_bf16, blend_i8 };
     scores[at.keys.kind](q, at, g, last, D, 1 / sqrtf(D), p);
-    float most = -INFINITY, all = 0;
-    for (long j = 0; j <= last; j++) most = p[j] > most ? p[j] : most;
-    #pragma omp simd reduction(+:all)
-    for (long j = 0; j <= last; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
+    float all = exponentials(p, last + 1);
     if (at.values.scale)
         for (long j = 0; j <= last; j++) {
             long vector = at.table[j / at.S] * at.block + j % at.S + g * at.head;
@@ -148,6 +154,72 @@ static void look_back(const float *q, Past at, long g, long last, long D, float 
         }
     blend[at.values.kind](at, g, last, D, p, out);
     for (long d = 0; d < D; d++) out[d] /= all;
+}
+
+// Vector j of head g of a cache, as float32.
+static void fetch(Kept kept, const Past *at, long j, long g, float *to, long D) {
+    long vector = at->table[j / at->S] * at->block + j % at->S + g * at->head;
+    float scale = kept.scale ? one_bf16(kept.scale[vector]) : 1;
+    for (long d = 0, i = vector * D; d < D; d++, i++)
+        to[d] = kept.kind == F32 ? ((float *)kept.numbers)[i]
+            : kept.kind == BF16 ? one_bf16(((uint16_t *)kept.numbers)[i])
+            : ((int8_t *)kept.numbers)[i] * scale;
+}
+
+// FEW_QUERIES: tokens of a sequence that look back one by one. QUERIES: of a block, of one head's.
+enum { FEW_QUERIES = 16, QUERIES = 48 };
+
+// Attention of n tokens of a sequence, the first at position `start`: two products for each block
+// of queries, with panels made of keys and of values, once.
+//
+//     scores = q Kᵀ / √D;   p = e^(score − the largest) of the keys that a query sees, else 0;
+//     out = p V / Σ p
+static void look_back_together(const float *qkv, const float *cos, const float *sin, Past at,
+                               float *out, long start, long n, long H, long G, long D) {
+    long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
+    long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
+    float *keys = malloc(G * keys_wide * D * sizeof *keys);         // [G, keys / WIDE, D, WIDE]
+    float *values = calloc(G * M * wide, sizeof *values);           // [G, D / WIDE, M, WIDE]
+    #pragma omp parallel if (M * D * G > 1 << 13)
+    {
+        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q), own[D];
+        float *p = q + tokens * R * D, *sums = p + tokens * R * keys_wide;
+        float *all = sums + tokens * R * wide;
+        #pragma omp for collapse(2)
+        for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
+            float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE;
+            float *v = values + g * M * wide + j * WIDE;
+            fetch(at.keys, &at, j, g, own, D);
+            for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
+            fetch(at.values, &at, j, g, own, D);
+            for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
+        }
+        #pragma omp for collapse(2) schedule(dynamic)
+        for (long block = parts(n, tokens) - 1; block >= 0; block--) for (long g = 0; g < G; g++) {
+            long first = block * tokens, rows = least(tokens, n - first) * R;
+            long seen = start + first + rows / R;                   // by the block's last token
+            Weight k = { .w = keys + g * keys_wide * D, .N = keys_wide, .K = D, .group = STRETCH };
+            Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
+            for (long i = 0; i < rows; i++) {
+                long t = first + i / R, h = g * R + i % R;
+                turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q + i * D, D);
+                for (long d = 0; d < D; d++) q[i * D + d] /= sqrtf(D);
+            }
+            some_panels(&k, (Rows){ .x = (char *)q, .K = D, .row = D, .bytes = 4 }, p, rows,
+                        keys_wide, 0, parts(seen, WIDE));
+            for (long i = 0; i < rows; i++) {
+                long own_keys = start + first + i / R + 1;
+                all[i] = exponentials(p + i * keys_wide, own_keys);
+                memset(p + i * keys_wide + own_keys, 0, (seen - own_keys) * sizeof *p);
+            }
+            some_panels(&v, (Rows){ .x = (char *)p, .K = seen, .row = keys_wide, .bytes = 4 }, sums,
+                        rows, wide, 0, wide / WIDE);
+            for (long i = 0; i < rows; i++) for (long d = 0; d < D; d++)
+                out[((first + i / R) * H + g * R + i % R) * D + d] = sums[i * wide + d] / all[i];
+        }
+        free(q);
+    }
+    free(keys), free(values);
 }
 
 // kvcache.AttentionMetadata. most: blocks of a row of the tables; layer: vectors of a layer.
@@ -160,18 +232,14 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
     Past past = step->past;
     long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, work = 0;
     long sizes[] = { 4, 2, 1 };
-    int32_t *owner = malloc(T * sizeof *owner);     // the sequence of each token
+    int32_t *owner = malloc(T * sizeof *owner);     // the sequence of each token; −1: of many
     for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
         kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
         if (kept->scale) kept->scale += at;
     }
-    for (long t = 0, b = 0; t < T; t++) {
-        long j = step->positions[t], slot = step->slots[t];
-        long place = slot / past.S * past.block + slot % past.S;
-        while (t >= step->starts[b + 1]) b++;
-        owner[t] = b;
-        longest = j > longest ? j : longest;
-        work += j + 1;                              // scores of a head
+    #pragma omp parallel for if (T * G * D > 1 << 14)
+    for (long t = 0; t < T; t++) {
+        long place = step->slots[t] / past.S * past.block + step->slots[t] % past.S;
         for (long g = 0; g < G; g++) {
             const float *k = qkv + t * row + (H + g) * D;
             float turned[D];
@@ -180,12 +248,27 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
             keep(past.values, place + g * past.head, k + G * D, D);
         }
     }
+    for (long t = 0, b = 0, n; t < T; t += n, b++) {
+        long start = step->positions[t];
+        n = least(step->starts[b + 1], T) - t;      // of drafts: a part of their sequence
+        for (long i = t; i < t + n; i++) owner[i] = n > FEW_QUERIES ? -1 : b;
+        if (n > FEW_QUERIES) {
+            Past own = past;
+            own.table += b * step->most;
+            look_back_together(qkv + t * row, cos ? cos + t * D : 0, cos ? sin + t * D : 0, own,
+                               out + t * H * D, start, n, H, G, D);
+        } else {
+            longest = start + n > longest ? start + n : longest;
+            work += n * (start + n);                // scores of a head
+        }
+    }
     #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
     {
-        float *p = malloc((longest + 1 + D) * sizeof *p), *q = p + longest + 1;
+        float *p = malloc((longest + D) * sizeof *p), *q = p + longest;
         #pragma omp for collapse(2) schedule(static)
         for (long t = 0; t < T; t++)
             for (long h = 0; h < H; h++) {
+                if (owner[t] < 0) continue;
                 Past own = past;
                 own.table += owner[t] * step->most;
                 turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q, D);
@@ -213,7 +296,8 @@ typedef struct {
 } Model;
 
 // x: [T, C], overwritten -> out: [T, C].
-// room: 2 T (C + the wider of q, k, v together and gate, up together).
+// room: T times twice C, the widest product (q, k, v together; gate, up together) and what is
+// multiplied by the widest of the others.
 void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin,
             const Step *step, long T) {
     const Layer *l = m->layers;

@@ -508,8 +508,9 @@ class NativeModel(ctypes.Structure):
         )
         native_model.llama_parts = layers, llama.norm, linears, list(llama.layers)
         first = llama.layers[0]
-        widest = max(first.gate_up.N, first.qkv.N)
-        native_model.scratch_of_token = 2 * (first.qkv.K + widest)
+        widest_output = max(first.gate_up.N, first.qkv.N)
+        widest_input = max(first.down.K, first.o.K)
+        native_model.scratch_of_token = 2 * first.qkv.K + widest_output + widest_input
         native_model.num_logits = llama.head.N
         return native_model
 

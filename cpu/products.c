@@ -15,8 +15,8 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
                       .zero = w->zero ? w->zero + g : 0, .next = groups * WIDE, .exact = w->exact };
 }
 
-// x as the panels want it: T rows of `row` columns, 4 or (whole) 2 bytes each.
-typedef struct { const char *x; const Whole *whole; long row, bytes, stretches; } Rows;
+// x as the panels want it: K columns, of 4 or (whole) 2 bytes, of rows that are `row` columns apart.
+typedef struct { const char *x; const Whole *whole; long K, row, bytes, stretches; } Rows;
 
 // Panels from first to last, times T rows of x -> y: [T, N], N whole panels.
 static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long first, long last) {
@@ -25,13 +25,13 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
-        for (long k = 0; k < w->K; k += stretch) {
-            Stretch a = stretch_at(w, p, k, least(w->K - k, stretch));
+        for (long k = 0; k < x.K; k += stretch) {
+            Stretch a = stretch_at(w, p, k, least(x.K - k, stretch));
             a.x = x.x + k * x.bytes, a.row = x.row * x.bytes / 4;
             a.whole = x.whole + k / stretch, a.stretches = x.stretches;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
-            long bytes = a.units * unit, beyond = k + AHEAD * stretch >= w->K;
+            long bytes = a.units * unit, beyond = k + AHEAD * stretch >= x.K;
             const char *next = a.w + AHEAD * bytes + beyond * (P - 1) * a.panel;
             if (many) a = unfold[kind](&a, P, room);
             for (long i = 0, rows; i < tiles; i++) {
@@ -114,7 +114,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
         else for (long k = 0, i = t * stretches; k < K; k += stretch, i++)
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
     }
-    Rows all = { moves ? moved : (const char *)x, wholes, row, bytes, stretches };
+    Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches };
     #pragma omp parallel if (N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
