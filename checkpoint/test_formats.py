@@ -378,7 +378,7 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
     torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
     expected = plain(tokens).float()
     torch.testing.assert_close(
-        Llama.load(folder, "cpu")(tokens), expected, rtol=0, atol=1e-4 * expected.abs().max().item()
+        Llama.load(folder, "cpu")(tokens), expected, rtol=0, atol=5e-4 * expected.abs().max().item()
     )
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))
     assert Config.load(folder) == llama.config

@@ -205,7 +205,9 @@ def drafts_in_c(
     cache: Cache, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round
 ) -> bool:
     """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters."""
-    if len(unread) != 1 or not unread[0] or round.num_drafts[0] < 1:
+    if len(unread) != 1 or round.num_drafts[0] < 1:
+        return False
+    if not 1 <= len(unread[0]) <= ONE_CALL:
         return False
     if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
         return False

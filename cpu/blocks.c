@@ -3,7 +3,7 @@
 //
 // W in 32, 16 or 8 bits of floating point, or in NF4, is multiplied as float32 ("real"):
 //
-//     y[t, n] += scale[n] Σ_k x[t, k] w[n, k]                 fma: 8 or 16 lanes, a column at a time
+//     y[t, n] += scale[n] Σ_k x[t, k] w[n, k]                 fma, a column at a time
 //
 // W in whole numbers, INT8 or INT4, is multiplied as whole numbers ("whole"). x becomes 16 bits,
 // with a scale for each row and stretch (products.c); the sums are exact:
@@ -156,7 +156,7 @@ typedef struct {
 // which W is made into i16 or f32 first (`unfold`).
 #define EVERY(_)                                                                                   \
 _(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : 8)                              \
-_(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                                              \
+_(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                                           \
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
 enum { COLUMNS_real = 1, COLUMNS_whole = 2 };       // of a step

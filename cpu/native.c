@@ -201,8 +201,9 @@ static void look_back_together(const float *qkv, const float *cos, const float *
             Weight k = { .w = keys + g * keys_wide * D, .N = keys_wide, .K = D, .group = STRETCH };
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
             for (long i = 0; i < rows; i++) {
-                long t = first + i / R, h = g * R + i % R;
-                turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q + i * D, D);
+                long t = first + i / R, h = g * R + i % R, angles = t * D;
+                turn(qkv + t * row + h * D, cos ? cos + angles : 0, cos ? sin + angles : 0,
+                     q + i * D, D);
                 for (long d = 0; d < D; d++) q[i * D + d] /= sqrtf(D);
             }
             some_panels(&k, (Rows){ .x = (char *)q, .K = D, .row = D, .bytes = 4 }, p, rows,

@@ -211,8 +211,9 @@ class Weight(ctypes.Structure):
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale).masked_fill_(has_nan, torch.nan)
-        if kind(q) in (torch.bfloat16, torch.int8):
-            values = F.pad(values, (0, -q.columns % 2)).view(PAIRS[values.dtype])
+        if kind(q) in PAIRS:
+            values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
+            values = values.view(PAIRS[values.dtype])
         tensors = dict(
             w=panels(values),
             scale=None if scale is None else panels(scale),

@@ -1,8 +1,8 @@
 // y = x Wᵀ on a CPU, for any number of rows of x. Compiled after blocks.c (few rows, few panels, a
 // stretch of columns).
 
-// NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to what
-// is read.
+// NEAR: rows of one pass over the panels: x stays near. AHEAD: stretches from what is fetched to
+// what is read.
 enum { NEAR = 192, AHEAD = 4 };
 
 // The stretch of W that begins at panel p and column k, n columns: what does not depend on x.
@@ -15,7 +15,7 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
                       .zero = w->zero ? w->zero + g : 0, .next = groups * WIDE, .exact = w->exact };
 }
 
-// x as the panels want it: K columns, of 4 or (whole) 2 bytes, of rows that are `row` columns apart.
+// x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
 typedef struct { const char *x; const Whole *whole; long K, row, bytes, stretches; } Rows;
 
 // Panels from first to last, times T rows of x -> y: [T, N], N whole panels.

@@ -176,8 +176,8 @@ def halfway(x: Tensor) -> Tensor:
 @given(st.data())
 @torch.inference_mode()
 def test_attention_over_blocks_anywhere(data):
-    """Several sequences, each with few new tokens or many, beside plain torch: what is stored is the
-    same to the bit, nothing else is written, and nothing beyond a sequence is read."""
+    """Sequences with few new tokens or many, beside plain torch: what is stored is the same to the
+    bit, nothing else is written, and nothing beyond a sequence is read."""
     G, R, S, B = (data.draw(st.integers(1, most)) for most in (3, 4, 5, 3))
     D = data.draw(st.sampled_from([2, 6, 16, 20, 64, 80, 132]))
     threads = data.draw(st.integers(1, 3))

@@ -72,8 +72,8 @@ def test_texts_are_of_all_flags():
 @torch.inference_mode()
 def test_greedy_texts_are_those_of_plain_torch(draft):
     """In C, and with drafts."""
-    assert text_row(QUICK, 1.0, 8, "8", draft) == ["", "ok"]
-    assert [len(text) for text in wanted_texts(8, "8")] == [40, 40]
+    assert text_row(QUICK, 1.0, 8, "16", draft) == ["", "ok"]
+    assert [len(text) for text in wanted_texts(8, "16")] == [40, 40]
     assert type(plain_model(8).llama.ops).__module__ == "kernels"
 
 
