@@ -3,8 +3,9 @@
     python .ci/formats_reference.py         (with compressed-tensors, bitsandbytes and accelerate)
 
 A random model is quantized and saved by the package, and its own dequantization gives the
-reference: logits must agree to 1e-5 of the largest. Where inputs have 8 bits, too, a package rounds
-by a scale of its own: the error that rounding adds must be as large as theirs.
+reference: logits must agree to 1e-5 of the largest, and to 5e-4 beside INT8 and INT4, where x has
+16 bits on a CPU. Where inputs have 8 bits, too, a package rounds by a scale of its own: the error
+that rounding adds must be as large as theirs.
 """
 
 import copy
@@ -159,7 +160,8 @@ def main() -> int:
         ]  # with the weights alone rounded
         if torch.equal(theirs, plain):
             error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-            holds, found = error < 1e-5, f"{error:.1e} of the largest logit"
+            limit = 5e-4 if name.startswith("INT") else 1e-5
+            holds, found = error < limit, f"{error:.1e} of the largest logit"
         else:
             ratio = rms(ours - plain) / rms(theirs - plain)
             holds, found = (
