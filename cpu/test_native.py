@@ -69,8 +69,8 @@ def poisoned_weight(
 )
 @torch.inference_mode()
 def test_products_of_any_shape(layout, T, N, K, group, has_bias, threads, seed):
-    """Each row as in float64, and the same to the bit alone, with any rows beside it, in chunks, and
-    on any number of threads. Rows may be views, and of 16 bits."""
+    """Each row as in float64, and the same to the bit alone, beside any rows, in chunks, and on any
+    number of threads. Rows may be views, and of 16 bits."""
     torch.manual_seed(seed)
     x = amid(torch.randn(T, K))
     bias = torch.randn(N) if has_bias else torch.zeros(N)
