@@ -1,8 +1,8 @@
 """A CPU's operations: C where there is a compiler (native.py), else PyTorch.
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded.
-  - Attention reads keys and values where they are stored, in C. Caches of 4 bits, and all attention
-    without a compiler, are PyTorch's.
+  - Attention is C's: of few queries over keys and values where they are stored, of many over panels
+    made of them. Caches of 4 bits, and all attention without a compiler, are PyTorch's.
   - If C does both products and attention, one call runs all layers of a short step, and one call
     makes all drafts of a lone sequence, with no Python between the operations.
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from model import Llama
     from speculative import Proposal, Round
 
-FEW = 16  # new tokens of a sequence that count as few
+FEW = 16  # new tokens of a sequence that `attend_together` pads
 ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
     "ignore", "'cpu.native' found in sys.modules", RuntimeWarning

@@ -147,8 +147,8 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {
                 int q = pairs[(i / 2 * WIDE + lane) * 2 + i % 2] - zero;
-                float number = WHOLE[w->kind] ? q : room[i * WIDE + lane];
-                out[w->order ? w->order[k + i] : k + i] = number * scale;
+                float value = WHOLE[w->kind] ? q : room[i * WIDE + lane];
+                out[w->order ? w->order[k + i] : k + i] = value * scale;
             }
         }
     }
