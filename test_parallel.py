@@ -184,7 +184,7 @@ def logits_of(folder: Path, bits: int, dtype: torch.dtype) -> torch.Tensor:
 def test_logits_are_those_of_one_process(everywhere, models):
     for n, name, bits, dtype, tolerance in (
         (2, "tied", 16, torch.float32, 1e-4),
-        (2, "biased", 8, torch.float32, 5e-4),
+        (2, "biased", 8, torch.float32, 1e-3),
         (4, "biased", 16, torch.float64, 1e-12),
         (2, "wide", 4, torch.float64, 1e-12),
         (2, "wide", 8, torch.bfloat16, 0.05),

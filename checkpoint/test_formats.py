@@ -377,9 +377,8 @@ def test_the_logits_are_those_of_the_stored_numbers(tmp_path_factory, how, shape
     assert llama.config == Config(**{**SMALL, **shape}, quantization=llama.config.quantization)
     torch.testing.assert_close(llama(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
     expected = plain(tokens).float()
-    torch.testing.assert_close(
-        Llama.load(folder, "cpu")(tokens), expected, rtol=0, atol=5e-4 * expected.abs().max().item()
-    )
+    off = Llama.load(folder, "cpu")(tokens) - expected
+    assert off.norm() <= 1e-3 * expected.norm()  # 2.6e-4 at most in 400 of such models
     (folder / "config.json").write_text(json.dumps(llama.config.to_dict()))
     assert Config.load(folder) == llama.config
 
