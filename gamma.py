@@ -119,7 +119,8 @@ class AutoGamma:
             if examined:
                 self.weight = min(self.weight + examined, WINDOW)
                 self.alpha += (accepted - examined * self.alpha) / self.weight
-        if gamma or self.num_plain % 16 == 0:  # a plain round alone teaches little
+        is_trial = batch_size.bit_length() not in self.best
+        if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one round teaches little
             self._choose_best(batch_size)
 
     def _choose_best(self, batch_size: int) -> None:

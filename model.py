@@ -131,7 +131,7 @@ class Llama:
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and sin for `Ops.rotate`: int[T] -> [T, 1, D] each, the first half of sin negated."""
-        angles = positions[:, None, None] * self.frequencies
+        angles = torch.outer(positions, self.frequencies)[:, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def decoder_layer(

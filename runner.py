@@ -221,18 +221,20 @@ class ModelRunner:
         if counts:
             return self._decode_multi_step(rounds, counts)
         num_drafts = [item.num_drafts for item in rounds]
-        coupled = self.coupled or not any(num_drafts)  # without drafts both modes are the same
-        round = self._round(rounds, num_drafts, coupled)
+        round = self._round(rounds, num_drafts, self.coupled)
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
         p = self._target_probabilities(scheduled, drafted, round)  # [B, k+1, V]
         if not rounds:
             return []
-        if coupled:
+        if not any(num_drafts):
+            tokens = round.text_coin().pick(p[:, 0]).tolist()  # here the host waits for a GPU
+            return [[token] for token in check_tokens(self.target.ops.agree(tokens))]
+        if self.coupled:
             accepted, token = couple(p, drafted, round.text_coin())
         else:
             accepted, token = verify(p, q, drafted, round.text_coin())
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.ops.agree(packed.tolist())  # here the host waits for a GPU
+        packed = self.target.ops.agree(packed.tolist())
         round_tokens = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([*row[:n], last])

@@ -186,15 +186,13 @@ class Round:
         """logits [R, ≥ V] -> float[R, V]. rows: the request of each row."""
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
-            by_request = self.setting(name)
-            values = [by_request[row] for row in rows]
-            first = values[0] if values else None
-            if all(value == first for value in values):  # one number for all
-                if first is not None:
-                    settings[name] = first
-            else:
+            values = self.setting(name)
+            if len(set(values)) > 1:
                 numbers = [neutral if value is None else value for value in values]
-                settings[name] = send(numbers, self.device, torch.float64)
+                by_row = [numbers[row] for row in rows]
+                settings[name] = send(by_row, self.device, torch.float64)
+            elif values[0] is not None:  # one number for all
+                settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
         return self.ops.probabilities(logits, **settings)
 

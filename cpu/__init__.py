@@ -29,7 +29,7 @@ from torch import Tensor
 from cpu import native
 from kernels import Linear, Ops
 from quant import Quantized
-from sampling import SETTINGS, Keyed, Setting, check_finite, check_settings
+from sampling import SETTINGS, Keyed, Setting, check_settings, check_tokens
 
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
@@ -98,7 +98,7 @@ class CPU(Ops):
         if not lone or not logits.numel() or not native.serves(logits):
             return super().probabilities(logits, **settings)
         check_settings(temperature=temperature)
-        return check_finite(native.softmax(logits, temperature))
+        return native.softmax(logits, temperature)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():
@@ -180,8 +180,7 @@ class CPU(Ops):
         streams = round.coins[first : first + k].streams
         drafted, q = round.empty_drafts()
         model.draft(x, cos, sin, metadata, temperature, streams, round.vocab_size, drafted, q)
-        if q is not None:
-            check_finite(q)
+        check_tokens(drafted[0].tolist())
         return drafted, q
 
     def native_model(self, llama: Llama) -> native.NativeModel | None:

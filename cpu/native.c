@@ -180,21 +180,21 @@ static void look_back_together(const float *qkv, const float *cos, const float *
     long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
     float *keys = malloc(G * keys_wide * D * sizeof *keys);         // [G, keys / WIDE, D, WIDE]
     float *values = calloc(G * M * wide, sizeof *values);           // [G, D / WIDE, M, WIDE]
+    #pragma omp parallel for collapse(2) if (M * D * G > 1 << 13)
+    for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
+        float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE, own[D];
+        float *v = values + g * M * wide + j * WIDE;
+        fetch(at.keys, &at, j, g, own, D);
+        for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
+        fetch(at.values, &at, j, g, own, D);
+        for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
+    }
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
-        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q), own[D];
+        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q);
         float *p = q + tokens * R * D, *sums = p + tokens * R * keys_wide;
         float *all = sums + tokens * R * wide;
-        #pragma omp for collapse(2)
-        for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
-            float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE;
-            float *v = values + g * M * wide + j * WIDE;
-            fetch(at.keys, &at, j, g, own, D);
-            for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
-            fetch(at.values, &at, j, g, own, D);
-            for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
-        }
-        #pragma omp for collapse(2) schedule(dynamic)
+        #pragma omp for collapse(2) schedule(static, 1) nowait
         for (long block = parts(n, tokens) - 1; block >= 0; block--) for (long g = 0; g < G; g++) {
             long first = block * tokens, rows = least(tokens, n - first) * R;
             long seen = start + first + rows / R;                   // by the block's last token
@@ -266,7 +266,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
     #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
     {
         float *p = malloc((longest + D) * sizeof *p), *q = p + longest;
-        #pragma omp for collapse(2) schedule(static)
+        #pragma omp for collapse(2) nowait
         for (long t = 0; t < T; t++)
             for (long h = 0; h < H; h++) {
                 if (owner[t] < 0) continue;
@@ -364,15 +364,16 @@ PICK(f64, double)
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
-// softmax(x / t): [V]; of t = 0 the first of the largest.
-static void soften(const float *x, float *p, long V, float t) {
+// softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
+// not finite (−∞ is).
+static float soften(const float *x, float *p, long V, float t) {
     float most = x[0], all = 0;
     long first = 0;
     for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
     if (t == 0) {
-        for (long i = 0; i < V; i++)                // −∞ is a number
-            p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);
-        return;
+        for (long i = 0; i < V; i++)
+            all += p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);
+        return all;
     }
     #pragma omp simd reduction(+:all)
     for (long i = 0; i < V; i++) {
@@ -381,12 +382,15 @@ static void soften(const float *x, float *p, long V, float t) {
         all += p[i];
     }
     for (long i = 0; i < V; i++) p[i] /= all;
+    return all;
 }
 
-// x, p: [B, V]
-void soften_rows(const float *x, float *p, long B, long V, float t) {
+// x, p: [B, V] -> how many rows are not finite.
+long soften_rows(const float *x, float *p, long B, long V, float t) {
+    _Atomic long wrong = 0;
     #pragma omp parallel for if (B * V > 1 << 15)
-    for (long b = 0; b < B; b++) soften(x + b * V, p + b * V, V, t);
+    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t));
+    return wrong;
 }
 
 // k tokens of a sequence, each picked with its own stream before the next pass: drafted[k], −1

@@ -52,14 +52,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu.compiled import compile_library
+from errors import UserError
 from kernels import Linear
 from quant import Quantized, nf4, unpack4
+from sampling import NOT_FINITE
 
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
     from model import Layer, Llama
 
-SOURCES = ("blocks.c", "products.c", "native.c")
+SOURCES = ("threads.c", "blocks.c", "products.c", "native.c")
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 FP8 = torch.float8_e4m3fn
@@ -76,7 +78,14 @@ FLOAT = ctypes.c_float
 
 def library() -> ctypes.CDLL | None:
     """The compiled source, or None where it cannot be compiled."""
-    return load_library()[0]
+    lib = load_library()[0]
+    return None if lib is None else with_threads(lib)
+
+
+def with_threads(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told how many threads PyTorch has now."""
+    lib.threads.value = torch.get_num_threads()
+    return lib
 
 
 def why_not() -> str:
@@ -92,36 +101,14 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     if platform.system() != "Linux":
         return None, f"{platform.system()} is not Linux"
     try:
-        openmp = openmp_library()
-        if openmp is None:
-            return None, "this PyTorch has no OpenMP threads to share"
         flags = ["-O3", "-fopenmp", "-fno-math-errno"]
-        if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
-            flags.append("-DGNU_THREADS")
         folder = Path(__file__).parent
         source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
-        lib = compile_library(source, flags, (openmp, "-lm"))
+        lib = compile_library(source, flags, ("-lm", "-lpthread"))
     except OSError as error:
         return None, " ".join(str(error).split())
     declare(lib)
     return lib, ""
-
-
-def openmp_library() -> str | None:
-    """The file of PyTorch's OpenMP library: another one would bring threads of its own."""
-    mappings = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, *_, file = line.split(maxsplit=5)
-        start, stop = addresses.split("-")
-        mappings.append((int(start, 16), int(stop, 16), file))
-    torch_files = [file for _, _, file in mappings if "/libtorch_cpu" in file]
-    if not torch_files:
-        return None
-    torch_cpu = ctypes.CDLL(torch_files[0])
-    if not hasattr(torch_cpu, "GOMP_parallel"):
-        return None
-    function = ctypes.cast(torch_cpu.GOMP_parallel, POINTER).value
-    return next(file for start, stop, file in mappings if start <= function < stop)
 
 
 def declare(lib: ctypes.CDLL) -> None:
@@ -134,9 +121,11 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
     lib.layers.argtypes = [POINTER] * 7 + [LONG]
     lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
+    lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.drafts.argtypes = [POINTER] * 6 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.threads = ctypes.c_int.in_dll(lib, "threads")
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
 
@@ -274,7 +263,7 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     wide = x.float().contiguous()
     y = torch.empty(T, weight.N)
     if T:
-        weight.library.product(wide.data_ptr(), weight.address, y.data_ptr(), T)
+        with_threads(weight.library).product(wide.data_ptr(), weight.address, y.data_ptr(), T)
     return y.to(x.dtype)
 
 
@@ -321,12 +310,13 @@ def swiglu(x: Tensor) -> Tensor:
 def softmax(logits: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
 
-    NaN in rows that are not finite.
+    UserError if a row is not finite.
     """
     B, V = logits.shape
     logits = logits.contiguous()
     probs = torch.empty(B, V)
-    library().soften_rows(logits.data_ptr(), probs.data_ptr(), B, V, temperature)
+    if library().soften_rows(logits.data_ptr(), probs.data_ptr(), B, V, temperature):
+        raise UserError(NOT_FINITE)
     return probs
 
 
