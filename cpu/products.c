@@ -115,7 +115,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
     }
     Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches };
-    #pragma omp parallel if (N * K > 1 << 16)
+    #pragma omp parallel if (T * N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {

@@ -1,19 +1,22 @@
 // The threads of a loop. From the body of `#pragma omp parallel`, GCC makes a function that asks
 // for its part of the whole (omp_get_thread_num of omp_get_num_threads), and hands it to
-// GOMP_parallel. These three are OpenMP's library, and stand here instead, because
+// GOMP_parallel. These three are OpenMP's library, and stand here instead, for busy machines:
 //
 //   - a part is taken by whoever is free. Beside other programs a thread may not run for
 //     milliseconds: then the others do its part, and wait only for what it has begun;
-//   - who waits looks around for a while, then sleeps. The while is long on a quiet machine, where
-//     waking up takes longer than a loop, and short where other programs want to run.
+//   - a thread whose processor another program takes rests for a while, and holds nobody up;
+//   - who waits looks around for 0.1 ms, then sleeps, and other programs run. (OpenMP's own looks
+//     for milliseconds.) Waking up takes longer than a loop, so a step calls early.
 //
 // Compiled before the other files. A loop that begins while another runs (of another thread of
 // Python) has one thread.
 
+#define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -22,8 +25,8 @@
 #error clang asks for the threads of LLVM's OpenMP: CC=gcc
 #endif
 #define HIDDEN __attribute__((visibility("hidden")))    // not PyTorch's functions of these names
-// Nanoseconds that who waits looks around, and between two looks if it has been interrupted.
-enum { SHORTEST = 30000, LONGEST = 1000000, INTERRUPTED = 300000 };
+// SPIN: nanoseconds that who waits looks around. REST: microseconds that who was interrupted rests.
+enum { SPIN = 100000, REST = 20000 };
 
 int threads = 1;                                    // native.py says how many
 static int started = 1;                             // of them; the caller is the first
@@ -32,7 +35,6 @@ static void *known;
 static _Atomic int all, left, unfinished;           // its parts: all, not begun, not finished
 static _Atomic int loops;                           // how many there have been
 static _Atomic int sleepers, caller_sleeps;
-static _Atomic long patience = LONGEST;
 static atomic_flag running = ATOMIC_FLAG_INIT;
 static _Thread_local int part, num_parts = 1;       // of this thread
 
@@ -47,13 +49,8 @@ static long now(void) {
 
 // Return when *word is not `value`, or for no reason.
 static void wait_for(_Atomic int *word, int value, _Atomic int *sleeping) {
-    long begin = now(), before = begin;
-    for (long at = begin; at - begin < patience; before = at, at = now()) {
-        if (*word != value) {
-            if (patience < LONGEST) patience += patience >> 12;
-            return;
-        }
-        if (at - before > INTERRUPTED) patience = SHORTEST;
+    for (long end = now() + SPIN; now() < end; ) {
+        if (*word != value) return;
 #ifdef __x86_64__
         for (int i = 0; i < 8; i++) __builtin_ia32_pause();
 #endif
@@ -78,10 +75,21 @@ static void take_parts(void) {
         }
 }
 
+// How often another program has taken this thread's processor.
+static long interruptions(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_nivcsw;
+}
+
 static void *work(void *number) {
+    long before = interruptions();
     for (int seen = loops; ; seen = loops) {
         if ((long)number < threads) take_parts();
-        if (seen == loops) wait_for(&loops, seen, &sleepers);
+        if (interruptions() > before) {
+            usleep(REST);
+            before = interruptions();
+        } else if (seen == loops) wait_for(&loops, seen, &sleepers);
     }
     return 0;
 }
