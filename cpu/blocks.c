@@ -15,7 +15,11 @@
 //     step: what one instruction multiplies in a lane, a column (real) or two (whole)
 //     unit: one or more steps of a panel, which lie together
 
+#if defined GNU_THREADS && defined __clang__
+#error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
+#endif
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -180,21 +180,21 @@ static void look_back_together(const float *qkv, const float *cos, const float *
     long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
     float *keys = malloc(G * keys_wide * D * sizeof *keys);         // [G, keys / WIDE, D, WIDE]
     float *values = calloc(G * M * wide, sizeof *values);           // [G, D / WIDE, M, WIDE]
-    #pragma omp parallel for collapse(2) if (M * D * G > 1 << 13)
-    for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
-        float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE, own[D];
-        float *v = values + g * M * wide + j * WIDE;
-        fetch(at.keys, &at, j, g, own, D);
-        for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
-        fetch(at.values, &at, j, g, own, D);
-        for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
-    }
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
-        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q);
+        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q), own[D];
         float *p = q + tokens * R * D, *sums = p + tokens * R * keys_wide;
         float *all = sums + tokens * R * wide;
-        #pragma omp for collapse(2) schedule(static, 1) nowait
+        #pragma omp for collapse(2)
+        for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
+            float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE;
+            float *v = values + g * M * wide + j * WIDE;
+            fetch(at.keys, &at, j, g, own, D);
+            for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
+            fetch(at.values, &at, j, g, own, D);
+            for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
+        }
+        #pragma omp for collapse(2) schedule(dynamic)
         for (long block = parts(n, tokens) - 1; block >= 0; block--) for (long g = 0; g < G; g++) {
             long first = block * tokens, rows = least(tokens, n - first) * R;
             long seen = start + first + rows / R;                   // by the block's last token
@@ -266,7 +266,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
     #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
     {
         float *p = malloc((longest + D) * sizeof *p), *q = p + longest;
-        #pragma omp for collapse(2) nowait
+        #pragma omp for collapse(2) schedule(static)
         for (long t = 0; t < T; t++)
             for (long h = 0; h < H; h++) {
                 if (owner[t] < 0) continue;
@@ -387,8 +387,8 @@ static float soften(const float *x, float *p, long V, float t) {
 
 // x, p: [B, V] -> how many rows are not finite.
 long soften_rows(const float *x, float *p, long B, long V, float t) {
-    _Atomic long wrong = 0;
-    #pragma omp parallel for if (B * V > 1 << 15)
+    long wrong = 0;
+    #pragma omp parallel for reduction(+:wrong) if (B * V > 1 << 15)
     for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t));
     return wrong;
 }

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
     from model import Layer, Llama
 
-SOURCES = ("threads.c", "blocks.c", "products.c", "native.c")
+SOURCES = ("blocks.c", "products.c", "native.c")
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 FP8 = torch.float8_e4m3fn
@@ -78,14 +78,7 @@ FLOAT = ctypes.c_float
 
 def library() -> ctypes.CDLL | None:
     """The compiled source, or None where it cannot be compiled."""
-    lib = load_library()[0]
-    return None if lib is None else with_threads(lib)
-
-
-def with_threads(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told how many threads PyTorch has now."""
-    lib.threads.value = torch.get_num_threads()
-    return lib
+    return load_library()[0]
 
 
 def why_not() -> str:
@@ -101,14 +94,36 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
     if platform.system() != "Linux":
         return None, f"{platform.system()} is not Linux"
     try:
+        openmp = openmp_library()
+        if openmp is None:
+            return None, "this PyTorch has no OpenMP threads to share"
         flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+        if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
+            flags.append("-DGNU_THREADS")
         folder = Path(__file__).parent
         source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
-        lib = compile_library(source, flags, ("-lm", "-lpthread"))
+        lib = compile_library(source, flags, (openmp, "-lm"))
     except OSError as error:
         return None, " ".join(str(error).split())
     declare(lib)
     return lib, ""
+
+
+def openmp_library() -> str | None:
+    """The file of PyTorch's OpenMP library: another one would bring threads of its own."""
+    mappings = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, file = line.split(maxsplit=5)
+        start, stop = addresses.split("-")
+        mappings.append((int(start, 16), int(stop, 16), file))
+    torch_files = [file for _, _, file in mappings if "/libtorch_cpu" in file]
+    if not torch_files:
+        return None
+    torch_cpu = ctypes.CDLL(torch_files[0])
+    if not hasattr(torch_cpu, "GOMP_parallel"):
+        return None
+    function = ctypes.cast(torch_cpu.GOMP_parallel, POINTER).value
+    return next(file for start, stop, file in mappings if start <= function < stop)
 
 
 def declare(lib: ctypes.CDLL) -> None:
@@ -125,7 +140,6 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.drafts.argtypes = [POINTER] * 6 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
-    lib.threads = ctypes.c_int.in_dll(lib, "threads")
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
 
@@ -263,7 +277,7 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     wide = x.float().contiguous()
     y = torch.empty(T, weight.N)
     if T:
-        with_threads(weight.library).product(wide.data_ptr(), weight.address, y.data_ptr(), T)
+        weight.library.product(wide.data_ptr(), weight.address, y.data_ptr(), T)
     return y.to(x.dtype)
 
 

@@ -138,7 +138,6 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
     float room[STRETCH * WIDE] __attribute__((aligned(64)));
     const int16_t *pairs = (const int16_t *)room;
     long K = w->K, stretch = least(w->group, STRETCH);
-    call_threads();                                 // a step begins with its embeddings
     for (long r = 0; r < R; r++, out += K) {
         if (which[r] < 0 || which[r] >= w->N) return r + 1;
         for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
