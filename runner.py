@@ -227,14 +227,15 @@ class ModelRunner:
         if not rounds:
             return []
         if not any(num_drafts):
-            tokens = round.text_coin().pick(p[:, 0]).tolist()  # here the host waits for a GPU
-            return [[token] for token in check_tokens(self.target.ops.agree(tokens))]
+            picked = round.text_coin().pick(p[:, 0])  # [B]
+            tokens = self.target.ops.agree(picked.tolist())  # here the host waits for a GPU
+            return [[token] for token in check_tokens(tokens)]
         if self.coupled:
             accepted, token = couple(p, drafted, round.text_coin())
         else:
             accepted, token = verify(p, q, drafted, round.text_coin())
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.ops.agree(packed.tolist())
+        packed = self.target.ops.agree(packed.tolist())  # and here
         round_tokens = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([*row[:n], last])

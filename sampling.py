@@ -155,7 +155,7 @@ def check_finite(x: Tensor) -> Tensor:
 
 
 def check_tokens(tokens: list[int]) -> list[int]:
-    """Return the tokens. UserError for −1: so gpu/draw.py says that logits are not finite."""
+    """Return the tokens. UserError for −1: so a backend says that logits are not finite."""
     if min(tokens, default=0) < 0:
         raise UserError(NOT_FINITE)
     return tokens
