@@ -5,6 +5,8 @@
     made of them. Caches of 4 bits, and all attention without a compiler, are PyTorch's.
   - If C does both products and attention, one call runs all layers of a short step, and one call
     makes all drafts of a lone sequence, with no Python between the operations.
+  - Where other programs interrupt the threads of products, fewer threads run for a while, PyTorch's
+    too (products.c): the others would wait for the one that was interrupted.
 
 Invariant: results are those of kernels.Ops up to the order of sums.
 

@@ -129,6 +129,7 @@ def openmp_library() -> str | None:
 def declare(lib: ctypes.CDLL) -> None:
     """The types of the functions' parameters."""
     lib.product.argtypes = [POINTER] * 3 + [LONG]
+    lib.notice.argtypes = [LONG] * 3
     lib.rows.argtypes = [POINTER] * 3 + [LONG]
     lib.rows.restype = LONG
     lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]

@@ -95,6 +95,37 @@ static Whole to_whole(const float *x, int16_t *q, long n) {
     return (Whole){ most / 32767 + bad, total };
 }
 
+// The threads of a loop wait for each other: where another program interrupts one, all of them wait.
+// After a WAIT that was most of its loop, half as many threads run, PyTorch's too, for a rest. A rest
+// is twice as long as the last one, if that ended less than SOON ago.
+enum { WAIT = 1000000, SOON = 100000000, REST = 10000000 };             // nanoseconds
+static const long LONGEST_REST = 2000000000;
+static _Thread_local struct { long until, length; int all, fewer; } resting;
+
+static long now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000L + time.tv_nsec;
+}
+
+// Of a loop that began at this time: its first thread was done at `first`, its last at `last`.
+void notice(long began, long first, long last) {
+    int threads = omp_get_max_threads(), resting_now = threads == resting.fewer;
+    if (resting_now && last > resting.until) {
+        omp_set_num_threads(resting.all);
+        resting.fewer = 0;
+    }
+    if (last - first < WAIT || 2 * (last - first) < last - began) return;
+    if (!resting_now) {
+        int soon = last - resting.until < SOON;
+        resting.length = soon ? least(2 * resting.length, LONGEST_REST) : REST;
+        resting.all = threads;
+    }
+    resting.fewer = threads / 2;
+    resting.until = last + resting.length;
+    omp_set_num_threads(resting.fewer);
+}
+
 // y = x Wᵀ + bias. x: float32[T, K]; y: float32[T, N].
 void product(const float *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind];
@@ -115,7 +146,8 @@ void product(const float *x, const Weight *w, float *y, long T) {
             wholes[i] = to_whole(from + k, (int16_t *)to + k, least(K - k, stretch));
     }
     Rows all = { moves ? moved : (const char *)x, wholes, K, row, bytes, stretches };
-    #pragma omp parallel if (T * N * K > 1 << 16)
+    long began = now(), first = INT64_MAX, last = 0;
+    #pragma omp parallel reduction(min:first) reduction(max:last) if (T * N * K > 1 << 16)
     {
         long threads = omp_get_num_threads(), me = omp_get_thread_num();
         for (long t = 0, i = 0, rows, n = parts(T, NEAR); i < n; i++, t += rows) {
@@ -125,7 +157,9 @@ void product(const float *x, const Weight *w, float *y, long T) {
             some_panels(w, some, full + t * panels * WIDE, rows, panels * WIDE,
                         panels * me / threads, panels * (me + 1) / threads);
         }
+        first = last = now();
     }
+    notice(began, first, last);
     for (long t = 0; full != y && t < T; t++)
         memcpy(y + t * N, full + t * panels * WIDE, N * sizeof *y);
     for (long t = 0; w->bias && t < T; t++) for (long n = 0; n < N; n++) y[t * N + n] += w->bias[n];

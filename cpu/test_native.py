@@ -5,6 +5,7 @@ import math
 import shutil
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -423,3 +424,30 @@ def test_the_threads_are_those_of_pytorch(tmp_path):
     others = [ctypes.CDLL(shutil.copy(file, tmp_path / f"libgomp-{i}.so.1")) for i in range(3)]
     assert len(others) == 3 and native.openmp_library() == file
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
+
+
+def test_after_a_long_wait_half_of_the_threads_rest() -> None:
+    second = 1_000_000_000
+    loops = [  # milliseconds: a loop's begin, its first thread's end, its last one's; threads then
+        (0, 0.1, 0.9, 4),  # a short wait
+        (0, 9, 12, 4),  # a wait that is less than half of its loop
+        (0, 0.1, 4, 2),
+        (4, 5, 9, 1),
+        (9, 18, 18, 1),
+        (20, 21, 21, 4),  # the rest of 10 ms is over
+        (30, 30, 33, 2),  # interrupted again, soon
+        (50, 52, 52, 2),
+        (53, 54, 54, 4),
+    ]
+
+    def run_loops() -> list[int]:
+        torch.set_num_threads(4)
+        threads = []
+        for *times, _ in loops:
+            native.library().notice(*[second + int(time * 1_000_000) for time in times])
+            threads.append(torch.get_num_threads())
+        return threads
+
+    # Each thread that calls products has a state of its own.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_loops).result() == [threads for *_, threads in loops]
