@@ -73,7 +73,7 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
         if new[0] in model.eos_token_ids:
             break
         text += new
-    return model.tokenizer.decode(text)
+    return model.tokenizer.decode(text, continues=True)
 
 
 # ---- Models --------------------------------------------------------------------------------------

@@ -20,12 +20,16 @@ from generate import Engine, Model, load_draft
 from request import Request, Settings
 
 ORDER = (
-    "errors sampling quant parallel kernels kvcache paged model tokenizer request speculative "
+    "errors sampling quant parallel kernels kvcache paged model spm tokenizer request speculative "
     "drafters gamma runner batcher proof generate"
 ).split()  # the root's: a page imports pages before it
 WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "model": {"checkpoint.load"},
-    "tokenizer": {"checkpoint.vocabulary", "checkpoint.chat", "checkpoint.files"},
+    "spm": {"checkpoint.sentencepiece"},
+    "tokenizer": {
+        f"checkpoint.{page}"
+        for page in ("vocabulary", "bytelevel", "sentencepiece", "chat", "files")
+    },
     "generate": {"checkpoint.generation", "checkpoint.hub"},
 }
 BACKEND = {"errors", "kernels", "quant", "sampling", "kvcache"}
@@ -48,7 +52,7 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 70_600
+NODES = 74_100
 NODES_OF_THE_ROOT = 26_000
 PAIRS = 60
 WALRUSES = 30

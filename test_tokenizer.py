@@ -13,7 +13,7 @@ import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.vocabulary import GPT2_SPLIT, compile_split
+from checkpoint.bytelevel import GPT2_SPLIT, compile_split
 from conftest import byte_alphabet
 from errors import UserError
 from tokenizer import Tokenizer
@@ -456,7 +456,6 @@ def add_token(content: str, id: Any, **flags: bool) -> Change:
 REFUSED: list[tuple[Change, str]] = [
     (set_model(type="Unigram"), "Unigram"),
     (set_model(type="WordPiece"), "WordPiece"),
-    (set_model(byte_fallback=True), "byte_fallback"),
     (set_model(unk_token="<unk>"), "unk_token"),
     (set_model(dropout=0.1), "dropout"),
     (set_model(continuing_subword_prefix="##"), "continuing_subword_prefix"),

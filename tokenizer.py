@@ -1,16 +1,19 @@
-"""Text to tokens and back: byte-level BPE, token for token as Hugging Face's `tokenizers` does it.
+"""Text to tokens and back, token for token as Hugging Face's `tokenizers` does it.
+
+Byte-level BPE is on this page; SentencePiece's, for Llama 2, in spm.py.
 
     "The cat's"  →  The| cat|'s  →  bytes of each piece  →  merge neighbours  →  ids
 
 Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A
 piece is spelled out in UTF-8 bytes. Then, again and again, the pair of neighbours that stands first
-in the list of merges (checkpoint/vocabulary.py) becomes one token (Sennrich et al. 2016; bytes as
+in the list of merges (checkpoint/bytelevel.py) becomes one token (Sennrich et al. 2016; bytes as
 the alphabet: Radford et al. 2019). tiktoken merges.
 
 Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
-    dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD.
+    dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
+    cannot tell a ▁ from a space.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
@@ -22,14 +25,51 @@ from pathlib import Path
 
 import tiktoken
 
+from checkpoint.bytelevel import ByteLevel, read_byte_level
 from checkpoint.chat import ChatTemplate, load_template, replace_surrogates
+from checkpoint.files import Json, read_json
+from checkpoint.sentencepiece import read_sentencepiece_json, read_sentencepiece_model
 from checkpoint.vocabulary import (
+    LARGEST_VOCABULARY,
     Vocabulary,
     added_pattern,
-    load_vocabulary,
     read_tokenizer_config,
+    reject,
 )
 from errors import UserError
+from spm import SentencePieceBPE
+
+
+class ByteLevelBPE:
+    """Texts to ids, with the merges of a vocabulary."""
+
+    strips_space = False
+
+    def __init__(self, merges: ByteLevel) -> None:
+        self.merges = merges
+        # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
+        # With these ranks that is the same (checkpoint/bytelevel.py). Its pat_str is not used.
+        ranks = {word: rank for rank, word in enumerate(merges.merged)}
+        self._bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+        self._ids = list(merges.merged.values())
+        self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+
+    def encode(self, text: str, is_first: bool) -> list[int]:
+        """The ids of a text without added tokens: cut into pieces, then merge each."""
+        pieces = [text]
+        for split in self.merges.splits:
+            pieces = [part for piece in pieces for part in split(piece) if part]
+        ids = []
+        for piece in pieces:
+            word = piece.encode()
+            if word in self.merges.whole_pieces:  # some models do not merge these
+                ids.append(self.merges.whole_pieces[word])
+                continue
+            if self.missing_bytes:
+                word = word.translate(None, self.missing_bytes)
+            if word:  # tiktoken panics on b"", and on a missing byte
+                ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
+        return ids
 
 
 class IncrementalDecoder:
@@ -56,12 +96,10 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
         self._added_pattern = added_pattern(vocabulary.added)
-        # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
-        # With these ranks that is the same (checkpoint/vocabulary.py). Its pat_str is not used.
-        ranks = {word: rank for rank, word in enumerate(vocabulary.merged)}
-        self._bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
-        self._ids = list(vocabulary.merged.values())
-        self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+        is_byte_level = isinstance(vocabulary.merges, ByteLevel)
+        bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
+        self._bpe = bpe(vocabulary.merges)
+        self.missing_bytes = self._bpe.missing_bytes
         self.chat_template = template
         self._chat: ChatTemplate | None = None
         if template is not None:
@@ -70,8 +108,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From a model folder's tokenizer.json and, if they exist, tokenizer_config.json and
-        chat_template.jinja. UserError names the file."""
+        """From a model folder's tokenizer.json or tokenizer.model and, if they exist,
+        tokenizer_config.json and chat_template.jinja. UserError names the file."""
         folder = Path(folder)
         config = read_tokenizer_config(folder)
         return cls(load_vocabulary(folder, config), load_template(folder, config))
@@ -87,33 +125,19 @@ class Tokenizer:
 
     # ---- Text to tokens
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a plain text. A control token in it is spelled out like any other text."""
+    def encode(self, text: str, is_first: bool = True) -> list[int]:
+        """The tokens of a plain text. A control token in it is spelled out like any other text.
+
+        is_first: nothing comes before this text; some models then put a space before it.
+        """
         ids = []
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
-        for part in self._added_pattern.split(replace_surrogates(text)):
+        for n, part in enumerate(self._added_pattern.split(replace_surrogates(text))):
             if part in self._vocabulary.added:
                 ids.append(self._vocabulary.added[part])
             else:
-                ids += self._encode_part(part)
-        return ids
-
-    def _encode_part(self, text: str) -> list[int]:
-        """The tokens of a text without added tokens: cut into pieces, then merge each."""
-        pieces = [text]
-        for split in self._vocabulary.splits:
-            pieces = [part for piece in pieces for part in split(piece) if part]
-        ids = []
-        for piece in pieces:
-            word = piece.encode()
-            if word in self._vocabulary.whole_pieces:  # some models do not merge these
-                ids.append(self._vocabulary.whole_pieces[word])
-                continue
-            if self.missing_bytes:
-                word = word.translate(None, self.missing_bytes)
-            if word:  # tiktoken panics on b"", and on a missing byte
-                ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
+                ids += self._bpe.encode(part, is_first and n == 0)
         return ids
 
     def prompt(self, text: str) -> list[int]:
@@ -144,13 +168,35 @@ class Tokenizer:
             return b""
         return word
 
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+    def decode(self, ids: Iterable[int], special: bool = False, continues: bool = False) -> str:
         """The text of these tokens, with control tokens only if `special`, and with U+FFFD for
-        bytes that are not UTF-8."""
-        return b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
+        bytes that are not UTF-8. continues: they come after others, and keep a first space."""
+        text = b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
+        if self._bpe.strips_space and not continues:
+            return text.removeprefix(" ")
+        return text
 
     def incremental_decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self)
+
+
+def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
+    """From a folder's tokenizer.json, or else its tokenizer.model. config:
+    tokenizer_config.json's."""
+    file = folder / "tokenizer.json"
+    model_file = folder / "tokenizer.model"
+    if not file.exists() and model_file.exists():
+        return read_sentencepiece_model(model_file, config)
+    try:
+        data = read_json(file, LARGEST_VOCABULARY)
+        if data["model"].get("byte_fallback"):
+            return read_sentencepiece_json(file, data, config)
+        return read_byte_level(file, data, config)
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        wrong = f"it, or tokenizer_config.json, is not laid out as it should be ({error!r})"
+        reject(file, wrong, "download them again")
 
 
 def main() -> None:

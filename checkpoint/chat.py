@@ -95,15 +95,17 @@ class ChatTemplate:
         self,
         messages: list[dict[str, str]],
         add_generation_prompt: bool,
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str, bool], list[int]],
     ) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for plain text."""
+        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for plain text, and
+        whether it is the first."""
         ids = []
-        for part in self._control_pattern.split(self._render(messages, add_generation_prompt)):
+        parts = self._control_pattern.split(self._render(messages, add_generation_prompt))
+        for n, part in enumerate(parts):
             if part in self.controls:
                 ids.append(self.controls[part])
             else:
-                ids += encode(part.translate(self._restore))
+                ids += encode(part.translate(self._restore), n == 0)
         return ids
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:

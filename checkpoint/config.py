@@ -1,6 +1,7 @@
 """A Llama's shape, read from config.json and checked.
 
-The names are those of the file. A setting that changes the numbers and that the code lacks is
+Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral without a sliding window are Llamas. The
+names are those of the file. A setting that changes the numbers and that the code lacks is
 refused by name; a setting without effect on them is ignored. Hub configs put the rotary base in
 `rope_theta`, `rope_scaling` or `rope_parameters`, depending on their age.
 
@@ -41,8 +42,8 @@ SMALLEST = 1e-12
 MAX_TURN = 1e6  # radians a position
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
-    "model_type": ("llama",),
-    "architectures": (None, [], ["LlamaForCausalLM"]),
+    "model_type": ("llama", "mistral"),
+    "architectures": (None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
     "hidden_act": (None, "silu"),
     "partial_rotary_factor": (None, 1, 1.0),
     **dict.fromkeys(FLAGS, (None, False, True)),
@@ -123,6 +124,8 @@ class Config:
         """From the object in a config.json."""
         for name, values in SUPPORTED.items():
             check_setting(name, data.get(name), *values)
+        if data["model_type"] == "mistral":
+            check_sliding_window(data)
         num_heads = number(data, "num_attention_heads")
         defaults = {
             "num_key_value_heads": num_heads,
@@ -160,6 +163,17 @@ class Config:
                 "were made from"
             )
         return replace(self, quantization=layout)
+
+
+def check_sliding_window(data: Json) -> None:
+    """UserError if tokens of a Mistral look back over fewer than all positions."""
+    window = data.get("sliding_window", 4096)  # transformers' own default
+    longest = number(data, "max_position_embeddings")
+    if window is not None and (type(window) is not int or window < longest):
+        raise UserError(
+            f"sliding_window is {brief(window)}; it must be null, or at least "
+            f"max_position_embeddings ({longest}): models that look back over less are not covered"
+        )
 
 
 def rope_settings(present: Json) -> Json:

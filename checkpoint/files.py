@@ -11,19 +11,27 @@ Json = dict[str, Any]  # an object in a JSON file
 LARGEST_JSON = 2**22  # bytes
 
 
-def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
-    """An ordinary file's text (a pipe may have no end). FileNotFoundError or UserError names it."""
+def read_bytes(file: Path, limit: int) -> bytes:
+    """An ordinary file's bytes (a pipe may have no end). FileNotFoundError or UserError names the
+    file."""
     if not file.exists():
         raise FileNotFoundError(
-            f"{file} is missing: a model folder needs config.json, tokenizer.json, and "
-            "model.safetensors or its shards (a pytorch_model.bin is a pickle: convert it first)"
+            f"{file} is missing: a model folder needs config.json, tokenizer.json (or "
+            "tokenizer.model), and model.safetensors or its shards (a pytorch_model.bin is a "
+            "pickle: convert it first)"
         )
     if not file.is_file() or file.stat().st_size > limit:
         raise UserError(
             f"{file} is no ordinary file, or too large (of its bytes, at most {limit} make sense)"
         )
+    return file.read_bytes()
+
+
+def read_bounded(file: Path, limit: int = LARGEST_JSON) -> str:
+    """An ordinary file's text. FileNotFoundError or UserError names it."""
+    data = read_bytes(file, limit)
     try:
-        return file.read_bytes().decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start}"
         raise UserError(f"{file} is not UTF-8 ({problem}): fetch it again") from None

@@ -12,7 +12,7 @@ ALIASES = {
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
 EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}  # in the repository
-WANTED = ["*.json", "*.safetensors", "*.jinja"]
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]  # Meta's own layout, adapters
 
 

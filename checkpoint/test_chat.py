@@ -18,7 +18,7 @@ CHATML = (
 TRIMMED = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, is_first: bool = True) -> list[int]:
     """A byte is a token."""
     return list(text.encode())
 

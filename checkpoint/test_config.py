@@ -50,6 +50,18 @@ def test_defaults_are_those_of_transformers(tmp_path):
     assert config.query_size == config.kv_size == config.hidden_size
 
 
+def test_kin_of_llama_is_llama(tmp_path):
+    """Mistral whose tokens look back over everything; what Llama 2's configs say beside."""
+    llama = Config.load(write(tmp_path, GOOD))
+    kin = GOOD | dict(model_type="mistral", architectures=["MistralForCausalLM"])
+    for changes in (
+        kin | dict(sliding_window=None),
+        kin | dict(sliding_window=GOOD["max_position_embeddings"]),
+        GOOD | dict(pretraining_tp=2, sliding_window=16, attention_dropout=0.0, pad_token_id=0),
+    ):
+        assert Config.load(write(tmp_path, changes)) == llama
+
+
 def test_rope_settings_are_read_wherever_they_are(tmp_path):
     plain = {name: GOOD[name] for name in GOOD if not name.startswith("rope")}
     for data, theta, scaling in (
@@ -106,6 +118,9 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 REFUSED = [
     (dict(model_type="qwen2"), "model_type is 'qwen2'"),
     (dict(model_type=None), "model_type is None"),
+    (dict(model_type="mixtral"), "model_type is 'mixtral'"),
+    (dict(model_type="mistral", max_position_embeddings=8192), "sliding_window is 4096"),
+    (dict(model_type="mistral", sliding_window=True), "sliding_window is True"),
     (dict(architectures=["LlamaForTokens"]), "architectures is ['LlamaForTokens']"),
     (dict(architectures=7), "architectures is 7"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),

@@ -95,9 +95,9 @@ static Whole to_whole(const float *x, int16_t *q, long n) {
     return (Whole){ most / 32767 + bad, total };
 }
 
-// The threads of a loop wait for each other: where another program interrupts one, all of them wait.
-// After a WAIT that was most of its loop, half as many threads run, PyTorch's too, for a rest. A rest
-// is twice as long as the last one, if that ended less than SOON ago.
+// The threads of a loop wait for each other: where another program interrupts one, all wait. After
+// a WAIT that was most of its loop, half as many threads run, PyTorch's too, for a rest. A rest is
+// twice as long as the last one, if that ended less than SOON ago.
 enum { WAIT = 1000000, SOON = 100000000, REST = 10000000 };             // nanoseconds
 static const long LONGEST_REST = 2000000000;
 static _Thread_local struct { long until, length; int all, fewer; } resting;

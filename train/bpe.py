@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.shell import new_file
-from checkpoint.vocabulary import GPT2_SPLIT, alphabet, compile_split
+from checkpoint.bytelevel import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
 END = "<|endoftext|>"

@@ -8,7 +8,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.vocabulary import GPT2_SPLIT
+from checkpoint.bytelevel import GPT2_SPLIT
 from tokenizer import Tokenizer
 from train.bpe import END, Pair, learn, merge, save_tokenizer
 

@@ -1,0 +1,202 @@
+"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked: Llama 3.
+
+The file holds merges in their order, ids, regular expressions that cut a text into pieces, and
+control tokens. tiktoken, which merges here (tokenizer.py), has no list of merges: it joins the
+neighbours that together spell the token of lowest rank. Both give the same tokens if
+
+    rank(token) = number of the merge that completes the token, spelled out and merged alone
+
+and a token that no merge completes has no rank. Why: while nothing merges across the ends of a
+stretch of bytes, it is merged in a text as it is alone; so two neighbours that spell a token came
+about by that token's own merges.
+
+Cost: every token is merged alone, once.
+Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
+sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
+`tokenizers`: a character that only the newer one knows may be cut another way.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import regex  # tiktoken brings it
+
+from checkpoint.files import Json
+from checkpoint.vocabulary import (
+    Ids,
+    Vocabulary,
+    named_tokens,
+    read_added,
+    read_prefix,
+    reject,
+)
+
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
+ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
+CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
+PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^$}}])*"
+
+ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
+    "normalizer",
+    "byte_fallback",
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
+
+
+class ByteLevel(NamedTuple):
+    """How a text becomes tokens: cut into pieces, then merged from bytes."""
+
+    merged: dict[bytes, int]  # tokens that merging makes -> id, in the order of their ranks
+    # pieces that are a token without merging (`ignore_merges`) -> id
+    whole_pieces: dict[bytes, int]
+    splits: list[Callable[[str], list[str]]]
+
+
+# ---- Pieces
+
+
+def compile_split(file: Path, pattern: str) -> Callable[[str], list[str]]:
+    """A function that cuts a text by this pattern. UserError for syntax of uncertain meaning."""
+    try:
+        if re.fullmatch(PLAIN_SYNTAX, pattern):
+            return regex.compile(f"({pattern})").split
+        wrong = f"the split pattern {pattern!r} is not plain"
+    except (regex.error, OverflowError, RecursionError) as error:
+        wrong = f"the split pattern {pattern!r} does not compile ({error})"
+    rule = r"supported are (?:..), (?i:..), looking around, [..], \p{..}, \s, \r, \n, \t, repeats"
+    reject(file, wrong, rule)
+
+
+def read_splits(file: Path, node: Json) -> list[Callable[[str], list[str]]]:
+    """The steps of a `pre_tokenizer`, in order. UserError for steps that are not covered."""
+    steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
+    *first_steps, last = steps
+    patterns = [split_pattern(file, step) for step in first_steps]
+    last = {"add_prefix_space": True, "use_regex": True} | last
+    if last["type"] != "ByteLevel" or last["add_prefix_space"] is not False:
+        wrong = f"the pre_tokenizer ends with {json.dumps(last)}"
+        reject(file, wrong, "it must end with ByteLevel without a prefix space")
+    if last["use_regex"]:
+        patterns.append(GPT2_SPLIT)
+    return [compile_split(file, pattern) for pattern in patterns]
+
+
+def split_pattern(file: Path, step: Json) -> str:
+    """The regular expression of a step before the last one."""
+    if step["type"] == "Digits":
+        return r"\p{N}" if step["individual_digits"] else r"\p{N}+"
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return step["pattern"]["Regex"]
+    wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
+    reject(file, wrong, "supported are Split (Regex, Isolated), Digits, and at the end ByteLevel")
+
+
+# ---- tokenizer.json
+
+
+def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
+    """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
+    and are not honoured."""
+    model = data["model"]
+    vocab = model["vocab"]
+    check_model(file, data)
+    special, added = read_added(file, data["added_tokens"], vocab)
+    spelled = spell_tokens(file, vocab, special | added)
+    numbers = read_merges(file, model["merges"], spelled)
+    last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
+    for text in special:
+        if last.get(text) is not None:
+            reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
+    reachable = sorted((text for text in last if last[text] is not None), key=last.__getitem__)
+    if not reachable:
+        reject(file, "no byte is a token", "the bytes of a text must be tokens")
+    whole_pieces = {}
+    if model.get("ignore_merges"):
+        whole_pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
+    tokens = {vocab[text]: word for text, word in spelled.items()}
+    tokens |= {id: text.encode() for text, id in (special | added).items()}
+    return Vocabulary(
+        file=file,
+        tokens=tokens,
+        special=special,
+        added=added,
+        prefix=read_prefix(file, data["post_processor"]),
+        named=named_tokens(config),
+        merges=ByteLevel(
+            merged={spelled[text]: vocab[text] for text in reachable},
+            whole_pieces=whole_pieces,
+            splits=read_splits(file, data["pre_tokenizer"]),
+        ),
+    )
+
+
+def check_model(file: Path, data: Json) -> None:
+    """UserError for another kind of tokenizer, or a setting that is not honoured."""
+    model = data["model"]
+    decoder = data["decoder"] or {}
+    settings = data | model
+    odd = {name: settings[name] for name in ABSENT if settings.get(name)}
+    if model.get("type", "BPE") != "BPE":
+        odd["type"] = model["type"]
+    if decoder.get("type") != "ByteLevel":
+        odd["decoder"] = decoder.get("type")
+    if odd:
+        reject(file, f"it says {json.dumps(odd)}", "only byte-level BPE is supported")
+
+
+def alphabet() -> Ids:
+    """GPT-2's character for each byte: itself if printable in Latin-1, else U+0100 and up."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    letters = {chr(byte): byte for byte in itself}
+    return letters | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def spell_tokens(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
+    """The tokens that are spelled in GPT-2's alphabet -> their bytes. All others must be added."""
+    byte_of = alphabet()
+    spelled = {}
+    for text in vocab:
+        if byte_of.keys() >= set(text):
+            spelled[text] = bytes(byte_of[letter] for letter in text)
+        elif text not in added:
+            wrong = f"{text!r} holds a character that stands for no byte"
+            reject(file, wrong, "only byte-level BPE is supported")
+    return spelled
+
+
+def read_merges(
+    file: Path, merges: list[Any], spelled: dict[str, bytes]
+) -> dict[tuple[str, ...], int]:
+    """The pairs that merge -> their number in the list; of a pair listed twice, the later one."""
+    numbers = {}
+    for n, merge in enumerate(merges):
+        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        if len(pair) != 2 or not spelled.keys() >= {*pair, "".join(pair)}:
+            rule = "two tokens, and what they merge into, must be in the vocabulary"
+            reject(file, f"merge {n} is {merge!r}", rule)
+        numbers[pair] = n
+    return numbers
+
+
+def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
+    """The number of the merge that completes this token when it is spelled out and merged alone;
+    -1: it is one byte; None: no merge completes it."""
+    parts = list(token)
+    number = -1
+    while len(parts) > 1:
+        candidates = enumerate(zip(parts, parts[1:]))
+        number, i = min((numbers.get(pair, math.inf), i) for i, pair in candidates)
+        if number == math.inf:
+            return None
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return number

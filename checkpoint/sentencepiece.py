@@ -1,0 +1,322 @@
+"""The vocabulary of a SentencePiece tokenizer (Llama 2, Mistral), read and checked.
+
+It comes in one of two files:
+
+    tokenizer.json    Hugging Face's: merges in their order; a normalizer or a pre_tokenizer
+                      ("Metaspace") that says where a text gets a space of its own
+    tokenizer.model   SentencePiece's own, a protobuf: pieces with a score and a kind. The merge
+                      whose result has the highest score comes first.
+
+A protobuf message is a row of fields: a number that says which field it is and how its value is
+stored, then the value. A dozen of SentencePiece's fields matter here.
+
+Not covered, and refused by name: Unigram; characters that are rewritten (`precompiled_charsmap`,
+other normalizers); vocabularies without all 256 bytes; unused pieces; added tokens that are
+searched in a normalized text. `legacy` in tokenizer_config.json counts for a tokenizer.model alone.
+Protobuf: protobuf.dev/programming-guides/encoding. Fields: sentencepiece_model.proto.
+"""
+
+import json
+import re
+import struct
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checkpoint.files import Json, read_bytes
+from checkpoint.vocabulary import (
+    LARGEST_VOCABULARY,
+    Ids,
+    Vocabulary,
+    named_tokens,
+    read_added,
+    read_prefix,
+    reject,
+)
+
+SPACE = "▁"  # U+2581, which stands for a space
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+# A word: what merges alone. Where no piece has a ▁ behind another letter, nothing merges across
+# the beginning of a word.
+WORDS = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+WORDS_OF_ONE_SPACE = re.compile(f"{SPACE}[^{SPACE}]*|[^{SPACE}]+")
+WHOLE_TEXT = re.compile("(?s:.+)")
+
+
+class SentencePiece(NamedTuple):
+    """How a text becomes tokens: a space before it, cut into words, then merged from characters."""
+
+    ranks: dict[tuple[str, str], int]  # neighbours that merge -> the lower, the earlier
+    ids: Ids  # characters, and what merging makes -> id
+    byte_ids: list[int]  # byte -> id
+    words: re.Pattern[str]
+    # Which parts of a text get a space: "each" part between added tokens, the "first", or "none".
+    spaced: str
+    doubles: bool  # whether a part that begins with a space gets another
+    strips: bool  # whether decoding takes the first space away
+
+
+class Space(NamedTuple):
+    """Where a text gets a space, and whether its words are cut at every space."""
+
+    spaced: str
+    doubles: bool
+    splits: bool = False
+
+
+# ---- tokenizer.json
+
+
+def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
+    """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
+    and are not honoured."""
+    model = data["model"]
+    vocab = model["vocab"]
+    odd = {name: model[name] for name in ("dropout", "ignore_merges") if model.get(name)}
+    odd |= {name: model[name] for name in model if name.endswith("fix") and model[name]}
+    if model.get("type", "BPE") != "BPE":
+        odd["type"] = model["type"]
+    if odd:
+        reject(file, f"its model says {json.dumps(odd)}", "only plain BPE is supported")
+    ranks = {}
+    for rank, merge in enumerate(model["merges"]):
+        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        if len(pair) != 2 or not vocab.keys() >= {*pair, "".join(pair)}:
+            rule = "two tokens, and what they merge into, must be in the vocabulary"
+            reject(file, f"merge {rank} is {merge!r}", rule)
+        ranks[pair] = rank
+    entries = data["added_tokens"]
+    for entry in entries:
+        if entry.get("normalized") and not entry.get("special"):
+            wrong = f"{entry['content']!r} is searched in the normalized text"
+            reject(file, wrong, "added tokens must say normalized: false")
+    return make_vocabulary(
+        file,
+        vocab,
+        ranks,
+        read_added(file, entries, vocab),
+        read_space(file, data["normalizer"], data["pre_tokenizer"]),
+        read_strip(file, data["decoder"]),
+        read_prefix(file, data["post_processor"]),
+        named_tokens(config),
+    )
+
+
+def read_space(file: Path, normalizer: Json | None, pre_tokenizer: Json | None) -> Space:
+    """From a `normalizer` (older files) or a `pre_tokenizer` (newer ones)."""
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    older = [
+        (None, {"type": "Sequence", "normalizers": [prepend, replace]}, Space("each", True)),
+        (None, {"type": "Sequence", "normalizers": [replace]}, Space("none", False)),
+        (None, replace, Space("none", False)),
+    ]
+    for *nodes, space in older:
+        if nodes == [pre_tokenizer, normalizer]:
+            return space
+    schemes = {"always": "each", "first": "first", "never": "none"}
+    match pre_tokenizer:
+        case {"type": "Metaspace", "replacement": "▁"} if normalizer is None:
+            has_prefix = pre_tokenizer.get("add_prefix_space", True)
+            scheme = pre_tokenizer.get("prepend_scheme", "always" if has_prefix else "never")
+            return Space(schemes[scheme], False, pre_tokenizer.get("split", True))
+    wrong = json.dumps({"normalizer": normalizer, "pre_tokenizer": pre_tokenizer})
+    reject(file, f"it says {wrong}", "supported are Prepend and Replace, or Metaspace")
+
+
+def read_strip(file: Path, node: Json) -> bool:
+    """Whether a `decoder` takes the first space away."""
+    decoders = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    steps = node["decoders"] if node["type"] == "Sequence" else [node]
+    if steps not in (decoders, [*decoders, strip]):
+        reject(file, f"its decoder is {json.dumps(node)}", "SentencePiece's is supported")
+    return strip in steps
+
+
+# ---- What both files have
+
+
+def make_vocabulary(
+    file: Path,
+    vocab: Ids,
+    ranks: dict[tuple[str, str], int],
+    added: tuple[Ids, Ids],
+    space: Space,
+    strips: bool,
+    prefix: list[int],
+    named: dict[str, str],
+) -> Vocabulary:
+    """UserError unless all bytes are tokens, and no control token is what a text merges into."""
+    special, others = added
+    bytes_ = {text: int(found[1], 16) for text in vocab if (found := BYTE.fullmatch(text))}
+    byte_ids = {byte: vocab[text] for text, byte in bytes_.items()}
+    if len(byte_ids) < 256:
+        wrong = f"{256 - len(byte_ids)} of the tokens <0x00> to <0xFF> are missing"
+        reject(file, wrong, "a character that is no token needs them")
+    merged = {left + right for left, right in ranks}
+    ids = {text: id for text, id in vocab.items() if len(text) == 1 or text in merged}
+    for text in (special | bytes_).keys() & ids.keys():
+        reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
+    tokens = {id: text.replace(SPACE, " ").encode() for text, id in vocab.items()}
+    tokens |= {vocab[text]: bytes([byte]) for text, byte in bytes_.items()}
+    tokens |= {id: text.encode() for text, id in (special | others).items()}
+    words = WORDS_OF_ONE_SPACE if space.splits else WORDS
+    if not space.splits and any(SPACE in text.lstrip(SPACE) for text in ids):
+        words = WHOLE_TEXT
+    return Vocabulary(
+        file=file,
+        tokens=tokens,
+        special=special,
+        added=others,
+        prefix=prefix,
+        named=named,
+        merges=SentencePiece(
+            ranks=ranks,
+            ids=ids,
+            byte_ids=[byte_ids[byte] for byte in range(256)],
+            words=words,
+            spaced=space.spaced,
+            doubles=space.doubles,
+            strips=strips,
+        ),
+    )
+
+
+# ---- tokenizer.model
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # kinds of a piece
+BPE = 2  # a model_type
+
+
+class Piece(NamedTuple):
+    """A token: its id is its place among the pieces."""
+
+    text: str
+    score: float  # of two merges, that with the higher score comes first
+    kind: int
+
+
+def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
+    """From a tokenizer.model. config: tokenizer_config.json's, which may add tokens, and says what
+    a prompt begins with."""
+    try:
+        message = read_message(read_bytes(file, LARGEST_VOCABULARY))
+        trainer = read_message(last(message, 2, b""))
+        normalizer = read_message(last(message, 3, b""))
+        pieces = [read_piece(piece) for piece in message[1]]
+        named_ids = {
+            "unk_token": last(trainer, 40, 0),
+            "bos_token": last(trainer, 41, 1),
+            "eos_token": last(trainer, 42, 2),
+        }
+        named = {name: pieces[id].text for name, id in named_ids.items() if id < len(pieces)}
+    except (LookupError, TypeError, ValueError, struct.error) as error:
+        reject(file, f"it is not SentencePiece's ({error!r})", "a tokenizer.json does as well")
+    if last(trainer, 3, 1) != BPE:
+        reject(file, f"its model_type is {last(trainer, 3, 1)}", "only BPE (2) is supported")
+    if last(normalizer, 2, b"") or last(normalizer, 4, 1) or not last(normalizer, 5, 1):
+        reject(file, "it rewrites a text before merging", "a tokenizer.json does as well")
+    if config.get("add_eos_token"):
+        reject(file, "add_eos_token is true", "supported are tokens before a text")
+    begins = config.get("add_bos_token", True) and "bos_token" in named
+    space = Space("none", False)
+    if last(normalizer, 3, 1):
+        space = Space("each" if config.get("legacy", True) else "first", True)
+    decoder = config.get("added_tokens_decoder", {})
+    return vocabulary_of_pieces(
+        file,
+        pieces,
+        [{"id": int(id)} | entry for id, entry in decoder.items()],
+        space,
+        [named_ids["bos_token"]] if begins else [],
+        named | named_tokens(config),
+    )
+
+
+def vocabulary_of_pieces(
+    file: Path,
+    pieces: list[Piece],
+    added: list[Json],
+    space: Space,
+    prefix: list[int],
+    named: dict[str, str],
+) -> Vocabulary:
+    """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json."""
+    vocab = {piece.text: id for id, piece in enumerate(pieces)}
+    entries = {}
+    for id, piece in enumerate(pieces):
+        if piece.kind == UNUSED or id != vocab[piece.text]:
+            reject(file, f"piece {id}, {piece.text!r}, is unused or there twice", "fetch it again")
+        if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            is_special = piece.kind != USER_DEFINED
+            entries[piece.text] = {"content": piece.text, "id": id, "special": is_special}
+    entries |= {entry["content"]: entry for entry in added}
+    ranks = rank_pairs([piece for piece in pieces if piece.kind == NORMAL])
+    read = read_added(file, list(entries.values()), vocab)
+    return make_vocabulary(file, vocab, ranks, read, space, space.spaced != "none", prefix, named)
+
+
+def rank_pairs(pieces: list[Piece]) -> dict[tuple[str, str], int]:
+    """All pairs of pieces, or of characters, that together are a piece -> their rank: the number
+    of higher scores."""
+    texts = {piece.text for piece in pieces}
+    scores = sorted({piece.score for piece in pieces}, reverse=True)
+    rank_of = {score: rank for rank, score in enumerate(scores)}
+    ranks = {}
+    for text, score, _ in pieces:
+        for i in range(1, len(text)):
+            pair = (text[:i], text[i:])
+            if all(len(part) == 1 or part in texts for part in pair):
+                ranks[pair] = rank_of[score]
+    return ranks
+
+
+def read_piece(data: bytes) -> Piece:
+    message = read_message(data)
+    (score,) = struct.unpack("<f", last(message, 2, bytes(4)))
+    return Piece(last(message, 1, b"").decode(), score, last(message, 3, NORMAL))
+
+
+def last(message: dict[int, list[Any]], field: int, default: Any) -> Any:
+    """The value of a field; of several, the last."""
+    return message.get(field, [default])[-1]
+
+
+def read_message(data: bytes) -> dict[int, list[Any]]:
+    """A message of a protobuf: field -> its values: whole numbers, or bytes. IndexError or
+    ValueError for what is none."""
+    fields = defaultdict[int, list[Any]](list)
+    at = 0
+    while at < len(data):
+        key, at = read_varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = read_varint(data, at)
+        else:
+            size = {1: 8, 5: 4}.get(kind)
+            if kind == 2:
+                size, at = read_varint(data, at)
+            if size is None or size > len(data) - at:
+                raise ValueError(f"at byte {at} a field of kind {kind} is no field, or cut off")
+            value = data[at : at + size]
+            at += size
+        fields[key >> 3].append(value)
+    return dict(fields)
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A whole number, 7 bits a byte, the lowest first; the highest bit says that more follow. And
+    where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 127) << shift
+        at += 1
+        if data[at - 1] < 128:
+            return value, at
+    raise ValueError(f"at byte {at} a number has more than 10 bytes")

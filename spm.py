@@ -1,0 +1,103 @@
+"""Text to tokens by SentencePiece's byte-pair encoding, for Llama 2, Mistral and their kin.
+
+    "Hello wörld"  →  ▁Hello▁wörld  →  ▁Hello | ▁wörld  →  characters  →  merge neighbours  →  ids
+
+The alphabet is characters; in tokenizer.py it is bytes. A space is a character like others, written
+▁, and a text usually gets one before its first word: a word then has the same tokens wherever it
+stands. Again and again, the two neighbours that stand first in the list of merges become one token
+(Sennrich et al. 2016; SentencePiece: Kudo & Richardson 2018). A character that is no token becomes
+its bytes in UTF-8, a token each: <0xC3> <0xB6> ("byte fallback").
+
+Cost: O(n log n) for a word of n characters: a heap holds the merges that neighbours could do now,
+and a linked list the tokens that are left. Short words are remembered.
+
+Invariant: tokens are those of `tokenizers` for a tokenizer.json, and those of `sentencepiece` for a
+tokenizer.model.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from checkpoint.sentencepiece import SPACE
+
+if TYPE_CHECKING:
+    from checkpoint.sentencepiece import SentencePiece
+
+REMEMBERED = 2**16  # words
+LONGEST_REMEMBERED = 32  # characters
+
+
+class SentencePieceBPE:
+    """Texts to ids, with the merges of a vocabulary."""
+
+    missing_bytes = b""
+
+    def __init__(self, merges: SentencePiece) -> None:
+        self.merges = merges
+        self.strips_space = merges.strips
+        self._remembered = lru_cache(REMEMBERED)(self._encode_word)
+
+    def encode(self, text: str, is_first: bool) -> list[int]:
+        """The ids of a text without added tokens. is_first: nothing comes before it."""
+        ids: list[int] = []
+        for word in self.merges.words.findall(self._with_space(text, is_first)):
+            if len(word) <= LONGEST_REMEMBERED:
+                ids += self._remembered(word)
+            else:
+                ids += self._encode_word(word)
+        return ids
+
+    def _with_space(self, text: str, is_first: bool) -> str:
+        """The text with ▁ for spaces, and one before it where the model wants it."""
+        merges = self.merges
+        text = text.replace(" ", SPACE)
+        wanted = merges.spaced == "each" or merges.spaced == "first" and is_first
+        if text and wanted and (merges.doubles or not text.startswith(SPACE)):
+            return SPACE + text
+        return text
+
+    def _encode_word(self, word: str) -> list[int]:
+        ids = []
+        for token in merge_characters(word, self.merges.ranks):
+            if token in self.merges.ids:
+                ids.append(self.merges.ids[token])
+            else:
+                ids += [self.merges.byte_ids[byte] for byte in token.encode()]
+        return ids
+
+
+def merge_characters(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    """The tokens of a word. ranks: neighbours that merge -> the lower, the earlier; of equal ones
+    the leftmost."""
+    n = len(word)
+    tokens = list(word)  # a token stands where its first character stood; elsewhere ""
+    before = list(range(-1, n - 1))  # where the token before this one stands
+    after = list(range(1, n + 1))
+    heap: list[tuple[int, int, str, str]] = []
+
+    def offer(left: int) -> None:
+        """Put the merge of the token at `left` and the next one on the heap, if there is one."""
+        if left < 0 or after[left] == n:
+            return
+        pair = (tokens[left], tokens[after[left]])
+        if pair in ranks:
+            heappush(heap, (ranks[pair], left, *pair))
+
+    for left in range(n):
+        offer(left)
+    while heap:
+        _, left, first, second = heappop(heap)
+        right = after[left]
+        if tokens[left] != first or right == n or tokens[right] != second:
+            continue  # one of both is part of another token by now
+        tokens[left] = first + second
+        tokens[right] = ""
+        after[left] = after[right]
+        if after[left] < n:
+            before[after[left]] = left
+        offer(before[left])
+        offer(left)
+    return [token for token in tokens if token]

@@ -1,0 +1,331 @@
+"""SentencePiece's BPE against its definition, from each of its files; where a space belongs."""
+
+import json
+import random
+import re
+import struct
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.sentencepiece import SPACE
+from errors import UserError
+from tokenizer import Tokenizer
+
+CORPUS = "the cat sat on the mat ; naïve café 世界 the the  cats   sat (the) aab aba baa aaab " * 2
+CORPUS += "".join(random.Random(0).choices("aab ", k=300))
+SPECIALS = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+LEGACY = {"type": "Sequence", "normalizers": [PREPEND, REPLACE]}
+# shape -> normalizer, pre_tokenizer
+SHAPES: dict[str, tuple[Any, Any]] = {
+    "legacy": (LEGACY, None),
+    "none": (REPLACE, None),
+    **{
+        f"{scheme}{' cut' * split}": (
+            None,
+            dict(type="Metaspace", replacement=SPACE, prepend_scheme=scheme, split=split),
+        )
+        for scheme in ("always", "first", "never")
+        for split in (False, True)
+    },
+}
+
+
+@cache
+def learned() -> list[str]:
+    """Characters and merged pieces of a small corpus, the first merged first."""
+    words = [list(SPACE + word) for word in CORPUS.split(" ")]
+    pieces = sorted(set("".join(map("".join, words))))
+    for _ in range(70):
+        pairs = Counter(pair for word in words for pair in zip(word, word[1:]))
+        pair = max(pairs, key=lambda pair: (pairs[pair], pair))
+        pieces.append("".join(pair))
+        words = [scan(word, {pair: 0}) for word in words]
+    return list(dict.fromkeys([*pieces, SPACE * 2, SPACE * 4]))
+
+
+def scan(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
+    """The definition: merge the pair of the lowest rank, the leftmost of equal ones, again and
+    again."""
+    symbols = list(symbols)
+    while True:
+        pairs = enumerate(zip(symbols, symbols[1:]))
+        found = [(ranks[pair], i) for i, pair in pairs if pair in ranks]
+        if not found:
+            return symbols
+        _, i = min(found)
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+
+
+def vocabulary() -> dict[str, int]:
+    return {text: id for id, text in enumerate([*SPECIALS, *BYTES, *learned()])}
+
+
+def all_ranks() -> dict[tuple[str, str], int]:
+    """Every way to make a piece of two: as SentencePiece does it, by the rank of the piece."""
+    pieces = learned()
+    return {
+        (text[:i], text[i:]): rank
+        for rank, text in enumerate(pieces)
+        for i in range(1, len(text))
+        if text[:i] in pieces and text[i:] in pieces
+    }
+
+
+def tokenizer_json(shape: str = "legacy", **more: Any) -> dict[str, Any]:
+    normalizer, pre_tokenizer = SHAPES[shape]
+    merges = sorted(all_ranks(), key=lambda pair: all_ranks()[pair])
+    decoders = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if not shape.startswith(("none", "never")):
+        decoders.append(STRIP)
+    first = {"SpecialToken": {"id": "<s>"}}
+    sequence = {"Sequence": {"id": "A"}}
+    return dict(
+        added_tokens=[dict(id=i, content=text, special=True) for i, text in enumerate(SPECIALS)],
+        normalizer=normalizer,
+        pre_tokenizer=pre_tokenizer,
+        post_processor=dict(
+            type="TemplateProcessing",
+            single=[first, sequence],
+            special_tokens={"<s>": {"ids": [1]}},
+        ),
+        decoder=dict(type="Sequence", decoders=decoders),
+        model=dict(
+            type="BPE",
+            dropout=None,
+            unk_token="<unk>",
+            continuing_subword_prefix=None,
+            end_of_word_suffix=None,
+            fuse_unk=True,
+            byte_fallback=True,
+            vocab=vocabulary(),
+            merges=[list(pair) for pair in merges],
+        )
+        | more,
+    )
+
+
+def varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def field(number: int, value: int | bytes | float) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def tokenizer_model(**changed: int | bytes) -> bytes:
+    """SentencePiece's file. changed: fields of the trainer (t3=…) or the normalizer (n3=…)."""
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3} | dict.fromkeys(BYTES, 6)
+    message = b""
+    for id, text in enumerate(vocabulary()):
+        piece = field(1, text.encode()) + field(2, float(-id)) + field(3, kinds.get(text, 1))
+        message += field(1, piece)
+    trainer: dict[str, Any] = {"t3": 2, "t35": 1, "t40": 0, "t41": 1, "t42": 2, "t43": 2**64 - 1}
+    normalizer: dict[str, Any] = {"n1": b"identity", "n2": b"", "n3": 1, "n4": 0, "n5": 1}
+    for number, names in ((2, trainer), (3, normalizer)):
+        names |= {name: value for name, value in changed.items() if name in names}
+        message += field(number, b"".join(field(int(n[1:]), v) for n, v in names.items()))
+    return message
+
+
+def load(folder: Path, content: dict[str, Any] | bytes, **config: Any) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if isinstance(content, bytes):
+        (folder / "tokenizer.model").write_bytes(content)
+    else:
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("spm")
+    result = {shape: load(root / shape, tokenizer_json(shape)) for shape in SHAPES}
+    result["model"] = load(root / "model", tokenizer_model())
+    return result
+
+
+def spaced(text: str, shape: str, is_first: bool) -> list[str]:
+    """The words of a text, as the shape wants them: each merges alone."""
+    text = text.replace(" ", SPACE)
+    begins = text.startswith(SPACE)
+    always = shape in ("legacy", "model")
+    wanted = shape.startswith("always") or shape.startswith("first") and is_first
+    if text and (always or wanted and not begins):
+        text = SPACE + text
+    if not shape.endswith("cut"):
+        return [text]
+    return [word for word in re.split(f"(?={SPACE})", text) if word]
+
+
+WORDS = [" the", "cats", "  ", SPACE, "é", "😀", "\n", "<s>", "<0x41>", "a"]
+TEXTS = st.one_of(
+    st.text("ab ", max_size=40),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.sampled_from(WORDS)).map("".join),
+)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "model"])
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS, is_first=st.booleans())
+def test_tokens_are_those_of_the_definition(loaded, shape, text, is_first):
+    tok = loaded[shape]
+    expected = []
+    known = vocabulary()
+    for word in spaced(text, shape, is_first):
+        for symbol in scan(list(word), all_ranks()):
+            if symbol in known:
+                expected.append(known[symbol])
+            else:
+                expected += [known[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    ids = tok.encode(text, is_first)
+    assert ids == expected
+    assert not set(ids) & set(tok.specials.values())
+    plain = text.replace(SPACE, " ")
+    if is_first and not (plain.startswith(" ") and shape[:5] in ("alway", "first")):
+        assert tok.decode(ids) == plain
+    decoder = tok.incremental_decoder()
+    pieces = [decoder.feed(id) for id in ids] + [decoder.finish()]
+    assert "".join(pieces) == tok.decode(ids, continues=True)
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_a_long_word_takes_no_longer_than_it_must(loaded):
+    """30,000 characters without a space: the definition would look at 3 · 10⁸ pairs."""
+    text = "aab" * 10_000
+    ids = loaded["legacy"].encode(text)
+    assert loaded["legacy"].decode(ids) == text
+    assert len(ids) < 20_000
+
+
+def test_a_text_behind_another_keeps_its_space(loaded):
+    """An answer goes on where the prompt ends."""
+    tok = loaded["legacy"]
+    ids = tok.encode("the cat sat")
+    for cut in range(1, len(ids)):
+        assert tok.decode(ids[:cut]) + tok.decode(ids[cut:], continues=True) == "the cat sat"
+    assert tok.decode(ids[1:]) == "cat sat"
+    assert tok.prompt("the") == [1, *tok.encode("the")]
+
+
+def test_a_prompt_begins_as_the_folder_says(tmp_path):
+    none = load(tmp_path / "none", tokenizer_model(), add_bos_token=False)
+    assert none.prompt("the") == none.encode("the")
+    modern = load(tmp_path / "modern", tokenizer_model(), legacy=False)
+    assert modern.encode("the") == [*none.encode("the")]
+    assert modern.decode(modern.encode("the", is_first=False)) == "the"
+    assert modern.encode("the", is_first=False) != modern.encode("the")
+    unspaced = load(tmp_path / "unspaced", tokenizer_model(n3=0))
+    assert unspaced.encode("the") == modern.encode("the", is_first=False)
+
+
+def test_a_conversation_puts_a_space_behind_each_control_token(loaded, tmp_path):
+    template = "{{ bos_token }}[{{ messages[0].content }}]{{ eos_token }}the"
+    turns = [{"role": "user", "content": " the</s>"}]
+    ids = vocabulary()
+    for shape in ("legacy", "first"):
+        config = dict(chat_template=template, bos_token="<s>", eos_token="</s>")
+        tok = load(tmp_path / shape, tokenizer_json(shape), **config)
+        first, last = (tok.encode(text, is_first=False) for text in ("[ the</s>]", "the"))
+        assert tok.chat(turns) == [1, *first, 2, *last]
+        assert (first[0] == ids[SPACE]) == (shape == "legacy")
+
+
+def test_added_tokens_are_found_in_any_text(tmp_path):
+    id = len(vocabulary())
+    entries = {str(id): dict(content="<tool>", special=False)}
+    tok = load(tmp_path, tokenizer_model(), added_tokens_decoder=entries)
+    assert tok.encode("the<tool>cat") == [*tok.encode("the"), id, *tok.encode("cat")]
+    assert tok.decode([id]) == "<tool>"
+
+
+def test_vocabularies_from_both_files_are_one(loaded):
+    assert loaded["legacy"].difference(loaded["model"]) is None
+
+
+# ---- What is refused
+
+
+def metaspace(**how: str) -> dict[str, Any]:
+    return dict(normalizer=None, pre_tokenizer=dict(type="Metaspace", **how))
+
+
+REFUSED_JSON: list[tuple[dict[str, Any], str]] = [
+    (dict(type="Unigram"), "Unigram"),
+    (dict(ignore_merges=True), "ignore_merges"),
+    (dict(dropout=0.1), "dropout"),
+    (dict(continuing_subword_prefix="##"), "continuing_subword_prefix"),
+    (dict(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+    (dict(merges=["a b c"]), "merge 0 is 'a b c'"),
+    (dict(merges=["a 语"]), "merge 0 is 'a 语'"),
+    (dict(vocab={text: id for text, id in vocabulary().items() if text != "<0x41>"}), "1 of the"),
+    (dict(merges=[["<", "s>"]], vocab=vocabulary() | {"<": 900, "s>": 901}), "'<s>' is special"),
+    (dict(vocab=3), "not laid out"),
+]
+REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
+    (dict(normalizer={"type": "NFC"}), "NFC"),
+    (dict(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
+    (metaspace(replacement="_"), "Metaspace"),
+    (metaspace(replacement=SPACE, prepend_scheme="x"), "not laid out"),
+    (dict(decoder={"type": "ByteLevel"}), "ByteLevel"),
+    (dict(decoder=None), "not laid out"),
+    (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
+    (dict(added_tokens=[dict(id=900, content="x", normalized=True)]), "normalized text"),
+]
+REFUSED_MODEL: list[tuple[bytes, str]] = [
+    (tokenizer_model(t3=1), "model_type is 1"),
+    (tokenizer_model(n2=b"map"), "rewrites a text"),
+    (tokenizer_model(n4=1), "rewrites a text"),
+    (tokenizer_model(n5=0), "rewrites a text"),
+    (tokenizer_model() + field(1, field(1, b"the") + field(3, 1)), "there twice"),
+    (tokenizer_model() + field(1, field(1, b"zz") + field(3, 5)), "unused"),
+    (tokenizer_model()[:-1], "cut off"),
+    (b"aGVsbG8= 0\n", "not SentencePiece's"),
+    (b"", "not SentencePiece's"),
+]
+
+
+def test_what_is_not_honoured_is_named(tmp_path):
+    contents = [(tokenizer_json(**change), says) for change, says in REFUSED_JSON]
+    contents += [(tokenizer_json() | change, says) for change, says in REFUSED_TOP]
+    for i, (content, says) in enumerate(contents + REFUSED_MODEL):
+        with pytest.raises(UserError) as error:
+            load(tmp_path / str(i), content)
+        said = str(error.value)
+        assert says in said and "tokenizer." in said and "\n" not in said, (says, said)
+    with pytest.raises(UserError, match="add_eos_token"):
+        load(tmp_path / "end", tokenizer_model(), add_eos_token=True)
+
+
+def test_damaged_files_are_one_line(tmp_path):
+    draw = random.Random(0)
+    whole = tokenizer_model()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            at = draw.randrange(len(data))
+            data[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
+        try:
+            load(tmp_path, bytes(data))
+        except UserError as error:
+            assert "\n" not in str(error)
