@@ -35,7 +35,7 @@ import torch
 
 from batcher import Batcher
 from checkpoint.generation import GenerationConfig
-from checkpoint.hub import find_folder
+from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from kernels import free_memory, send
@@ -109,7 +109,7 @@ class Model:
         bits: Kind = 16,
     ) -> Model:
         """An alias, a Hub id or a folder. bits: see quant.STORED."""
-        folder = find_folder(name)
+        folder = find_model(name)
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits)

@@ -87,12 +87,12 @@ class Llama:
         self.vocab_rows = shard.vocab_size
         self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
-        self.embed = self._linear(self.vocab_rows, C, is_vocabulary=True)
-        self.layers = [self._layer() for _ in range(config.num_hidden_layers)]
+        self.embed = self._linear("embed", self.vocab_rows, C)
+        self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
         self.head = self.embed
         if not config.tie_word_embeddings:
-            self.head = self._linear(self.vocab_rows, C, is_vocabulary=True)
+            self.head = self._linear("head", self.vocab_rows, C)
         # A pair (a, b) turns to (a cos − b sin, b cos + a sin). `Ops.rotate` takes −sin for the
         # first half of dimensions: the sine of a negative angle, whose cosine is the same.
         frequencies = rope_frequencies(config)
@@ -163,29 +163,25 @@ class Llama:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _linear(self, N: int, K: int, bias: bool = False, is_vocabulary: bool = False) -> Linear:
-        """is_vocabulary: embedding and head may have other bits than the layers."""
-        quantization = self.config.quantization
-        bits = 16
-        if quantization is not None:
-            bits = quantization.head_bits if is_vocabulary else quantization.bits
-        if bits == 16:
+    def _linear(self, name: str, N: int, K: int, bias: bool = False) -> Linear:
+        weight = None
+        if self.config.quantization is not None:
+            weight = self.config.quantization.empty(name, N, K, self.device)
+        if weight is None:
             weight = self._empty(N, K, dtype=self.weight_dtype)
-        else:
-            weight = quantization.empty(N, K, self.device, is_vocabulary)
         return Linear(weight, self._empty(N) if bias else None)
 
-    def _layer(self) -> Layer:
+    def _layer(self, i: int) -> Layer:
         c = self.config
         C = c.hidden_size
         F = c.intermediate_size
         return Layer(
             input_norm=self._empty(C),
-            qkv=self._linear(c.query_size + 2 * c.kv_size, C, c.attention_bias),
-            o=self._linear(C, c.query_size, c.attention_bias),
+            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.attention_bias),
+            o=self._linear(f"{i}.o", C, c.query_size, c.attention_bias),
             post_norm=self._empty(C),
-            gate_up=self._linear(2 * F, C, c.mlp_bias),
-            down=self._linear(C, F, c.mlp_bias),
+            gate_up=self._linear(f"{i}.gate_up", 2 * F, C, c.mlp_bias),
+            down=self._linear(f"{i}.down", C, F, c.mlp_bias),
         )
 
     @torch.no_grad()
@@ -296,11 +292,14 @@ def rope_frequencies(config: Config) -> Tensor:
 
     For texts longer than in training (`rope_scaling`), frequencies are divided by `factor`: all of
     them (linear), or those of slow pairs (llama3): pairs that make fewer than low_freq_factor turns
-    over the original context, and in part those that make up to high_freq_factor.
+    over the original context, and in part those that make up to high_freq_factor; or each by its
+    own (factors).
     """
     D = config.head_dim
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
     scaling = config.rope_scaling or {}
+    if "factors" in scaling:
+        return frequencies / torch.tensor(scaling["factors"])
     slowed = frequencies / scaling.get("factor", 1)
     if "original_max_position_embeddings" not in scaling:
         return slowed

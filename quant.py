@@ -236,7 +236,7 @@ class Quantized(NamedTuple):
 
     values: Tensor  # int8 or float8_e4m3fn[N, K]; uint8[N, ⌈K / 2⌉], two a byte
     scale: Tensor  # [N, M]
-    zero: Tensor | None  # int16[N, M]; None: every zero is 0, and uint8 is NF4
+    zero: Tensor | None  # int16[N, M], or float32; None: every zero is 0, and uint8 is NF4
     columns: int  # K (two numbers a byte do not say whether K is odd)
     group: int  # columns that share a scale
     order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
@@ -371,7 +371,7 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 
 def main() -> None:
     """The demonstration: bytes and error of each kind, for the token embedding of tiny."""
-    tensors = load_file(find_folder("tiny") / "model.safetensors")
+    tensors = load_file(find_model("tiny") / "model.safetensors")
     w = tensors["model.embed_tokens.weight"].float()
     for bits in STORED:
         q = quantize(w, bits)
@@ -382,6 +382,6 @@ def main() -> None:
 if __name__ == "__main__":
     from safetensors.torch import load_file
 
-    from checkpoint.hub import find_folder
+    from checkpoint.hub import find_model
 
     main()

@@ -28,7 +28,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "spm": {"checkpoint.sentencepiece"},
     "tokenizer": {
         f"checkpoint.{page}"
-        for page in ("vocabulary", "bytelevel", "sentencepiece", "chat", "files")
+        for page in "vocabulary bytelevel sentencepiece gguf gguf_vocabulary hub chat files".split()
     },
     "generate": {"checkpoint.generation", "checkpoint.hub"},
 }

@@ -177,6 +177,7 @@ SHAPE = dict(
 )
 
 OTHER_LAYOUTS = ["INT8 in groups", "INT8 with zeros", "INT4 in order", "INT8 by INT8", "FP8 by FP8"]
+OTHER_LAYOUTS += ["INT8 with fractions", "INT4 with fractions"]  # zeros that are not whole
 LAYOUTS = [16, *STORED, *OTHER_LAYOUTS]  # of weights
 
 
@@ -195,8 +196,13 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
         return quantize(w, 8)._replace(input_bits=8)
     if layout == "FP8 by FP8":
         return quantize(w, "fp8")._replace(input_bits=8)
+    if layout == "INT4 with fractions":
+        q = quantize(w, 4, group)
+        return q._replace(scale=q.scale.float() * 1.01, zero=q.zero + torch.rand(N, M))
     values = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     scale = torch.rand(N, M) / 64
+    if layout == "INT8 with fractions":
+        return Quantized(values, scale, torch.randn(N, M) * 50, K, group)
     if layout == "INT8 in groups":
         return Quantized(values, scale, None, K, group)
     zero = torch.randint(-128, 128, (N, M), dtype=torch.int16)

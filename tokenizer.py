@@ -28,6 +28,9 @@ import tiktoken
 from checkpoint.bytelevel import ByteLevel, read_byte_level
 from checkpoint.chat import ChatTemplate, load_template, replace_surrogates
 from checkpoint.files import Json, read_json
+from checkpoint.gguf import GGUF
+from checkpoint.gguf_vocabulary import read_gguf_vocabulary
+from checkpoint.hub import is_gguf
 from checkpoint.sentencepiece import read_sentencepiece_json, read_sentencepiece_model
 from checkpoint.vocabulary import (
     LARGEST_VOCABULARY,
@@ -109,8 +112,11 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
         """From a model folder's tokenizer.json or tokenizer.model and, if they exist,
-        tokenizer_config.json and chat_template.jinja. UserError names the file."""
+        tokenizer_config.json and chat_template.jinja; or from a GGUF. UserError names the file."""
         folder = Path(folder)
+        if is_gguf(folder):
+            gguf = GGUF.open(folder)
+            return cls(read_gguf_vocabulary(gguf), gguf.metadata.get("tokenizer.chat_template"))
         config = read_tokenizer_config(folder)
         return cls(load_vocabulary(folder, config), load_template(folder, config))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint.formats import Quantization
-from checkpoint.hub import find_folder
+from checkpoint.hub import find_model
 from quant import WIDTHS
 from tokenizer import Tokenizer
 from train.perplexity import Recipe, Row, table
@@ -52,7 +52,7 @@ def loss(row: Row, plain: Row) -> float:
 
 def embedded(stories: str) -> None:
     """On stories that the model has not seen."""
-    tokenizer = Tokenizer.load(find_folder("tiny"))
+    tokenizer = Tokenizer.load(find_model("tiny"))
     measured = pieces(stories, tokenizer, 1024, TOKENS // 1024)
     calibration = pieces(stories, tokenizer, 512, PIECES, calibrate=True)
     recipes = [Recipe(None, ["16"])]

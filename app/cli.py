@@ -22,8 +22,8 @@ import torch
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
-from checkpoint.config import Config
-from checkpoint.hub import find_folder
+from checkpoint.hub import find_model
+from checkpoint.load import open_checkpoint
 from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
@@ -56,7 +56,7 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--target",
         default="tiny",
-        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, or tiny (default)",
+        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, FILE.gguf, or tiny",
     )
     p.add_argument(
         "--draft",
@@ -488,7 +488,8 @@ def run_command(arguments: Sequence[str]) -> int:
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start
-        shard_config(Config.load(find_folder(args.target)), n)
+        config, _ = open_checkpoint(find_model(args.target))
+        shard_config(config, n)
     with joined(n, device, arguments) as device:
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None

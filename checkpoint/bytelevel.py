@@ -109,9 +109,32 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     model = data["model"]
     vocab = model["vocab"]
     check_model(file, data)
-    special, added = read_added(file, data["added_tokens"], vocab)
+    return make_byte_level(
+        file,
+        vocab,
+        model["merges"],
+        read_added(file, data["added_tokens"], vocab),
+        read_splits(file, data["pre_tokenizer"]),
+        bool(model.get("ignore_merges")),
+        read_prefix(file, data["post_processor"]),
+        named_tokens(config),
+    )
+
+
+def make_byte_level(
+    file: Path,
+    vocab: Ids,
+    merges: list[Any],
+    added_tokens: tuple[Ids, Ids],
+    splits: list[Callable[[str], list[str]]],
+    ignore_merges: bool,
+    prefix: list[int],
+    named: dict[str, str],
+) -> Vocabulary:
+    """UserError unless merges make tokens of tokens. added_tokens: special ones, and others."""
+    special, added = added_tokens
     spelled = spell_tokens(file, vocab, special | added)
-    numbers = read_merges(file, model["merges"], spelled)
+    numbers = read_merges(file, merges, spelled)
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
         if last.get(text) is not None:
@@ -120,7 +143,7 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     if not reachable:
         reject(file, "no byte is a token", "the bytes of a text must be tokens")
     whole_pieces = {}
-    if model.get("ignore_merges"):
+    if ignore_merges:
         whole_pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
     tokens = {vocab[text]: word for text, word in spelled.items()}
     tokens |= {id: text.encode() for text, id in (special | added).items()}
@@ -129,12 +152,12 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
         tokens=tokens,
         special=special,
         added=added,
-        prefix=read_prefix(file, data["post_processor"]),
-        named=named_tokens(config),
+        prefix=prefix,
+        named=named,
         merges=ByteLevel(
             merged={spelled[text]: vocab[text] for text in reachable},
             whole_pieces=whole_pieces,
-            splits=read_splits(file, data["pre_tokenizer"]),
+            splits=splits,
         ),
     )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from checkpoint.tensors import Checkpoint
 
 OWN_METHOD = "quant.py"  # quant_method of the folders that this project writes
+VOCABULARY = ("embed", "head")  # matrices of the model whose rows are tokens
 PARTS = ("weight", "weight_scale", "weight_zero", "weight_order")  # of a quantized matrix
 
 # ---- The header of a stored tensor
@@ -90,6 +91,10 @@ class Layout:
         """Whether a byte holds two numbers."""
         return STORED[self.bits] == torch.uint8
 
+    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
+        """An uninitialized matrix of the model ("embed", "head", "3.qkv"); None: not quantized."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Quantization(Layout):
@@ -148,10 +153,12 @@ class Quantization(Layout):
         """Columns that must stay together where several processes share a row."""
         return self.group if self.is_packed else 1
 
-    def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
-        bits = self.head_bits if head else self.bits
+    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
+        bits = self.head_bits if name in VOCABULARY else self.bits
+        if bits == 16:
+            return None
         group = self.group if STORED[bits] == torch.uint8 else K
-        inputs = 16 if head else self.activations
+        inputs = 16 if name in VOCABULARY else self.activations
         return Quantized.empty(N, K, bits, group, device)._replace(input_bits=inputs)
 
 
@@ -211,8 +218,9 @@ class Foreign(Layout):
     def to_dict(self) -> Json:
         return self.source
 
-    def empty(self, N: int, K: int, device: torch.device | str, head: bool = False) -> Quantized:
-        """An uninitialized matrix."""
+    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
+        if name in VOCABULARY:
+            return None
         if K % 2 and self.is_packed:
             raise UserError(
                 f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "

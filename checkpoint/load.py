@@ -1,4 +1,4 @@
-"""A Llama from a model folder.
+"""A Llama from a model folder, or from a GGUF.
 
     name → folder → config and headers → checks → an empty model → a tensor at a time → packed
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from checkpoint.formats import Foreign, Quantization, header_of
-from checkpoint.hub import find_folder
+from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
+from checkpoint.hub import find_model, is_gguf
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
@@ -41,15 +42,14 @@ def load_llama(
     trainable: bool = False,
     bits: Kind = 16,
 ) -> Llama:
-    """A model from an alias, a Hub id or a folder. FileNotFoundError or UserError: what to change.
+    """A model from an alias, a Hub id, a folder or a GGUF. FileNotFoundError or UserError: what to
+    change.
 
     device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
     plain weights with gradients; otherwise weights are packed. bits: other than 16 rounds the
     weights of a model in 16 or 32 bits.
     """
-    folder = find_folder(name)
-    config = Config.load(folder)
-    checkpoint = Checkpoint(folder)
+    config, checkpoint = open_checkpoint(find_model(name))
     tensors = cls(config, "meta", seed=None).named_tensors()
     check_tensors(checkpoint, tensors, config)
     if trainable and (config.quantization or bits != 16):
@@ -72,6 +72,14 @@ def load_llama(
     model = cls(config, device, dtype, None, ops, weight_dtype)
     fill_model(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
+
+
+def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:
+    """Of a model's folder, or of its GGUF."""
+    if is_gguf(path):
+        checkpoint = GGUFCheckpoint(path)
+        return read_gguf_config(checkpoint), checkpoint
+    return Config.load(path), Checkpoint(path)
 
 
 def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Config) -> None:

@@ -222,6 +222,8 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         reject(file, f"its model_type is {last(trainer, 3, 1)}", "only BPE (2) is supported")
     if last(normalizer, 2, b"") or last(normalizer, 4, 1) or not last(normalizer, 5, 1):
         reject(file, "it rewrites a text before merging", "a tokenizer.json does as well")
+    if any(piece.kind == UNUSED for piece in pieces):
+        reject(file, "it has unused pieces", "a tokenizer.json does as well")
     if config.get("add_eos_token"):
         reject(file, "add_eos_token is true", "supported are tokens before a text")
     begins = config.get("add_bos_token", True) and "bos_token" in named
@@ -248,11 +250,12 @@ def vocabulary_of_pieces(
     named: dict[str, str],
 ) -> Vocabulary:
     """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json."""
-    vocab = {piece.text: id for id, piece in enumerate(pieces)}
+    used = {id: piece for id, piece in enumerate(pieces) if piece.kind != UNUSED}
+    vocab = {piece.text: id for id, piece in used.items()}
     entries = {}
-    for id, piece in enumerate(pieces):
-        if piece.kind == UNUSED or id != vocab[piece.text]:
-            reject(file, f"piece {id}, {piece.text!r}, is unused or there twice", "fetch it again")
+    for id, piece in used.items():
+        if id != vocab[piece.text]:
+            reject(file, f"piece {id}, {piece.text!r}, is there twice", "fetch it again")
         if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED):
             is_special = piece.kind != USER_DEFINED
             entries[piece.text] = {"content": piece.text, "id": id, "special": is_special}

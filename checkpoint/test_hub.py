@@ -4,18 +4,18 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
-from checkpoint.hub import ALIASES, UNWANTED, WANTED, find_folder
+from checkpoint.hub import ALIASES, UNWANTED, WANTED, find_model
 
 
 def test_a_folder_is_found_as_it_is(tmp_path):
-    assert find_folder(tmp_path) == tmp_path == find_folder(str(tmp_path))
-    assert (find_folder("tiny") / "config.json").is_file()
+    assert find_model(tmp_path) == tmp_path == find_model(str(tmp_path))
+    assert (find_model("tiny") / "config.json").is_file()
 
 
 def test_a_name_that_is_nothing():
     for name in ("nothing", "a/b/c", "/no/such", "~nobody-at-all/x", "\0", "./gone", "~/gone", ""):
         with pytest.raises(FileNotFoundError, match="neither a folder, nor a Hub id"):
-            find_folder(name)
+            find_model(name)
 
 
 def bare(kind: type[Exception]) -> Exception:
@@ -39,7 +39,7 @@ def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch):
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(FileNotFoundError, match=says) as error:
-            find_folder("owner/name")
+            find_model("owner/name")
         assert "\n" not in str(error.value) and "owner/name" in str(error.value)
 
 
@@ -54,9 +54,9 @@ def test_an_alias_fetches_its_repository_and_an_offline_cache_works(monkeypatch,
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(FileNotFoundError):
-        find_folder("8B")  # the cache holds no weights: a download that was begun
+        find_model("8B")  # the cache holds no weights: a download that was begun
     (tmp_path / "model.safetensors").touch()
-    assert find_folder("8B") == tmp_path
+    assert find_model("8B") == tmp_path
     assert asked[-2:] == [(ALIASES["8B"], False), (ALIASES["8B"], True)]
 
 
@@ -68,9 +68,9 @@ def test_only_what_is_needed_is_fetched():
         "tokenizer.json",
         "generation_config.json",
         "chat_template.jinja",
+        "tokenizer.model",
     ]
     others = [
-        "tokenizer.model",
         "original/consolidated.00.pth",
         "original/params.json",
         "original/tokenizer.model",

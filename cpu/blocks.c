@@ -147,10 +147,10 @@ typedef struct {
     const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
     const void *scale;                              // bfloat16 or, if `exact`, float32, or none:
                                                     // [panels, groups, WIDE]
-    const int16_t *zero;                            // the same shape, or none
+    const void *zero;                               // int16 or, if `parted`, float32; as scale
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
-    long N, K, group, kind, exact, inputs;          // group: columns of a scale; inputs: bits of x
+    long N, K, group, kind, exact, parted, inputs;  // group: columns of a scale; inputs: bits of x
 } Weight;
 
 // Kinds of numbers: how they are multiplied; steps and bytes of a unit's lane; rows of x beyond
@@ -225,8 +225,8 @@ typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
     long panel, units;                            // bytes to the next panel's; units of the stretch
     const char *scale;                              // the first panel's of the stretch, or none,
-    const int16_t *zero;
-    long next, exact;                               // and numbers from there to the next panel's
+    const char *zero;
+    long next, exact, parted;                       // and numbers from there to the next panel's
     const char *x;                                  // the first row's first step of the stretch,
     long row;                                       // and steps from a row to the next
     const Whole *whole;                             // of the first row's stretch, if x is whole,
@@ -244,15 +244,16 @@ typedef int32_t x_whole;                            // two columns
 INLINE vec add_real(vec s, vec w, float x) { return s + w * x; }
 INLINE ints add_whole(ints s, ints w, int32_t x) { return dot(s, w, (ints){0} + x); }
 
-// The sum of row t, before W's scale; `at` finds the zeros. A zero beyond ±255 is most of its w, so
-// float32 does.
+// The sum of row t, before W's scale; `at` finds the zeros. Whole zeros make whole sums. Float32
+// does for a zero that is a fraction, and for one beyond ±255, which is most of its w.
 INLINE vec total_real(const Stretch *a, vec s, long t, long at) { return s; }
 INLINE vec total_whole(const Stretch *a, ints s, long t, long at) {
     const Whole *x = a->whole + t * a->stretches;
     if (!a->zero) return number(s) * x->scale;
-    ints zero = widen_i16(a->zero + at), far = zero > 255 | zero < -255;
-    s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     vec sum = (vec){0} - (float)x->sum;
+    if (a->parted) return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
+    ints zero = widen_i16((const int16_t *)a->zero + at), far = zero > 255 | zero < -255;
+    s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     return fused(number(zero & far), sum, number(s)) * x->scale;
 }
 INLINE vec scales(const Stretch *a, long at) {

@@ -197,6 +197,7 @@ class Weight(ctypes.Structure):
         ("group", LONG),
         ("kind", LONG),
         ("exact", LONG),
+        ("parted", LONG),
         ("inputs", LONG),
     ]
 
@@ -232,6 +233,7 @@ class Weight(ctypes.Structure):
             group=q.group,
             kind=KINDS.index(kind(q)),
             exact=exact,
+            parted=q.zero is not None and q.zero.dtype == torch.float32,
             inputs=q.input_bits,
         )
         weight.tensors = tensors

@@ -12,7 +12,8 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit,
                       .panel = units * unit, .units = parts(n, columns),
                       .scale = w->scale ? w->scale + g * (w->exact ? 4 : 2) : 0,
-                      .zero = w->zero ? w->zero + g : 0, .next = groups * WIDE, .exact = w->exact };
+                      .zero = w->zero ? (const char *)w->zero + g * (w->parted ? 4 : 2) : 0,
+                      .next = groups * WIDE, .exact = w->exact, .parted = w->parted };
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
@@ -177,11 +178,12 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
         for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
             Stretch a = stretch_at(w, which[r] / WIDE, k, n = least(K - k, stretch));
             float scale = scales(&a, lane / LANES * LANES)[lane % LANES];
-            int zero = a.zero ? a.zero[lane] : 0;
+            float zero = !a.zero ? 0 : a.parted ? ((const float *)a.zero)[lane]
+                : ((const int16_t *)a.zero)[lane];
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {
-                int q = pairs[(i / 2 * WIDE + lane) * 2 + i % 2] - zero;
-                float value = WHOLE[w->kind] ? q : room[i * WIDE + lane];
+                float q = pairs[(i / 2 * WIDE + lane) * 2 + i % 2];
+                float value = WHOLE[w->kind] ? q - zero : room[i * WIDE + lane];
                 out[w->order ? w->order[k + i] : k + i] = value * scale;
             }
         }

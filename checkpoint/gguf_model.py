@@ -1,0 +1,286 @@
+"""A Llama from a GGUF (gguf.py): its settings and its weights, as a folder would hold them.
+
+Tensors get the names of a folder's. Two things are stored another way: rows of q and k are in the
+order of interleaved rotary embeddings (gguf_blocks.py puts them back), and Llama 3's scaling of
+these embeddings is a tensor, `rope_freqs`, that divides the frequency of each pair.
+
+A type is chosen tensor by tensor (Q4_K_M: Q4_K, and Q6_K where it helps most), but q, k and v are
+one matrix here, and so are gate and up. So each matrix of the model has a *container* that holds
+all of its parts exactly: the most bits, the smallest group, zeros if one has them, or floating
+point if one is.
+
+Invariant: a number is as it is stored, up to a rounding of float32.
+Not covered, and refused by name: other architectures, experts, a part of a head that turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoint.config import Config
+from checkpoint.files import Json
+from checkpoint.formats import (
+    FLOAT,
+    Foreign,
+    Header,
+    Headers,
+    Parts,
+    Tensors,
+    check_setting,
+    matrices,
+    plain_names,
+)
+from checkpoint.gguf import GGUF
+from checkpoint.gguf_blocks import BLOCK_FORMATS, Unpacked, unpack, unpermute
+from checkpoint.tensors import Checkpoint
+from errors import UserError, brief
+from quant import Quantized, dequantize, pack4
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULES = {  # of a GGUF -> of a folder
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SETTINGS = {  # of a config.json -> of a GGUF, behind "llama."
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+# The parts of each matrix of the model. embed and head are alone.
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+class Container(NamedTuple):
+    """How a quantized matrix is held in memory."""
+
+    bits: int
+    group: int
+    zeros: bool
+
+
+def folder_name(name: str) -> str:
+    """A tensor's name in a folder; one that no Llama has stays as it is."""
+    *block, module, kind = name.split(".")
+    if block[:1] == ["blk"] and len(block) == 2:
+        return f"model.layers.{block[1]}.{MODULES.get(module, module)}.{kind}"
+    return f"{MODULES.get(module, module)}.{kind}" if not block else name
+
+
+class GGUFCheckpoint(Checkpoint):
+    """The tensors of a GGUF, by their names in a folder. A header's dtype is a type of GGUF's."""
+
+    def __init__(self, file: Path) -> None:
+        self.gguf = GGUF.open(file)
+        self.folder = file
+        self.names = {}  # in a folder -> in the file
+        self.headers = {}
+        self.files = {}
+        for name, info in self.gguf.tensors.items():
+            if name != ROPE_FACTORS:
+                ours = folder_name(name) if name.count(".") else name
+                self.names[ours] = name
+                self.headers[ours] = Header(list(info.shape), info.type)
+                self.files[ours] = info.file
+        heads = setting(self.gguf, "attention.head_count")
+        self.heads = {"q_proj": heads}
+        self.heads["k_proj"] = setting(self.gguf, "attention.head_count_kv", heads)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Quantized weights ask for bfloat16, and numbers beside them for float32."""
+        if any(header.dtype in BLOCK_FORMATS for header in self.headers.values()):
+            return [torch.bfloat16, torch.float32]
+        return super().dtypes
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; blocks, uint8[N, bytes of a row], if it is quantized."""
+        stored = self.gguf.read(self.names[name])
+        module = name.split(".")[-2]
+        return unpermute(stored, self.heads[module]) if module in self.heads else stored
+
+    def unpacked(self, name: str) -> Unpacked:
+        """A quantized matrix. UserError names the tensor."""
+        try:
+            return unpack(self.headers[name].dtype, self.read(name))
+        except UserError as error:
+            raise UserError(f"{self.files[name]}: {self.names[name]}: {brief(error)}") from None
+
+    def numbers(self, name: str) -> Tensor:
+        """One tensor in floating point."""
+        if self.headers[name].dtype not in BLOCK_FORMATS:
+            return self.read(name)
+        values, scale, zero, group = self.unpacked(name)
+        return dequantize(values, scale, zero, values.shape[1], group)
+
+
+def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
+    """A setting of the Llama in this file."""
+    return gguf.metadata.get(f"llama.{name}", default)
+
+
+# ---- The config
+
+
+def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
+    """The config of a GGUF's model. UserError names the file and what is not honoured."""
+    gguf = checkpoint.gguf
+    try:
+        check_setting("general.architecture", gguf.metadata.get("general.architecture"), "llama")
+        check_setting("llama.expert_count", setting(gguf, "expert_count"), None, 0)
+        config = Config.parse(config_json(gguf))
+        check_setting("rope.dimension_count", rope_size(gguf, config), config.head_dim)
+        value_size = setting(gguf, "attention.value_length", config.head_dim)
+        check_setting("attention.value_length", value_size, config.head_dim)
+    except UserError as error:
+        raise UserError(f"{gguf.file}: {brief(error)}") from None
+    if ROPE_FACTORS in gguf.tensors:
+        config = replace(config, rope_scaling=rope_factors(gguf, config))
+    layout = BlockLayout.of(checkpoint.headers, config.num_hidden_layers)
+    return replace(config, quantization=layout)
+
+
+def rope_size(gguf: GGUF, config: Config) -> Any:
+    """Dimensions of a head that turn."""
+    return setting(gguf, "rope.dimension_count", config.head_dim)
+
+
+def config_json(gguf: GGUF) -> Json:
+    """The metadata as a config.json has them."""
+    ends = (gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+    data = {name: setting(gguf, theirs) for name, theirs in SETTINGS.items()}
+    kind = setting(gguf, "rope.scaling.type", "none")
+    scaling = {"rope_type": kind, "factor": setting(gguf, "rope.scaling.factor")}
+    embedding = gguf.tensors.get("token_embd.weight")
+    return data | {
+        "model_type": "llama",
+        "vocab_size": None if embedding is None else embedding.shape[0],
+        "rope_scaling": None if kind == "none" else scaling,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+        "eos_token_id": [end for end in ends if end is not None],
+    }
+
+
+def rope_factors(gguf: GGUF, config: Config) -> Json:
+    """What divides the frequency of each pair of dimensions."""
+    factors = gguf.read(ROPE_FACTORS).flatten().tolist()
+    if len(factors) != config.head_dim // 2 or not all(0.1 < factor < 1e6 for factor in factors):
+        raise UserError(
+            f"{gguf.file}: {ROPE_FACTORS} must hold {config.head_dim // 2} numbers from 0.1 to 1e6"
+        )
+    return {"rope_type": "factors", "factors": factors}
+
+
+# ---- The weights
+
+
+@dataclass(frozen=True)
+class BlockLayout(Foreign):
+    """A layout for each matrix. containers: of the model's matrices, by name; None: not
+    quantized."""
+
+    containers: Mapping[str, Container | None] = field(default_factory=dict)
+    types: tuple[str, ...] = ()  # in the file, the most frequent first
+
+    @classmethod
+    def of(cls, headers: Headers, num_layers: int) -> BlockLayout | None:
+        """The layout of a file with these tensors; None: nothing is quantized."""
+        types = [header.dtype for header in headers.values() if header.dtype in BLOCK_FORMATS]
+        if not types:
+            return None
+        parts = {"embed": ["model.embed_tokens"], "head": ["lm_head"]}
+        for i in range(num_layers):
+            for role, modules in FUSED.items():
+                parts[f"{i}.{role}"] = [f"model.layers.{i}.{module}" for module in modules]
+        containers = {name: container(headers, modules) for name, modules in parts.items()}
+        ranked = sorted(set(types), key=types.count, reverse=True)
+        bits = BLOCK_FORMATS[ranked[0]].bits
+        return cls(bits, 32, containers=containers, types=tuple(ranked))
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.types)
+
+    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
+        how = self.containers[name]
+        if how is None:
+            return None
+        matrix = Quantized.empty(N, K, how.bits, how.group, device, torch.float32, how.zeros)
+        if matrix.zero is None:
+            return matrix
+        return matrix._replace(zero=matrix.zero.float())
+
+    def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
+        shapes = {name: tensors[name].shape for name in plain_names(tensors)}
+        shapes |= {matrix.key("weight"): (matrix.N, matrix.K) for matrix in matrices(tensors)}
+        expected = {}
+        for name, shape in shapes.items():
+            is_block = name in stored and stored[name].dtype in BLOCK_FORMATS
+            expected[name] = Header(list(shape), stored[name].dtype if is_block else FLOAT)
+        return expected
+
+    def convert(self, tensors: Tensors, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+        for name in plain_names(tensors):
+            yield name, checkpoint.numbers(name)
+        for matrix in matrices(tensors):
+            name = matrix.key("weight")
+            group = matrix.K // matrix.M
+            is_packed = tensors[name].dtype == torch.uint8
+            parts = contained(checkpoint.unpacked(name), group, is_packed)
+            yield name, parts.weight
+            yield f"{name}_scale", parts.scale
+            if f"{name}_zero" in tensors:
+                yield f"{name}_zero", torch.zeros(()) if parts.zero is None else parts.zero
+
+
+def container(headers: Headers, modules: list[str]) -> Container | None:
+    """What holds the weights of these modules exactly, side by side."""
+    names = [f"{module}.weight" for module in modules]
+    types = [headers[name].dtype for name in names if name in headers]
+    if not types or not BLOCK_FORMATS.keys() >= {*types}:
+        return None
+    forms = [BLOCK_FORMATS[type] for type in types]
+    return Container(
+        bits=max(form.bits for form in forms),
+        group=min(form.group for form in forms),
+        zeros=any(form.zeros for form in forms),
+    )
+
+
+def contained(q: Unpacked, group: int, is_packed: bool) -> Parts:
+    """The same numbers with a scale for each `group` columns, and two in a byte if `is_packed`."""
+    values = pack4(q.values.view(torch.uint8)) if is_packed else q.values
+    repeats = q.group // group
+    scale = q.scale.repeat_interleave(repeats, 1)
+    zero = None if q.zero is None else q.zero.repeat_interleave(repeats, 1)
+    return Parts(values, scale, zero)

@@ -1,0 +1,325 @@
+"""A model in GGUF is the model that its numbers say: logits, texts, vocabulary; what is refused."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.config import Config
+from checkpoint.gguf import GGUF, PLAIN
+from checkpoint.gguf_blocks import BLOCK_FORMATS, dequantize_blocks
+from checkpoint.gguf_model import MODULES, SETTINGS, GGUFCheckpoint, read_gguf_config
+from checkpoint.hub import find_folder, find_model
+from checkpoint.load import fill_model
+from checkpoint.test_gguf import (
+    Stored,
+    number,
+    numbers,
+    quantized,
+    raw,
+    string,
+    strings,
+    write,
+)
+from errors import UserError
+from generate import Model, generate
+from kernels import Ops
+from model import Llama
+from test_spm import BYTES, vocabulary
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+SHAPE = dict(
+    vocab_size=40,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    rms_norm_eps=2.0**-17,
+    rope_theta=5000.0,
+)
+THEIRS = {ours: theirs for theirs, ours in MODULES.items()}
+
+
+def settings_of(config: dict[str, Any]) -> dict[str, bytes]:
+    """The metadata of a config.json."""
+    metadata = {"general.architecture": string("llama")}
+    for ours, theirs in SETTINGS.items():
+        value = config[ours]
+        metadata[f"llama.{theirs}"] = number("I" if isinstance(value, int) else "f", value)
+    return metadata
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in a GGUF."""
+    module, _, kind = name.rpartition(".")
+    if module.startswith("model.layers."):
+        _, _, i, rest = module.split(".", 3)
+        return f"blk.{i}.{THEIRS[rest]}.{kind}"
+    return f"{THEIRS[module]}.{kind}"
+
+
+def interleaved(x: Tensor, name: str, config: dict[str, Any]) -> Tensor:
+    """Rows of q and k as a GGUF has them: the two of a pair side by side."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    module = name.split(".")[-2]
+    if module not in heads:
+        return x
+    D = config["head_dim"]
+    order = []
+    for head in range(config[heads[module]]):
+        for pair in range(D // 2):
+            order += [head * D + pair, head * D + D // 2 + pair]
+    return x[order]
+
+
+def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
+    """A random model in a GGUF; types: of matrices, by a part of their name ("": all others). And
+    the same in float64: its numbers as the specification says."""
+    config = SHAPE | changes
+    llama = Llama(Config(**config), dtype=torch.float64, ops=Ops())
+    tensors = []
+    filled = {}
+    for name, tensor in llama.named_tensors().items():
+        shape = list(tensor.shape)
+        type = next((type for part, type in types.items() if part in name), "F32")
+        if tensor.ndim == 1:
+            type = "F32"
+        if type in PLAIN:
+            small = tensor.to(PLAIN[type])
+            filled[name] = small.double()
+            stored = Stored(type, shape, raw(interleaved(small, name, config)))
+        else:
+            stored = quantized(type, shape)
+            blocks = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8).view(shape[0], -1)
+            filled[name] = dequantize_blocks(type, blocks).double()
+            stored = Stored(type, shape, raw(interleaved(blocks, name, config)))
+        tensors.append((gguf_name(name), stored))
+    fill_model(llama, filled.items())
+    write(file, list(settings_of(config).items()), tensors)
+    return llama
+
+
+MIXED = {"v_proj": "Q6_K", "gate_proj": "Q4_K", "down": "Q5_0", "embed": "Q6_K", "": "Q4_K"}
+HALF = {"0.self_attn.k": "F16", "": "Q8_0"}  # a product of which a part is not quantized
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    "types",
+    [
+        *({"": type} for type in (*BLOCK_FORMATS, *PLAIN)),
+        MIXED,
+        {"0.self_attn.k": "F16", "": "Q8_0"},
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_the_stored_numbers(tmp_path, types, is_tied):
+    file = tmp_path / "model.gguf"
+    wanted = write_model(file, types, tie_word_embeddings=is_tied)(torch.arange(30))
+    for dtype, most in ((torch.float64, 1e-5), (torch.float32, 2e-3)):
+        llama = Llama.load(file, "cpu", dtype)
+        logits = llama(torch.arange(30)).double()
+        assert (logits - wanted).norm() <= most * wanted.norm(), dtype
+    bits = {q.weight.bits for q in quantized_matrices(file)}
+    if types == MIXED:
+        assert bits == {4, 8}
+
+
+def quantized_matrices(file: Path) -> list[Any]:
+    """The quantized matrices of the first layer, before they are packed."""
+    checkpoint = GGUFCheckpoint(file)
+    layer = Llama(read_gguf_config(checkpoint), "meta", seed=None).layers[0]
+    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return [linear for linear in linears if not isinstance(linear.weight, Tensor)]
+
+
+def test_frequencies_are_divided_as_the_file_says(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_model(file, {"": "F32"})
+    plain = Llama.load(file, "cpu").frequencies
+    factors = torch.rand(16) + 1
+    tensors = [("rope_freqs.weight", Stored("F32", [16], raw(factors)))]
+    gguf = GGUF.open(file)
+    for name, info in gguf.tensors.items():
+        tensors.append((name, Stored(info.type, list(info.shape), raw(gguf.read(name)))))
+    write(file, list(settings_of(SHAPE).items()), tensors)
+    torch.testing.assert_close(Llama.load(file, "cpu").frequencies * factors.repeat(2), plain)
+
+
+# ---- The embedded model
+
+
+def tiny_gguf(file: Path, folder: str = "tiny", **more: bytes) -> Path:
+    """An embedded model in GGUF, float32, with its vocabulary."""
+    source = ROOT / "models" / folder
+    config = json.loads((source / "config.json").read_text())
+    data = json.loads((source / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"] | {
+        entry["content"]: entry["id"] for entry in data["added_tokens"]
+    }
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    special = {entry["content"] for entry in data["added_tokens"]}
+    metadata = settings_of(config) | {
+        "tokenizer.ggml.model": string("gpt2"),
+        "tokenizer.ggml.pre": string("gpt-2"),
+        "tokenizer.ggml.tokens": strings(tokens),
+        "tokenizer.ggml.token_type": numbers("i", [3 if t in special else 1 for t in tokens]),
+        "tokenizer.ggml.merges": strings(data["model"]["merges"]),
+        "tokenizer.ggml.eos_token_id": number("I", config["eos_token_id"]),
+    }
+    llama = Llama.load(source, "cpu", torch.float32, trainable=True)
+    tensors = [
+        (gguf_name(name), Stored("F32", list(x.shape), raw(interleaved(x.detach(), name, config))))
+        for name, x in llama.named_tensors().items()
+    ]
+    return write(file, list((metadata | more).items()), tensors)
+
+
+def test_a_gguf_tells_what_its_folder_tells(tmp_path):
+    """Greedy texts, alone and in a batch, with a draft in GGUF, with quantized keys and values."""
+    target = tiny_gguf(tmp_path / "tiny.gguf")
+    draft = tiny_gguf(tmp_path / "draft.gguf", "tiny-draft")
+    prompts = ["Once upon a time", "Tom had a red ball."]
+    how = dict(temperature=0, max_tokens=20, dtype=torch.float64)
+    wanted = [result.text for result in generate(prompts, "tiny", **how)]
+    assert [result.text for result in generate(prompts, target, **how)] == wanted
+    assert [r.text for r in generate(prompts, target, draft=draft, gamma=3, **how)] == wanted
+    assert [r.text for r in generate(prompts, target, draft="tiny-draft", gamma=3, **how)] == wanted
+    assert Tokenizer.load(target).difference(Tokenizer.load(ROOT / "models" / "tiny")) is None
+    rounded = [r.text for r in generate(prompts, "tiny", bits=8, kv_bits=8, **how)]
+    assert [r.text for r in generate(prompts, target, bits=8, kv_bits=8, **how)] == rounded
+
+
+# ---- Vocabularies
+
+
+def spm_gguf(file: Path, **changes: bytes) -> Path:
+    """test_spm's vocabulary."""
+    texts = [*vocabulary(), "[PAD]"]
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[PAD]": 5} | dict.fromkeys(BYTES, 6)
+    metadata = {
+        "tokenizer.ggml.model": string("llama"),
+        "tokenizer.ggml.tokens": strings(texts),
+        "tokenizer.ggml.scores": numbers("f", [-float(i) for i in range(len(texts))]),
+        "tokenizer.ggml.token_type": numbers("i", [kinds.get(piece, 1) for piece in texts]),
+        "tokenizer.ggml.bos_token_id": number("I", 1),
+        "tokenizer.ggml.eos_token_id": number("I", 2),
+        "tokenizer.chat_template": string("{{ bos_token }}{{ messages[0].content }}"),
+    }
+    return write(file, list((metadata | changes).items()))
+
+
+def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
+    from test_spm import load, tokenizer_model
+
+    wanted = load(tmp_path / "folder", tokenizer_model())
+    tok = Tokenizer.load(spm_gguf(tmp_path / "a.gguf"))
+    assert wanted.difference(tok) is None
+    for sample in ("the cat  sat", " naïve é😀", "", "</s>"):
+        assert tok.prompt(sample) == wanted.prompt(sample) == [1, *tok.encode(sample)]
+    assert tok.chat([{"role": "user", "content": "the"}]) == [1, *tok.encode("the")]
+    no_bos = {"tokenizer.ggml.add_bos_token": number("?", False)}
+    unspaced = {"tokenizer.ggml.add_space_prefix": number("?", False)}
+    plain = Tokenizer.load(spm_gguf(tmp_path / "b.gguf", **no_bos, **unspaced))
+    assert (
+        plain.prompt("the") == tok.encode(" the")[1:] or plain.decode(plain.prompt("the")) == "the"
+    )
+    assert plain.prompt("the")[0] != 1
+
+
+REFUSED: list[tuple[dict[str, bytes], str]] = [
+    ({"tokenizer.ggml.model": string("bert")}, "tokenizer.ggml.model is 'bert'"),
+    ({"tokenizer.ggml.pre": string("qwen2")}, "tokenizer.ggml.pre is 'qwen2'"),
+    ({"tokenizer.ggml.add_eos_token": number("?", True)}, "add_eos_token"),
+    ({"tokenizer.ggml.tokens": number("I", 3)}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.token_type": numbers("i", [1])}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
+    ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "tokenizer is not as it should be"),
+    ({"general.architecture": string("qwen2")}, "general.architecture is 'qwen2'"),
+    ({"llama.expert_count": number("I", 8)}, "llama.expert_count is 8"),
+    ({"llama.block_count": number("I", 0)}, "num_hidden_layers is 0"),
+    ({"llama.block_count": number("I", 9)}, "is missing"),
+    ({"llama.attention.head_count": numbers("I", [4, 4])}, "num_attention_heads is [4, 4]"),
+    ({"llama.attention.head_count_kv": number("I", 4)}, "the model of config.json asks"),
+    ({"llama.rope.dimension_count": number("I", 32)}, "rope.dimension_count is 32"),
+    ({"llama.rope.scaling.type": string("yarn")}, "rope_type is 'yarn'"),
+    ({"llama.attention.value_length": number("I", 32)}, "attention.value_length is 32"),
+]
+
+
+def test_what_is_not_honoured_is_named(tmp_path):
+    for i, (change, says) in enumerate(REFUSED):
+        file = tiny_gguf(tmp_path / f"{i}.gguf", "tiny-draft", **change)
+        with pytest.raises(UserError) as error:
+            Model.load(file)
+        said = str(error.value)
+        assert says in said and ".gguf" in said and "\n" not in said, (says, said)
+
+
+def test_rounded_weights_are_not_rounded_again(tmp_path):
+    file = tmp_path / "model.gguf"
+    write_model(file, {"": "Q4_0"})
+    for how in (dict(bits=8), dict(trainable=True)):
+        with pytest.raises(UserError, match="quantize the folder|were made from"):
+            Llama.load(file, **how)
+    with pytest.raises(UserError, match="name the folder"):
+        find_folder(file)
+
+
+def test_damaged_metadata_are_one_line(tmp_path):
+    """Bytes of the metadata changed: the model loads, or one line says why not."""
+    draw = random.Random(0)
+    file = spm_gguf(tmp_path / "a.gguf")
+    whole = file.read_bytes()
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        file.write_bytes(data)
+        for read in (Tokenizer.load, Llama.load):
+            try:
+                read(file)
+            except UserError as error:
+                assert "\n" not in str(error)
+
+
+# ---- Names
+
+
+def test_a_folder_with_one_gguf_is_that_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        Llama.load(tmp_path)
+    part = tmp_path / "a-00002-of-00002.gguf"
+    first = tmp_path / "a-00001-of-00002.gguf"
+    for file in (first, part):
+        file.touch()
+    assert find_model(tmp_path) == find_model(first) == first
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(UserError, match="several models in GGUF: name one of a-00001"):
+        find_model(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert find_model(tmp_path) == tmp_path
+
+
+def test_a_file_of_a_hub_repository_is_fetched_alone(monkeypatch, tmp_path):
+    asked = []
+
+    def download(repository, allow_patterns=None, **how):
+        asked.append((repository, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_model("owner/name:a.gguf") == tmp_path / "a.gguf"
+    assert find_model("owner/name:q/a-00001-of-00003.gguf").name == "a-00001-of-00003.gguf"
+    assert asked == [
+        ("owner/name", ["a.gguf"]),
+        ("owner/name", ["q/a-*-of-00003.gguf"]),
+    ]
