@@ -427,12 +427,12 @@ def drop_tensor(folder: Path) -> None:
 
 
 DAMAGES = [
-    (edit("config.json", model_type="mistral"), "model_type is 'mistral'"),
+    (edit("config.json", model_type="mixtral"), "model_type is 'mixtral'"),
     (edit("config.json", hidden_act="gelu"), "hidden_act is 'gelu'"),
     (edit("config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type is 'yarn'"),
     (edit("config.json", hidden_size=...), "hidden_size is missing"),
     (edit("config.json", num_key_value_heads=3), "multiple of num_key_value_heads 3"),
-    (edit("config.json", hidden_size=30), "config.json asks for"),
+    (edit("config.json", hidden_size=30), "the config asks for"),
     (edit("config.json", num_hidden_layers=512), "tensor model.layers.2."),
     (write("config.json", None), "config.json is missing"),
     (write("config.json", b"{not json"), "config.json is not valid JSON"),

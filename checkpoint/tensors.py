@@ -93,7 +93,7 @@ class Checkpoint:
         for name, (shape, dtype) in expected.items():
             if name not in self.headers:
                 raise UserError(
-                    f"tensor {name} {shape} is missing from {self.folder}: wrong config.json?"
+                    f"tensor {name} {shape} is missing from {self.folder}: is the config its own?"
                 )
             stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
@@ -102,12 +102,12 @@ class Checkpoint:
                 rule = f"one of {dtypes}" if dtype == FLOAT else dtype
                 raise UserError(f"{where} is {stored.dtype}; weights must be {rule}")
             if stored.shape != shape:
-                raise UserError(f"{where} is {stored.shape}; config.json asks for {shape}")
+                raise UserError(f"{where} is {stored.shape}; the config asks for {shape}")
         for name in self.headers.keys() - expected.keys():
             if not re.fullmatch(HARMLESS, name):
                 raise UserError(
                     f"tensor {brief(name)} in {self.files[name]} has no place in the model of "
-                    "config.json"
+                    "the config"
                 )
 
     def read(self, name: str) -> Tensor:

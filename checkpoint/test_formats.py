@@ -670,7 +670,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
         SORTED,
         "qweight",
         lambda t: t[:-1].clone(),
-        r"qweight in .* is \[\d, \d+\]; config.json asks for \[\d, \d+\]",
+        r"qweight in .* is \[\d, \d+\]; the config asks for \[\d, \d+\]",
     ),
     (SORTED, "qweight", lambda t: t.long(), "qweight in .* is I64; weights must be I32"),
     (SORTED, "scales", lambda t: t.int(), "scales in .* is I32; weights must be one of"),
@@ -686,7 +686,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
         AWQ4,
         "qzeros",
         lambda t: t[:1].clone(),
-        r"qzeros in .* is \[1, \d\]; config.json asks for",
+        r"qzeros in .* is \[1, \d\]; the config asks for",
     ),
     (CT4, "weight_shape", None, r"weight_shape \[2\] is missing"),
     (CT4, "weight_zero_point", None, "weight_zero_point .* is missing"),
@@ -800,7 +800,7 @@ def test_the_command_line(tmp_path, capsys):
     for how, says in (
         (AWQ4 | dict(version="gemv"), "version is 'gemv'; it must be"),
         (AWQ4, "qzeros"),
-        (GPTQ4, "config.json asks for"),
+        (GPTQ4, "the config asks for"),
     ):
         config = json.loads((tmp_path / "config.json").read_text()) | dict(quantization_config=how)
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -87,7 +87,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     with pytest.raises(UserError, match="lm_head.weight of .* differs .* config.json ties them"):
         Llama.load(folder)
     add_tensors(folder, **{"lm_head.weight": embedding[1:].clone()})
-    with pytest.raises(UserError, match=r"lm_head.weight in .* is \[260, 24\]; config.json asks"):
+    with pytest.raises(UserError, match=r"lm_head.weight in .* is \[260, 24\]; the config asks"):
         Llama.load(folder)
 
 

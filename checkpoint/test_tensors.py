@@ -75,7 +75,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         (TENSORS | {"inv_freq": torch.ones(1)}, "inv_freq .* has no place"),
         (
             TENSORS | {"a.weight": torch.ones(3, 2)},
-            r"tensor a\.weight in .* is \[3, 2\]; config\.json asks for \[2, 3\]",
+            r"tensor a\.weight in .* is \[3, 2\]; the config asks for \[2, 3\]",
         ),
         (TENSORS | {"b.weight": torch.ones(4).to(torch.int8)}, r"b\.weight in .* is I8; weights"),
         (TENSORS | {"b.weight": torch.ones(4).to(torch.float8_e4m3fn)}, "is F8_E4M3; weights"),
