@@ -84,7 +84,7 @@ class Container(NamedTuple):
 
     bits: int
     group: int
-    zeros: bool
+    zeros: torch.dtype | None  # int16 where all zeros are whole, else float32
 
 
 def folder_name(name: str) -> str:
@@ -235,10 +235,9 @@ class BlockLayout(Foreign):
         how = self.containers[name]
         if how is None:
             return None
-        matrix = Quantized.empty(N, K, how.bits, how.group, device, torch.float32, how.zeros)
-        if matrix.zero is None:
-            return matrix
-        return matrix._replace(zero=matrix.zero.float())
+        has_zeros = how.zeros is not None
+        matrix = Quantized.empty(N, K, how.bits, how.group, device, torch.float32, has_zeros)
+        return matrix._replace(zero=matrix.zero.to(how.zeros)) if has_zeros else matrix
 
     def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
         shapes = {name: tensors[name].shape for name in plain_names(tensors)}
@@ -270,11 +269,11 @@ def container(headers: Headers, modules: list[str]) -> Container | None:
     if not types or not BLOCK_FORMATS.keys() >= {*types}:
         return None
     forms = [BLOCK_FORMATS[type] for type in types]
-    return Container(
-        bits=max(form.bits for form in forms),
-        group=min(form.group for form in forms),
-        zeros=any(form.zeros for form in forms),
-    )
+    zeros = None
+    if any(form.zeros for form in forms):
+        zeros = torch.int16 if {*types} == {"Q4_0"} else torch.float32  # Q4_0's are all 8
+    bits = max(form.bits for form in forms)
+    return Container(bits, min(form.group for form in forms), zeros)
 
 
 def contained(q: Unpacked, group: int, is_packed: bool) -> Parts:

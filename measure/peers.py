@@ -33,6 +33,7 @@ from measure.clock import read_bandwidth
 from measure.effort import Effort
 from measure.serving import serve_at_once, weight_bytes
 from measure.steps import PROMPTS, WIDTHS, Rows, label
+from quant import Kind
 from request import Request, Settings
 from tokenizer import Tokenizer
 
@@ -80,8 +81,8 @@ def check_peer(name: str, gguf: str | None) -> None:
 # ---- The contestants -----------------------------------------------------------------------------
 
 
-def ours(target: str, width: str) -> Contestant:
-    model = Model.load(target, "cpu", torch.float32, WIDTHS[width])
+def ours(target: str, name: str, bits: Kind = 16) -> Contestant:
+    model = Model.load(target, "cpu", torch.float32, bits)
 
     def make(prompts: Prompts, count: int) -> Made:
         longest = len(prompts[0]) + count
@@ -91,7 +92,7 @@ def ours(target: str, width: str) -> Contestant:
         served = serve_at_once(engine, requests)
         return Made(served.texts[0], served.first_token[0], served.seconds)
 
-    return Contestant(width, make, weight_bytes(model.llama, read=True))
+    return Contestant(name, make, weight_bytes(model.llama, read=True))
 
 
 def transformers(target: str) -> Contestant:
@@ -139,8 +140,12 @@ def llama_cpp(gguf: str) -> Contestant:
             times.append(time.perf_counter() - start)
         return Made(tokens, times[0], times[-1])
 
-    width = Path(gguf).stem.replace("-", ".").split(".")[-1]
-    return Contestant(f"llama.cpp {width}", make)
+    return Contestant(f"llama.cpp {stored_width(gguf)}", make)
+
+
+def stored_width(gguf: str) -> str:
+    """Of a GGUF, by its name: q8_0, say."""
+    return Path(gguf).stem.replace("-", ".").split(".")[-1]
 
 
 # ---- The comparison ------------------------------------------------------------------------------
@@ -148,12 +153,15 @@ def llama_cpp(gguf: str) -> Contestant:
 
 @torch.inference_mode()
 def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
-    """Our float32, INT8 and INT4 beside a peer -> a row for each. UserError if it cannot run."""
+    """Our float32, INT8 and INT4, and what we read in the peer's file, beside the peer -> a row for
+    each. UserError if it cannot run."""
     check_peer(name, gguf)
     tokenizer = Tokenizer.load(find_folder(target))
     openings = [tokenizer.prompt(opening) for opening in effort.openings]
     peer = llama_cpp(gguf) if name == "llama.cpp" else transformers(target)
-    widths = [ours(target, width) for width in WIDTHS]
+    widths = [ours(target, name, bits) for name, bits in WIDTHS.items()]
+    if gguf is not None:
+        widths.append(ours(gguf, f"GGUF {stored_width(gguf)}"))
     everyone = [peer, *widths]
     for one in everyone:
         one.make(openings[:1], 2)  # warms up
