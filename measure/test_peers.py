@@ -32,7 +32,8 @@ def test_a_peer_beside_ours(monkeypatch):
     monkeypatch.setattr(peers, "check_peer", lambda name, gguf: None)
     monkeypatch.setattr(peers, "read_bandwidth", lambda: 1e3)
     monkeypatch.setattr(peers, "transformers", lambda target: peers.Contestant("a peer", slow))
-    monkeypatch.setattr(peers, "ours", lambda target, width: peers.Contestant(width, quick, 100))
+    mine = peers.Contestant
+    monkeypatch.setattr(peers, "ours", lambda target, name, bits: mine(name, quick, 100))
     rows = peers.against("transformers", "tiny", None, QUICK)
     assert list(rows) == [f"tiny, {width}, a peer" for width in ("float32", "INT8", "INT4")]
     for row in rows.values():
@@ -46,7 +47,7 @@ def test_a_peer_beside_ours(monkeypatch):
 
 
 def test_ours_makes_the_tokens_that_are_asked_for():
-    one = peers.ours("tiny", "INT8")
+    one = peers.ours("tiny", "INT8", 8)
     made = one.make([[1, 2, 3], [4, 5, 6]], 5)
     assert len(made.tokens) == 5
     assert 0 < made.first < made.total
