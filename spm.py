@@ -101,3 +101,16 @@ def merge_characters(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
         offer(before[left])
         offer(left)
     return [token for token in tokens if token]
+
+
+def main() -> None:
+    """The demonstration: two texts, merged by a list of five merges."""
+    merges = ["l o", "lo w", "▁ low", "e r", "▁low er"]
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    for text in ("▁low▁lower", "▁slow▁löw"):
+        print(f"{text}: {' | '.join(merge_characters(text, ranks))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -89,10 +89,12 @@ class Container(NamedTuple):
 
 def folder_name(name: str) -> str:
     """A tensor's name in a folder; one that no Llama has stays as it is."""
-    *block, module, kind = name.split(".")
-    if block[:1] == ["blk"] and len(block) == 2:
-        return f"model.layers.{block[1]}.{MODULES.get(module, module)}.{kind}"
-    return f"{MODULES.get(module, module)}.{kind}" if not block else name
+    match name.split("."):
+        case ["blk", i, module, kind]:
+            return f"model.layers.{i}.{MODULES.get(module, module)}.{kind}"
+        case [module, kind]:
+            return f"{MODULES.get(module, module)}.{kind}"
+    return name
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -106,7 +108,7 @@ class GGUFCheckpoint(Checkpoint):
         self.files = {}
         for name, info in self.gguf.tensors.items():
             if name != ROPE_FACTORS:
-                ours = folder_name(name) if name.count(".") else name
+                ours = folder_name(name)
                 self.names[ours] = name
                 self.headers[ours] = Header(list(info.shape), info.type)
                 self.files[ours] = info.file
