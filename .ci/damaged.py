@@ -29,7 +29,8 @@ def damaged(whole: bytes, draw: random.Random, header: int) -> bytes:
     """A few changes, most of them among the first `header` bytes."""
     data = bytearray(whole)
     for _ in range(draw.randrange(1, 5)):
-        at = draw.randrange(header if draw.random() < 0.8 else len(data))
+        most = min(header, len(data)) if draw.random() < 0.8 else len(data)
+        at = draw.randrange(most)
         match draw.randrange(9):
             case 1:
                 del data[at : at + draw.randrange(1, 9)]
@@ -50,7 +51,7 @@ def check(kind: str, file: Path, read: Callable[[], object], header: int, count:
     draw = random.Random(kind)
     num_read = 0
     for i in range(count):
-        file.write_bytes(damaged(whole, draw, min(header, len(whole))))
+        file.write_bytes(damaged(whole, draw, header))
         try:
             read()
             num_read += 1
