@@ -84,6 +84,7 @@ class Container(NamedTuple):
 
     bits: int
     group: int
+    scale: torch.dtype  # float16 where all scales are the file's own, else float32
     zeros: torch.dtype | None  # int16 where all zeros are whole, else float32
 
 
@@ -238,7 +239,7 @@ class BlockLayout(Foreign):
         if how is None:
             return None
         has_zeros = how.zeros is not None
-        matrix = Quantized.empty(N, K, how.bits, how.group, device, torch.float32, has_zeros)
+        matrix = Quantized.empty(N, K, how.bits, how.group, device, how.scale, has_zeros)
         return matrix._replace(zero=matrix.zero.to(how.zeros)) if has_zeros else matrix
 
     def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
@@ -274,8 +275,13 @@ def container(headers: Headers, modules: list[str]) -> Container | None:
     zeros = None
     if any(form.zeros for form in forms):
         zeros = torch.int16 if {*types} == {"Q4_0"} else torch.float32  # Q4_0's are all 8
-    bits = max(form.bits for form in forms)
-    return Container(bits, min(form.group for form in forms), zeros)
+    has_products = any(type.endswith("_K") for type in types)  # of scales
+    return Container(
+        bits=max(form.bits for form in forms),
+        group=min(form.group for form in forms),
+        scale=torch.float32 if has_products else torch.float16,
+        zeros=zeros,
+    )
 
 
 def contained(q: Unpacked, group: int, is_packed: bool) -> Parts:

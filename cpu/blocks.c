@@ -125,6 +125,16 @@ INLINE vec fused(vec a, vec b, vec c) {
 #endif
 }
 INLINE vec load_bf16(const uint16_t *p) { return (vec)(widen_u16(p) << 16); }
+INLINE vec load_f16(const uint16_t *p) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#elif defined __F16C__
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
+#else                                               // a finite one: its exponent is smaller by 112
+    ints bits = widen_u16(p);
+    return (vec)((bits & 0x8000) << 16 | (bits & 0x7FFF) << 13) * 0x1p112f;
+#endif
+}
 INLINE vec load_i8(const int8_t *p) { return number(widen_i8(p)); }
 INLINE float one_f32(float x) { return x; }
 INLINE float one_i8(int8_t x) { return x; }
@@ -145,13 +155,14 @@ INLINE float sum(vec v) {
 
 typedef struct {
     const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
-    const void *scale;                              // bfloat16 or, if `exact`, float32, or none:
-                                                    // [panels, groups, WIDE]
+    const void *scale;                              // [panels, groups, WIDE], or none
     const void *zero;                               // int16 or, if `parted`, float32; as scale
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
-    long N, K, group, kind, exact, parted, inputs;  // group: columns of a scale; inputs: bits of x
+    long N, K, group, kind;                         // group: columns of a scale
+    long scales, parted, inputs;                    // scales: SCALE_…; inputs: bits of x
 } Weight;
+enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 
 // Kinds of numbers: how they are multiplied; steps and bytes of a unit's lane; rows of x beyond
 // which W is made into i16 or f32 first (`unfold`).
@@ -226,7 +237,7 @@ typedef struct {
     long panel, units;                            // bytes to the next panel's; units of the stretch
     const char *scale;                              // the first panel's of the stretch, or none,
     const char *zero;
-    long next, exact, parted;                       // and numbers from there to the next panel's
+    long next, scales, parted;                      // and numbers from there to the next panel's
     const char *x;                                  // the first row's first step of the stretch,
     long row;                                       // and steps from a row to the next
     const Whole *whole;                             // of the first row's stretch, if x is whole,
@@ -257,9 +268,10 @@ INLINE vec total_whole(const Stretch *a, ints s, long t, long at) {
     return fused(number(zero & far), sum, number(s)) * x->scale;
 }
 INLINE vec scales(const Stretch *a, long at) {
+    const uint16_t *half = (const uint16_t *)a->scale + at;
     if (!a->scale) return (vec){0} + 1;
-    return a->exact ? load_f32((const float *)a->scale + at)
-        : load_bf16((const uint16_t *)a->scale + at);
+    if (a->scales == SCALE_F32) return load_f32((const float *)a->scale + at);
+    return a->scales == SCALE_F16 ? load_f16(half) : load_bf16(half);
 }
 
 #define BLOCK(kind, sort, T, P, name)                                                              \

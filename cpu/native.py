@@ -14,8 +14,8 @@ Floating point, in 32, 16 or 8 bits, is multiplied as float32: bfloat16, two col
 upper half of it, FP8 is float16 with a smaller exponent, and NF4's look-up is a permutation of a
 register. INT8 (two columns a unit) and INT4 (eight) are multiplied as whole numbers: x becomes 16
 bits, with a scale for each row and stretch of columns, and the sums are exact. A scale of W is in
-bfloat16 or float32, for each row or group; there may be zeros, and columns in another order, in
-which x is gathered. Inputs of 8 bits are rounded first.
+bfloat16, float16 or float32, for each row or group; there may be zeros, whole or float32, and
+columns in another order, in which x is gathered. Inputs of 8 bits are rounded first.
 
 While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and
 attention, which reads keys and values where they are stored, are one call each; and where all
@@ -68,6 +68,7 @@ FP8 = torch.float8_e4m3fn
 KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8)  # in blocks.c's order
 COLUMNS = {torch.int8: 2, torch.uint8: 8}  # of a unit, which no scale may cut
 PAIRS = {torch.int8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
+SCALES = [torch.bfloat16, torch.float32, torch.float16]  # SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
 FLOAT = ctypes.c_float
@@ -196,7 +197,7 @@ class Weight(ctypes.Structure):
         ("K", LONG),
         ("group", LONG),
         ("kind", LONG),
-        ("exact", LONG),
+        ("scales", LONG),
         ("parted", LONG),
         ("inputs", LONG),
     ]
@@ -207,15 +208,12 @@ class Weight(ctypes.Structure):
         q = as_quantized(linear.weight)
         values = q.values.detach()
         scale = q.scale
-        exact = scale is not None and scale.dtype != torch.bfloat16
-        if exact:
-            scale = scale.float()
         if values.dtype == torch.uint8:
             values = interleave(values)
         if values.dtype == FP8:  # C reads float16 of 2^-8 the number, and no NaN
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
-            scale = (256 * scale).masked_fill_(has_nan, torch.nan)
+            scale = (256 * scale.float()).masked_fill_(has_nan, torch.nan)
         if kind(q) in PAIRS:
             values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
             values = values.view(PAIRS[values.dtype])
@@ -232,7 +230,7 @@ class Weight(ctypes.Structure):
             K=q.columns,
             group=q.group,
             kind=KINDS.index(kind(q)),
-            exact=exact,
+            scales=0 if scale is None else SCALES.index(scale.dtype),
             parted=q.zero is not None and q.zero.dtype == torch.float32,
             inputs=q.input_bits,
         )

@@ -11,9 +11,9 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     long groups = parts(w->K, w->group), g = (p * groups + k / w->group) * WIDE;
     return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit,
                       .panel = units * unit, .units = parts(n, columns),
-                      .scale = w->scale ? w->scale + g * (w->exact ? 4 : 2) : 0,
+                      .scale = w->scale ? w->scale + g * (w->scales == SCALE_F32 ? 4 : 2) : 0,
                       .zero = w->zero ? (const char *)w->zero + g * (w->parted ? 4 : 2) : 0,
-                      .next = groups * WIDE, .exact = w->exact, .parted = w->parted };
+                      .next = groups * WIDE, .scales = w->scales, .parted = w->parted };
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
