@@ -16,7 +16,9 @@ The target's INT4 copy has no cache of its own, and does not read the prompt: it
 target's cache, stores the last token and all drafts but the last there, and truncates them again;
 so it drafts only if all but the text's last token is cached.
 
-Not covered: trees of drafts; drafters that read the target's hidden states (EAGLE).
+A fourth, which reads the target's hidden states, has a page of its own: eagle.py.
+
+Not covered: trees of drafts.
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
 (2304.04487).
 
@@ -26,9 +28,10 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels import send
 from kvcache import Cache
@@ -40,10 +43,19 @@ if TYPE_CHECKING:
     from runner import ScheduledRequest
 
 
+class Observed(NamedTuple):
+    """Tokens of a text that the target has read, from position `start` on."""
+
+    request: Request
+    start: int
+    following: list[int]  # the token after each
+
+
 class Drafter:
     """What a runner calls; in this base class nothing is drafted, and nothing is stored."""
 
     shares_target_cache = False
+    feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs `observe` gets
 
     def open(self, request: Request) -> None:
         """Take a new request."""
@@ -69,6 +81,9 @@ class Drafter:
     def propose(self, round: Round) -> Proposal:
         """Draft as many tokens for each request as the round wants."""
         return round.empty_drafts()
+
+    def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
+        """The target has read these tokens. features: [T, layers, C] of all, end to end."""
 
     def commit(self, request: Request, num_new: int) -> None:
         """The text has grown by `num_new` tokens: forget what is stored of rejected drafts."""

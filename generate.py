@@ -34,9 +34,11 @@ from typing import Any, NamedTuple
 import torch
 
 from batcher import Batcher
+from checkpoint.eagle import is_eagle
 from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
@@ -199,6 +201,7 @@ class Draft(NamedTuple):
     llama: Llama | None  # None: no model
     has_own_cache: bool
     make: Callable[[Cache], Drafter]  # gets its own cache, or the target's
+    num_layers: int = 0  # that it adds to the target's cache
 
 
 def ngram_draft(model: Model) -> Draft:
@@ -235,11 +238,17 @@ DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int
 def load_draft(
     name: str | Path | Model | Draft | None, model: Model, dtype: torch.dtype | None = None
 ) -> Draft | None:
-    """A name of `DRAFTS`, or a model with the target's vocabulary, loaded on its device."""
+    """A name of `DRAFTS`, an EAGLE head for this target, or a model with its vocabulary, loaded on
+    its device."""
     if name is None or isinstance(name, Draft):
         return name
     if name in DRAFTS:
         return DRAFTS[name](model)
+    if not isinstance(name, Model):
+        name = find_model(name)
+        if is_eagle(name):
+            head = EagleHead.load_for(name, model.llama, dtype)
+            return Draft(None, False, lambda cache: EagleDrafter(head, cache), num_layers=1)
     draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
@@ -280,6 +289,7 @@ class Engine:
         kv_bits: str | int = 16,
     ):
         llamas = [model.llama]
+        draft_layers = 0 if draft is None else draft.num_layers
         if draft is not None and draft.has_own_cache:
             llamas.append(draft.llama)
         if not use_cache:
@@ -295,10 +305,10 @@ class Engine:
                     "kv_memory is for the paged cache: a contiguous one has max_batch rows of "
                     "max_len"
                 )
-            self.caches = contiguous_caches(llamas, max_len, max_batch, kv_bits)
+            self.caches = contiguous_caches(llamas, max_len, max_batch, kv_bits, draft_layers)
         elif kv == "paged":
             self.caches = paged_caches(
-                llamas, tokens, max_len, max_batch, kv_memory, prefix_cache, kv_bits
+                llamas, tokens, max_len, max_batch, kv_memory, prefix_cache, kv_bits, draft_layers
             )
         else:
             raise UserError(f"kv is {kv!r}: it must be paged or contiguous")
@@ -367,12 +377,13 @@ class Engine:
         return result
 
 
-def block_bytes(llamas: Sequence[Llama], kv_bits: str | int) -> int:
+def block_bytes(llamas: Sequence[Llama], kv_bits: str | int, draft_layers: int) -> int:
     """Bytes of a block in the caches of all these models together."""
     total = 0
     for llama in llamas:
         c = llama.config
-        shape = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim, BLOCK_SIZE)
+        num_layers = c.num_hidden_layers + draft_layers
+        shape = (num_layers, c.num_key_value_heads, c.head_dim, BLOCK_SIZE)
         total += kv_bytes(*shape, llama.dtype, widths(kv_bits))
     return total
 
@@ -388,17 +399,22 @@ def check_free(num_bytes: float, device: torch.device) -> None:
 
 
 def contiguous_caches(
-    llamas: Sequence[Llama], max_len: int, max_batch: int, kv_bits: str | int
+    llamas: Sequence[Llama],
+    max_len: int,
+    max_batch: int,
+    kv_bits: str | int,
+    draft_layers: int,
 ) -> list[Cache]:
     """Rows of max_len for each model."""
     blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # only to count bytes: a row is not cut
-    check_free(blocks * block_bytes(llamas, kv_bits), llamas[0].device)
+    check_free(blocks * block_bytes(llamas, kv_bits, draft_layers), llamas[0].device)
     caches = []
     for llama in llamas:
         longest = min(
             max_len, llama.config.max_position_embeddings
         )  # a draft may have a shorter one
-        caches.append(KVCache.of(llama, longest, max_batch, bits=widths(kv_bits)))
+        bits = widths(kv_bits)
+        caches.append(KVCache.of(llama, longest, max_batch, None, bits, draft_layers))
     return caches
 
 
@@ -410,10 +426,11 @@ def paged_caches(
     kv_memory: float | None,
     prefix_cache: bool,
     kv_bits: str | int,
+    draft_layers: int,
 ) -> list[Cache]:
     """As many blocks for each model as memory holds or, without kv_memory, as `tokens` need."""
     device = llamas[0].device
-    size = block_bytes(llamas, kv_bits)
+    size = block_bytes(llamas, kv_bits, draft_layers)
     if kv_memory is None:
         needed = math.ceil(tokens / BLOCK_SIZE) + max_batch  # a text's last block is part-filled
         blocks = min(needed, blocks_that_fit(0.8, size, device))
@@ -422,9 +439,11 @@ def paged_caches(
             check_free(kv_memory, device)
         blocks = blocks_that_fit(kv_memory, size, device)
     bits = widths(kv_bits)
-    return [
-        PagedCache.of(llama, blocks, BLOCK_SIZE, max_len, prefix_cache, bits) for llama in llamas
-    ]
+    caches = []
+    for llama in llamas:
+        shape = (blocks, BLOCK_SIZE, max_len, prefix_cache, bits)
+        caches.append(PagedCache.of(llama, *shape, draft_layers=draft_layers))
+    return caches
 
 
 # ---- For Python callers --------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from sampling import Setting, check_finite, check_tokens
 if TYPE_CHECKING:
     from checkpoint.config import Config
     from kvcache import AttentionMetadata, Cache
-    from model import Llama
+    from model import Features, Llama
     from speculative import Proposal, Round
 
 # Triton exists for Linux only, and its import is slow: only for a GPU, for its interpreter, or if a
@@ -265,9 +265,10 @@ class Ops:
         tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
+        features: Features | None = None,
     ) -> Tensor:
-        """A forward pass -> logits [R, V]."""
-        return llama.forward(tokens, metadata, logits_indices)
+        """A forward pass -> logits [R, V]. features: to be filled."""
+        return llama.forward(tokens, metadata, logits_indices, features)
 
     def draft(
         self,

@@ -396,6 +396,14 @@ class Cache:
             slices.append(SequenceSlice(sequence.block_table, start, start + len(tokens)))
         return AttentionMetadata(slices, self.block_size, self).to(self.device)
 
+    def stored(self, spans: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
+        """Of each (seq, start, stop) its tokens [start, stop), which have their memory: for a layer
+        that reads them after the others (eagle.py)."""
+        slices = []
+        for seq, start, stop in spans:
+            slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
+        return AttentionMetadata(slices, self.block_size, self).to(self.device)
+
     def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
         """Give each sequence the blocks that its new tokens need; a contiguous one has its own."""
 
@@ -461,11 +469,13 @@ class KVCache(Cache):
         sequences: int = 1,
         dtype: torch.dtype | None = None,
         bits: Bits = (16, 16),
+        draft_layers: int = 0,
     ) -> KVCache:
-        """A cache of this model's shape. max_len None: the model's own limit."""
+        """A cache of this model's shape. max_len None: the model's own limit. draft_layers: more
+        layers, of a draft that shares this cache (eagle.py)."""
         c = llama.config
         return cls(
-            c.num_hidden_layers,
+            c.num_hidden_layers + draft_layers,
             c.num_key_value_heads,
             c.head_dim,
             c.max_position_embeddings if max_len is None else max_len,

@@ -33,7 +33,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ if TYPE_CHECKING:
     from checkpoint.config import Config
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D] each
+
+
+class Features(NamedTuple):
+    """What a pass hands out where it is asked to: x at the input of some layers (eagle.py)."""
+
+    layers: tuple[int, ...]
+    values: Tensor  # [T, len(layers), C], to be filled
 
 
 @dataclass
@@ -87,7 +94,7 @@ class Llama:
         self.vocab_rows = shard.vocab_size
         self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
-        self.embed = self._linear("embed", self.vocab_rows, C)
+        self.embed = self._embedding()
         self.layers = [self._layer(i) for i in range(config.num_hidden_layers)]
         self.norm = self._empty(C)
         self.head = self.embed
@@ -107,27 +114,42 @@ class Llama:
         tokens: Tensor,
         metadata: AttentionMetadata | None = None,
         logits_indices: Tensor | slice | None = None,
+        features: Features | None = None,
     ) -> Tensor:
-        """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all)."""
+        """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all).
+
+        features: to be filled, too.
+        """
         if metadata is None:
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
         # A backend may do the whole pass at once; the plain one calls `forward`, below.
-        return self.ops.forward(self, tokens, metadata, logits_indices)
+        return self.ops.forward(self, tokens, metadata, logits_indices, features)
 
     def forward(
-        self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | slice | None
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | slice | None,
+        features: Features | None = None,
     ) -> Tensor:
         """The plain loop over the layers."""
         rope = self.rope(metadata.positions)
         x = self.ops.embed(tokens, self.embed, self.dtype)  # [T, C]
         mlp_out = None
         for i, layer in enumerate(self.layers):
+            if features is not None and i in features.layers:
+                features.values[:, features.layers.index(i)] = x if i == 0 else x + mlp_out
             x, mlp_out = self.decoder_layer(layer, x, mlp_out, rope, metadata, i)
         if logits_indices is not None:
             x = x[logits_indices]  # [R, C]
             mlp_out = mlp_out[logits_indices]
         _, normed = self.ops.add_norm(x, mlp_out, self.norm, self.config.rms_norm_eps)
         return self.ops.linear(normed, self.head)
+
+    def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
+        """To be filled by a pass over T tokens."""
+        shape = T, len(layers), self.config.hidden_size
+        return Features(layers, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def rope(self, positions: Tensor) -> Rope:
         """cos and sin for `Ops.rotate`: int[T] -> [T, 1, D] each, the first half of sin negated."""
@@ -171,6 +193,9 @@ class Llama:
             weight = self._empty(N, K, dtype=self.weight_dtype)
         return Linear(weight, self._empty(N) if bias else None)
 
+    def _embedding(self) -> Linear:
+        return self._linear("embed", self.vocab_rows, self.config.hidden_size)
+
     def _layer(self, i: int) -> Layer:
         c = self.config
         C = c.hidden_size
@@ -192,29 +217,32 @@ class Llama:
         for name, tensor in self.named_tensors().items():
             if name.endswith("norm.weight"):
                 tensor.fill_(1)
-            else:
+            elif tensor.is_floating_point():
                 tensor.normal_(0, 0.02, generator=generator)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The tensors before `pack_weights`, by their names in a checkpoint: views, to be
         filled."""
-        c = self.config
-        kv = c.kv_size
-        F = c.intermediate_size
         tensors = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
         tensors["model.norm.weight"] = self.norm
         for i, layer in enumerate(self.layers):
-            name = f"model.layers.{i}."
-            qkv = {"q_proj": c.query_size, "k_proj": kv, "v_proj": kv}
-            gate_up = {"gate_proj": F, "up_proj": F}
-            tensors[name + "input_layernorm.weight"] = layer.input_norm
-            tensors[name + "post_attention_layernorm.weight"] = layer.post_norm
-            tensors |= named_parts(layer.qkv, qkv, name + "self_attn.")
-            tensors |= named_parts(layer.o, {"o_proj": c.hidden_size}, name + "self_attn.")
-            tensors |= named_parts(layer.gate_up, gate_up, name + "mlp.")
-            tensors |= named_parts(layer.down, {"down_proj": c.hidden_size}, name + "mlp.")
-        if not c.tie_word_embeddings:
+            tensors |= self._layer_tensors(layer, f"model.layers.{i}.")
+        if not self.config.tie_word_embeddings:
             tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
+        return tensors
+
+    def _layer_tensors(self, layer: Layer, name: str) -> dict[str, Tensor]:
+        c = self.config
+        C = c.hidden_size
+        F = c.intermediate_size
+        qkv = {"q_proj": c.query_size, "k_proj": c.kv_size, "v_proj": c.kv_size}
+        gate_up = {"gate_proj": F, "up_proj": F}
+        tensors = {name + "input_layernorm.weight": layer.input_norm}
+        tensors[name + "post_attention_layernorm.weight"] = layer.post_norm
+        tensors |= named_parts(layer.qkv, qkv, name + "self_attn.")
+        tensors |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
+        tensors |= named_parts(layer.gate_up, gate_up, name + "mlp.")
+        tensors |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")
         return tensors
 
     def pack_weights(self) -> Llama:
@@ -222,14 +250,17 @@ class Llama:
 
         `named_tensors` and `parameters` have no use after that.
         """
-        for layer in self.layers:
-            for role in ("qkv", "o", "gate_up", "down"):
-                packed = self.ops.pack_weight(getattr(layer, role), self.dtype, role)
-                setattr(layer, role, packed)
+        self._pack_layers()
         is_tied = self.head is self.embed
         self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
         self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype, "head")
         return self
+
+    def _pack_layers(self) -> None:
+        for layer in self.layers:
+            for role in ("qkv", "o", "gate_up", "down"):
+                packed = self.ops.pack_weight(getattr(layer, role), self.dtype, role)
+                setattr(layer, role, packed)
 
     def parameters(self) -> list[Tensor]:
         """All tensors of a plain model, each once: what training changes."""

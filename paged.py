@@ -140,7 +140,9 @@ class PagedCache(Cache):
         prefix_caching: bool = True,
         bits: Bits = (16, 16),
         ops: Ops | None = None,
+        lookahead: int = 0,
     ):
+        """lookahead 1: a layer's keys and values depend on the next token, too (eagle.py)."""
         if num_blocks < 1 or block_size < 1:
             raise UserError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
         longest = num_blocks * block_size
@@ -150,6 +152,7 @@ class PagedCache(Cache):
             layers, num_blocks, block_size, kv_heads, head_dim, longest, dtype, device, bits, ops
         )
         self.prefix_caching = prefix_caching
+        self.lookahead = lookahead
         self.pool = BlockPool(num_blocks)
         self._next_seq = count(1)
 
@@ -163,13 +166,14 @@ class PagedCache(Cache):
         prefix_caching: bool = True,
         bits: Bits = (16, 16),
         dtype: torch.dtype | None = None,
+        draft_layers: int = 0,
     ) -> PagedCache:
         """A cache of this model's shape. max_len: at most the model's own limit, which is the
-        default."""
+        default. draft_layers: more layers, of a draft that shares this cache (eagle.py)."""
         c = llama.config
         longest = c.max_position_embeddings
         return cls(
-            c.num_hidden_layers,
+            c.num_hidden_layers + draft_layers,
             c.num_key_value_heads,
             c.head_dim,
             num_blocks,
@@ -180,12 +184,18 @@ class PagedCache(Cache):
             prefix_caching,
             bits,
             llama.ops,
+            lookahead=1 if draft_layers else 0,
         )
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
         """What a full block is found by. (A method: a test puts keys in its place whose Python
         hashes collide.)"""
         return parent, tuple(tokens)
+
+    def _block_tokens(self, tokens: Sequence[int], i: int) -> Sequence[int]:
+        """All tokens that the keys and values of block i depend on, beside earlier blocks'."""
+        S = self.block_size
+        return tokens[i * S : (i + 1) * S + self.lookahead]
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that so many tokens fill."""
@@ -206,15 +216,16 @@ class PagedCache(Cache):
     def _find_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         """Share the cached blocks that `tokens` begin with."""
         parent = 0
-        num_full = (len(tokens) - 1) // self.block_size  # the last token is always computed
+        # The last token is always computed (and with a lookahead the one before it).
+        num_full = (len(tokens) - 1 - self.lookahead) // self.block_size
         for i in range(num_full):
-            block_tokens = tokens[i * self.block_size : (i + 1) * self.block_size]
-            block = self.pool.cached.get(self.block_key(parent, block_tokens))
+            key = self.block_key(parent, self._block_tokens(tokens, i))
+            block = self.pool.cached.get(key)
             if block is None:
                 return
             self.pool.share(block)
             parent = self.pool.hash_of[block]
-            sequence.tokens += block_tokens
+            sequence.tokens += tokens[i * self.block_size : (i + 1) * self.block_size]
             sequence.block_table.append(block)
             sequence.block_hashes.append(parent)
 
@@ -254,11 +265,11 @@ class PagedCache(Cache):
     def _cache_full_blocks(self, sequence: CachedSequence) -> None:
         if not self.prefix_caching:
             return
-        S = self.block_size
         num_done = len(sequence.block_hashes)
-        for i in range(num_done, len(sequence.tokens) // S):
+        num_full = (len(sequence.tokens) - self.lookahead) // self.block_size
+        for i in range(num_done, num_full):
             parent = sequence.block_hashes[-1] if sequence.block_hashes else 0
-            key = self.block_key(parent, sequence.tokens[i * S : (i + 1) * S])
+            key = self.block_key(parent, self._block_tokens(sequence.tokens, i))
             block_hash = self.pool.cache_block(sequence.block_table[i], key)
             sequence.block_hashes.append(block_hash)
 

@@ -164,6 +164,7 @@ class Toy:
         tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None = None,
+        features: None = None,
     ) -> Tensor:
         """The logits after each token, or after those of these indices: int64[T] -> [R, V]."""
         positions = metadata.positions.double()

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters import Drafter
+from drafters import Drafter, Observed
 from gamma import AutoGamma
 from kernels import send
 from kvcache import Cache, CacheFull
-from model import Llama
+from model import Features, Llama
 from request import Request, RoundStats, Speculation
 from sampling import Keyed, check_tokens
 from speculative import Coin, Round, couple, verify
@@ -198,7 +198,13 @@ class ModelRunner:
         for item in scheduled:
             if item.num_catch_up:
                 self.drafter.read(item.request, item.num_catch_up)
-        round_tokens = self._run(scheduled, rounds)
+        features = None
+        if self.drafter.feature_layers:
+            num_tokens = sum(item.num_new_tokens for item in scheduled)
+            features = self.target.empty_features(self.drafter.feature_layers, num_tokens)
+        round_tokens = self._run(scheduled, rounds, features)
+        if features is not None:
+            self._observe(scheduled, round_tokens, features)
         seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
             (seconds,) = self.target.ops.agree([seconds])  # the first process's
@@ -214,16 +220,19 @@ class ModelRunner:
         return new_tokens
 
     def _run(
-        self, scheduled: Sequence[ScheduledRequest], rounds: Sequence[ScheduledRequest]
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        rounds: Sequence[ScheduledRequest],
+        features: Features | None,
     ) -> list[list[int]]:
-        """-> what each round made: the accepted drafts, and a token."""
+        """-> what each round made: the accepted drafts, and a token. features: to be filled."""
         counts = self._multi_step_counts(scheduled)
         if counts:
             return self._decode_multi_step(rounds, counts)
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
-        p = self._target_probabilities(scheduled, drafted, round)  # [B, k+1, V]
+        p = self._target_probabilities(scheduled, drafted, round, features)  # [B, k+1, V]
         if not rounds:
             return []
         if not any(num_drafts):
@@ -256,8 +265,36 @@ class ModelRunner:
             self.target.ops,
         )
 
+    def _observe(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        round_tokens: Sequence[list[int]],
+        features: Features,
+    ) -> None:
+        """Show the drafter what the pass computed of the tokens that stay in the texts."""
+        made = iter(round_tokens)
+        observed = []
+        rows: list[int] = []  # of these tokens in the pass
+        first_row = 0
+        for item in scheduled:
+            new = next(made) if item.samples else []
+            start = self.cache.length(item.request.seq) - item.num_new_tokens
+            count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
+            text = item.request.tokens + new
+            observed.append(Observed(item.request, start, text[start + 1 : start + count + 1]))
+            rows += range(first_row, first_row + count)
+            first_row += item.num_new_tokens
+        values = features.values
+        if len(rows) < len(values):
+            values = values[send(rows, self.target.device)]
+        self.drafter.observe(observed, values)
+
     def _target_probabilities(
-        self, scheduled: Sequence[ScheduledRequest], drafted: Tensor, round: Round
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        drafted: Tensor,
+        round: Round,
+        features: Features | None,
     ) -> Tensor:
         """The target's distribution after the pending tokens and after each draft.
 
@@ -304,7 +341,7 @@ class ModelRunner:
         wanted = None  # all
         if len(logits_indices) < len(input_ids):
             wanted = send(logits_indices, device)
-        logits = self.target(tokens, self.cache.extend(to_store), wanted)
+        logits = self.target(tokens, self.cache.extend(to_store), wanted, features)
         if not logits_indices:  # chunks only
             return logits
         probs = round.probabilities(logits, rows)  # [R, V]

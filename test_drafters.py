@@ -360,7 +360,7 @@ def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
     num_calls = 0
 
     class Breaks(Toy):
-        def __call__(self, tokens, metadata, logits_indices=None):
+        def __call__(self, tokens, metadata, logits_indices=None, features=None):
             nonlocal num_calls
             num_calls += 1
             if num_calls == 2:

@@ -247,6 +247,15 @@ def logits_of(llama: Llama, text: list[int]) -> torch.Tensor:
     return llama.forward(torch.tensor(text), metadata, None)
 
 
+def features_of(llama: Llama, text: list[int]) -> torch.Tensor:
+    """What comes into layers 1 and 0: [T, 2, C], each by the layers before it alone."""
+    metadata = AttentionMetadata.without_cache(1, len(text))
+    embedded = llama.ops.embed(torch.tensor(text), llama.embed, llama.dtype)
+    rope = llama.rope(metadata.positions)
+    x, mlp_out = llama.decoder_layer(llama.layers[0], embedded, None, rope, metadata, 0)
+    return torch.stack((x + mlp_out, embedded), 1)
+
+
 def one_by_one(
     logits_of: Callable[[list[int]], torch.Tensor], request: Request, num_drafts: int, coupled: bool
 ) -> tuple[list[int], torch.Tensor]:
@@ -586,10 +595,15 @@ class Contract:
         for model, counts, indices in PASSES:
             new = [torch.randint(261, (n,), generator=generator).tolist() for n in counts]
             metadata = cache.extend([*zip(seqs[model], new)])
-            logits = models[model](torch.tensor(sum(new, [])), metadata, indices)
+            features = models[model].empty_features((1, 0), sum(counts))
+            logits = models[model](torch.tensor(sum(new, [])), metadata, indices, features)
             texts[model] = [text + piece for text, piece in zip(texts[model], new)]
             wanted = torch.cat([exact[model](text)[-n:] for text, n in zip(texts[model], counts)])
             compared.append((logits, wanted if indices is None else wanted[indices]))
+            wanted = []
+            for text, n in zip(texts[model], counts):
+                wanted.append(features_of(exact[model].args[0], text)[len(text) - n :])
+            compared.append((features.values, torch.cat(wanted)))
         for llama, reference, (text, *_) in zip(models, exact, texts):  # and without the cache
             logits = llama(torch.tensor(text), logits_indices=slice(-2, None))
             compared.append((logits, reference(text)[-2:]))

@@ -35,6 +35,7 @@ from kvcache import kv_bytes
 from model import Llama
 from parallel import num_processes, shard_config, shard_tensor, stop_flag, traffic
 from request import OutputStream, Settings
+from test_eagle import random_head, write_head
 
 WIDE = dict(hidden_size=32, intermediate_size=256, head_dim=64, num_key_value_heads=4)
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -95,7 +96,9 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     biased = dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
+    head = random_head(Llama(Config(**SMALL)), seed=3)
     return {
+        "eagle": write_head(folder / "eagle", head),
         "tied": write_model(folder / "tied"),
         "draft": write_model(folder / "draft", seed=0, num_hidden_layers=1),
         "biased": write_model(folder / "biased", seed=1, **biased),
@@ -153,6 +156,16 @@ def test_texts_are_those_of_one_process(everywhere, models, data):
     alone = [tokens for tokens, _, _ in texts_of(*arguments)]
     for texts in everywhere(n, texts_of, *arguments):
         assert [tokens for tokens, _, _ in texts] == alone
+
+
+def test_a_head_drafts_in_every_process(everywhere, models):
+    """With the target's key/value heads shared, and with replicas."""
+    chosen = dict(temperature=1.0, max_tokens=12, gamma=2)
+    asked = [dict(prompt="abc" * i, seed=i, **chosen) for i in (5, 1)]
+    arguments = models["tied"], 16, models["eagle"], False, dict(kv_bits=8), asked
+    alone = texts_of(*arguments)
+    for n in (2, 4):
+        assert everywhere(n, texts_of, *arguments) == [alone] * n
 
 
 def test_preempted_requests_have_the_same_texts(everywhere, models):

@@ -36,7 +36,7 @@ class Scripted:
         self.script = script
         self.calls: list[list[tuple[int, int]]] = []
 
-    def __call__(self, tokens: Tensor, metadata, logits_indices=None) -> Tensor:
+    def __call__(self, tokens: Tensor, metadata, logits_indices=None, features=None) -> Tensor:
         zeros = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
         self.ops.store_and_attend(zeros, zeros, zeros, metadata, 0)
         positions = metadata.positions.tolist()
@@ -308,7 +308,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
             dtype = llama.dtype
             ops = Ops()
 
-            def __call__(self, tokens, metadata, logits_indices=None):
+            def __call__(self, tokens, metadata, logits_indices=None, features=None):
                 nonlocal num_calls
                 num_calls += 1
                 if not is_broken or num_calls != fails:
@@ -431,7 +431,7 @@ class Greedy:
 class Large(Scripted):
     """With a large vocabulary."""
 
-    def __call__(self, tokens: Tensor, metadata, logits_indices=None) -> Tensor:
+    def __call__(self, tokens: Tensor, metadata, logits_indices=None, features=None) -> Tensor:
         logits = super().__call__(tokens, metadata, logits_indices)
         return torch.nn.functional.pad(logits, (0, 128_000 - 10), value=-torch.inf).float()
 

@@ -308,11 +308,11 @@ def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
 
     right = ModelRunner._target_probabilities
 
-    def keeps(self, scheduled, drafted, round):
+    def keeps(self, scheduled, drafted, round, features):
         """The copy's own value of the last token, instead of the target's."""
         stored = self.cache.values.parts[0]  # [L, N, S, G, D]: block `seq`
         before = stored.clone()
-        probs = right(self, scheduled, drafted, round)
+        probs = right(self, scheduled, drafted, round, features)
         for item in scheduled:
             if item.num_drafts:
                 block = item.request.seq

@@ -12,7 +12,11 @@ ALIASES = {
     "8B": "meta-llama/Llama-3.1-8B-Instruct",
     "70B": "meta-llama/Llama-3.3-70B-Instruct",
 }
-EMBEDDED = {"tiny": "models/tiny", "tiny-draft": "models/tiny-draft"}  # in the repository
+EMBEDDED = {  # in the repository
+    "tiny": "models/tiny",
+    "tiny-draft": "models/tiny-draft",
+    "tiny-eagle": "models/tiny-eagle",
+}
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 UNWANTED = ["original/*.json", "*/*.safetensors"]  # Meta's own layout, adapters
 PART = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # a file of a split, but the first

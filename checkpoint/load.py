@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import Config
+from checkpoint.eagle import EagleCheckpoint, EagleConfig
 from checkpoint.formats import Foreign, Quantization, header_of
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
@@ -28,6 +29,7 @@ from kernels import find_device, free_memory, ops_for
 from quant import DEFAULT_GROUP, Kind, quantize
 
 if TYPE_CHECKING:
+    from eagle import EagleHead
     from model import Llama
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -72,6 +74,27 @@ def load_llama(
     model = cls(config, device, dtype, None, ops, weight_dtype)
     fill_model(model, numbers)  # numbers: one tensor after the other
     return model.requires_grad_() if trainable else model.pack_weights()
+
+
+def load_eagle(
+    cls: type[EagleHead], folder: Path, target: Llama, dtype: torch.dtype | None = None
+) -> EagleHead:
+    """The EAGLE head in a folder, for this target, on its device. UserError: what to change."""
+    checkpoint = EagleCheckpoint(folder)
+    config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
+    device = target.device
+    ops = ops_for(device)
+    dtype = dtype or target.dtype
+    weight_dtype = ops.weight_dtype(checkpoint.dtypes, dtype)
+    empty = cls(config, target, "meta", dtype, None, ops, weight_dtype)
+    config.check_target(target.config, empty.config)
+    tensors = cls(config, target, "meta", seed=None).named_tensors()  # of the whole head
+    checkpoint.check({name: header_of(tensor) for name, tensor in tensors.items()})
+    check_fits_in_memory(folder, empty.named_tensors().values(), device)
+    head = cls(config, target, device, dtype, None, ops, weight_dtype)
+    fill_model(head, ((name, checkpoint.read(name)) for name in tensors))
+    config.check_tokens(head.tokens)
+    return head.pack_weights()
 
 
 def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:

@@ -35,7 +35,7 @@ from sampling import SETTINGS, Keyed, Setting, check_settings, check_tokens
 
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Llama
+    from model import Features, Llama
     from speculative import Proposal, Round
 
 FEW = 16  # new tokens of a sequence that `attend_together` pads
@@ -143,13 +143,14 @@ class CPU(Ops):
         tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
+        features: Features | None = None,
     ) -> Tensor:
         model = self.native_model(llama)
         if model is None or len(tokens) > ONE_CALL or not attends_in_c(metadata):
-            return super().forward(llama, tokens, metadata, logits_indices)
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         x = llama.embed.rows(tokens)  # [T, C]
         cos, sin = llama.rope(metadata.positions)
-        x = model.run_layers(x, cos, sin, metadata)
+        x = model.run_layers(x, cos, sin, metadata, features)
         if logits_indices is not None:
             x = x[logits_indices]
         return native.product(x, llama.head)

@@ -299,13 +299,19 @@ typedef struct {
 // x: [T, C], overwritten -> out: [T, C].
 // room: T times twice C, the widest product (q, k, v together; gate, up together) and what is
 // multiplied by the widest of the others.
+// features: [T, wanted, C], x as it comes into these layers.
 void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin,
-            const Step *step, long T) {
+            const Step *step, long T, const long *feature_layers, long wanted, float *features) {
     const Layer *l = m->layers;
     long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
     for (long i = 0; i < m->L; i++, l++) {
         add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
+        for (long f = 0; f < wanted; f++) {
+            if (feature_layers[f] != i) continue;
+            for (long t = 0; t < T; t++)
+                memcpy(features + (t * wanted + f) * C, x + t * C, C * sizeof *x);
+        }
         product(y, l->qkv, a, T);
         attend(a, cos, sin, b, step, i, T, m->H, m->G, m->D);
         product(b, l->o, delta, T);
@@ -403,7 +409,7 @@ void drafts(const Model *m, float *x, float *room, const float *cos, const float
     float *out = room, *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
-        layers(m, x, out, logits + m->head->N, cos, sin, &now, T);
+        layers(m, x, out, logits + m->head->N, cos, sin, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
         soften(logits, p, V, t);

@@ -59,7 +59,7 @@ from sampling import NOT_FINITE
 
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Layer, Llama
+    from model import Features, Layer, Llama
 
 SOURCES = ("blocks.c", "products.c", "native.c")
 WIDE = 16  # rows of W in a panel
@@ -136,7 +136,7 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]
     lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
-    lib.layers.argtypes = [POINTER] * 7 + [LONG]
+    lib.layers.argtypes = [POINTER] * 7 + [LONG, POINTER, LONG, POINTER]
     lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
@@ -521,12 +521,20 @@ class NativeModel(ctypes.Structure):
         return native_model
 
     def run_layers(
-        self, x: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        metadata: AttentionMetadata,
+        features: Features | None,
     ) -> Tensor:
-        """The rows that the head multiplies. x: [T, C]; it is overwritten. cos, sin: [T, 1, D]."""
+        """The rows that the head multiplies. x: [T, C]; it is overwritten. cos, sin: [T, 1, D].
+        features: to be filled: contiguous."""
         T = len(x)
         out = torch.empty_like(x)
         scratch = torch.empty(T * self.scratch_of_token)
+        wanted = features.layers if features else ()
+        feature_layers = (LONG * len(wanted))(*wanted)
         library().layers(
             ctypes.addressof(self),
             x.data_ptr(),
@@ -536,6 +544,9 @@ class NativeModel(ctypes.Structure):
             sin.data_ptr(),
             step_address(metadata),
             T,
+            ctypes.addressof(feature_layers),
+            len(wanted),
+            address(features.values) if features else None,
         )
         return out
 

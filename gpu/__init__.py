@@ -32,7 +32,7 @@ if find_spec("triton"):
 
 if TYPE_CHECKING:
     from kvcache import Cache
-    from model import Llama
+    from model import Features, Llama
     from speculative import Proposal, Round
 
 
@@ -194,11 +194,12 @@ class GPU(Ops):
         tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
+        features: Features | None = None,
     ) -> Tensor:
         if not self.records or not is_readable(metadata.cache):
-            return super().forward(llama, tokens, metadata, logits_indices)
+            return super().forward(llama, tokens, metadata, logits_indices, features)
         passes = recordings(graphs.Passes, llama, metadata.cache)
-        return passes(tokens, metadata, logits_indices)
+        return passes(tokens, metadata, logits_indices, features)
 
     def draft(
         self,

@@ -43,7 +43,7 @@ from sampling import SETTINGS
 
 if TYPE_CHECKING:
     from kvcache import Cache
-    from model import Llama
+    from model import Features, Llama
     from speculative import Proposal, Round
 
 MOST_TOKENS = 17  # of a sequence in a recorded step: 16 drafts and 1
@@ -159,6 +159,7 @@ def next_steps(metadata: AttentionMetadata, counts: Tensor, n: int) -> Iterator[
 class RecordedPass(NamedTuple):
     tokens: Tensor  # int64[T]
     metadata: AttentionMetadata
+    features: Features | None
     run: Recorded
 
 
@@ -167,7 +168,7 @@ class Passes:
 
     def __init__(self, llama: Llama):
         self.llama = llama
-        self.passes: dict[Bucket, RecordedPass] = {}
+        self.passes: dict[Any, RecordedPass] = {}
         self.logits: dict[int, Tensor] = {}  # [T, V] for each T
 
     def __call__(
@@ -175,6 +176,7 @@ class Passes:
         tokens: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor | slice | None,
+        features: Features | None = None,
     ) -> Tensor:
         """`Ops.forward`, recorded where all logits are wanted of a step of a few tokens each."""
         T = len(tokens)
@@ -182,17 +184,21 @@ class Passes:
         each = max(metadata.num_new_tokens)
         mostly_padding = each * B > 2 * T
         if logits_indices is not None or each > MOST_TOKENS or mostly_padding:
-            return self.llama.forward(tokens, metadata, logits_indices)
+            return self.llama.forward(tokens, metadata, logits_indices, features)
         bucket = bucket_of(metadata, B, each)
-        if bucket not in self.passes:
-            self.passes[bucket] = self._prepare(metadata.cache, bucket)
-        recorded = self.passes[bucket]
+        wanted = features.layers if features else ()
+        key = bucket, wanted
+        if key not in self.passes:
+            self.passes[key] = self._prepare(metadata.cache, bucket, wanted)
+        recorded = self.passes[key]
         recorded.tokens[:T] = tokens
         recorded.metadata.fill(metadata.sequences)
         recorded.run()
+        if features:
+            features.values.copy_(recorded.features.values[:T])
         return self.logits[len(recorded.tokens)][:T].clone()
 
-    def _prepare(self, cache: Cache, bucket: Bucket) -> RecordedPass:
+    def _prepare(self, cache: Cache, bucket: Bucket, wanted: tuple[int, ...]) -> RecordedPass:
         llama = self.llama
         T = bucket.sequences * bucket.each
         if T not in self.logits:
@@ -201,11 +207,12 @@ class Passes:
         logits = self.logits[T]
         tokens = torch.zeros(T, dtype=torch.int64, device=llama.device)
         metadata = empty_metadata(cache, bucket)
+        features = llama.empty_features(wanted, T) if wanted else None
 
         def run() -> None:  # without `self`, which holds it
-            logits.copy_(llama.forward(tokens, metadata, None))
+            logits.copy_(llama.forward(tokens, metadata, None, features))
 
-        return RecordedPass(tokens, metadata, Recorded(run))
+        return RecordedPass(tokens, metadata, features, Recorded(run))
 
 
 # ---- Drafts --------------------------------------------------------------------------------------

@@ -44,7 +44,11 @@ class BlankModel:
     ops = Ops()
 
     def __call__(
-        self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Tensor | None = None
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Tensor | None = None,
+        features: None = None,
     ) -> Tensor:
         wanted = tokens if logits_indices is None else logits_indices
         return torch.zeros(len(wanted), 2)

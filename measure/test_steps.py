@@ -23,9 +23,9 @@ def test_a_step_has_the_rows_that_it_says(monkeypatch):
     seen = []
     forward = type(llama.ops).forward
 
-    def observed(self, llama, tokens, metadata, logits_indices):
+    def observed(self, llama, tokens, metadata, logits_indices, features):
         seen.append((len(tokens), metadata.sequences[0].seq_len, logits_indices))
-        return forward(self, llama, tokens, metadata, logits_indices)
+        return forward(self, llama, tokens, metadata, logits_indices, features)
 
     monkeypatch.setattr(type(llama.ops), "forward", observed)
     assert all(seconds > 0 for seconds in steps.step_times(llama, 9, 5, repeats=2))

@@ -193,11 +193,15 @@ class Training:
             return divergence(p_logits, q_logits)
         return 1 - acceptance(p_logits, q_logits).mean()
 
+    def batch(self) -> Tensor:
+        """The texts of the next step: int64[B, N + 1]."""
+        recipe = self.recipe
+        return self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
+
     def step(self) -> float:
         """One training step -> its loss."""
         recipe = self.recipe
-        crops = self.corpus(self.steps).crops(recipe.batch, recipe.length, self.steps)
-        loss = self.loss(crops.to(self.student.device))
+        loss = self.loss(self.batch().to(self.student.device))
         loss.backward()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -1,0 +1,264 @@
+"""EAGLE-3: a head that drafts from the target's own hidden states.
+
+A draft model reads the text anew. But the target has read it already, and its residual stream holds
+what it found. A head is one layer that reads this stream and the last token:
+
+    f_i = fc([h_low, h_mid, h_high])               token i's features: x at the input of 3 layers
+    a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of attention is twice as wide
+    y_i = f_i + o(attend(qkv(a)))_i
+    z_i = y_i + down(swiglu(norm(y_i)))
+    the logits of token i + 2 = head(norm(z_i))    [Vd], of the commonest tokens alone
+
+So row i pairs the features of token i with the token after it. The newest row's z gives the first
+draft. The next row has no features yet: it takes z_i in their place, with the token just drafted,
+and so on, in a chain.
+
+    after each pass of the target     a row for each token that stays in the text
+    to draft k tokens                 k − 1 rows more, of a fed-back z, which are forgotten again
+
+The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
+token i. So shared prefixes, forks, preemption and bits of the cache need nothing more, but that a
+row depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary
+has the probability 0 in q; verification is exact for any q.
+
+Invariant: between steps each stored token of a text has its row, made of true features.
+Not covered: trees of drafts; several layers; the chain in one call.
+
+Li et al. 2025, EAGLE-3 (arXiv:2503.01840), sections 3 and 4. Training: train/eagle.py.
+
+    T rows · R texts that draft · n features of a token · C hidden_size of the head · Vd, V sizes of
+    the head's vocabulary and of the target's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint.load import load_eagle
+from drafters import Drafter, Observed
+from kernels import Linear, Ops, send
+from kvcache import AttentionMetadata, Cache
+from model import Layer, Llama, named_parts
+from request import Request
+from speculative import Proposal, Round
+
+if TYPE_CHECKING:
+    from checkpoint.eagle import EagleConfig
+
+# ---- The head ------------------------------------------------------------------------------------
+
+
+class EagleHead(Llama):
+    """A Llama of one layer, with another input of that layer, and a smaller vocabulary."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: Llama,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = 0,
+        ops: Ops | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ):
+        """Random weights from `seed`; None: uninitialized, to be filled."""
+        self.eagle = config
+        self.target = target
+        self.feature_layers = config.layers_of(target.config)
+        self.cache_layer = target.config.num_hidden_layers  # the cache's last
+        super().__init__(config.draft_config, device, dtype, None, ops, weight_dtype)
+        C = self.config.hidden_size
+        n = len(self.feature_layers)
+        self.fc = self._linear("fc", C, n * config.target_hidden_size)
+        self.hidden_norm = self._empty(C)
+        self.feature_norms = {}  # before `fc`
+        for name, size in config.feature_norms(n).items():
+            self.feature_norms[name] = self._empty(size)
+        # The head's token i is the target's token i + offsets[i].
+        self.offsets = torch.zeros(self.config.vocab_size, dtype=torch.int64, device=device)
+        if seed is not None:
+            self._randomize(seed)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """f: [T, n, hidden_size of the target] -> [T, C]."""
+        eps = self.config.rms_norm_eps
+        x = features.flatten(1)
+        if self.feature_norms:
+            parts = x.chunk(len(self.feature_norms), dim=1)
+            normed = []
+            for part, weight in zip(parts, self.feature_norms.values()):
+                normed.append(self.ops.add_norm(part.contiguous(), None, weight, eps)[1])
+            x = torch.cat(normed, dim=1)
+        return self.ops.linear(x, self.fc)
+
+    def layer(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """z of rows that pair f (or z): [T, C] with tokens: int64[T] -> [T, C]."""
+        ops = self.ops
+        layer = self.layers[0]
+        G = self.config.num_key_value_heads
+        D = self.config.head_dim
+        eps = self.config.rms_norm_eps
+        cos, sin = self.rope(metadata.positions)
+        _, token = ops.add_norm(self.embedding(tokens), None, layer.input_norm, eps)
+        _, normed = ops.add_norm(f, None, self.hidden_norm, eps)
+        qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
+        heads = ops.attend(qkv.unflatten(1, (-1, D)), G, cos, sin, metadata, self.cache_layer)
+        attn_out = ops.linear(heads.flatten(1), layer.o)
+        if self.eagle.norm_before_residual:
+            f = normed
+        y, normed = ops.add_norm(f, attn_out, layer.post_norm, eps)
+        z = y + ops.linear(ops.swiglu(normed, layer.gate_up), layer.down)
+        if self.eagle.norm_output:
+            _, z = ops.add_norm(z, None, self.norm, eps)
+        return z
+
+    def draft_logits(self, z: Tensor) -> Tensor:
+        """[R, C] -> [R, Vd]."""
+        if not self.eagle.norm_output:
+            _, z = self.ops.add_norm(z, None, self.norm, self.config.rms_norm_eps)
+        return self.ops.linear(z, self.head)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """The same by the target's tokens: [R, C] -> [R, V], −∞ outside the head's vocabulary."""
+        drafted = self.draft_logits(z)
+        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self.tokens, drafted)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The target's token for each of the head's: int64[Vd]."""
+        return self.offsets + torch.arange(len(self.offsets), device=self.device)
+
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """int64[T] -> [T, C]."""
+        if self.eagle.has_embedding:
+            return F.embedding(tokens, self.embed.weight).to(self.dtype)
+        return self.target.ops.embed(tokens, self.target.embed, self.dtype)
+
+    # ---- The weights
+
+    def _embedding(self) -> Linear:
+        num_rows = self.eagle.layer.vocab_size if self.eagle.has_embedding else 0
+        return Linear(self._empty(num_rows, self.config.hidden_size))
+
+    def _layer(self, i: int) -> Layer:
+        c = self.config
+        rows = c.query_size + 2 * c.kv_size
+        qkv = self._linear("qkv", rows, 2 * c.hidden_size, c.attention_bias)
+        return replace(super()._layer(i), qkv=qkv)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """By their names in the speculators layout."""
+        tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
+        tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
+        tensors |= self._layer_tensors(self.layers[0], "layers.0.")
+        tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
+        tensors |= self.feature_norms
+        if self.eagle.has_embedding:
+            tensors["embed_tokens.weight"] = self.embed.weight
+        if self.eagle.has_offsets:
+            tensors["d2t"] = self.offsets
+        return tensors
+
+    def parameters(self) -> list[Tensor]:
+        """What training changes: not the embedding."""
+        layer = self.layers[0]
+        matrices = [self.fc, layer.qkv, layer.o, layer.gate_up, layer.down, self.head]
+        norms = [self.norm, self.hidden_norm, layer.input_norm, layer.post_norm]
+        return [linear.weight for linear in matrices] + norms + list(self.feature_norms.values())
+
+    def pack_weights(self) -> EagleHead:
+        self._pack_layers()
+        self.fc = self.ops.pack_weight(self.fc, self.dtype, "fc")
+        self.head = self.ops.pack_weight(self.head, self.dtype, "head")
+        return self
+
+    @classmethod
+    def load_for(cls, folder: Path, target: Llama, dtype: torch.dtype | None = None) -> EagleHead:
+        """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""
+        return load_eagle(cls, folder, target, dtype)
+
+
+# ---- The drafter ---------------------------------------------------------------------------------
+
+
+class Newest(NamedTuple):
+    """The newest row of a text."""
+
+    length: int  # of the text's rows
+    z: Tensor  # [C]
+
+
+class EagleDrafter(Drafter):
+    """A head, in the target's cache. Its rows are stored where the target will store its tokens, so
+    `fits` has nothing to ask."""
+
+    shares_target_cache = True
+
+    def __init__(self, head: EagleHead, cache: Cache):
+        self.head = head
+        self.cache = cache
+        self.feature_layers = head.feature_layers
+        self.newest: dict[Request, Newest] = {}
+
+    def close(self, request: Request) -> None:
+        self.newest.pop(request, None)
+
+    def max_drafts(self, request: Request, wanted: int) -> int:
+        """0 until the first new token: so the target reads a prompt and draws in one step."""
+        has_row = request in self.newest
+        return wanted if has_row and len(request.tokens) > request.num_prompt_tokens else 0
+
+    @torch.inference_mode()
+    def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
+        """Make the rows of tokens that the target has read."""
+        tokens: list[int] = []
+        spans = []
+        last = []
+        for request, start, following in observed:
+            tokens += following
+            spans.append((request.seq, start, start + len(following)))
+            last.append(len(tokens) - 1)
+        f = self.head.combine(features)
+        z = self.head.layer(f, send(tokens, self.head.device), self.cache.stored(spans))
+        for (request, start, following), row in zip(observed, last):
+            self.newest[request] = Newest(start + len(following), z[row])
+
+    def restore(self, request: Request, length: int) -> None:
+        """Without the newest row there are no drafts until the target has read the next token."""
+        if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
+            self.close(request)
+
+    @torch.inference_mode()
+    def propose(self, round: Round) -> Proposal:
+        """A draft of every text, then a row of every text that wants one more draft, and so on."""
+        drafted, q = round.empty_drafts()
+        rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
+        seqs = [request.seq for request in round.requests]
+        lengths = [self.cache.length(seq) for seq in seqs]
+        z = torch.stack([self.newest[round.requests[b]].z for b in rows])  # [R, C]
+        for j in range(drafted.shape[1]):
+            probs = round.probabilities(self.head.logits(z), rows)  # [R, V]
+            picked = round.draft_coin(j, rows).pick(probs)
+            drafted[rows, j] = picked
+            if q is not None:
+                q[rows, j] = probs
+            wants_more = [i for i, b in enumerate(rows) if round.num_drafts[b] > j + 1]
+            if not wants_more:
+                break
+            rows = [rows[i] for i in wants_more]
+            picked = picked[wants_more].clamp(min=0)  # −1: not finite, which the runner tells
+            # 0: only the device knows the token. No other text finds blocks with these rows.
+            metadata = self.cache.extend([(seqs[b], [0]) for b in rows], cache_blocks=False)
+            z = self.head.layer(z[wants_more], picked, metadata)
+        for seq, length in zip(seqs, lengths):
+            self.cache.truncate(seq, length)
+        return drafted, q

@@ -1,0 +1,510 @@
+"""EAGLE heads: drafts beside plain formulas, rows beside those of whole texts, the law."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batcher import Batcher
+from checkpoint.eagle import EagleConfig
+from conftest import random_llama
+from eagle import EagleDrafter, EagleHead
+from errors import UserError
+from generate import Engine, Model, load_draft
+from kernels import Ops
+from kvcache import AttentionMetadata, KVCache
+from model import Llama
+from paged import PagedCache
+from proof import distance, enumerate_law
+from request import Request, Settings
+from runner import ModelRunner, ScheduledRequest
+from sampling import probabilities
+from speculative import Round
+from test_speculative import Kind, PaddedCoin, new_tokens, play
+
+LAYERS = (1, 0)  # whose inputs the head reads: not in their order
+FLAGS = (
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True, "norm_output": True},
+    {"has_embedding": True, "norm_output": True},
+)
+
+
+@torch.no_grad()
+def random_head(target: Llama, drafted=range(0, 261, 2), seed: int = 5, **flags) -> EagleHead:
+    """Random weights, so large that drafts differ; drafted: the tokens of its vocabulary."""
+    layer = replace(
+        target.config,
+        num_hidden_layers=1,
+        intermediate_size=28,
+        tie_word_embeddings=False,
+        quantization=None,
+    )
+    C = target.config.hidden_size
+    config = EagleConfig(layer, len(drafted), C, LAYERS, **flags)
+    head = EagleHead(config, target, dtype=torch.float64, seed=seed)
+    for name, tensor in head.named_tensors().items():
+        if tensor.is_floating_point():
+            generator = torch.Generator().manual_seed(len(name))
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            tensor.copy_(1 + noise / 4 if "norm" in name else noise / 3)
+    head.offsets.copy_(torch.tensor(drafted) - torch.arange(len(drafted)))
+    return head
+
+
+def write_head(folder, head: EagleHead, layout: str = "speculators"):
+    """A folder of the head, in either layout; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = head.eagle.to_dict("target")
+    tensors = {name: tensor.contiguous() for name, tensor in head.named_tensors().items()}
+    if layout == "authors":
+        layer = config.pop("transformer_layer_config")
+        del config["speculators_config"], config["speculators_model_type"]
+        config = layer | config | {"architectures": ["LlamaForCausalLMEagle3"]}
+        tensors = {name.replace("layers.0", "midlayer"): x for name, x in tensors.items()}
+        tensors["t2d"] = torch.zeros(head.eagle.layer.vocab_size, dtype=torch.bool)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---- The formulas, plainly
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x: Tensor, theta: float) -> Tensor:
+    """Rotary embeddings of rows 0, 1, …: [m, heads, D]."""
+    m, _, D = x.shape
+    angles = torch.arange(m)[:, None] * theta ** -(torch.arange(0, D, 2) / D)
+    angles = angles.to(x.dtype)[:, None]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+def plain_rows(head: EagleHead, f: Tensor, e: Tensor) -> Tensor:
+    """z of all rows: f, e: [m, C]."""
+    w = head.named_tensors()
+    c = head.eagle.layer
+    flags = head.eagle
+    m = len(f)
+    name = "layers.0."
+    token = norm(e, w[name + "input_layernorm.weight"], c.rms_norm_eps)
+    feature = norm(f, w[name + "hidden_norm.weight"], c.rms_norm_eps)
+    x = torch.cat((token, feature), -1)
+    q, k, v = (
+        (x @ w[f"{name}self_attn.{part}_proj.weight"].T).view(m, -1, c.head_dim) for part in "qkv"
+    )
+    q = turned(q, c.rope_theta)
+    k = turned(k, c.rope_theta)
+    heads = []
+    for h in range(c.num_attention_heads):
+        g = h // (c.num_attention_heads // c.num_key_value_heads)
+        scores = q[:, h] @ k[:, g].T / c.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(m, m).triu(1) > 0, -torch.inf)
+        heads.append(scores.softmax(-1) @ v[:, g])
+    attn_out = torch.cat(heads, -1) @ w[name + "self_attn.o_proj.weight"].T
+    y = (feature if flags.norm_before_residual else f) + attn_out
+    normed = norm(y, w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
+    gate = normed @ w[name + "mlp.gate_proj.weight"].T
+    up = normed @ w[name + "mlp.up_proj.weight"].T
+    z = y + (gate * gate.sigmoid() * up) @ w[name + "mlp.down_proj.weight"].T
+    return norm(z, w["norm.weight"], c.rms_norm_eps) if flags.norm_output else z
+
+
+def plain_features(target: Llama, text: list[int]) -> Tensor:
+    """x at the inputs of LAYERS, side by side: [m, n C]."""
+    metadata = AttentionMetadata.without_cache(1, len(text))
+    rope = target.rope(metadata.positions)
+    x = target.ops.embed(torch.tensor(text), target.embed, target.dtype)
+    inputs = []
+    for i, layer in enumerate(target.layers):
+        inputs.append(x)
+        y, mlp_out = target.decoder_layer(layer, x, None, rope, metadata, i)
+        x = y + mlp_out
+    return torch.cat([inputs[i] for i in LAYERS], -1)
+
+
+def combined(head: EagleHead, features: Tensor) -> Tensor:
+    """f: [m, n C] -> [m, C]."""
+    w = head.named_tensors()
+    eps = head.eagle.layer.rms_norm_eps
+    if head.eagle.norm_before_fc:
+        features = norm(features, w["input_norm.weight"], eps)
+    if head.eagle.fc_norm:
+        parts = enumerate(features.chunk(len(LAYERS), -1))
+        features = torch.cat([norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in parts], -1)
+    return features @ w["fc.weight"].T
+
+
+def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[int]) -> Tensor:
+    """The logits of each draft, given the drafts before it: [k, V]. All rows anew for each."""
+    w = head.named_tensors()
+    embedding = w.get("embed_tokens.weight", target.embed.weight)
+    f = combined(head, plain_features(target, text[:-1]))
+    e = embedding[torch.tensor(text[1:])]
+    logits = []
+    for draft in drafts:
+        z = plain_rows(head, f, e)[-1:]
+        out = (
+            z
+            if head.eagle.norm_output
+            else norm(z, w["norm.weight"], head.eagle.layer.rms_norm_eps)
+        )
+        row = torch.full((target.config.vocab_size,), -torch.inf, dtype=torch.float64)
+        ids = torch.arange(len(w["d2t"])) + w["d2t"]
+        row[ids] = (out @ w["lm_head.weight"].T)[0]
+        logits.append(row)
+        f = torch.cat((f, z))
+        e = torch.cat((e, embedding[draft][None]))
+    return torch.stack(logits)
+
+
+# ---- Drafts and rows
+
+
+def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], Tensor]:
+    round = Round([request], [k], runner.vocab_size, runner.target.device, torch.float64)
+    drafted, q = runner.drafter.propose(round)
+    return drafted[0].tolist(), q[0]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("layout", ["speculators", "authors"])
+def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout):
+    """Read from a folder, after a prompt in chunks and a few rounds."""
+    target = random_llama(1, ops=Ops())
+    plain = random_head(target, **flags)
+    folder = write_head(tmp_path / "head", plain, layout)
+    head = EagleHead.load_for(folder, target)
+    check_drafts(head, plain, target)
+
+
+def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
+    cache = PagedCache.of(target, 20, 4, draft_layers=1)
+    drafter = EagleDrafter(head, cache)
+    runner = ModelRunner(target, cache, target.config.vocab_size, drafter, budget=6)
+    chosen = Settings(1.0, seed=3, max_tokens=20, gamma=3)
+    request = Request(list(range(40, 53)), chosen)
+    runner.open(request)
+    while not request.finish_reason:
+        if len(request.tokens) > request.num_prompt_tokens:
+            drafted, q = proposed(runner, request, 4)
+            logits = plain_chain(plain, target, request.tokens, drafted)
+            assert (q - logits.softmax(-1)).abs().max() < 1e-6  # angles are float32
+        runner.step([runner.schedule(request)])
+    assert max(stats.num_drafts for stats in request.rounds) == 3
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Llama, EagleHead]:
+    target = random_llama(1, ops=Ops())
+    return target, random_head(target).pack_weights()
+
+
+def stored_rows(cache, seq: int) -> Tensor:
+    """The keys and values of all rows of a text: [2, m, G, D]."""
+    (slots,) = cache.stored([(seq, 0, cache.length(seq))]).slots
+    layer = len(cache.keys.parts[0]) - 1
+    return torch.stack(
+        [store.read(layer, slots, cache.dtype) for store in (cache.keys, cache.values)]
+    )
+
+
+def rows_at_once(target: Llama, head: EagleHead, text: list[int]) -> Tensor:
+    """The same, of a text that is read in one pass, by a drafter of its own."""
+    cache = KVCache.of(target, draft_layers=1)
+    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    request = Request(text, Settings(1.0, seed=0, max_tokens=1))
+    runner.open(request)
+    runner.step([ScheduledRequest(request, len(text) - 1, samples=False)])
+    return stored_rows(cache, request.seq)
+
+
+def check_rows(runner: ModelRunner, requests: list[Request], head: EagleHead) -> None:
+    """The invariant of eagle.py."""
+    for request in requests:
+        length = runner.cache.length(request.seq)
+        if length:
+            wanted = rows_at_once(runner.target, head, request.tokens[: length + 1])
+            rows = stored_rows(runner.cache, request.seq)
+            assert torch.allclose(rows, wanted, atol=1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, data):
+    """In batches, with shared prefixes, forks, preemption, chunks; greedy, and in coupled mode."""
+    target, head = pair
+    draw = data.draw
+    V = target.config.vocab_size
+    budget = draw(st.integers(4, 24))
+    if draw(st.booleans()):
+        blocks = draw(st.integers(12, 40))
+        cache = PagedCache.of(target, blocks, draw(st.sampled_from([1, 2, 4])), 48, draft_layers=1)
+    else:
+        cache = KVCache.of(target, 48, 4, draft_layers=1)
+    is_coupled = draw(st.booleans())
+    runner = ModelRunner(target, cache, V, EagleDrafter(head, cache), is_coupled, budget=budget)
+    plain_cache = KVCache.of(target, 48)
+    plain = ModelRunner(target, plain_cache, V)
+    batcher = Batcher(runner, draw(st.integers(1, 4)))
+    start = draw(st.lists(st.integers(0, 9), min_size=1, max_size=14))
+    requests = []
+    for seed in range(draw(st.integers(1, 5))):
+        prompt = start + draw(st.lists(st.integers(0, 9), max_size=3))
+        chosen = Settings(
+            1.0 if is_coupled else 0.0,
+            seed=seed,
+            max_tokens=min(draw(st.integers(1, 12)), cache.max_len - len(prompt)),
+            gamma=draw(st.sampled_from([None, 0, 1, 3])),
+        )
+        requests.append(Request(prompt, chosen, (7,)))
+        if requests[:-1] and requests[-2].tokens == prompt and draw(st.booleans()):
+            requests[-1].sibling = requests[-2]
+    for request in requests:
+        batcher.add(request)
+    while batcher.waiting or batcher.running:
+        batcher.step()
+        check_rows(runner, batcher.running, head)
+        if isinstance(cache, PagedCache):
+            cache.check()
+    for request in requests:
+        alone = Request(request.tokens[: request.num_prompt_tokens], request.settings, (7,))
+        list(Batcher(plain, 1).run([alone]))
+        assert request.tokens == alone.tokens
+
+
+def check_texts(pair) -> None:
+    """Texts that begin alike, one after the other: γ = 3, blocks of two tokens."""
+    target, head = pair
+    cache = PagedCache.of(target, 60, 2, draft_layers=1)
+    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    for i in range(4):
+        chosen = Settings(1.0, seed=i, max_tokens=8, gamma=3)
+        request = Request([1, 2, 3, 4, 5 + i // 2, 6, 7], chosen)
+        runner.open(request)
+        assert (cache.length(request.seq) > 0) == (i > 0)
+        while not request.finish_reason:
+            runner.step([runner.schedule(request)])
+            check_rows(runner, [request], head)
+        runner.close(request)
+
+
+def shifted_features(monkeypatch):
+    combine = EagleHead.combine
+    monkeypatch.setattr(EagleHead, "combine", lambda self, x: combine(self, x).roll(1, 0))
+
+
+def fed_back_rows_stay(monkeypatch):
+    observe = EagleDrafter.observe
+
+    def observe_first(self, observed, features):
+        if len(features) > 1 and len(self.newest):
+            observed = [one._replace(following=one.following[:1]) for one in observed]
+            features = features[:1]
+        observe(self, observed, features)
+
+    monkeypatch.setattr(EagleDrafter, "observe", observe_first)
+
+
+def normalized_state(monkeypatch):
+    layer = EagleHead.layer
+
+    def normalized(self, *arguments):
+        z = layer(self, *arguments)
+        return self.ops.add_norm(z, None, self.norm, 1e-6)[1]
+
+    monkeypatch.setattr(EagleHead, "layer", normalized)
+
+
+def position_off_by_one(monkeypatch):
+    """In the chain alone: all rows together may be shifted."""
+    propose = EagleDrafter.propose
+
+    def shifted(self, round):
+        rope = self.head.rope
+        self.head.rope = lambda positions: rope(positions + 1)
+        try:
+            return propose(self, round)
+        finally:
+            del self.head.rope
+
+    monkeypatch.setattr(EagleDrafter, "propose", shifted)
+
+
+def tokens_off_by_one(monkeypatch):
+    tokens = EagleHead.tokens.func
+    monkeypatch.setattr(EagleHead, "tokens", property(lambda self: (tokens(self) + 1) % 261))
+
+
+def blocks_without_the_next_token(monkeypatch):
+    none = property(lambda self: 0, lambda self, value: None)
+    monkeypatch.setattr(PagedCache, "lookahead", none, raising=False)
+
+
+BUGS = (
+    shifted_features,
+    fed_back_rows_stay,
+    normalized_state,
+    position_off_by_one,
+    tokens_off_by_one,
+    blocks_without_the_next_token,
+)
+
+
+@pytest.mark.parametrize("plant", [None, *BUGS], ids=lambda plant: plant and plant.__name__)
+def test_planted_bugs_are_caught(pair, monkeypatch, plant):
+    """Each leaves the texts as they were: verification is exact for any draft."""
+
+    def check() -> None:
+        plain = random_head(pair[0])
+        check_drafts(random_head(pair[0]).pack_weights(), plain, pair[0])
+        check_texts(pair)
+
+    if plant is None:
+        check()
+        return
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+# ---- The law
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_law_is_the_targets_with_a_head(coupled):
+    """By enumeration, rows of all kinds side by side, of a Llama with 3 tokens."""
+    shape = dict(vocab_size=3, num_hidden_layers=2, max_position_embeddings=8, eos_token_ids=())
+    target = random_llama(4, ops=Ops(), **shape)
+    head = random_head(target, drafted=(0, 2)).pack_weights()
+    kinds = [
+        Kind((2,), 2, 3, (2,)),
+        Kind((0, 1), 1, 3),
+        Kind((1, 1), 0, 2),
+        Kind((0,), 2, 3, (), dict(temperature=0.5)),
+        Kind((2, 1), 2, 3, (), dict(top_k=2)),
+        Kind((1, 2), 2, 3, (1,), dict(top_p=0.6)),
+        Kind((0, 2), 2, 3, (), dict(min_p=0.3)),
+        Kind((1, 0), 2, 3, (), dict(temperature=0.0)),
+    ]
+
+    def run(walk, n: int) -> list:
+        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
+        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
+        cache = KVCache.of(target, 8, n, draft_layers=1)
+        drafter = EagleDrafter(head, cache)
+
+        def coin(*keys):
+            return PaddedCoin(walk(*keys).branches)
+
+        runner = ModelRunner(target, cache, 3, drafter, coupled, make_coin=coin)
+        play(runner, requests)
+        return list(zip(chosen, map(new_tokens, requests)))
+
+    laws = enumerate_law(run, width=512)
+    for i, kind in enumerate(kinds):
+        law = {text: p for (number, text), p in laws.items() if number == i}
+        assert distance(law, law_of(target, kind)) < 1e-12
+
+
+def law_of(target: Llama, kind: Kind) -> dict:
+    """The target's own, a token after the other."""
+    law = {(): 1.0}
+    for _ in range(kind.max_tokens):
+        longer = {}
+        for text, mass in law.items():
+            if text and text[-1] in kind.ends:
+                longer[text] = mass
+                continue
+            logits = target(torch.tensor([*kind.prompt, *text]))[-1:]
+            for token, p in enumerate(probabilities(logits, **kind.settings)[0].tolist()):
+                if p > 0:
+                    longer[(*text, token)] = mass * p
+        law = longer
+    return law
+
+
+# ---- With everything else
+
+
+@pytest.mark.parametrize("bits, kv, kv_bits", [(8, "paged", "8/4"), (4, "contiguous", "4")])
+def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv, kv_bits):
+    """Coupled texts are those without a draft."""
+    model = Model.load(base, "cpu", torch.float64, bits)
+    folder = write_head(tmp_path / "head", random_head(model.llama))
+    draft = load_draft(folder, model)
+    texts = []
+    for one in (None, draft):
+        engine = Engine(model, one, 400, 90, 2, coupled=True, kv=kv, kv_bits=kv_bits)
+        requests = []
+        for seed in range(5):
+            chosen = Settings(1.0, top_k=3, seed=seed, max_tokens=40, gamma=one and 3)
+            requests.append(Request(model.encode("abc" * (1 + seed % 2)), chosen))
+        list(engine.batcher.run(requests))
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1]
+    assert all(max(stats.num_drafts for stats in r.rounds) == 3 for r in requests)
+
+
+# ---- What is refused
+
+
+def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pair):
+    target = pair[0]
+    folder = write_head(tmp_path / "head", random_head(target))
+    config = json.loads((folder / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    wrong = [
+        ({"use_medusa": True}, "use_medusa"),
+        ({"norm_output": 1}, "norm_output"),
+        ({"norm_before_fc": True, "fc_norm": True}, "one of them"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+        ({"draft_vocab_size": 262}, "at most vocab_size"),
+        ({"draft_vocab_size": 130}, "lm_head.weight"),
+        ({"draft_vocab_size": "8"}, "draft_vocab_size"),
+        ({"target_hidden_size": 25}, "hidden_size of the target"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, "reads layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 0]}, "each once"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1]}, "list of layers"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "reads layers"),
+        ({"eagle_config": 5}, "not an object"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"speculators_model_type": "hass"}, "speculators_model_type"),
+        ({"transformer_layer_config": layer | {"num_hidden_layers": 2}}, "num_hidden_layers"),
+        ({"transformer_layer_config": layer | {"model_type": "qwen3"}}, "model_type"),
+        ({"transformer_layer_config": layer | {"vocab_size": 300}}, "vocab_size"),
+        ({"transformer_layer_config": layer | {"head_dim": 8}}, "head_dim"),
+        ({"transformer_layer_config": layer | {"num_key_value_heads": 4}}, "num_key_value"),
+        ({"transformer_layer_config": layer | {"hidden_size": 20, "head_dim": 6}}, "hidden_size"),
+        ({"transformer_layer_config": 5}, "not an object"),
+    ]
+    for change, message in wrong:
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            EagleHead.load_for(folder, target)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    offsets = tensors["d2t"]
+    damaged = [
+        (tensors | {"d2t": offsets + 200}, "d2t"),
+        (tensors | {"d2t": -torch.arange(len(offsets))}, "d2t"),
+        (tensors | {"d2t": offsets.int()}, "d2t"),
+        (tensors | {"layers.1.mlp.weight": offsets.clone()}, "no place"),
+        ({name: x for name, x in tensors.items() if name != "fc.weight"}, "fc.weight"),
+        ({name: x for name, x in tensors.items() if name != "d2t"}, "d2t"),
+    ]
+    for changed, message in damaged:
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            EagleHead.load_for(folder, target)

@@ -1,0 +1,381 @@
+"""Train an EAGLE-3 head (eagle.py) for a target, on texts that the target tells.
+
+    python -m train.eagle                                      a head for tiny
+    python -m train.eagle --target NAME --data FILE --out …    on its answers to the prompts in FILE
+
+The head learns the target's distribution p from the target's features, step after step as it will
+draft: in step s it reads its own z of step s − 1 in the place of features, and the text's next
+token (training-time test, section 3.2 of the paper). Row t of step s predicts token t + 2 + s:
+
+    loss = Σ_s 0.8^s · mean over rows of −Σ_x p(x) log q_s(x)        p on the head's vocabulary,
+                                                                     normalized there
+    in the last steps of training 1 − α in its place,     α_s = Σ_x min(p(x), q_s(x))
+
+In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
+what the cache will hold when that draft is made.
+
+Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on.
+The folder is in the speculators layout, without the embedding, which is the target's.
+Not covered: several GPUs; features that are stored, to be read again.
+
+Li et al. 2025, EAGLE-3 (arXiv:2503.01840).
+
+    B texts of a batch · N tokens of the longest · T = B N · n features · V, Vd vocabularies
+"""
+
+if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
+    from app.shell import begin
+
+    begin()
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from app.requests import read_requests
+from app.shell import Parser, new_file, say, status
+from checkpoint.eagle import EagleConfig
+from eagle import EagleHead
+from errors import UserError
+from generate import Engine, Model
+from kernels import Ops, find_device
+from kvcache import AttentionMetadata
+from model import Llama
+from request import Request, Settings
+from train.bpe import write_json
+from train.distill import Hyperparameters, Training, count, share
+
+DECAY = 0.8  # of the loss, from one unrolled step to the next
+
+# ---- Texts that the target tells -----------------------------------------------------------------
+
+
+def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
+    """For the lines of a file; without one, texts that begin as texts do, or after the end of one.
+
+    The temperature is 1, unless a line says otherwise.
+    """
+    chosen = Settings(temperature=1.0, seed=args.seed, max_tokens=args.length)
+    if args.data is None:
+        ends = model.eos_token_ids
+        start = model.tokenizer.prompt("") or [min(ends)]
+        return [Request(start, replace(chosen, seed=i), ends) for i in range(args.texts)]
+    requests = []
+    with args.data.open(encoding="utf-8") as lines:
+        for line in read_requests(lines, model, chosen, args.length, None, None, lambda _: None):
+            if line.error is not None:
+                raise UserError(f"{args.data}, line {line.number}: {line.error}")
+            requests.append(line.request)
+    return requests[: args.texts]
+
+
+def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
+    """The texts of these requests, from a file as far as it has them; the rest is made, and
+    appended to it."""
+    texts = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            i, tokens = json.loads(line)
+            texts[i] = tokens
+    index = {request: i for i, request in enumerate(requests) if i not in texts}
+    batch = min(64, max(1, len(index)))
+    engine = Engine(model, None, batch * length, length, batch)
+    said = time.monotonic()
+    with file.open("a") as lines:
+        for request, _ in engine.batcher.run(list(index)):
+            if request.finish_reason:
+                texts[index[request]] = request.tokens
+                lines.write(json.dumps([index[request], request.tokens]) + "\n")
+                lines.flush()
+            if time.monotonic() - said > 20:
+                said = time.monotonic()
+                say(f"{len(texts)} of {len(requests)} texts are told")
+    return [texts[i] for i in range(len(requests))]
+
+
+def batches(texts: Sequence[list[int]], size: int) -> list[Tensor]:
+    """Texts of about one length together, padded with −1: int64[B, N] each."""
+    by_length = sorted(texts, key=len)
+    padded = []
+    for i in range(0, len(by_length) - size + 1, size):
+        some = [torch.tensor(text) for text in by_length[i : i + size]]
+        padded.append(torch.nn.utils.rnn.pad_sequence(some, True, -1))
+    return padded
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+class Unrolled(Ops):
+    """Attention of the unrolled steps of one batch: a call is a step."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []  # [B, G, N, D] of each step
+        self.values: list[Tensor] = []
+
+    def store_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> Tensor:
+        B = len(metadata.sequences)
+        R = q.shape[1] // k.shape[1]
+        q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
+        self.keys.append(k.repeat_interleave(R, 1))
+        self.values.append(v.repeat_interleave(R, 1))
+        N = q.shape[2]
+        q = q / math.sqrt(q.shape[-1])
+        hidden = torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1)
+        first = q @ self.keys[0].transpose(2, 3)  # [B, H, N, N]
+        scores = [first.masked_fill(hidden, -torch.inf)]
+        scores += [(q * keys).sum(-1, keepdim=True) for keys in self.keys[1:]]
+        weights = torch.cat(scores, -1).softmax(-1)  # [B, H, N, N + later steps]
+        out = weights[..., :N] @ self.values[0]
+        for s, values in enumerate(self.values[1:]):
+            out = out + weights[..., N + s, None] * values
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def shifted(x: Tensor, count: int) -> Tensor:
+    """x[:, count:], filled up with −1: [B, N, …]."""
+    missing = torch.full_like(x[:, :count], -1)
+    return torch.cat((x[:, count:], missing), 1)
+
+
+@torch.no_grad()
+def teach(head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What the target knows of a batch: features [T, n, C] and log p of the head's tokens
+    [B, N, Vd]."""
+    target = head.target
+    B, N = tokens.shape
+    metadata = AttentionMetadata.without_cache(B, N).to(target.device)
+    features = target.empty_features(head.feature_layers, B * N)
+    logits = target(tokens.clamp(min=0).flatten(), metadata, None, features).float()
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    log_p = logits[:, head.tokens] - normalizer
+    return features.values, log_p.view(B, N, -1)
+
+
+def unroll(
+    head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each step the logits of the rows that have a text: [rows, Vd], and these rows' indices in
+    [B · N]."""
+    B, N = tokens.shape
+    head.ops = Unrolled()
+    metadata = AttentionMetadata.without_cache(B, N).to(head.device)
+    z = head.combine(features)
+    steps = []
+    for s in range(num_steps):
+        step = copy(metadata)
+        step.positions = metadata.positions + s
+        following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
+        z = head.layer(z, following.clamp(min=0), step)
+        rows = (following >= 0).nonzero()[:, 0]
+        steps.append((head.draft_logits(z[rows]), rows))
+    return steps
+
+
+def losses(head: EagleHead, tokens: Tensor, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Cross-entropy and acceptance, a mean for each step. tokens: int64[B, N]."""
+    features, log_p = teach(head, tokens)
+    entropies = []
+    alphas = []
+    for s, (logits, rows) in enumerate(unroll(head, tokens, features, num_steps)):
+        wanted = shifted(log_p, 1 + s).flatten(0, 1)[rows]  # of the token after the row's
+        log_q = logits.float().log_softmax(-1)
+        p = wanted.softmax(-1)
+        entropies.append(-(p * log_q).sum(-1).mean())
+        overlap = torch.minimum(wanted.exp(), log_q.exp())
+        alphas.append(overlap.sum(-1).mean())
+    return entropies, alphas
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+class HeadTraining(Training):
+    """A head as the student, and batches of texts: int64[B, N] each, in any order.
+
+    num_steps: of the chain."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        texts: Sequence[Tensor],
+        recipe: Hyperparameters,
+        num_steps: int,
+        rate: float = 1e-3,
+    ):
+        self.student = head.requires_grad_()
+        self.texts = texts
+        self.recipe = recipe
+        self.num_steps = num_steps
+        self.steps = 0  # done
+        self.optimizers = [torch.optim.AdamW(head.parameters(), rate, betas=(0.9, 0.95))]
+
+    def batch(self) -> Tensor:
+        """Every batch once in each epoch, in another order."""
+        epoch, i = divmod(self.steps, len(self.texts))
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(self.texts), generator=generator)
+        return self.texts[order[i]]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Nats a token of each step of the chain, or 1 − α in the last steps of training."""
+        recipe = self.recipe
+        terms, alphas = losses(self.student, tokens, self.num_steps)
+        if self.steps >= (1 - recipe.overlap) * recipe.steps:
+            terms = [1 - alpha for alpha in alphas]
+        return sum(DECAY**s * term for s, term in enumerate(terms))
+
+
+@torch.no_grad()
+def evaluate_head(head: EagleHead, texts: Sequence[Tensor], num_steps: int) -> str:
+    """On held-out texts: the acceptance of each draft, if those before it were accepted."""
+    rows = []
+    for tokens in texts:
+        _, alphas = losses(head, tokens.to(head.device), num_steps)
+        rows.append(torch.stack(alphas))
+    alphas = torch.stack(rows).mean(0)
+    tokens_a_round = 1 + alphas.cumprod(0).sum().item()
+    by_step = " ".join(f"{alpha:.3f}" for alpha in alphas.tolist())
+    return f"acceptance {by_step}; tokens a round of {num_steps} drafts: {tokens_a_round:.2f}"
+
+
+# ---- The head: made, saved -----------------------------------------------------------------------
+
+
+def commonest(texts: Sequence[list[int]], V: int, size: int) -> Tensor:
+    """The tokens that occur most often, in the order of their ids: int64[Vd]. Those that do not
+    occur come last, by their ids."""
+    counts = Counter(token for text in texts for token in text)
+    by_count = sorted(range(V), key=lambda token: -counts[token])
+    return torch.tensor(sorted(by_count[:size]))
+
+
+@torch.no_grad()
+def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> EagleHead:
+    """A head of the target's width, with random weights. tokens: its vocabulary, int64[Vd]."""
+    c = target.config
+    L = c.num_hidden_layers
+    layer = replace(
+        c,
+        num_hidden_layers=1,
+        intermediate_size=mlp or c.intermediate_size,
+        tie_word_embeddings=False,
+        quantization=None,
+    )
+    layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice
+    config = EagleConfig(layer, len(tokens), c.hidden_size, tuple(layers))
+    head = EagleHead(config, target, target.device, seed=seed)
+    head.offsets.copy_(tokens - torch.arange(len(tokens)))
+    return head
+
+
+def save_head(head: EagleHead, folder: Path, target: str) -> None:
+    """Write a head's folder in the speculators layout, in bfloat16."""
+    tensors = {}
+    for name, tensor in head.named_tensors().items():
+        kept = tensor.detach().contiguous()
+        tensors[name] = kept.to(torch.bfloat16) if kept.is_floating_point() else kept
+    is_drafted = torch.zeros(head.eagle.layer.vocab_size, dtype=torch.bool)
+    is_drafted[head.tokens.cpu()] = True
+    tensors["t2d"] = is_drafted
+    with new_file(folder / "model.safetensors") as new:
+        save_file(tensors, new, metadata={"format": "pt"})
+    write_json(folder / "config.json", head.eagle.to_dict(target))
+
+
+# ---- The command line ----------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Let the target tell its texts; make the head, train, evaluate, save."""
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    device = find_device(args.device)
+    model = Model.load(args.target, device, torch.float32, args.bits)
+    target = model.llama
+    requests = requests_for(model, args)
+    texts = tell_texts(model, requests, out / "texts.jsonl", args.length)
+    if not args.data and not model.tokenizer.prompt(""):
+        texts = [text[1:] for text in texts]  # without the end of the last
+    num_tokens = sum(map(len, texts))
+    say(f"{len(texts):,} texts, {num_tokens:,} tokens")
+    held_out = batches(texts[9::10], args.batch)
+    learned = [text for i, text in enumerate(texts) if i % 10 != 9]
+    if len(learned) < args.batch or not held_out:
+        raise UserError(
+            f"{len(texts)} texts are too few for a batch of {args.batch}, where every tenth is "
+            "held out: ask for more --texts, or a smaller --batch"
+        )
+    vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
+    head = new_head(target, vocabulary, args.mlp, args.seed)
+    per_epoch = batches(learned, args.batch)
+    num_steps = args.epochs * len(per_epoch)
+    recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
+    training = HeadTraining(head, per_epoch, recipe, args.unroll)
+    checkpoint = out / "training.pt"
+    if checkpoint.exists():
+        training.resume(checkpoint)
+        say(f"going on after step {training.steps} ({checkpoint})")
+    training.run(checkpoint)
+    say(evaluate_head(head, held_out, args.unroll))
+    save_head(head, out, args.target)
+
+
+def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
+    p = Parser("python -m train.eagle", "Train an EAGLE-3 head for a target.")
+    add = p.add_argument
+    add("--target", default="tiny", metavar="NAME", help="an alias, a Hub id or a folder (tiny)")
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="requests that the target answers, as for generate.py --prompts (default: it tells "
+        "texts from their beginning)",
+    )
+    add("--out", default="eagle", metavar="FOLDER", help="of the head and its checkpoint (eagle)")
+    add("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights (16)")
+    add("--device", metavar="NAME", help="default: a GPU if there is one")
+    counts = [
+        ("--seed", 1, "of everything random (1)"),
+        ("--texts", 512, "texts that the target tells, at most; every tenth is held out (512)"),
+        ("--length", 512, "tokens of a text, at most (512)"),
+        ("--batch", 8, "texts of a step (8)"),
+        ("--epochs", 1, "times that each text is read (1)"),
+        ("--unroll", 3, "steps of the chain in a training step (3)"),
+        ("--vocab", 8192, "tokens that the head can draft: the commonest (8192)"),
+        ("--mlp", None, "intermediate_size (the target's)"),
+    ]
+    for flag, default, text in counts:
+        add(flag, type=count, default=default, help=text)
+    add(
+        "--overlap",
+        type=share,
+        default=0.25,
+        help="share of the steps, at the end, that raise α itself (0.25)",
+    )
+    return p.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_command(arguments)
+    return status(
+        lambda: train(args),
+        interrupted=f"stopped; the same command goes on from the last checkpoint in {args.out}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

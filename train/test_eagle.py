@@ -1,0 +1,107 @@
+"""Training a head: the unrolled steps beside the chain of drafts, resuming, the command line."""
+
+import json
+
+import torch
+
+from checkpoint.eagle import is_eagle
+from conftest import random_llama
+from generate import Model, generate
+from kernels import Ops
+from test_eagle import plain_chain, random_head
+from train import eagle
+from train.distill import Hyperparameters
+from train.eagle import HeadTraining, batches, losses, new_head, teach, unroll
+
+TEXTS = [[5, 9, 200, 7, 7, 3, 100, 41, 6], [8, 8, 1, 2, 30, 4]]
+
+
+def test_unrolled_steps_are_the_chain_of_drafts():
+    """Row t of step s is draft s after token t + 1, if the drafts are the text's own tokens; in a
+    batch with a shorter text."""
+    target = random_llama(1, ops=Ops())
+    head = random_head(target)
+    plain = random_head(target)
+    (tokens,) = batches(TEXTS, 2)
+    assert tokens.tolist()[0][6:] == [-1] * 3
+    features, log_p = teach(head, tokens)
+    wanted = target(tokens.clamp(min=0)[1]).log_softmax(-1)[:, head.tokens]
+    assert torch.allclose(log_p[1], wanted.float(), atol=1e-5)
+    num_steps = 3
+    for s, (logits, rows) in enumerate(unroll(head, tokens, features, num_steps)):
+        assert len(rows) == sum(len(text) - 1 - s for text in TEXTS)
+        for row, found in zip(rows.tolist(), logits):
+            text = tokens[row // 9].tolist()
+            t = row % 9
+            chain = plain_chain(plain, target, text[: t + 2], text[t + 2 : t + 2 + s] + [0])
+            assert torch.allclose(found, chain[s, head.tokens], atol=1e-6)
+
+
+def test_the_loss_is_of_the_next_token_and_ignores_padding():
+    target = random_llama(1, ops=Ops())
+    head = random_head(target)
+    (together,) = batches(TEXTS, 2)
+    entropies, alphas = losses(head, together, 2)
+    for s in range(2):
+        wanted = []
+        for text in TEXTS:
+            p = target(torch.tensor(text)).softmax(-1)
+            for t in range(len(text) - 1 - s):
+                drafts = [*text[t + 2 : t + 2 + s], 0]
+                q = plain_chain(head, target, text[: t + 2], drafts)[s].softmax(-1)
+                of_head = p[t + 1 + s, head.tokens]
+                entropy = -(of_head / of_head.sum() * q[head.tokens].log()).sum()
+                wanted.append((entropy, torch.minimum(p[t + 1 + s], q).sum()))
+        entropy, alpha = torch.tensor(wanted).mean(0)
+        assert abs(entropies[s] - entropy) < 1e-6 and abs(alphas[s] - alpha) < 1e-6
+
+
+def training(**recipe) -> HeadTraining:
+    target = random_llama(1, ops=Ops(), dtype=torch.float32, scale=1.0)
+    head = new_head(target, torch.arange(0, 261, 2), 28, seed=2)
+    texts = batches([[*range(i, i + 12)] for i in range(16)], 2)
+    return HeadTraining(head, texts, Hyperparameters(**{"steps": 6, "warmup": 1} | recipe), 2, 1e-2)
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
+    whole = training(decay=1.0)
+    first = whole.loss(whole.batch()).item()
+    whole.run(tmp_path / "whole.pt")
+    stopped = training(decay=1.0)
+    for _ in range(3):
+        stopped.step()
+    stopped.save(tmp_path / "training.pt")
+    going_on = training(decay=1.0)
+    going_on.resume(tmp_path / "training.pt")
+    going_on.run(tmp_path / "training.pt")
+    for name, tensor in whole.student.named_tensors().items():
+        assert torch.equal(tensor, going_on.student.named_tensors()[name])
+    alone = training(overlap=0.0)
+    assert abs(alone.loss(alone.batch()).item() - first) < 1e-6
+    assert whole.loss(whole.batch()).item() < first
+
+
+def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
+    out = tmp_path / "head"
+    data = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": chr(97 + i % 26) * 3, "temperature": i % 2} for i in range(30)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    command = f"--target {base} --out {out} --texts 20 --length 24 --batch 2 --vocab 100 --epochs 2"
+    assert eagle.main([*command.split(), "--data", str(data)]) == 0
+    said = capsys.readouterr().err
+    assert "20 texts" in said and "tokens a round of 3 drafts" in said
+    assert is_eagle(out)
+    model = Model.load(base, "cpu", torch.float64)
+    options = dict(temperature=0, max_tokens=20)
+    text = generate("abc", model, draft=out, gamma=2, **options)
+    assert text.text == generate("abc", model, **options).text
+    assert text.speculation.tokens_per_round >= 1
+    told = (out / "texts.jsonl").read_text()
+    assert eagle.main([*command.split(), "--data", str(data)]) == 0  # all is done already
+    assert "going on after step 18" in capsys.readouterr().err
+    assert (out / "texts.jsonl").read_text() == told
+    assert eagle.main([*command.split(), "--texts", "3", "--data", str(data)]) == 2
+    assert "too few" in capsys.readouterr().err
+    data.write_text('{"prompt": 5}')
+    assert eagle.main([*command.split(), "--data", str(data)]) == 2
+    assert "line 1" in capsys.readouterr().err
