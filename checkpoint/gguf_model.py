@@ -157,10 +157,11 @@ def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
 def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
     """The config of a GGUF's model. UserError names the file and what is not honoured."""
     gguf = checkpoint.gguf
+    data = config_json(gguf)
     try:
         check_setting("general.architecture", gguf.metadata.get("general.architecture"), "llama")
         check_setting("llama.expert_count", setting(gguf, "expert_count"), None, 0)
-        config = Config.parse(config_json(gguf))
+        config = Config.parse(data)
         rope_size = setting(gguf, "rope.dimension_count", config.head_dim)
         check_setting("rope.dimension_count", rope_size, config.head_dim)
         value_size = setting(gguf, "attention.value_length", config.head_dim)

@@ -88,7 +88,8 @@ def named_ids(gguf: GGUF) -> dict[str, int]:
 def end_ids(gguf: GGUF) -> list[int]:
     """The tokens that end a text."""
     named = [id for name, id in named_ids(gguf).items() if name != "bos"]
-    return named + [id for id, text in enumerate(token_texts(gguf)) if text in ENDS]
+    spelled = [id for id, text in enumerate(token_texts(gguf)) if text in ENDS]
+    return sorted({*named, *spelled})
 
 
 def named_texts(gguf: GGUF) -> dict[str, str]:
