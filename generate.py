@@ -39,7 +39,7 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError
+from errors import UserError, brief
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
@@ -82,7 +82,7 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
 
 
 class Model:
-    """A model folder: weights, tokenizer, and the settings that its makers recommend."""
+    """A model: weights, tokenizer, and the settings that its makers recommend."""
 
     def __init__(
         self,
@@ -92,9 +92,11 @@ class Model:
         folder: Path | None = None,
     ):
         if tokenizer.vocab_size > llama.config.vocab_size:
+            last = tokenizer.token_bytes(tokenizer.vocab_size - 1, special=True)
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{llama.config.vocab_size}: they belong to different models"
+                f"{llama.config.vocab_size}: they belong to different models, or the last token, "
+                f"{brief(last)}, is for training alone: take it out of the tokenizer's files"
             )
         self.llama = llama
         self.tokenizer = tokenizer
@@ -110,7 +112,7 @@ class Model:
         dtype: torch.dtype | None = None,
         bits: Kind = 16,
     ) -> Model:
-        """An alias, a Hub id or a folder. bits: see quant.STORED."""
+        """An alias, a Hub id, a folder or a GGUF. bits: see quant.STORED."""
         folder = find_model(name)
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
@@ -130,6 +132,10 @@ class Model:
             (seed,) = self.llama.ops.agree([drawn])  # of several processes the first one's
         return replace(settings, seed=seed, **self.recommended.complete(asked))
 
+    def uses_template(self, chat: bool | None) -> bool:
+        """Whether prompts are laid out as a chat; None: if there is a template."""
+        return chat is not False and self.tokenizer.chat_template is not None
+
     def encode(
         self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None
     ) -> list[int]:
@@ -137,7 +143,7 @@ class Model:
 
         chat None: use the template if there is one.
         """
-        if chat is False or self.tokenizer.chat_template is None:
+        if not self.uses_template(chat):
             if chat or system is not None or not isinstance(prompt, str):
                 raise UserError(
                     "chat messages and a system message need a chat template: leave them "
@@ -189,7 +195,9 @@ class Model:
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
         max_tokens = min(settings.max_tokens, limit - len(tokens))
-        return Request(tokens, replace(settings, max_tokens=max_tokens), self.eos_token_ids)
+        settings = replace(settings, max_tokens=max_tokens)
+        is_reply = self.uses_template(chat)
+        return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
 
 
 # ---- Drafts --------------------------------------------------------------------------------------
@@ -487,7 +495,7 @@ def generate(
     generate(["Tom", "Lily"], draft="tiny-draft", verify="coupled", seed=1)
     generate(messages=[{"role": "user", "content": "Hi"}], target="1B")
 
-    target: an alias, a Hub id, a folder, or a loaded `Model`, which saves loading it again.
+    target: an alias, a Hub id, a folder, a GGUF, or a loaded `Model`, which saves loading it again.
     Options: those of `prepare`, and the settings of `Settings` by name. Several processes that
     torch.distributed has joined all make the same call. UserError, FileNotFoundError or CacheFull.
     """

@@ -289,7 +289,7 @@ class Llama:
         trainable: bool = False,
         bits: Kind = 16,
     ) -> Llama:
-        """A model from an alias, a Hub id or a folder: see `checkpoint.load.load_llama`."""
+        """A model from an alias, a Hub id, a folder or a GGUF: see `checkpoint.load.load_llama`."""
         return load_llama(cls, name, device, dtype, trainable, bits)
 
 

@@ -96,6 +96,7 @@ class Request:
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
     num_preemptions: int = 0
+    is_reply: bool = False  # to a conversation: its text does not continue the prompt's
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
@@ -247,7 +248,7 @@ class OutputStream:
         self.request = request
         self.show = show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
-        self.decoder = tokenizer.incremental_decoder()
+        self.decoder = tokenizer.incremental_decoder(continues=not request.is_reply)
         self.stops = StopStrings(request.settings.stop)
         self.origin = "plain"  # of the last token
 

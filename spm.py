@@ -12,7 +12,8 @@ Cost: O(n log n) for a word of n characters: a heap holds the merges that neighb
 and a linked list the tokens that are left. Short words are remembered.
 
 Invariant: tokens are those of `tokenizers` for a tokenizer.json, and those of `sentencepiece` for a
-tokenizer.model.
+tokenizer.model, but for control tokens: a text has none, and a template's are found as they stand
+(checkpoint/sentencepiece.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ class SentencePieceBPE:
 
     def __init__(self, merges: SentencePiece) -> None:
         self.merges = merges
-        self.strips_space = merges.strips
         self._remembered = lru_cache(REMEMBERED)(self._encode_word)
 
     def encode(self, text: str, is_first: bool) -> list[int]:
@@ -52,10 +52,10 @@ class SentencePieceBPE:
 
     def _with_space(self, text: str, is_first: bool) -> str:
         """The text with ▁ for spaces, and one before it where the model wants it."""
-        merges = self.merges
+        space = self.merges.space
         text = text.replace(" ", SPACE)
-        wanted = merges.spaced == "each" or merges.spaced == "first" and is_first
-        if text and wanted and (merges.doubles or not text.startswith(SPACE)):
+        wanted = space.spaced == "each" or (space.spaced == "first" and is_first)
+        if text and wanted and (space.doubles or not text.startswith(SPACE)):
             return SPACE + text
         return text
 

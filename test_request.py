@@ -6,8 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import test_spm
 from conftest import ROOT
 from errors import UserError
+from generate import Model
 from request import (
     OutputStream,
     Request,
@@ -134,6 +136,21 @@ def test_a_stream_counts_its_first_round_and_says_how_tokens_came_about():
     assert stream.stops.held == "time"
     result = stream.finish()
     assert shown[-1] == ("time", "corrected") and result.text == "Once upon a time"
+
+
+def test_a_reply_has_no_space_that_a_continued_text_keeps(instruct, tmp_path):
+    model = Model.load(instruct)
+    assert model.request("hi", Settings()).is_reply
+    assert not model.request("hi", Settings(), chat=False).is_reply
+    tokenizer = test_spm.load(tmp_path, test_spm.tokenizer_json())
+    ids = tokenizer.encode("the cat")
+    for is_reply, text in ((True, "the cat"), (False, " the cat")):
+        request = Request([1], Settings(seed=1), is_reply=is_reply)
+        stream = OutputStream(tokenizer, request, "")
+        request.tokens += ids
+        request.origins += ["plain"] * len(ids)
+        stream.feed(ids)
+        assert stream.finish().text == text
 
 
 def test_a_whole_text_is_not_called_interrupted():

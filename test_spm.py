@@ -259,6 +259,50 @@ def test_added_tokens_are_found_in_any_text(tmp_path):
     assert tok.decode([id]) == "<tool>"
 
 
+def test_no_text_merges_into_a_control_token(tmp_path):
+    vocab = vocabulary() | {"<": 900, "s>": 901, "s": 902, ">": 903}
+    more = dict(vocab=vocab, merges=[["s", ">"], ["<", "s>"]])
+    tok = load(tmp_path, tokenizer_json(**more))
+    assert tok.encode("<s>") == [vocab[SPACE], 900, 901]
+
+
+def test_tokens_and_names_may_stand_in_files_of_their_own(tmp_path):
+    """added_tokens.json, special_tokens_map.json; null is as if it were left out."""
+    id = len(vocabulary())
+    more = {"<im>": id, "</im>": id + 1}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(more))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</im>"}')
+    config = dict(legacy=None, add_bos_token=None, bos_token=None)
+    config["chat_template"] = "{{ bos_token + messages[0].content + eos_token }}"
+    tok = load(tmp_path, tokenizer_model(), **config)
+    assert tok.prompt("the<im></im>") == [1, *tok.encode("the"), id, *tok.encode("</im>")]
+    assert id + 1 not in tok.encode("</im>")
+    assert tok.chat([{"role": "user", "content": "the"}]) == [1, *tok.encode("the"), id + 1]
+
+
+def test_a_normalized_token_is_found_where_nothing_is_normalized(tmp_path):
+    id = len(vocabulary())
+    entry = dict(id=id, content="<tool>", normalized=True)
+    data = tokenizer_json("first")
+    data["added_tokens"].append(entry)
+    assert load(tmp_path / "json", data).encode("<tool>") == [id]
+    config = dict(added_tokens_decoder={str(id): entry})
+    tok = load(tmp_path / "modern", tokenizer_model(), legacy=False, **config)
+    assert tok.encode("<tool>") == [id]
+    with pytest.raises(UserError, match="normalized text"):
+        load(tmp_path / "legacy", tokenizer_model(), **config)
+
+
+def test_a_reply_has_no_space_of_its_own(loaded):
+    """Streamed, too: a text that continues a prompt keeps it."""
+    tok = loaded["legacy"]
+    ids = [1, *tok.encode("the  cat")]
+    for continues in (False, True):
+        decoder = tok.incremental_decoder(continues)
+        streamed = "".join(map(decoder.feed, ids)) + decoder.finish()
+        assert streamed == tok.decode(ids, continues=continues) == " " * continues + "the  cat"
+
+
 def test_vocabularies_from_both_files_are_one(loaded):
     assert loaded["legacy"].difference(loaded["model"]) is None
 
@@ -279,7 +323,6 @@ REFUSED_JSON: list[tuple[dict[str, Any], str]] = [
     (dict(merges=["a b c"]), "merge 0 is 'a b c'"),
     (dict(merges=["a 语"]), "merge 0 is 'a 语'"),
     (dict(vocab={text: id for text, id in vocabulary().items() if text != "<0x41>"}), "1 of the"),
-    (dict(merges=[["<", "s>"]], vocab=vocabulary() | {"<": 900, "s>": 901}), "'<s>' is special"),
     (dict(vocab=3), "not laid out"),
 ]
 REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
@@ -313,6 +356,10 @@ def test_what_is_not_honoured_is_named(tmp_path):
             load(tmp_path / str(i), content)
         said = str(error.value)
         assert says in said and "tokenizer." in said and "\n" not in said, (says, said)
+    odd: list[Any] = [[], "s", *({"3": entry} for entry in (5, {}, {"content": 5}))]
+    for decoder in [*odd, {"x": {"content": "a"}}, {"3": {"content": ["a"]}}]:
+        with pytest.raises(UserError, match="tokenizer.model: .*(not laid out|one id)"):
+            load(tmp_path / "odd", tokenizer_model(), added_tokens_decoder=decoder)
     with pytest.raises(UserError, match="add_eos_token"):
         load(tmp_path / "end", tokenizer_model(), add_eos_token=True)
 

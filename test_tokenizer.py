@@ -367,6 +367,13 @@ def test_only_the_post_processor_says_what_a_prompt_begins_with(tmp_path):
         assert tok.prompt("x") == prefix + tok.encode("x")
 
 
+def test_a_prompt_begins_with_tokens(tmp_path):
+    vocab = {c: id for id, c in enumerate(ALPHABET)}
+    for ids in ([99999], ["x"], [None], [True], [[1]]):
+        with pytest.raises(UserError, match="tokenizer.json: .*begins with|not laid out"):
+            load(tmp_path, vocab, [], special={"<s>": 300}, post=begins_with(ids))
+
+
 def test_missing_bytes_are_known(loaded):
     assert (
         set(loaded["lacking"].missing_bytes) == set(b"\x00\x07\xc3\xf0z")

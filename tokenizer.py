@@ -26,7 +26,7 @@ from pathlib import Path
 import tiktoken
 
 from checkpoint.bytelevel import ByteLevel, read_byte_level
-from checkpoint.chat import ChatTemplate, load_template, replace_surrogates
+from checkpoint.chat import ChatTemplate, checked_template, load_template, replace_surrogates
 from checkpoint.files import Json, read_json
 from checkpoint.gguf import GGUF
 from checkpoint.gguf_vocabulary import read_gguf_vocabulary
@@ -45,8 +45,6 @@ from spm import SentencePieceBPE
 
 class ByteLevelBPE:
     """Texts to ids, with the merges of a vocabulary."""
-
-    strips_space = False
 
     def __init__(self, merges: ByteLevel) -> None:
         self.merges = merges
@@ -78,12 +76,17 @@ class ByteLevelBPE:
 class IncrementalDecoder:
     """Tokens in, whole characters out: the first bytes of a character wait for its last one."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: "Tokenizer", strips: bool) -> None:
         self._tokenizer = tokenizer
+        self._strips = strips  # whether the next byte, if it is a space, is left out
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        data = self._tokenizer.token_bytes(token)
+        if self._strips and data:
+            data = data.removeprefix(b" ")
+            self._strips = False
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         """What is left: U+FFFD for a character that is not complete."""
@@ -106,19 +109,19 @@ class Tokenizer:
         self.chat_template = template
         self._chat: ChatTemplate | None = None
         if template is not None:
-            folder = vocabulary.file.parent
-            self._chat = ChatTemplate(folder, template, self.specials, vocabulary.named)
+            self._chat = ChatTemplate(vocabulary, template)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path) -> "Tokenizer":
         """From a model folder's tokenizer.json or tokenizer.model and, if they exist,
         tokenizer_config.json and chat_template.jinja; or from a GGUF. UserError names the file."""
-        folder = Path(folder)
-        if is_gguf(folder):
-            gguf = GGUF.open(folder)
-            return cls(read_gguf_vocabulary(gguf), gguf.metadata.get("tokenizer.chat_template"))
-        config = read_tokenizer_config(folder)
-        return cls(load_vocabulary(folder, config), load_template(folder, config))
+        path = Path(path)
+        if is_gguf(path):
+            gguf = GGUF.open(path)
+            template = gguf.metadata.get("tokenizer.chat_template")
+            return cls(read_gguf_vocabulary(gguf), checked_template(path, template))
+        config = read_tokenizer_config(path)
+        return cls(load_vocabulary(path, config), load_template(path, config))
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: none does."""
@@ -154,36 +157,34 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], by the template."""
         if self._chat is None:
-            folder = self._vocabulary.file.parent
             raise UserError(
-                f"{folder}: there is no chat template; add chat_template.jinja, or use text"
+                f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
+                "a chat_template.jinja"
             )
-        return self._chat.tokens(messages, add_generation_prompt, self.encode)
+        return self._chat.tokens(messages, add_generation_prompt, self._bpe.encode)
 
     # ---- Tokens to text
 
     def token_bytes(self, id: int, special: bool = False) -> bytes:
-        """The bytes of a token; b"" for a control token unless `special`."""
-        word = self._vocabulary.tokens.get(id)
-        if word is None:
+        """The bytes of a token; b"" for an unused id, and for a control token unless `special`."""
+        if not 0 <= id < self.vocab_size:
             file = self._vocabulary.file
-            raise UserError(
-                f"{file}: there is no token {id}; ids are below {self.vocab_size}, some unused"
-            )
+            raise UserError(f"{file}: there is no token {id}; ids are below {self.vocab_size}")
         if id in self._special_ids and not special:
             return b""
-        return word
+        return self._vocabulary.tokens.get(id, b"")
 
     def decode(self, ids: Iterable[int], special: bool = False, continues: bool = False) -> str:
         """The text of these tokens, with control tokens only if `special`, and with U+FFFD for
         bytes that are not UTF-8. continues: they come after others, and keep a first space."""
         text = b"".join(self.token_bytes(id, special) for id in ids).decode(errors="replace")
-        if self._bpe.strips_space and not continues:
+        if self._vocabulary.strips and not continues:
             return text.removeprefix(" ")
         return text
 
-    def incremental_decoder(self) -> IncrementalDecoder:
-        return IncrementalDecoder(self)
+    def incremental_decoder(self, continues: bool = True) -> IncrementalDecoder:
+        """`decode`, token by token."""
+        return IncrementalDecoder(self, self._vocabulary.strips and not continues)
 
 
 def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
@@ -191,9 +192,10 @@ def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
     tokenizer_config.json's."""
     file = folder / "tokenizer.json"
     model_file = folder / "tokenizer.model"
-    if not file.exists() and model_file.exists():
-        return read_sentencepiece_model(model_file, config)
     try:
+        if not file.exists() and model_file.exists():
+            file = model_file
+            return read_sentencepiece_model(file, config)
         data = read_json(file, LARGEST_VOCABULARY)
         if data["model"].get("byte_fallback"):
             return read_sentencepiece_json(file, data, config)

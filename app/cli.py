@@ -362,7 +362,9 @@ def one_prompt(
     streams = [OutputStream(model.tokenizer, first, prompt, show)]
     for i in range(1, args.n):
         chosen = replace(first.settings, seed=first.settings.seed + i)
-        request = Request(first.tokens, chosen, model.eos_token_ids, sibling=first)
+        request = Request(
+            first.tokens, chosen, model.eos_token_ids, sibling=first, is_reply=first.is_reply
+        )
         streams.append(OutputStream(model.tokenizer, request, prompt, show, i))
 
     def report(result: Result) -> None:
@@ -429,7 +431,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     engine, longest = start_for_any(args, model, draft, 1)
     show = show_for(args)
-    has_template = model.tokenizer.chat_template is not None and args.use_template is not False
+    has_template = model.uses_template(args.use_template)
     messages: list[Message] = []
 
     def report(result: Result) -> None:

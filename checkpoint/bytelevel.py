@@ -28,9 +28,11 @@ import regex  # tiktoken brings it
 from checkpoint.files import Json
 from checkpoint.vocabulary import (
     Ids,
+    Ranks,
     Vocabulary,
     named_tokens,
     read_added,
+    read_merges,
     read_prefix,
     reject,
 )
@@ -134,7 +136,7 @@ def make_byte_level(
     """UserError unless merges make tokens of tokens. added_tokens: special ones, and others."""
     special, added = added_tokens
     spelled = spell_tokens(file, vocab, special | added)
-    numbers = read_merges(file, merges, spelled)
+    numbers = read_merges(file, merges, spelled.keys())
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
     for text in special:
         if last.get(text) is not None:
@@ -197,21 +199,7 @@ def spell_tokens(file: Path, vocab: Ids, added: Ids) -> dict[str, bytes]:
     return spelled
 
 
-def read_merges(
-    file: Path, merges: list[Any], spelled: dict[str, bytes]
-) -> dict[tuple[str, ...], int]:
-    """The pairs that merge -> their number in the list; of a pair listed twice, the later one."""
-    numbers = {}
-    for n, merge in enumerate(merges):
-        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        if len(pair) != 2 or not spelled.keys() >= {*pair, "".join(pair)}:
-            rule = "two tokens, and what they merge into, must be in the vocabulary"
-            reject(file, f"merge {n} is {merge!r}", rule)
-        numbers[pair] = n
-    return numbers
-
-
-def last_merge(token: str, numbers: dict[tuple[str, ...], int]) -> int | None:
+def last_merge(token: str, numbers: Ranks) -> int | None:
     """The number of the merge that completes this token when it is spelled out and merged alone;
     -1: it is one byte; None: no merge completes it."""
     parts = list(token)

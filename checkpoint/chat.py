@@ -8,6 +8,8 @@ template runs, a lone surrogate stands for the first character of every control 
     a message "say <|eot_id|>"  ->  "say □|eot_id|>"  ->  template  ->  cut at control tokens  ->
     "say <|eot_id|>" again, which is encoded as plain text
 
+Added tokens that the template knows (<|im_start|>) count as control tokens here.
+
 Invariant: no control token of a rendered template begins inside a message, not even one that the
 next message would complete.
 
@@ -20,6 +22,7 @@ repeating cannot.
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +32,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.files import Json, read_bounded
-from checkpoint.vocabulary import added_pattern
+from checkpoint.vocabulary import Vocabulary, added_pattern
 from errors import UserError, brief
 
 FIRST_SURROGATE = 0xD800  # of 2,048
@@ -45,17 +48,21 @@ def load_template(folder: Path, config: Json) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         return read_bounded(file)
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return checked_template(folder / "tokenizer_config.json", config.get("chat_template"))
+
+
+def checked_template(file: Path, template: Any) -> str | None:
+    """The template, of several the default one. UserError for what is none."""
+    with suppress(LookupError, TypeError):
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
-        file = folder / "tokenizer_config.json"
         raise UserError(f"{file}: chat_template is {brief(template)}; it must be text")
     return template
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """jinja2's sandbox, as transformers sets it up."""
+    """jinja2's sandbox, as transformers sets it up, but for {% generation %}."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -73,19 +80,19 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A template, the control tokens (text -> id), and texts by name ("bos_token") for its use."""
+    """A template, and the tokens of the vocabulary that it is for."""
 
-    def __init__(
-        self, folder: Path, source: str, controls: dict[str, int], named: dict[str, str]
-    ) -> None:
-        self.folder = folder
+    def __init__(self, vocabulary: Vocabulary, source: str) -> None:
+        self.vocabulary = vocabulary
         self.source = replace_surrogates(source)
-        self.controls = controls
-        self.named = named
-        first_letters = sorted({text[0] for text in controls})
+        self.ids = vocabulary.special | vocabulary.added
+        named = vocabulary.named.values()
+        inert = (text for text in vocabulary.added if text in source or text in named)
+        self.controls = (*vocabulary.special, *inert)
+        first_letters = sorted({text[0] for text in self.controls})
         self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
-        self._control_pattern = added_pattern(controls)
+        self._pattern = added_pattern(self.ids)
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -97,13 +104,13 @@ class ChatTemplate:
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
     ) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for plain text, and
-        whether it is the first."""
+        """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
+        added tokens, and whether it is the first."""
         ids = []
-        parts = self._control_pattern.split(self._render(messages, add_generation_prompt))
+        parts = self._pattern.split(self._render(messages, add_generation_prompt))
         for n, part in enumerate(parts):
-            if part in self.controls:
-                ids.append(self.controls[part])
+            if part in self.ids:
+                ids.append(self.ids[part])
             else:
                 ids += encode(part.translate(self._restore), n == 0)
         return ids
@@ -118,7 +125,7 @@ class ChatTemplate:
         ]
         try:
             return self._template.render(
-                **self.named,
+                **self.vocabulary.named,
                 messages=inert,
                 tools=None,
                 documents=None,
@@ -127,7 +134,7 @@ class ChatTemplate:
         except Exception as error:  # a template is foreign code: it may raise anything
             problem = brief(f"{type(error).__name__}: {error}".translate(self._restore))
             raise UserError(
-                f"{self.folder}: the chat template fails on this conversation: {problem}; "
+                f"{self.vocabulary.file}: the chat template fails on this conversation: {problem}; "
                 "change the messages, or use --raw"
             ) from error
 
@@ -135,17 +142,16 @@ class ChatTemplate:
         """The message with a stand-in wherever a control token begins, or could begin if other text
         were to follow. Spaces at the end do not count: templates trim."""
         text = replace_surrogates(text)
-        controls = tuple(self.controls)
-        longest = max(map(len, controls), default=0)
+        longest = max(map(len, self.controls), default=0)
         end = len(text.rstrip())
         letters = list(text)
         for i, letter in enumerate(text):
             if letter not in self._stand_in:
                 continue
-            begins = text.startswith(controls, i)
+            begins = text.startswith(self.controls, i)
             if not begins and 0 < end - i < longest:
                 rest = text[i:end]
-                begins = any(control.startswith(rest) for control in controls)
+                begins = any(control.startswith(rest) for control in self.controls)
             if begins:
                 letters[i] = self._stand_in[letter]
         return "".join(letters)

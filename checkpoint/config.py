@@ -1,11 +1,13 @@
 """A Llama's shape, read from config.json and checked.
 
-Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral without a sliding window are Llamas. The
-names are those of the file. A setting that changes the numbers and that the code lacks is
-refused by name; a setting without effect on them is ignored. Hub configs put the rotary base in
+Llama 2, its kin (CodeLlama, Vicuna, TinyLlama) and Mistral are Llamas. A Mistral with a sliding
+window is one for texts of so many tokens: longer ones, where tokens look back over less, are not
+covered. The names are those of the file. A setting that changes the numbers and that the code lacks
+is refused by name; a setting without effect on them is ignored. Hub configs put the rotary base in
 `rope_theta`, `rope_scaling` or `rope_parameters`, depending on their age.
 
-Invariant: `Config.load` reads what `to_dict` made.
+Invariant: `Config.load` reads what `to_dict` made of a folder's config. (A GGUF may divide
+frequencies by numbers that no config.json has.)
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LARGEST: dict[str, float] = {
     "max_position_embeddings": 2**31 - 1,
     "rms_norm_eps": 1.0,
 }
-LARGEST_ROPE: dict[str, float] = {
+LARGEST_BESIDE: dict[str, float] = {  # of those that not every config has
+    "sliding_window": 2**31 - 1,
     "rope_theta": 1e12,
     "factor": 1e6,
     "low_freq_factor": 1e6,
@@ -124,8 +127,6 @@ class Config:
         """From the object in a config.json."""
         for name, values in SUPPORTED.items():
             check_setting(name, data.get(name), *values)
-        if data["model_type"] == "mistral":
-            check_sliding_window(data)
         num_heads = number(data, "num_attention_heads")
         defaults = {
             "num_key_value_heads": num_heads,
@@ -133,6 +134,10 @@ class Config:
             "rms_norm_eps": cls.rms_norm_eps,
         }
         present = {name: value for name, value in data.items() if value is not None}
+        if data["model_type"] == "mistral" and data.get("sliding_window", 0) is not None:
+            window = number({"sliding_window": 4096} | present, "sliding_window")  # transformers'
+            longest = number(present, "max_position_embeddings")
+            present["max_position_embeddings"] = min(longest, window)
         rope = rope_settings(present)
         return cls(
             **{name: number(defaults | present, name) for name in LARGEST},
@@ -165,17 +170,6 @@ class Config:
         return replace(self, quantization=layout)
 
 
-def check_sliding_window(data: Json) -> None:
-    """UserError if tokens of a Mistral look back over fewer than all positions."""
-    window = data.get("sliding_window", 4096)  # transformers' own default
-    longest = number(data, "max_position_embeddings")
-    if window is not None and (type(window) is not int or window < longest):
-        raise UserError(
-            f"sliding_window is {brief(window)}; it must be null, or at least "
-            f"max_position_embeddings ({longest}): models that look back over less are not covered"
-        )
-
-
 def rope_settings(present: Json) -> Json:
     """All settings of the rotary embeddings, wherever this config.json has them."""
     settings = {}
@@ -203,7 +197,7 @@ def parse_rope_scaling(rope: Json) -> Json | None:
 def number(data: Json, name: str) -> Any:
     """data[name]. UserError unless it is a number above 0, up to its limit."""
     value = data.get(name)
-    limit = (LARGEST | LARGEST_ROPE)[name]
+    limit = (LARGEST | LARGEST_BESIDE)[name]
     kind = type(limit)
     smallest = 1 if kind is int else SMALLEST
     if type(value) not in (int, kind) or not smallest <= value <= limit:

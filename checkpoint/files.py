@@ -18,7 +18,7 @@ def read_bytes(file: Path, limit: int) -> bytes:
         raise FileNotFoundError(
             f"{file} is missing: a model folder needs config.json, tokenizer.json (or "
             "tokenizer.model), and model.safetensors or its shards (a pytorch_model.bin is a "
-            "pickle: convert it first)"
+            "pickle: convert it first; a repository of GGUFs: name owner/name:FILE.gguf)"
         )
     if not file.is_file() or file.stat().st_size > limit:
         raise UserError(

@@ -37,6 +37,7 @@ from checkpoint.formats import (
 )
 from checkpoint.gguf import GGUF
 from checkpoint.gguf_blocks import BLOCK_FORMATS, Unpacked, unpack, unpermute
+from checkpoint.gguf_vocabulary import end_ids
 from checkpoint.tensors import Checkpoint
 from errors import UserError, brief
 from quant import Quantized, dequantize, pack4
@@ -156,11 +157,13 @@ def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
 def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
     """The config of a GGUF's model. UserError names the file and what is not honoured."""
     gguf = checkpoint.gguf
+    data = config_json(gguf)
     try:
         check_setting("general.architecture", gguf.metadata.get("general.architecture"), "llama")
         check_setting("llama.expert_count", setting(gguf, "expert_count"), None, 0)
-        config = Config.parse(config_json(gguf))
-        check_setting("rope.dimension_count", rope_size(gguf, config), config.head_dim)
+        config = Config.parse(data)
+        rope_size = setting(gguf, "rope.dimension_count", config.head_dim)
+        check_setting("rope.dimension_count", rope_size, config.head_dim)
         value_size = setting(gguf, "attention.value_length", config.head_dim)
         check_setting("attention.value_length", value_size, config.head_dim)
     except UserError as error:
@@ -171,35 +174,33 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
     return replace(config, quantization=layout)
 
 
-def rope_size(gguf: GGUF, config: Config) -> Any:
-    """Dimensions of a head that turn."""
-    return setting(gguf, "rope.dimension_count", config.head_dim)
-
-
 def config_json(gguf: GGUF) -> Json:
-    """The metadata as a config.json has them."""
-    ends = (gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+    """The metadata as a config.json has them: a Mistral's, which may have a sliding window."""
     data = {name: setting(gguf, theirs) for name, theirs in SETTINGS.items()}
-    kind = setting(gguf, "rope.scaling.type", "none")
-    scaling = {"rope_type": kind, "factor": setting(gguf, "rope.scaling.factor")}
+    factor = setting(gguf, "rope.scaling.factor", setting(gguf, "rope.scale_linear"))
+    kind = setting(gguf, "rope.scaling.type", "linear")
+    is_scaled = kind != "none" and (factor or kind != "linear")
     embedding = gguf.tensors.get("token_embd.weight")
     return data | {
-        "model_type": "llama",
+        "model_type": "mistral",
+        "sliding_window": setting(gguf, "attention.sliding_window"),
         "vocab_size": None if embedding is None else embedding.shape[0],
-        "rope_scaling": None if kind == "none" else scaling,
+        "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
-        "eos_token_id": [end for end in ends if end is not None],
+        "eos_token_id": end_ids(gguf),
     }
 
 
 def rope_factors(gguf: GGUF, config: Config) -> Json:
-    """What divides the frequency of each pair of dimensions."""
-    factors = gguf.read(ROPE_FACTORS).flatten().tolist()
+    """What divides the frequency of each pair of dimensions, linear scaling included."""
+    scaling = config.rope_scaling or {"factor": 1}
+    factors = (gguf.read(ROPE_FACTORS).flatten().float() * scaling["factor"]).tolist()
     if len(factors) != config.head_dim // 2 or not all(0.1 < factor < 1e6 for factor in factors):
         raise UserError(
-            f"{gguf.file}: {ROPE_FACTORS} must hold {config.head_dim // 2} numbers from 0.1 to 1e6"
+            f"{gguf.file}: {ROPE_FACTORS} must hold {config.head_dim // 2} numbers between 0.1 and "
+            "1e6"
         )
     return {"rope_type": "factors", "factors": factors}
 

@@ -7,6 +7,9 @@
 
 The patterns themselves are not stored: `PATTERNS` knows them by name.
 
+As in llama.cpp, a text ends with every token that the file names for it, or that is spelled like
+one (`ENDS`). These and bos are control tokens, whatever their kind.
+
 Not covered, and refused by name: other models and patterns; tokens after a text.
 """
 
@@ -16,11 +19,9 @@ from checkpoint.bytelevel import GPT2_SPLIT, compile_split, make_byte_level
 from checkpoint.gguf import GGUF
 from checkpoint.sentencepiece import (
     CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
     Piece,
     Space,
+    index_pieces,
     vocabulary_of_pieces,
 )
 from checkpoint.vocabulary import Vocabulary, read_added, reject
@@ -30,12 +31,14 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 PATTERNS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), [LLAMA3_SPLIT]),
+    **dict.fromkeys(LLAMA3, [LLAMA3_SPLIT]),
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
     "gpt-2": [GPT2_SPLIT],
 }
-NAMES = ("bos", "eos", "unknown", "padding")
+ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>"}
+NAMES = ("bos", "eos", "eot", "eom")
 
 
 def read_gguf_vocabulary(gguf: GGUF) -> Vocabulary:
@@ -55,22 +58,44 @@ def read_gguf_vocabulary(gguf: GGUF) -> Vocabulary:
         reject(gguf.file, f"its tokenizer is not as it should be ({error!r})", "fetch it again")
 
 
-def metadata(gguf: GGUF, name: str, *default: Any) -> Any:
-    """A setting of the tokenizer. KeyError if there is none, and no default."""
-    key = f"tokenizer.ggml.{name}"
-    return gguf.metadata.get(key, *default) if default else gguf.metadata[key]
+def metadata(gguf: GGUF, name: str, default: Any = None) -> Any:
+    """A setting of the tokenizer."""
+    return gguf.metadata.get(f"tokenizer.ggml.{name}", default)
+
+
+def token_texts(gguf: GGUF) -> list[str]:
+    """The text of each token; none, if the file has no vocabulary."""
+    tokens = metadata(gguf, "tokens", [])
+    if not isinstance(tokens, list):
+        reject(gguf.file, f"tokenizer.ggml.tokens is {tokens!r}", "it must be a list of texts")
+    return tokens
 
 
 def named_ids(gguf: GGUF) -> dict[str, int]:
-    """ "bos_token", … -> id, of those that the file names."""
-    ids = {f"{name}_token": metadata(gguf, f"{name}_token_id", None) for name in NAMES}
-    return {name: id for name, id in ids.items() if id is not None}
+    """ "bos", … -> id, of those that the file names. UserError for an id that no token has."""
+    num_tokens = len(token_texts(gguf))
+    ids = {}
+    for name in NAMES:
+        id = metadata(gguf, f"{name}_token_id")
+        if id in range(num_tokens):
+            ids[name] = id
+        elif id is not None:
+            wrong = f"tokenizer.ggml.{name}_token_id is {id!r}"
+            reject(gguf.file, wrong, f"it must be a token, below {num_tokens}")
+    return ids
 
 
-def named_texts(gguf: GGUF, tokens: list[str]) -> dict[str, str]:
+def end_ids(gguf: GGUF) -> list[int]:
+    """The tokens that end a text."""
+    named = [id for name, id in named_ids(gguf).items() if name != "bos"]
+    spelled = [id for id, text in enumerate(token_texts(gguf)) if text in ENDS]
+    return sorted({*named, *spelled})
+
+
+def named_texts(gguf: GGUF) -> dict[str, str]:
     """ "bos_token", … -> text, for chat templates."""
-    short = {"unknown_token": "unk_token", "padding_token": "pad_token"}
-    return {short.get(name, name): tokens[id] for name, id in named_ids(gguf).items()}
+    tokens = token_texts(gguf)
+    return {f"{name}_token": tokens[id] for name, id in named_ids(gguf).items()}
 
 
 def prefix(gguf: GGUF, default: bool) -> list[int]:
@@ -79,41 +104,43 @@ def prefix(gguf: GGUF, default: bool) -> list[int]:
     return [metadata(gguf, "bos_token_id")] if begins else []
 
 
+def token_kinds(gguf: GGUF) -> list[int]:
+    """The kind of each token."""
+    kinds = [*metadata(gguf, "token_type")]
+    for id in (*named_ids(gguf).values(), *end_ids(gguf)):
+        kinds[id] = CONTROL
+    return kinds
+
+
 def read_pieces(gguf: GGUF) -> Vocabulary:
     """SentencePiece's."""
-    tokens = metadata(gguf, "tokens")
-    columns = tokens, metadata(gguf, "scores"), metadata(gguf, "token_type")
+    columns = token_texts(gguf), metadata(gguf, "scores"), token_kinds(gguf)
     pieces = [Piece(*row) for row in zip(*columns, strict=True)]
     has_space = metadata(gguf, "add_space_prefix", True)
     space = Space("each", True) if has_space else Space("none", False)
-    named = named_texts(gguf, tokens)
-    return vocabulary_of_pieces(gguf.file, pieces, [], space, prefix(gguf, True), named)
+    start = prefix(gguf, True)
+    return vocabulary_of_pieces(gguf.file, pieces, [], space, start, named_texts(gguf))
 
 
 def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
     """Byte-level BPE's."""
-    tokens = metadata(gguf, "tokens")
-    kinds = metadata(gguf, "token_type")
-    pattern = metadata(gguf, "pre", None)
+    pattern = metadata(gguf, "pre")
     if pattern not in PATTERNS:
         wrong = f"tokenizer.ggml.pre is {pattern!r}"
         reject(gguf.file, wrong, f"the patterns are known of {', '.join(PATTERNS)}")
-    vocab = {}
-    entries = []
-    for id, (text, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind == NORMAL:
-            vocab[text] = id
-        elif kind != UNUSED:  # padding
-            is_special = kind in (CONTROL, UNKNOWN)
-            entries.append({"content": text, "id": id, "special": is_special})
-    is_llama3 = PATTERNS[pattern] == [LLAMA3_SPLIT]
+    kinds = token_kinds(gguf)
+    if not {*kinds} <= {*range(1, 6)}:
+        wrong = f"its tokenizer.ggml.token_type has {sorted({*kinds})}"
+        reject(gguf.file, wrong, "with gpt2, kinds are from 1 to 5")
+    rows = zip(token_texts(gguf), kinds, strict=True)
+    vocab, entries = index_pieces(gguf.file, [Piece(text, 0.0, kind) for text, kind in rows])
     return make_byte_level(
         gguf.file,
         vocab,
         metadata(gguf, "merges"),
-        read_added(gguf.file, entries, vocab),
+        read_added(gguf.file, [*entries.values()], vocab),
         [compile_split(gguf.file, split) for split in PATTERNS[pattern]],
-        is_llama3,
-        prefix(gguf, is_llama3),
-        named_texts(gguf, tokens),
+        pattern in LLAMA3,
+        prefix(gguf, pattern in LLAMA3),
+        named_texts(gguf),
     )

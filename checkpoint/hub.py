@@ -18,7 +18,7 @@ EMBEDDED = {  # in the repository
     "tiny-eagle": "models/tiny-eagle",
 }
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-UNWANTED = ["original/*.json", "*/*.safetensors"]  # Meta's own layout, adapters
+UNWANTED = ["original/*.json", "*/*.safetensors", "consolidated*"]  # makers' layouts, adapters
 PART = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # a file of a split, but the first
 
 
@@ -56,7 +56,11 @@ def find_folder(name: str | Path) -> Path:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a file in GGUF."""
+    """Whether a path names a file in GGUF, by its suffix or its first bytes."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return True
     return path.suffix == ".gguf"
 
 

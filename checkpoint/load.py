@@ -118,7 +118,7 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Co
         if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
             raise UserError(
                 f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
-                "config.json ties them"
+                "the config ties them"
             )
     checkpoint.check(expected)
 

@@ -10,9 +10,12 @@ It comes in one of two files:
 A protobuf message is a row of fields: a number that says which field it is and how its value is
 stored, then the value. A dozen of SentencePiece's fields matter here.
 
+A text never merges into a control token (CodeLlama's ▁<PRE>): these merges are dropped.
+
 Not covered, and refused by name: Unigram; characters that are rewritten (`precompiled_charsmap`,
-other normalizers); vocabularies without all 256 bytes; unused pieces; added tokens that are
-searched in a normalized text. `legacy` in tokenizer_config.json counts for a tokenizer.model alone.
+other normalizers); vocabularies without all 256 bytes; unused pieces of a tokenizer.model; added
+tokens that are searched in a text with its ▁ before it. (Control tokens that ask for this are
+searched as they are.) `legacy` in tokenizer_config.json counts for a tokenizer.model alone.
 Protobuf: protobuf.dev/programming-guides/encoding. Fields: sentencepiece_model.proto.
 """
 
@@ -27,9 +30,12 @@ from checkpoint.files import Json, read_bytes
 from checkpoint.vocabulary import (
     LARGEST_VOCABULARY,
     Ids,
+    Ranks,
     Vocabulary,
     named_tokens,
     read_added,
+    read_merges,
+    read_optional,
     read_prefix,
     reject,
 )
@@ -44,25 +50,23 @@ WORDS_OF_ONE_SPACE = re.compile(f"{SPACE}[^{SPACE}]*|[^{SPACE}]+")
 WHOLE_TEXT = re.compile("(?s:.+)")
 
 
+class Space(NamedTuple):
+    """Where a text gets a space."""
+
+    # Which parts of a text get one: "each" part between added tokens, the "first", or "none".
+    spaced: str
+    doubles: bool  # whether a part that begins with a space gets another
+    splits: bool = False  # whether words are cut at every space
+
+
 class SentencePiece(NamedTuple):
     """How a text becomes tokens: a space before it, cut into words, then merged from characters."""
 
-    ranks: dict[tuple[str, str], int]  # neighbours that merge -> the lower, the earlier
+    ranks: Ranks
     ids: Ids  # characters, and what merging makes -> id
     byte_ids: list[int]  # byte -> id
     words: re.Pattern[str]
-    # Which parts of a text get a space: "each" part between added tokens, the "first", or "none".
-    spaced: str
-    doubles: bool  # whether a part that begins with a space gets another
-    strips: bool  # whether decoding takes the first space away
-
-
-class Space(NamedTuple):
-    """Where a text gets a space, and whether its words are cut at every space."""
-
-    spaced: str
-    doubles: bool
-    splits: bool = False
+    space: Space
 
 
 # ---- tokenizer.json
@@ -79,23 +83,11 @@ def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
         odd["type"] = model["type"]
     if odd:
         reject(file, f"its model says {json.dumps(odd)}", "only plain BPE is supported")
-    ranks = {}
-    for rank, merge in enumerate(model["merges"]):
-        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        if len(pair) != 2 or not vocab.keys() >= {*pair, "".join(pair)}:
-            rule = "two tokens, and what they merge into, must be in the vocabulary"
-            reject(file, f"merge {rank} is {merge!r}", rule)
-        ranks[pair] = rank
-    entries = data["added_tokens"]
-    for entry in entries:
-        if entry.get("normalized") and not entry.get("special"):
-            wrong = f"{entry['content']!r} is searched in the normalized text"
-            reject(file, wrong, "added tokens must say normalized: false")
     return make_vocabulary(
         file,
         vocab,
-        ranks,
-        read_added(file, entries, vocab),
+        read_merges(file, model["merges"], vocab.keys()),
+        data["added_tokens"],
         read_space(file, data["normalizer"], data["pre_tokenizer"]),
         read_strip(file, data["decoder"]),
         read_prefix(file, data["post_processor"]),
@@ -145,27 +137,36 @@ def read_strip(file: Path, node: Json) -> bool:
 def make_vocabulary(
     file: Path,
     vocab: Ids,
-    ranks: dict[tuple[str, str], int],
-    added: tuple[Ids, Ids],
+    ranks: Ranks,
+    entries: list[Json],
     space: Space,
     strips: bool,
     prefix: list[int],
     named: dict[str, str],
 ) -> Vocabulary:
-    """UserError unless all bytes are tokens, and no control token is what a text merges into."""
-    special, others = added
+    """entries: the added tokens. UserError unless all bytes are tokens."""
+    special, added = read_added(file, entries, vocab)
+    prepends = space == Space("each", True)
+    for entry in entries:
+        if prepends and entry.get("normalized") and entry["content"] in added:
+            wrong = f"{entry['content']!r} is searched in the normalized text"
+            reject(file, wrong, "added tokens must say normalized: false")
     bytes_ = {text: int(found[1], 16) for text in vocab if (found := BYTE.fullmatch(text))}
     byte_ids = {byte: vocab[text] for text, byte in bytes_.items()}
     if len(byte_ids) < 256:
         wrong = f"{256 - len(byte_ids)} of the tokens <0x00> to <0xFF> are missing"
         reject(file, wrong, "a character that is no token needs them")
-    merged = {left + right for left, right in ranks}
-    ids = {text: id for text, id in vocab.items() if len(text) == 1 or text in merged}
-    for text in (special | bytes_).keys() & ids.keys():
-        reject(file, f"{text!r} is special, and what ordinary text merges into", "rename it")
+    no_text = special | bytes_
+    ranks = {pair: rank for pair, rank in ranks.items() if "".join(pair) not in no_text}
+    merged = {*map("".join, ranks)}
+    ids = {
+        text: id
+        for text, id in vocab.items()
+        if text in merged or (len(text) == 1 and text not in special)
+    }
     tokens = {id: text.replace(SPACE, " ").encode() for text, id in vocab.items()}
     tokens |= {vocab[text]: bytes([byte]) for text, byte in bytes_.items()}
-    tokens |= {id: text.encode() for text, id in (special | others).items()}
+    tokens |= {id: text.encode() for text, id in (special | added).items()}
     words = WORDS_OF_ONE_SPACE if space.splits else WORDS
     if not space.splits and any(SPACE in text.lstrip(SPACE) for text in ids):
         words = WHOLE_TEXT
@@ -173,7 +174,7 @@ def make_vocabulary(
         file=file,
         tokens=tokens,
         special=special,
-        added=others,
+        added=added,
         prefix=prefix,
         named=named,
         merges=SentencePiece(
@@ -181,10 +182,9 @@ def make_vocabulary(
             ids=ids,
             byte_ids=[byte_ids[byte] for byte in range(256)],
             words=words,
-            spaced=space.spaced,
-            doubles=space.doubles,
-            strips=strips,
+            space=space,
         ),
+        strips=strips,
     )
 
 
@@ -192,6 +192,11 @@ def make_vocabulary(
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # kinds of a piece
 BPE = 2  # a model_type
+# Fields of a tokenizer.model, by their numbers. A message of a piece: text, score, kind.
+PIECES, TRAINER, NORMALIZER = range(1, 4)
+MODEL_TYPE = 3  # of the trainer
+IDS = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # and their defaults
+CHARSMAP, ADDS_SPACE, REMOVES_SPACES, ESCAPES_SPACES = range(2, 6)  # of the normalizer
 
 
 class Piece(NamedTuple):
@@ -207,20 +212,18 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
     a prompt begins with."""
     try:
         message = read_message(read_bytes(file, LARGEST_VOCABULARY))
-        trainer = read_message(last(message, 2, b""))
-        normalizer = read_message(last(message, 3, b""))
-        pieces = [read_piece(piece) for piece in message[1]]
-        named_ids = {
-            "unk_token": last(trainer, 40, 0),
-            "bos_token": last(trainer, 41, 1),
-            "eos_token": last(trainer, 42, 2),
-        }
+        trainer = read_message(last(message, TRAINER, b""))
+        normalizer = read_message(last(message, NORMALIZER, b""))
+        pieces = [read_piece(piece) for piece in message[PIECES]]
+        named_ids = {name: last(trainer, *field) for name, field in IDS.items()}
         named = {name: pieces[id].text for name, id in named_ids.items() if id < len(pieces)}
     except (LookupError, TypeError, ValueError, struct.error) as error:
         reject(file, f"it is not SentencePiece's ({error!r})", "a tokenizer.json does as well")
-    if last(trainer, 3, 1) != BPE:
-        reject(file, f"its model_type is {last(trainer, 3, 1)}", "only BPE (2) is supported")
-    if last(normalizer, 2, b"") or last(normalizer, 4, 1) or not last(normalizer, 5, 1):
+    model_type = last(trainer, MODEL_TYPE, 1)
+    if model_type != BPE:
+        reject(file, f"its model_type is {model_type}", "only BPE (2) is supported")
+    rewrites = last(normalizer, CHARSMAP, b"") or last(normalizer, REMOVES_SPACES, 1)
+    if rewrites or not last(normalizer, ESCAPES_SPACES, 1):
         reject(file, "it rewrites a text before merging", "a tokenizer.json does as well")
     if any(piece.kind == UNUSED for piece in pieces):
         reject(file, "it has unused pieces", "a tokenizer.json does as well")
@@ -228,17 +231,17 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         reject(file, "add_eos_token is true", "supported are tokens before a text")
     begins = config.get("add_bos_token", True) and "bos_token" in named
     space = Space("none", False)
-    if last(normalizer, 3, 1):
+    if last(normalizer, ADDS_SPACE, 1):
         space = Space("each" if config.get("legacy", True) else "first", True)
+    named |= named_tokens(config)
+    added = [
+        {"content": text, "id": id, "special": text in named.values()}
+        for text, id in read_optional(file.with_name("added_tokens.json")).items()
+    ]
     decoder = config.get("added_tokens_decoder", {})
-    return vocabulary_of_pieces(
-        file,
-        pieces,
-        [{"id": int(id)} | entry for id, entry in decoder.items()],
-        space,
-        [named_ids["bos_token"]] if begins else [],
-        named | named_tokens(config),
-    )
+    added += [{"id": int(id)} | entry for id, entry in decoder.items()]
+    prefix = [named_ids["bos_token"]] if begins else []
+    return vocabulary_of_pieces(file, pieces, added, space, prefix, named)
 
 
 def vocabulary_of_pieces(
@@ -250,22 +253,30 @@ def vocabulary_of_pieces(
     named: dict[str, str],
 ) -> Vocabulary:
     """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json."""
-    used = {id: piece for id, piece in enumerate(pieces) if piece.kind != UNUSED}
-    vocab = {piece.text: id for id, piece in used.items()}
-    entries = {}
-    for id, piece in used.items():
-        if id != vocab[piece.text]:
-            reject(file, f"piece {id}, {piece.text!r}, is there twice", "fetch it again")
-        if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED):
-            is_special = piece.kind != USER_DEFINED
-            entries[piece.text] = {"content": piece.text, "id": id, "special": is_special}
+    vocab, entries = index_pieces(file, pieces)
     entries |= {entry["content"]: entry for entry in added}
     ranks = rank_pairs([piece for piece in pieces if piece.kind == NORMAL])
-    read = read_added(file, list(entries.values()), vocab)
-    return make_vocabulary(file, vocab, ranks, read, space, space.spaced != "none", prefix, named)
+    strips = space.spaced != "none"
+    return make_vocabulary(file, vocab, ranks, [*entries.values()], space, strips, prefix, named)
 
 
-def rank_pairs(pieces: list[Piece]) -> dict[tuple[str, str], int]:
+def index_pieces(file: Path, pieces: list[Piece]) -> tuple[Ids, dict[str, Json]]:
+    """Text -> id; text -> entry of the pieces that are added tokens, as in a tokenizer.json.
+    Without unused pieces, which a GGUF may have. UserError for a text that is there twice."""
+    vocab = {}
+    entries = {}
+    for id, (text, _, kind) in enumerate(pieces):
+        if kind == UNUSED:
+            continue
+        if text in vocab:
+            reject(file, f"piece {id}, {text!r}, is there twice", "fetch it again")
+        vocab[text] = id
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            entries[text] = {"content": text, "id": id, "special": kind != USER_DEFINED}
+    return vocab, entries
+
+
+def rank_pairs(pieces: list[Piece]) -> Ranks:
     """All pairs of pieces, or of characters, that together are a piece -> their rank: the number
     of higher scores."""
     texts = {piece.text for piece in pieces}

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.chat import ChatTemplate, load_template
+from checkpoint.vocabulary import Vocabulary
 from errors import UserError
 
 CONTROLS = {"<|end|>": 1001, "<|start|>": 1002, "<|endless|>": 1003}
@@ -23,8 +24,13 @@ def encode(text: str, is_first: bool = True) -> list[int]:
     return list(text.encode())
 
 
+def template_of(file, source: str, added: dict[str, int] = {}, **named: str) -> ChatTemplate:
+    vocabulary = Vocabulary(file, {}, CONTROLS, added, prefix=[], named=named, merges=None)
+    return ChatTemplate(vocabulary, source)
+
+
 def layout(tmp_path, source: str, *messages: tuple[str, str], more=False, **named) -> list[int]:
-    template = ChatTemplate(tmp_path, source, CONTROLS, named)
+    template = template_of(tmp_path, source, **named)
     conversation = [{"role": role, "content": content} for role, content in messages]
     return template.tokens(conversation, more, encode)
 
@@ -62,6 +68,15 @@ def test_messages_side_by_side_do_not_add_up_to_a_control_token():
     ):
         ids = layout(None, TRIMMED, *(("user", content) for content in contents))
         assert ids == encode("".join(content.strip() for content in contents)), contents
+
+
+def test_no_message_holds_an_added_token_that_the_template_knows():
+    """Though neither is special; one that it does not know is found in any text."""
+    added = {"<im>": 1004, "</s>": 1005, "<tool>": 1006}
+    source = "<im>{{ messages[0].content }}{{ eos_token }}"
+    template = template_of(None, source, added, eos_token="</s>")
+    turns = [{"role": "user", "content": "<im></s><tool>"}]
+    assert template.tokens(turns, False, encode) == [1004, *encode("<im></s>"), 1006, 1005]
 
 
 def test_templates_compare_and_trim_messages():
@@ -115,7 +130,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
 
 
 def test_messages_must_hold_a_role_and_a_content():
-    template = ChatTemplate(None, TRIMMED, CONTROLS, {})
+    template = template_of(None, TRIMMED)
     good = {"role": "user", "content": "a"}
     for bad in ({"role": "user"}, good | {"content": 3}, "x", good | {"name": "b"}):
         with pytest.raises(UserError, match="message 1 is"):
@@ -126,7 +141,8 @@ def test_the_template_file_counts_before_the_configuration(tmp_path):
     several = [{"name": "default", "template": "C"}, {"name": "tool_use", "template": "D"}]
     for template, expected in (("A", "A"), (several, "C"), (several[1:], None), (None, None)):
         assert load_template(tmp_path, {"chat_template": template}) == expected
-    with pytest.raises(UserError, match="tokenizer_config.json: chat_template is 3"):
-        load_template(tmp_path, {"chat_template": 3})
+    for bad in (3, [1], [{"name": [], "template": "A"}], [{"name": "default", "template": 4}]):
+        with pytest.raises(UserError, match="tokenizer_config.json: chat_template is "):
+            load_template(tmp_path, {"chat_template": bad})
     (tmp_path / "chat_template.jinja").write_text("B")
     assert load_template(tmp_path, {"chat_template": json.dumps("A")}) == "B"

@@ -51,7 +51,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
 
 
 def test_kin_of_llama_is_llama(tmp_path):
-    """Mistral whose tokens look back over everything; what Llama 2's configs say beside."""
+    """Mistral, up to its sliding window; what Llama 2's configs say beside."""
     llama = Config.load(write(tmp_path, GOOD))
     kin = GOOD | dict(model_type="mistral", architectures=["MistralForCausalLM"])
     for changes in (
@@ -60,6 +60,13 @@ def test_kin_of_llama_is_llama(tmp_path):
         GOOD | dict(pretraining_tp=2, sliding_window=16, attention_dropout=0.0, pad_token_id=0),
     ):
         assert Config.load(write(tmp_path, changes)) == llama
+    for changes, most in (
+        (dict(sliding_window=3), 3),
+        ({}, 4096),
+        ({"sliding_window": None}, 9000),
+    ):
+        config = Config.load(write(tmp_path, kin | dict(max_position_embeddings=9000) | changes))
+        assert config == replace(llama, max_position_embeddings=most)
 
 
 def test_rope_settings_are_read_wherever_they_are(tmp_path):
@@ -119,7 +126,7 @@ REFUSED = [
     (dict(model_type="qwen2"), "model_type is 'qwen2'"),
     (dict(model_type=None), "model_type is None"),
     (dict(model_type="mixtral"), "model_type is 'mixtral'"),
-    (dict(model_type="mistral", max_position_embeddings=8192), "sliding_window is 4096"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window is 0"),
     (dict(model_type="mistral", sliding_window=True), "sliding_window is True"),
     (dict(architectures=["LlamaForTokens"]), "architectures is ['LlamaForTokens']"),
     (dict(architectures=7), "architectures is 7"),

@@ -45,6 +45,7 @@ SHAPE = dict(
     rms_norm_eps=2.0**-17,
     rope_theta=5000.0,
 )
+EMBEDDING = ("token_embd.weight", Stored("F32", [40, 256], bytes(40 * 256 * 4)))
 THEIRS = {ours: theirs for theirs, ours in MODULES.items()}
 
 
@@ -138,16 +139,39 @@ def quantized_matrices(file: Path) -> list[Any]:
 
 
 def test_frequencies_are_divided_as_the_file_says(tmp_path):
+    """By linear scaling, under each of its names; by numbers of each pair; by both."""
     file = tmp_path / "model.gguf"
     write_model(file, {"": "F32"})
     plain = Llama.load(file, "cpu").frequencies
-    factors = torch.rand(16) + 1
-    tensors = [("rope_freqs.weight", Stored("F32", [16], raw(factors)))]
     gguf = GGUF.open(file)
+    tensors = []
     for name, info in gguf.tensors.items():
         tensors.append((name, Stored(info.type, list(info.shape), raw(gguf.read(name)))))
-    write(file, list(settings_of(SHAPE).items()), tensors)
-    torch.testing.assert_close(Llama.load(file, "cpu").frequencies * factors.repeat(2), plain)
+    ones = torch.ones(16)
+    factors = torch.rand(16) + 1
+    four = number("f", 4.0)
+    none = {"llama.rope.scaling.type": string("none")}
+    linear = {"llama.rope.scaling.type": string("linear")}
+    for metadata, divisor in (
+        ({"llama.rope.scale_linear": four}, 4),
+        ({"llama.rope.scaling.factor": four}, 4),
+        (linear | {"llama.rope.scaling.factor": four}, 4),
+        (none | {"llama.rope.scaling.factor": four}, 1),
+        (linear | {"llama.rope.scaling.factor": number("f", 0.0)}, 1),
+    ):
+        for pairs in (ones, factors):
+            more = [("rope_freqs.weight", Stored("F32", [16], raw(pairs)))]
+            stored = tensors if pairs is ones else [*more, *tensors]
+            write(file, list((settings_of(SHAPE) | metadata).items()), stored)
+            divided = Llama.load(file, "cpu").frequencies
+            torch.testing.assert_close(divided * pairs.repeat(2) * divisor, plain)
+
+
+def test_a_sliding_window_is_the_longest_text(tmp_path):
+    file = tmp_path / "model.gguf"
+    window = {"llama.attention.sliding_window": number("I", 24)}
+    write(file, list((settings_of(SHAPE) | window).items()), [EMBEDDING])
+    assert read_gguf_config(GGUFCheckpoint(file)).max_position_embeddings == 24
 
 
 # ---- The embedded model
@@ -195,10 +219,10 @@ def test_a_gguf_tells_what_its_folder_tells(tmp_path):
 # ---- Vocabularies
 
 
-def spm_gguf(file: Path, **changes: bytes) -> Path:
-    """test_spm's vocabulary."""
-    texts = [*vocabulary(), "[PAD]"]
-    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[PAD]": 5} | dict.fromkeys(BYTES, 6)
+def spm_gguf(file: Path, more: dict[str, int] = {}, **changes: bytes) -> Path:
+    """test_spm's vocabulary. more: tokens behind it, text -> kind."""
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[PAD]": 5} | dict.fromkeys(BYTES, 6) | more
+    texts = [*vocabulary(), "[PAD]", *more]
     metadata = {
         "tokenizer.ggml.model": string("llama"),
         "tokenizer.ggml.tokens": strings(texts),
@@ -208,7 +232,26 @@ def spm_gguf(file: Path, **changes: bytes) -> Path:
         "tokenizer.ggml.eos_token_id": number("I", 2),
         "tokenizer.chat_template": string("{{ bos_token }}{{ messages[0].content }}"),
     }
-    return write(file, list((metadata | changes).items()))
+    return write(file, list((metadata | changes).items()), [EMBEDDING])
+
+
+def test_tokens_that_end_a_text_are_control_tokens(tmp_path):
+    """Those that the file names, and those that are spelled like one, whatever their kind. An
+    unused id is no text; of a padding nothing is asked."""
+    end = len(vocabulary()) + 1
+    names = {
+        "tokenizer.ggml.eos_token_id": number("I", end),
+        "tokenizer.ggml.eom_token_id": number("I", end + 1),
+        "tokenizer.ggml.padding_token_id": number("I", 99999),
+    }
+    more = {"<x>": 4, "<y>": 1, "<|im_end|>": 4, "<z>": 4}
+    file = spm_gguf(tmp_path / "a.gguf", more, **settings_of(SHAPE), **names)
+    assert read_gguf_config(GGUFCheckpoint(file)).eos_token_ids == (end, end + 1, end + 2)
+    tok = Tokenizer.load(file)
+    ids = tok.encode("<x><y><|im_end|><z>")
+    assert tok.specials.keys() == {"<unk>", "<s>", "</s>", "<x>", "<y>", "<|im_end|>"}
+    assert not {*ids} & {*tok.specials.values()} and ids[-1] == end + 3
+    assert tok.decode([end - 1]) == ""
 
 
 def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
@@ -229,10 +272,14 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.model": string("bert")}, "tokenizer.ggml.model is 'bert'"),
     ({"tokenizer.ggml.pre": string("qwen2")}, "tokenizer.ggml.pre is 'qwen2'"),
     ({"tokenizer.ggml.add_eos_token": number("?", True)}, "add_eos_token"),
-    ({"tokenizer.ggml.tokens": number("I", 3)}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.tokens": number("I", 3)}, "tokenizer.ggml.tokens is 3"),
     ({"tokenizer.ggml.token_type": numbers("i", [1])}, "tokenizer is not as it should be"),
     ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
-    ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "ggml.eos_token_id is 99999"),
+    ({"tokenizer.ggml.bos_token_id": number("i", -1)}, "ggml.bos_token_id is -1"),
+    ({"tokenizer.ggml.add_bos_token": number("?", True)}, "begins with token None"),
+    ({"tokenizer.chat_template": number("I", 5)}, "chat_template is 5"),
+    ({"llama.attention.sliding_window": number("f", 0.5)}, "sliding_window is 0.5"),
     ({"general.architecture": string("qwen2")}, "general.architecture is 'qwen2'"),
     ({"llama.expert_count": number("I", 8)}, "llama.expert_count is 8"),
     ({"llama.block_count": number("I", 0)}, "num_hidden_layers is 0"),
@@ -246,12 +293,17 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
 
 
 def test_what_is_not_honoured_is_named(tmp_path):
-    for i, (change, says) in enumerate(REFUSED):
+    kinds = GGUF.open(tiny_gguf(tmp_path / "a.gguf")).metadata["tokenizer.ggml.token_type"]
+    texts = GGUF.open(tmp_path / "a.gguf").metadata["tokenizer.ggml.tokens"]
+    odd_kind = {"tokenizer.ggml.token_type": numbers("i", [6, *kinds[1:]])}
+    twice = {"tokenizer.ggml.tokens": strings([texts[5], *texts[1:]])}
+    more = [(odd_kind, "kinds are from 1 to 5"), (twice, "is there twice")]
+    for i, (change, says) in enumerate(REFUSED + more):
         file = tiny_gguf(tmp_path / f"{i}.gguf", "tiny-draft", **change)
         with pytest.raises(UserError) as error:
             Model.load(file)
         said = str(error.value)
-        assert says in said and ".gguf" in said and "\n" not in said, (says, said)
+        assert says in said and said.count(".gguf") == 1 and "\n" not in said, (says, said)
 
 
 def test_rounded_weights_are_not_rounded_again(tmp_path):
@@ -292,6 +344,9 @@ def test_a_folder_with_one_gguf_is_that_model(tmp_path):
     for file in (first, part):
         file.touch()
     assert find_model(tmp_path) == find_model(first) == first
+    blob = tmp_path / "sha256-abc"
+    blob.write_bytes(b"GGUF")
+    assert find_model(blob) == blob
     (tmp_path / "b.gguf").touch()
     with pytest.raises(UserError, match="several models in GGUF: name one of a-00001"):
         find_model(tmp_path)

@@ -75,6 +75,7 @@ def test_only_what_is_needed_is_fetched():
         "original/params.json",
         "original/tokenizer.model",
         "adapter/model.safetensors",
+        "consolidated.safetensors",
         "pytorch_model.bin",
         "README.md",
     ]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from checkpoint.files import Json, read_json
 from errors import UserError, brief
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
 
 Ids = dict[str, int]  # text of a token -> id
+Ranks = dict[tuple[str, ...], int]  # neighbours that merge -> the lower, the earlier
 
 
-class Vocabulary(NamedTuple):
+@dataclass(frozen=True)
+class Vocabulary:
     """What a tokenizer's files hold, checked."""
 
     file: Path
@@ -39,16 +42,29 @@ class Vocabulary(NamedTuple):
     prefix: list[int]  # ids that begin a raw prompt
     named: dict[str, str]  # "bos_token", … -> text, for chat templates
     merges: ByteLevel | SentencePiece
+    strips: bool = False  # whether decoding takes the first space away
+
+    def __post_init__(self) -> None:
+        for id in self.prefix:
+            if type(id) is not int or id not in self.tokens:
+                wrong = f"a prompt begins with token {id!r}"
+                reject(self.file, wrong, "it must be one of the vocabulary")
 
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
     raise UserError(f"{file}: {brief(wrong)}; {way_out}")
 
 
+def read_optional(file: Path) -> Json:
+    """The object in a JSON file, which a folder may lack; null is as if it were left out."""
+    data = read_json(file) if os.path.lexists(file) else {}
+    return {name: value for name, value in data.items() if value is not None}
+
+
 def read_tokenizer_config(folder: Path) -> Json:
-    """tokenizer_config.json, which a folder may lack."""
-    file = folder / "tokenizer_config.json"
-    return read_json(file) if os.path.lexists(file) else {}
+    """tokenizer_config.json; where that names no token, special_tokens_map.json may."""
+    names = read_optional(folder / "special_tokens_map.json")
+    return names | read_optional(folder / "tokenizer_config.json")
 
 
 def named_tokens(config: Json) -> dict[str, str]:
@@ -88,6 +104,18 @@ def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
     if len(set(ids.values())) < len(ids):
         reject(file, "two tokens have one id", "each token needs an id of its own")
     return special, others
+
+
+def read_merges(file: Path, merges: list[Any], tokens: Collection[str]) -> Ranks:
+    """The pairs that merge -> their number in the list; of a pair listed twice, the later one."""
+    ranks = {}
+    for rank, merge in enumerate(merges):
+        pair = tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        if len(pair) != 2 or not tokens >= {*pair, "".join(pair)}:
+            rule = "two tokens, and what they merge into, must be in the vocabulary"
+            reject(file, f"merge {rank} is {merge!r}", rule)
+        ranks[pair] = rank
+    return ranks
 
 
 def read_prefix(file: Path, node: Json | None) -> list[int]:
