@@ -60,8 +60,8 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--draft",
-        help="a smaller model, named like --target, or tiny-draft; ngram: looks back; "
-        "self: INT4 copy",
+        help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
+        "tiny-eagle; ngram: looks back; self: INT4 copy",
     )
     p.add_argument(
         "--gamma",
