@@ -183,7 +183,7 @@ def config_json(gguf: GGUF) -> Json:
     embedding = gguf.tensors.get("token_embd.weight")
     return data | {
         "model_type": "mistral",
-        "sliding_window": setting(gguf, "attention.sliding_window"),
+        "sliding_window": setting(gguf, "attention.sliding_window") or None,  # 0: none
         "vocab_size": None if embedding is None else embedding.shape[0],
         "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,

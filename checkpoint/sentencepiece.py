@@ -192,8 +192,9 @@ def make_vocabulary(
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # kinds of a piece
 BPE = 2  # a model_type
-# Fields of a tokenizer.model, by their numbers. A message of a piece: text, score, kind.
+# Fields of a tokenizer.model, by their numbers.
 PIECES, TRAINER, NORMALIZER = range(1, 4)
+TEXT, SCORE, KIND = range(1, 4)  # of a piece
 MODEL_TYPE = 3  # of the trainer
 IDS = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # and their defaults
 CHARSMAP, ADDS_SPACE, REMOVES_SPACES, ESCAPES_SPACES = range(2, 6)  # of the normalizer
@@ -293,8 +294,8 @@ def rank_pairs(pieces: list[Piece]) -> Ranks:
 
 def read_piece(data: bytes) -> Piece:
     message = read_message(data)
-    (score,) = struct.unpack("<f", last(message, 2, bytes(4)))
-    return Piece(last(message, 1, b"").decode(), score, last(message, 3, NORMAL))
+    (score,) = struct.unpack("<f", last(message, SCORE, bytes(4)))
+    return Piece(last(message, TEXT, b"").decode(), score, last(message, KIND, NORMAL))
 
 
 def last(message: dict[int, list[Any]], field: int, default: Any) -> Any:

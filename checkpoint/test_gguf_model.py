@@ -168,10 +168,11 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path):
 
 
 def test_a_sliding_window_is_the_longest_text(tmp_path):
-    file = tmp_path / "model.gguf"
-    window = {"llama.attention.sliding_window": number("I", 24)}
-    write(file, list((settings_of(SHAPE) | window).items()), [EMBEDDING])
-    assert read_gguf_config(GGUFCheckpoint(file)).max_position_embeddings == 24
+    for size, most in ((24, 24), (0, 64)):  # 0: there is none
+        file = tmp_path / f"{size}.gguf"
+        window = {"llama.attention.sliding_window": number("I", size)}
+        write(file, list((settings_of(SHAPE) | window).items()), [EMBEDDING])
+        assert read_gguf_config(GGUFCheckpoint(file)).max_position_embeddings == most
 
 
 # ---- The embedded model
