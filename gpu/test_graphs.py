@@ -413,11 +413,21 @@ class Table(Toy):
     texts = 3**5
 
     def __call__(
-        self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Any = None
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Any = None,
+        features: None = None,
     ) -> Tensor:
         return self.ops.forward(self, tokens, metadata, logits_indices)
 
-    def forward(self, tokens: Tensor, metadata: AttentionMetadata, logits_indices: Any) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: Any,
+        features: None = None,
+    ) -> Tensor:
         return super().__call__(tokens, metadata, logits_indices)
 
 
