@@ -17,6 +17,7 @@ import torch
 from random_models import CASES, make, move_rope, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoint.eagle import is_eagle
 from generate import Model, generate
 from kvcache import KVCache
 from measure.clock import read_bandwidth
@@ -70,6 +71,8 @@ def random_models() -> None:
 def embedded_models() -> None:
     """The models in this repository are Llamas in the world's sense too."""
     for folder in sorted((Path(__file__).parent.parent / "models").iterdir()):
+        if is_eagle(folder):
+            continue
         tokens = AutoTokenizer.from_pretrained(folder)(
             "Once upon a time, there was a little dog. He was 3 years old!", return_tensors="pt"
         ).input_ids
