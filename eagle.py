@@ -24,7 +24,7 @@ has the probability 0 in q; verification is exact for any q.
 Invariant: between steps each stored token of a text has its row, made of true features.
 Not covered: trees of drafts; several layers; the chain in one call.
 
-Li et al. 2025, EAGLE-3 (arXiv:2503.01840), sections 3 and 4. Training: train/eagle.py.
+Li et al. 2025, EAGLE-3 (arXiv:2503.01840), section 3. Training: train/eagle.py.
 
     T rows · R texts that draft · n features of a token · C hidden_size of the head · Vd, V sizes of
     the head's vocabulary and of the target's
@@ -99,7 +99,7 @@ class EagleHead(Llama):
             x = torch.cat(normed, dim=1)
         return self.ops.linear(x, self.fc)
 
-    def layer(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """z of rows that pair f (or z): [T, C] with tokens: int64[T] -> [T, C]."""
         ops = self.ops
         layer = self.layers[0]
@@ -182,9 +182,9 @@ class EagleHead(Llama):
         return self
 
     @classmethod
-    def load_for(cls, folder: Path, target: Llama, dtype: torch.dtype | None = None) -> EagleHead:
+    def load_for(cls, folder: Path, target: Llama) -> EagleHead:
         """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""
-        return load_eagle(cls, folder, target, dtype)
+        return load_eagle(cls, folder, target)
 
 
 # ---- The drafter ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class EagleDrafter(Drafter):
             spans.append((request.seq, start, start + len(following)))
             last.append(len(tokens) - 1)
         f = self.head.combine(features)
-        z = self.head.layer(f, send(tokens, self.head.device), self.cache.stored(spans))
+        z = self.head.rows(f, send(tokens, self.head.device), self.cache.stored(spans))
         for (request, start, following), row in zip(observed, last):
             self.newest[request] = Newest(start + len(following), z[row])
 
@@ -258,7 +258,7 @@ class EagleDrafter(Drafter):
             picked = picked[wants_more].clamp(min=0)  # −1: not finite, which the runner tells
             # 0: only the device knows the token. No other text finds blocks with these rows.
             metadata = self.cache.extend([(seqs[b], [0]) for b in rows], cache_blocks=False)
-            z = self.head.layer(z[wants_more], picked, metadata)
+            z = self.head.rows(z[wants_more], picked, metadata)
         for seq, length in zip(seqs, lengths):
             self.cache.truncate(seq, length)
         return drafted, q

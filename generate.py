@@ -255,7 +255,7 @@ def load_draft(
     if not isinstance(name, Model):
         name = find_model(name)
         if is_eagle(name):
-            head = EagleHead.load_for(name, model.llama, dtype)
+            head = EagleHead.load_for(name, model.llama)
             return Draft(None, False, lambda cache: EagleDrafter(head, cache), num_layers=1)
     draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
     difference = model.tokenizer.difference(draft.tokenizer)

@@ -280,8 +280,8 @@ class ModelRunner:
             new = next(made) if item.samples else []
             start = self.cache.length(item.request.seq) - item.num_new_tokens
             count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
-            text = item.request.tokens + new
-            observed.append(Observed(item.request, start, text[start + 1 : start + count + 1]))
+            following = item.request.tokens[start + 1 : start + count + 1] + new
+            observed.append(Observed(item.request, start, following[:count]))
             rows += range(first_row, first_row + count)
             first_row += item.num_new_tokens
         values = features.values

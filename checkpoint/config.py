@@ -12,6 +12,7 @@ frequencies by numbers that no config.json has.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ LARGEST: dict[str, float] = {
 LARGEST_BESIDE: dict[str, float] = {  # of those that not every config has
     "sliding_window": 2**31 - 1,
     "rope_theta": 1e12,
+    "draft_vocab_size": 2**24,
+    "target_hidden_size": 2**20,
     "factor": 1e6,
     "low_freq_factor": 1e6,
     "high_freq_factor": 1e6,
@@ -115,12 +118,7 @@ class Config:
     @classmethod
     def load(cls, folder: Path) -> Config:
         """The config of a folder's config.json. FileNotFoundError or UserError names the file."""
-        file = folder / "config.json"
-        data = read_json(file)
-        try:
-            return cls.parse(data)
-        except UserError as error:
-            raise UserError(f"{file}: {brief(error)}") from None
+        return parse_file(folder / "config.json", cls.parse)
 
     @classmethod
     def parse(cls, data: Json) -> Config:
@@ -168,6 +166,15 @@ class Config:
                 "were made from"
             )
         return replace(self, quantization=layout)
+
+
+def parse_file(file: Path, parse: Callable[[Json], Any]) -> Any:
+    """What `parse` makes of the object in a file. UserError names the file."""
+    data = read_json(file)
+    try:
+        return parse(data)
+    except UserError as error:
+        raise UserError(f"{file}: {brief(error)}") from None
 
 
 def rope_settings(present: Json) -> Json:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpoint.config import Config
+from checkpoint.config import Config, number, parse_file
 from checkpoint.files import Json, read_json
 from checkpoint.formats import check_setting
 from checkpoint.tensors import Checkpoint, open_file
@@ -51,12 +51,7 @@ class EagleConfig:
     @classmethod
     def load(cls, folder: Path) -> EagleConfig:
         """The config of a folder's config.json. UserError names the file."""
-        file = folder / "config.json"
-        data = read_json(file)
-        try:
-            return cls.parse(data)
-        except UserError as error:
-            raise UserError(f"{file}: {brief(error)}") from None
+        return parse_file(folder / "config.json", cls.parse)
 
     @classmethod
     def parse(cls, data: Json) -> EagleConfig:
@@ -71,7 +66,9 @@ class EagleConfig:
         check_setting("speculators_model_type", data.get("speculators_model_type"), None, "eagle3")
         check_setting("num_hidden_layers", layer.get("num_hidden_layers"), 1)
         config = Config.parse(layer | {"architectures": None, "tie_word_embeddings": False})
-        draft_vocab_size = positive(settings, "draft_vocab_size", config.vocab_size)
+        sizes = {"draft_vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}
+        sizes |= {name: value for name, value in settings.items() if value is not None}
+        draft_vocab_size = number(sizes, "draft_vocab_size")
         if draft_vocab_size > config.vocab_size:
             raise UserError(
                 f"draft_vocab_size is {draft_vocab_size}; it must be at most vocab_size, "
@@ -80,7 +77,7 @@ class EagleConfig:
         return cls(
             config,
             draft_vocab_size,
-            positive(settings, "target_hidden_size", config.hidden_size),
+            number(sizes, "target_hidden_size"),
             feature_layers(settings.get("eagle_aux_hidden_state_layer_ids")),
             **{name: bool(settings.get(name)) for name in FLAGS},
         )
@@ -104,8 +101,6 @@ class EagleConfig:
 
     def to_dict(self, target: str) -> Json:
         """The config.json of this head in the speculators layout. target: the name of its model."""
-        layer = self.layer.to_dict()
-        layer |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": 3,
@@ -115,7 +110,7 @@ class EagleConfig:
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "transformer_layer_config": layer,
+            "transformer_layer_config": self.layer.to_dict(),
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_hidden_size,
             "eagle_aux_hidden_state_layer_ids": list(self.feature_layers or ()) or None,
@@ -178,15 +173,6 @@ def check_head_flags(settings: Json) -> None:
     if settings.get("norm_before_fc") and settings.get("fc_norm"):
         raise UserError("norm_before_fc and fc_norm are both on: a head has one of them")
     check_setting("use_aux_hidden_state", settings.get("use_aux_hidden_state"), None, True)
-
-
-def positive(settings: Json, name: str, default: int) -> int:
-    """A whole number above 0. UserError if it is none."""
-    value = settings.get(name)
-    value = default if value is None else value
-    if type(value) is not int or not 0 < value <= 2**24:
-        raise UserError(f"{name} is {brief(repr(value))}; it must be a whole number above 0")
-    return value
 
 
 def feature_layers(ids: Any) -> tuple[int, ...] | None:

@@ -76,15 +76,14 @@ def load_llama(
     return model.requires_grad_() if trainable else model.pack_weights()
 
 
-def load_eagle(
-    cls: type[EagleHead], folder: Path, target: Llama, dtype: torch.dtype | None = None
-) -> EagleHead:
-    """The EAGLE head in a folder, for this target, on its device. UserError: what to change."""
+def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:
+    """The EAGLE head in a folder, for this target, in its dtype and on its device. UserError: what
+    to change."""
     checkpoint = EagleCheckpoint(folder)
     config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
     device = target.device
     ops = ops_for(device)
-    dtype = dtype or target.dtype
+    dtype = target.dtype
     weight_dtype = ops.weight_dtype(checkpoint.dtypes, dtype)
     empty = cls(config, target, "meta", dtype, None, ops, weight_dtype)
     config.check_target(target.config, empty.config)

@@ -82,12 +82,21 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
 
 def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
     """The texts of these requests, from a file as far as it has them; the rest is made, and
-    appended to it."""
+    appended to it. UserError if they are texts of other requests."""
     texts = {}
-    if file.exists():
-        for line in file.read_text().splitlines():
-            i, tokens = json.loads(line)
-            texts[i] = tokens
+    told = file.read_text().splitlines(keepends=True) if file.exists() else []
+    if told and not told[-1].endswith("\n"):  # a killed run has left a part of a line
+        told.pop()
+        file.write_text("".join(told))
+    for line in told:
+        i, tokens = json.loads(line)
+        texts[i] = tokens
+    for i, request in enumerate(requests):
+        start = texts.get(i, request.tokens)[: len(request.tokens)]
+        if start != request.tokens:
+            raise UserError(
+                f"{file} holds texts of other prompts: delete it, or name another --out"
+            )
     index = {request: i for i, request in enumerate(requests) if i not in texts}
     batch = min(64, max(1, len(index)))
     engine = Engine(model, None, batch * length, length, batch)
@@ -179,7 +188,7 @@ def unroll(
         step = copy(metadata)
         step.positions = metadata.positions + s
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
-        z = head.layer(z, following.clamp(min=0), step)
+        z = head.rows(z, following.clamp(min=0), step)
         rows = (following >= 0).nonzero()[:, 0]
         steps.append((head.draft_logits(z[rows]), rows))
     return steps
@@ -273,6 +282,8 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
         num_hidden_layers=1,
         intermediate_size=mlp or c.intermediate_size,
         tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
         quantization=None,
     )
     layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice

@@ -97,9 +97,14 @@ def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     assert text.text == generate("abc", model, **options).text
     assert text.speculation.tokens_per_round >= 1
     told = (out / "texts.jsonl").read_text()
+    (out / "texts.jsonl").write_text(told[:-9])  # a run that was killed
     assert eagle.main([*command.split(), "--data", str(data)]) == 0  # all is done already
     assert "going on after step 18" in capsys.readouterr().err
     assert (out / "texts.jsonl").read_text() == told
+    data.write_text("\n".join(map(json.dumps, lines[1:])))
+    assert eagle.main([*command.split(), "--data", str(data)]) == 2
+    assert "texts of other prompts" in capsys.readouterr().err
+    data.write_text("\n".join(map(json.dumps, lines)))
     assert eagle.main([*command.split(), "--texts", "3", "--data", str(data)]) == 2
     assert "too few" in capsys.readouterr().err
     data.write_text('{"prompt": 5}')
