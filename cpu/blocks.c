@@ -156,11 +156,12 @@ INLINE float sum(vec v) {
 typedef struct {
     const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
     const void *scale;                              // [panels, groups, WIDE], or none
-    const void *zero;                               // int16 or, if `parted`, float32; as scale
+    const void *zero;                               // int16 or, if `parted`, float32; as scale; or
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
     long N, K, group, kind;                         // group: columns of a scale
     long scales, parted, inputs;                    // scales: SCALE_…; inputs: bits of x
+    long same;                                      // the zero of all groups, if there is no `zero`
 } Weight;
 enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 
@@ -228,16 +229,18 @@ INLINE vec step_f8(const char *w, int c) {
 #endif
 }
 
-// ---- A stretch of columns: T rows of x by P panels ----------------------------------------------
+// ---- Stretches of columns: T rows of x by P panels ----------------------------------------------
 
 typedef struct { float scale; int32_t sum; } Whole; // x of a row and stretch in whole numbers; Σ x
 
 typedef struct {
     const char *w;                                  // the first panel's first unit of the stretch,
     long panel, units;                            // bytes to the next panel's; units of the stretch
+    long runs;                                      // stretches, each with a scale of its own
     const char *scale;                              // the first panel's of the stretch, or none,
     const char *zero;
     long next, scales, parted;                      // and numbers from there to the next panel's
+    int32_t same;                                   // the zero of all, if there is no `zero`
     const char *x;                                  // the first row's first step of the stretch,
     long row;                                       // and steps from a row to the next
     const Whole *whole;                             // of the first row's stretch, if x is whole,
@@ -255,12 +258,12 @@ typedef int32_t x_whole;                            // two columns
 INLINE vec add_real(vec s, vec w, float x) { return s + w * x; }
 INLINE ints add_whole(ints s, ints w, int32_t x) { return dot(s, w, (ints){0} + x); }
 
-// The sum of row t, before W's scale; `at` finds the zeros. Whole zeros make whole sums. Float32
-// does for a zero that is a fraction, and for one beyond ±255, which is most of its w.
-INLINE vec total_real(const Stretch *a, vec s, long t, long at) { return s; }
-INLINE vec total_whole(const Stretch *a, ints s, long t, long at) {
-    const Whole *x = a->whole + t * a->stretches;
-    if (!a->zero) return number(s) * x->scale;
+// The sum of row t, before W's scale; `x` is its stretch, `at` finds the zeros. Whole zeros make
+// whole sums. Float32 does for a zero that is a fraction, and for one beyond ±255, which is most of
+// its w.
+INLINE vec total_real(const Stretch *a, vec s, const Whole *x, long at) { return s; }
+INLINE vec total_whole(const Stretch *a, ints s, const Whole *x, long at) {
+    if (!a->zero) return number(s - a->same * x->sum) * x->scale;
     vec sum = (vec){0} - (float)x->sum;
     if (a->parted) return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
     ints zero = widen_i16((const int16_t *)a->zero + at), far = zero > 255 | zero < -255;
@@ -276,29 +279,32 @@ INLINE vec scales(const Stretch *a, long at) {
 
 #define BLOCK(kind, sort, T, P, name)                                                              \
 static void name(const Stretch *a) {                                                               \
-    sort s[T][P][VECS] = {0};                                                                      \
     const x_##sort *x = (const x_##sort *)a->x;                                                    \
     const char *w = a->w, *soon = a->soon;                                                         \
-    for (long k = 0; k < a->units; k++, x += STEPS_##kind, w += WIDE * BYTES_##kind,               \
-        soon += a->pace) {                                                                         \
-        UNROLL for (int p = 0; p < P; p++)                                                         \
-            __builtin_prefetch(soon + p * a->far, 0, 2);             /* to the second cache */     \
-        UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                            \
-            sort step[P][VECS];                                                                    \
-            UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)               \
-                step[p][v] = step_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c);          \
-            UNROLL for (int t = 0; t < T; t++)                                                     \
+    for (long run = 0; run < a->runs; run++) {                                                     \
+        sort s[T][P][VECS] = {0};                                                                  \
+        for (long k = 0; k < a->units; k++) {                                                      \
+            UNROLL for (int p = 0; p < P; p++)                                                     \
+                __builtin_prefetch(soon + p * a->far, 0, 2);         /* to the second cache */     \
+            UNROLL for (int c = 0; c < STEPS_##kind; c++) {                                        \
+                sort step[P][VECS];                                                                \
                 UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)           \
-                    s[t][p][v] = add_##sort(s[t][p][v], step[p][v], x[t * a->row + c]);            \
+                    step[p][v] = step_##kind(w + p * a->panel + v * LANES * BYTES_##kind, c);      \
+                UNROLL for (int t = 0; t < T; t++)                                                 \
+                    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++)       \
+                        s[t][p][v] = add_##sort(s[t][p][v], step[p][v], x[t * a->row + c]);        \
+            }                                                                                      \
+            x += STEPS_##kind, w += WIDE * BYTES_##kind, soon += a->pace;                          \
         }                                                                                          \
-    }                                                                                              \
-    UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                     \
-        long at = p * a->next + v * LANES;                                                         \
-        vec scale = scales(a, at);                                                                 \
-        UNROLL for (int t = 0; t < T; t++) {                                                       \
-            vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                              \
-            vec total = total_##sort(a, s[t][p][v], t, at);                                        \
-            *y = fused(total, scale, a->first ? (vec){0} : *y);                                    \
+        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < VECS; v++) {                 \
+            long at = p * a->next + run * WIDE + v * LANES;                                        \
+            vec scale = scales(a, at);                                                             \
+            UNROLL for (int t = 0; t < T; t++) {                                                   \
+                const Whole *stretch = a->whole + t * a->stretches + run;                          \
+                vec *y = (vec *)(a->y + t * a->N + p * WIDE + v * LANES);                          \
+                vec total = total_##sort(a, s[t][p][v], stretch, at);                              \
+                *y = fused(total, scale, a->first && !run ? (vec){0} : *y);                        \
+            }                                                                                      \
         }                                                                                          \
     }                                                                                              \
 }

@@ -200,6 +200,7 @@ class Weight(ctypes.Structure):
         ("scales", LONG),
         ("parted", LONG),
         ("inputs", LONG),
+        ("same", LONG),
     ]
 
     @classmethod
@@ -217,10 +218,13 @@ class Weight(ctypes.Structure):
         if kind(q) in PAIRS:
             values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
             values = values.view(PAIRS[values.dtype])
+        zero, same = q.zero, 0
+        if zero is not None and is_one_whole_number(zero):
+            zero, same = None, int(zero[0, 0])
         tensors = dict(
             w=panels(values),
             scale=None if scale is None else panels(scale),
-            zero=None if q.zero is None else panels(q.zero),
+            zero=None if zero is None else panels(zero),
             bias=None if linear.bias is None else linear.bias.detach().float(),
             order=q.order,
         )
@@ -231,8 +235,9 @@ class Weight(ctypes.Structure):
             group=q.group,
             kind=KINDS.index(kind(q)),
             scales=0 if scale is None else SCALES.index(scale.dtype),
-            parted=q.zero is not None and q.zero.dtype == torch.float32,
+            parted=zero is not None and zero.dtype == torch.float32,
             inputs=q.input_bits,
+            same=same,
         )
         weight.tensors = tensors
         weight.address = ctypes.addressof(weight)
@@ -248,6 +253,14 @@ class Weight(ctypes.Structure):
         if wrong:
             raise IndexError(f"row {indices[wrong - 1]} of a matrix of {self.N}")
         return out
+
+
+def is_one_whole_number(zero: Tensor) -> bool:
+    """Whether all groups have one zero, as in symmetric formats: then none is read. Up to 255, C's
+    sums with it are exact.
+    """
+    first = zero[0, 0]
+    return zero.dtype == torch.int16 and bool(first.abs() <= 255 and (zero == first).all())
 
 
 def interleave(packed: Tensor) -> Tensor:

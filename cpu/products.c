@@ -10,10 +10,11 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     long columns = COLUMNS[w->kind], unit = WIDE * BYTES[w->kind], units = parts(w->K, columns);
     long groups = parts(w->K, w->group), g = (p * groups + k / w->group) * WIDE;
     return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit,
-                      .panel = units * unit, .units = parts(n, columns),
+                      .panel = units * unit, .units = parts(n, columns), .runs = 1,
                       .scale = w->scale ? w->scale + g * (w->scales == SCALE_F32 ? 4 : 2) : 0,
                       .zero = w->zero ? (const char *)w->zero + g * (w->parted ? 4 : 2) : 0,
-                      .next = groups * WIDE, .scales = w->scales, .parted = w->parted };
+                      .next = groups * WIDE, .scales = w->scales, .parted = w->parted,
+                      .same = w->same };
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
@@ -26,18 +27,22 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
     float *room = many ? aligned_alloc(64, PANELS(1) * STRETCH * WIDE * sizeof *room) : 0;
     for (long p = first, P; p < last; p += P) {
         P = last - p < wide ? 1 : wide;
-        for (long k = 0; k < x.K; k += stretch) {
+        for (long k = 0, columns; k < x.K; k += columns) {
             Stretch a = stretch_at(w, p, k, least(x.K - k, stretch));
+            if (!many) a.runs = least((x.K - k) / stretch, STRETCH / stretch);
+            if (a.runs < 1) a.runs = 1;                                 // the last is a short one
+            columns = a.runs * stretch;
             a.x = x.x + k * x.bytes, a.row = x.row * x.bytes / 4;
             a.whole = x.whole + k / stretch, a.stretches = x.stretches;
             a.y = y + p * WIDE, a.N = N, a.first = k == 0, a.far = a.panel;
             // To fetch: what is read later, of these panels or, beyond their end, of the next ones.
-            long bytes = a.units * unit, beyond = k + AHEAD * stretch >= x.K;
+            long bytes = a.runs * a.units * unit, beyond = k + AHEAD * columns >= x.K;
             const char *next = a.w + AHEAD * bytes + beyond * (P - 1) * a.panel;
             if (many) a = unfold[kind](&a, P, room);
+            long units = a.runs * a.units;
             for (long i = 0, rows; i < tiles; i++) {
                 rows = T / tiles + (i < T % tiles);                     // nearly as many each time
-                a.pace = bytes / a.units / tiles, a.soon = next + i * a.units * a.pace;
+                a.pace = bytes / units / tiles, a.soon = next + i * units * a.pace;
                 blocks[many ? WHOLE[kind] ? I16 : F32 : kind][rows][P > 1](&a);
                 a.x += rows * x.row * x.bytes, a.y += rows * N, a.whole += rows * x.stretches;
             }
@@ -178,7 +183,7 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
         for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
             Stretch a = stretch_at(w, which[r] / WIDE, k, n = least(K - k, stretch));
             float scale = scales(&a, lane / LANES * LANES)[lane % LANES];
-            float zero = !a.zero ? 0 : a.parted ? ((const float *)a.zero)[lane]
+            float zero = !a.zero ? a.same : a.parted ? ((const float *)a.zero)[lane]
                 : ((const int16_t *)a.zero)[lane];
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {
