@@ -36,7 +36,7 @@ enum { LANES = 16 };                                // numbers in a register
 #define PANELS(T) 4
 #else
 enum { LANES = 8 };
-#define PANELS(T) ((T) > 3 ? 1 : 2)
+#define PANELS(T) ((T) > 3 ? 1 : (T) > 1 ? 2 : 4)
 #endif
 enum { VECS = WIDE / LANES };                       // of a panel
 #ifdef __AVX512VNNI__

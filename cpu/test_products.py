@@ -7,7 +7,7 @@ import torch
 
 from cpu import CPU, native
 from kernels import Linear
-from quant import Quantized, quantize
+from quant import Quantized, dequantize, quantize
 from test_kernels import LAYOUTS, laid_out, stands_for
 
 needs_c = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -189,3 +189,26 @@ def test_bfloat16_weights_stay_so_beside_float32(monkeypatch):
         assert CPU().weight_dtype(stored_dtypes, dtype) == dtype
     monkeypatch.setattr(native, "library", lambda: None)
     assert CPU().weight_dtype([brain], full) == full
+
+
+@needs_c
+@torch.inference_mode()
+def test_a_zero_that_all_groups_share_is_not_read():
+    """Symmetric formats write one zero everywhere. Groups of 32 fall into one call by fours, and
+    what is left at the end of a row is multiplied, too."""
+    torch.manual_seed(0)
+    N, K, group = 40, 32 * 7 + 8, 32
+    values = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+    scale = torch.rand(N, 8).half()
+    x = torch.randn(70, K)
+    for zero in (8, 255, 256, -300):
+        q = Quantized(values, scale, torch.full((N, 8), zero, dtype=torch.int16), K, group)
+        weight = CPU().pack_weight(Linear(q), torch.float32, "o")
+        assert (weight.zero is None) == (abs(zero) <= 255)
+        W = dequantize(*q, dtype=torch.float64)
+        size = x.double().abs() @ W.abs().T
+        bound = 2e-5 * size + rounding_of_x(q, x, W)
+        for T in (1, 3, 6, 70):
+            wrong = (CPU().linear(x[:T], weight).double() - x[:T].double() @ W.T).abs()
+            assert (wrong <= bound[:T]).all(), (zero, T)
+        assert torch.allclose(weight.rows(torch.arange(N)).double(), W, rtol=1e-6)
