@@ -173,15 +173,19 @@ _(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                        
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
 enum { COLUMNS_real = 1, COLUMNS_whole = 2 };       // of a step
+// Where a unit has so many steps, stretches of few units are common: several are one call. Where
+// they are long, that loop would cost more than the calls.
+enum { LONG_UNIT = 4 };
 #define STEPS_OF(kind, sort, steps, bytes, few) STEPS_##kind = steps, BYTES_##kind = bytes,
+#define COUNT_OF(kind, sort, steps, bytes, few) steps,
 #define COLUMNS_OF(kind, sort, steps, bytes, few) steps * COLUMNS_##sort,
 #define WHOLE_OF(kind, sort, steps, bytes, few) COLUMNS_##sort == 2,
 #define BYTES_OF(kind, sort, steps, bytes, few) bytes,
 #define FEW_OF(kind, sort, steps, bytes, few) few,
 enum { F32, BF16, I8, I4, NF4, F8, I16 };
 enum { EVERY(STEPS_OF) };
-static const int COLUMNS[] = { EVERY(COLUMNS_OF) }, WHOLE[] = { EVERY(WHOLE_OF) },
-    BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
+static const int STEPS[] = { EVERY(COUNT_OF) }, COLUMNS[] = { EVERY(COLUMNS_OF) },
+    WHOLE[] = { EVERY(WHOLE_OF) }, BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
 float nf4[16];                                      // quant.nf4, which native.py puts here
 INLINE long parts(long all, long each) { return (all + each - 1) / each; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -281,7 +285,7 @@ INLINE vec scales(const Stretch *a, long at) {
 static void name(const Stretch *a) {                                                               \
     const x_##sort *x = (const x_##sort *)a->x;                                                    \
     const char *w = a->w, *soon = a->soon;                                                         \
-    for (long run = 0; run < a->runs; run++) {                                                     \
+    for (long run = 0; run < (STEPS_##kind < LONG_UNIT ? 1 : a->runs); run++) {                    \
         sort s[T][P][VECS] = {0};                                                                  \
         for (long k = 0; k < a->units; k++) {                                                      \
             UNROLL for (int p = 0; p < P; p++)                                                     \
