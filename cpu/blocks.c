@@ -156,7 +156,7 @@ INLINE float sum(vec v) {
 typedef struct {
     const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
     const void *scale;                              // [panels, groups, WIDE], or none
-    const void *zero;                               // int16 or, if `parted`, float32; as scale; or
+    const void *zero;                               // int16, `parted`: float32; as scale, or none
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
     long N, K, group, kind;                         // group: columns of a scale
@@ -173,19 +173,18 @@ _(i8, whole, 1, 2, 24) _(i4, whole, 4, 4, VNNI ? 24 : 5)                        
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
 _(i16, whole, 1, 4, 1 << 30)
 enum { COLUMNS_real = 1, COLUMNS_whole = 2 };       // of a step
-// Where a unit has so many steps, stretches of few units are common: several are one call. Where
-// they are long, that loop would cost more than the calls.
-enum { LONG_UNIT = 4 };
+// Where a unit has so many columns, stretches of few units are common: several are one call. Where
+// units are shorter, that loop would cost more than the calls.
+enum { LONG_UNIT = 8 };
 #define STEPS_OF(kind, sort, steps, bytes, few) STEPS_##kind = steps, BYTES_##kind = bytes,
-#define COUNT_OF(kind, sort, steps, bytes, few) steps,
 #define COLUMNS_OF(kind, sort, steps, bytes, few) steps * COLUMNS_##sort,
 #define WHOLE_OF(kind, sort, steps, bytes, few) COLUMNS_##sort == 2,
 #define BYTES_OF(kind, sort, steps, bytes, few) bytes,
 #define FEW_OF(kind, sort, steps, bytes, few) few,
 enum { F32, BF16, I8, I4, NF4, F8, I16 };
 enum { EVERY(STEPS_OF) };
-static const int STEPS[] = { EVERY(COUNT_OF) }, COLUMNS[] = { EVERY(COLUMNS_OF) },
-    WHOLE[] = { EVERY(WHOLE_OF) }, BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
+static const int COLUMNS[] = { EVERY(COLUMNS_OF) }, WHOLE[] = { EVERY(WHOLE_OF) },
+    BYTES[] = { EVERY(BYTES_OF) }, FEW[] = { EVERY(FEW_OF) };
 float nf4[16];                                      // quant.nf4, which native.py puts here
 INLINE long parts(long all, long each) { return (all + each - 1) / each; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -285,7 +284,8 @@ INLINE vec scales(const Stretch *a, long at) {
 static void name(const Stretch *a) {                                                               \
     const x_##sort *x = (const x_##sort *)a->x;                                                    \
     const char *w = a->w, *soon = a->soon;                                                         \
-    for (long run = 0; run < (STEPS_##kind < LONG_UNIT ? 1 : a->runs); run++) {                    \
+    long runs = STEPS_##kind * COLUMNS_##sort < LONG_UNIT ? 1 : a->runs;                           \
+    for (long run = 0; run < runs; run++) {                                                        \
         sort s[T][P][VECS] = {0};                                                                  \
         for (long k = 0; k < a->units; k++) {                                                      \
             UNROLL for (int p = 0; p < P; p++)                                                     \

@@ -29,7 +29,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
         P = last - p < wide ? 1 : wide;
         for (long k = 0, columns; k < x.K; k += columns) {
             Stretch a = stretch_at(w, p, k, least(x.K - k, stretch));
-            if (!many && STEPS[kind] >= LONG_UNIT)
+            if (!many && COLUMNS[kind] >= LONG_UNIT)
                 a.runs = least((x.K - k) / stretch, STRETCH / stretch);
             if (a.runs < 1) a.runs = 1;                                 // the last is a short one
             columns = a.runs * stretch;
