@@ -22,7 +22,7 @@ row depends on the next token, too (`lookahead` in paged.py). A token outside th
 has the probability 0 in q; verification is exact for any q.
 
 Invariant: between steps each stored token of a text has its row, made of true features.
-Not covered: trees of drafts; several layers; the chain in one call.
+Not covered: trees of drafts; several layers.
 
 Li et al. 2025, EAGLE-3 (arXiv:2503.01840), section 3. Training: train/eagle.py.
 
@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.load import load_eagle
@@ -101,6 +100,10 @@ class EagleHead(Llama):
 
     def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """z of rows that pair f (or z): [T, C] with tokens: int64[T] -> [T, C]."""
+        return self.ops.head_rows(self, f, tokens, metadata)
+
+    def plain_rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`rows`, operation by operation."""
         ops = self.ops
         layer = self.layers[0]
         G = self.config.num_key_value_heads
@@ -132,6 +135,27 @@ class EagleHead(Llama):
         logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), -torch.inf)
         return logits.index_copy_(1, self.tokens, drafted)
 
+    def plain_drafts(self, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round) -> Proposal:
+        """All drafts of a round: one of every text, then a row of every text that wants one more
+        draft, and so on. z: [R, C], the newest rows of the texts that want drafts."""
+        drafted, q = round.empty_drafts()
+        rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
+        for j in range(drafted.shape[1]):
+            probs = round.probabilities(self.logits(z), rows)  # [R, V]
+            picked = round.draft_coin(j, rows).pick(probs)
+            drafted[rows, j] = picked
+            if q is not None:
+                q[rows, j] = probs
+            wants_more = [i for i, b in enumerate(rows) if round.num_drafts[b] > j + 1]
+            if not wants_more:
+                break
+            rows = [rows[i] for i in wants_more]
+            picked = picked[wants_more].clamp(min=0)  # −1: not finite, which the runner tells
+            # 0: only the device knows the token. No other text finds blocks with these rows.
+            metadata = cache.extend([(seqs[b], [0]) for b in rows], cache_blocks=False)
+            z = self.rows(z[wants_more], picked, metadata)
+        return drafted, q
+
     @cached_property
     def tokens(self) -> Tensor:
         """The target's token for each of the head's: int64[Vd]."""
@@ -139,9 +163,8 @@ class EagleHead(Llama):
 
     def embedding(self, tokens: Tensor) -> Tensor:
         """int64[T] -> [T, C]."""
-        if self.eagle.has_embedding:
-            return F.embedding(tokens, self.embed.weight).to(self.dtype)
-        return self.target.ops.embed(tokens, self.target.embed, self.dtype)
+        model = self if self.eagle.has_embedding else self.target
+        return model.ops.embed(tokens, model.embed, self.dtype)
 
     # ---- The weights
 
@@ -177,6 +200,8 @@ class EagleHead(Llama):
 
     def pack_weights(self) -> EagleHead:
         self._pack_layers()
+        if self.eagle.has_embedding:
+            self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
         self.fc = self.ops.pack_weight(self.fc, self.dtype, "fc")
         self.head = self.ops.pack_weight(self.head, self.dtype, "head")
         return self
@@ -239,26 +264,11 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, round: Round) -> Proposal:
-        """A draft of every text, then a row of every text that wants one more draft, and so on."""
-        drafted, q = round.empty_drafts()
         rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
         seqs = [request.seq for request in round.requests]
         lengths = [self.cache.length(seq) for seq in seqs]
         z = torch.stack([self.newest[round.requests[b]].z for b in rows])  # [R, C]
-        for j in range(drafted.shape[1]):
-            probs = round.probabilities(self.head.logits(z), rows)  # [R, V]
-            picked = round.draft_coin(j, rows).pick(probs)
-            drafted[rows, j] = picked
-            if q is not None:
-                q[rows, j] = probs
-            wants_more = [i for i, b in enumerate(rows) if round.num_drafts[b] > j + 1]
-            if not wants_more:
-                break
-            rows = [rows[i] for i in wants_more]
-            picked = picked[wants_more].clamp(min=0)  # −1: not finite, which the runner tells
-            # 0: only the device knows the token. No other text finds blocks with these rows.
-            metadata = self.cache.extend([(seqs[b], [0]) for b in rows], cache_blocks=False)
-            z = self.head.rows(z[wants_more], picked, metadata)
+        drafts = self.head.ops.head_drafts(self.head, self.cache, seqs, z, round)
         for seq, length in zip(seqs, lengths):
             self.cache.truncate(seq, length)
-        return drafted, q
+        return drafts

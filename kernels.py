@@ -50,6 +50,7 @@ from sampling import Setting, check_finite, check_tokens
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
+    from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama
     from speculative import Proposal, Round
@@ -302,6 +303,18 @@ class Ops:
             for b, token in zip(rows, check_tokens(picked.tolist())):
                 new_tokens[b] = [token]
         return drafted, q
+
+    def head_rows(
+        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Rows of an EAGLE head (eagle.py): [T, C] -> [T, C]."""
+        return head.plain_rows(f, tokens, metadata)
+
+    def head_drafts(
+        self, head: EagleHead, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round
+    ) -> Proposal:
+        """All drafts of a round by an EAGLE head. z: [R, C], of the requests that want drafts."""
+        return head.plain_drafts(cache, seqs, z, round)
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
         """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that

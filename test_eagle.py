@@ -39,7 +39,9 @@ FLAGS = (
 
 
 @torch.no_grad()
-def random_head(target: Llama, drafted=range(0, 261, 2), seed: int = 5, **flags) -> EagleHead:
+def random_head(
+    target: Llama, drafted=range(0, 261, 2), seed: int = 5, dtype=torch.float64, **flags
+) -> EagleHead:
     """Random weights, so large that drafts differ; drafted: the tokens of its vocabulary."""
     layer = replace(
         target.config,
@@ -50,7 +52,7 @@ def random_head(target: Llama, drafted=range(0, 261, 2), seed: int = 5, **flags)
     )
     C = target.config.hidden_size
     config = EagleConfig(layer, len(drafted), C, LAYERS, **flags)
-    head = EagleHead(config, target, dtype=torch.float64, seed=seed)
+    head = EagleHead(config, target, dtype=dtype, seed=seed)
     for name, tensor in head.named_tensors().items():
         if tensor.is_floating_point():
             generator = torch.Generator().manual_seed(len(name))

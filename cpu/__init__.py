@@ -4,7 +4,7 @@
   - Attention is C's: of few queries over keys and values where they are stored, of many over panels
     made of them. Caches of 4 bits, and all attention without a compiler, are PyTorch's.
   - If C does both products and attention, one call runs all layers of a short step, and one call
-    makes all drafts of a lone sequence, with no Python between the operations.
+    makes all drafts of a lone sequence, with no Python between the operations; so for EAGLE heads.
   - Where other programs interrupt the threads of products, fewer threads run for a while, PyTorch's
     too (products.c): the others would wait for the one that was interrupted.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from quant import Quantized
 from sampling import SETTINGS, Keyed, Setting, check_settings, check_tokens
 
 if TYPE_CHECKING:
+    from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
     from model import Features, Llama
     from speculative import Proposal, Round
@@ -49,7 +50,7 @@ class CPU(Ops):
     """`kernels.Ops`, faster."""
 
     def __init__(self) -> None:
-        self._models: WeakKeyDictionary[Llama, native.NativeModel | None] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Llama, Any] = WeakKeyDictionary()
 
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
         """For float32 x, bfloat16 weights stay bfloat16: half the bytes, the same products to the
@@ -169,29 +170,58 @@ class CPU(Ops):
         The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
         """
         model = self.native_model(llama)
-        if model is None or not drafts_in_c(cache, seqs, unread, round):
+        is_short = len(unread) == 1 and 1 <= len(unread[0]) <= ONE_CALL
+        if model is None or not is_short or not drafts_in_c(cache, round):
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         new_tokens = list(unread[0])
         k = round.num_drafts[0]
         metadata = cache.extend([(seqs[0], new_tokens + [0] * (k - 1))], cache_blocks)
         x = llama.embed.rows(torch.tensor(new_tokens))  # [T, C]
         cos, sin = llama.rope(metadata.positions)
-        temperature = round.setting("temperature")[0]
-        if temperature is None:
-            temperature = SETTINGS["temperature"]
-        first = round.first_draft_coin
-        streams = round.coins[first : first + k].streams
+        temperature, streams = draws(round)
         drafted, q = round.empty_drafts()
         model.draft(x, cos, sin, metadata, temperature, streams, round.vocab_size, drafted, q)
         check_tokens(drafted[0].tolist())
         return drafted, q
 
-    def native_model(self, llama: Llama) -> native.NativeModel | None:
-        """The model for calls of all layers; None if C does not do all of them."""
+    def head_rows(
+        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        model = self.native_model(head, native.NativeHead)
+        if model is None or len(f) > ONE_CALL or not attends_in_c(metadata):
+            return super().head_rows(head, f, tokens, metadata)
+        cos, sin = head.rope(metadata.positions)
+        return model.rows(f, tokens, cos, sin, metadata)
+
+    def head_drafts(
+        self, head: EagleHead, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round
+    ) -> Proposal:
+        """The drafts of a lone sequence without filters in one call, as in `draft`."""
+        model = self.native_model(head, native.NativeHead)
+        if (
+            model is None
+            or not model.drafts_from(round.vocab_size)
+            or not drafts_in_c(cache, round)
+        ):
+            return super().head_drafts(head, cache, seqs, z, round)
+        k = round.num_drafts[0]
+        metadata = None
+        angles = None
+        if k > 1:
+            metadata = cache.extend([(seqs[0], [0] * (k - 1))], cache_blocks=False)
+            angles = head.rope(metadata.positions)
+        drafted, q = round.empty_drafts()
+        temperature, streams = draws(round)
+        model.draft(z, angles, metadata, temperature, streams, round.vocab_size, drafted, q)
+        check_tokens(drafted[0].tolist())
+        return drafted, q
+
+    def native_model(self, llama: Llama, kind: Any = native.NativeModel) -> Any:
+        """The model, of this kind, for calls of all layers; None if C does not do all of them."""
         if native.library() is None or not isinstance(llama.head, native.Weight):
             return None
         if llama not in self._models:
-            self._models[llama] = native.NativeModel.of(llama)
+            self._models[llama] = kind.of(llama)
         return self._models[llama]
 
 
@@ -203,13 +233,9 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
     return native.cache_layout(cache) is not None
 
 
-def drafts_in_c(
-    cache: Cache, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round
-) -> bool:
-    """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters."""
-    if len(unread) != 1 or round.num_drafts[0] < 1:
-        return False
-    if not 1 <= len(unread[0]) <= ONE_CALL:
+def drafts_in_c(cache: Cache, round: Round) -> bool:
+    """Whether drafts are one call: a lone sequence, coins that C can compute, no filters."""
+    if len(round.num_drafts) != 1 or round.num_drafts[0] < 1:
         return False
     if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
         return False
@@ -218,6 +244,16 @@ def drafts_in_c(
         if name != "temperature" and value is not None and value != neutral:
             return False
     return True
+
+
+def draws(round: Round) -> tuple[float, Tensor]:
+    """Of a lone sequence the temperature, and the stream of each draft: int64[k, 1]."""
+    temperature = round.setting("temperature")[0]
+    if temperature is None:
+        temperature = SETTINGS["temperature"]
+    first = round.first_draft_coin
+    coins = round.coins[first : first + round.num_drafts[0]]
+    return temperature, coins.streams
 
 
 # ---- Attention where C does none ---------------------------------------------------------------

@@ -343,27 +343,31 @@ INLINE double exponential_of(uint64_t z) {
     return -(n * 0.6931471803691238 + (2 * s + (2 * s * w * p + n * 1.9082149292705877e-10)));
 }
 
-// argmax of p / E, for each row: an index with these probabilities. picked: zeros.
+// argmax of p / E: an index with these probabilities; `picked` if no p is above 0.
+// tokens: where E is that of other indices than p's own, these; or 0.
 #define PICK(kind, type)                                                                           \
+INLINE int64_t one_pick_##kind(const type *p, const int64_t *tokens, int64_t stream, long V,       \
+                               int64_t picked) {                                                   \
+    uint64_t start = mix((uint64_t)stream);                                                        \
+    double best = -1, score[256];                                                                  \
+    for (long at = 0; at < V; at += 256, p += 256) {                                               \
+        long n = least(V - at, 256);                                                               \
+        type most = 0;                                                                             \
+        for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                             \
+        if (most == 0) continue;                                                                   \
+        for (long i = 0; i < n; i++) {                                                             \
+            uint64_t count = (tokens ? tokens[at + i] : at + i) + 1;                               \
+            score[i] = p[i] / exponential_of(mix(start + count * 0x9E3779B97F4A7C15));             \
+        }                                                                                          \
+        for (long i = 0; i < n; i++)                                                               \
+            if (score[i] > best) { best = score[i]; picked = at + i; }                             \
+    }                                                                                              \
+    return picked;                                                                                 \
+}                                                                                                  \
 void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, long B, long V) {     \
     _Pragma("omp parallel for if (B > 1 && B * V > 1 << 14)")                                      \
-    for (long b = 0; b < B; b++) {                                                                 \
-        uint64_t start = mix((uint64_t)streams[b]);                                                \
-        double best = -1, score[256];                                                              \
-        for (long at = 0; at < V; at += 256) {                                                     \
-            long n = least(V - at, 256);                                                           \
-            const type *p = probs + b * V + at;                                                    \
-            type most = 0;                                                                         \
-            for (long i = 0; i < n; i++) most = p[i] > most ? p[i] : most;                         \
-            if (most == 0) continue;                                                               \
-            for (long i = 0; i < n; i++) {                                                         \
-                uint64_t count = at + i + 1;                                                       \
-                score[i] = p[i] / exponential_of(mix(start + count * 0x9E3779B97F4A7C15));         \
-            }                                                                                      \
-            for (long i = 0; i < n; i++)                                                           \
-                if (score[i] > best) { best = score[i]; picked[b] = at + i; }                      \
-        }                                                                                          \
-    }                                                                                              \
+    for (long b = 0; b < B; b++)                                                                   \
+        picked[b] = one_pick_##kind(probs + b * V, 0, streams[b], V, picked[b]);                   \
 }
 PICK(f32, float)
 PICK(f64, double)
@@ -416,5 +420,68 @@ void drafts(const Model *m, float *x, float *room, const float *cos, const float
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
         cos += T * D, sin += T * D, now.positions += T, now.slots += T, T = 1;
+    }
+}
+
+// ---- EAGLE heads --------------------------------------------------------------------------------
+
+// eagle.EagleHead: `model` has its one layer, whose q, k and v multiply twice C. layer: of the
+// cache; tokens: the target's token for each of the head's.
+typedef struct {
+    Model model;
+    const float *hidden_norm;
+    const int64_t *tokens;
+    long layer, norm_before_residual, norm_output;
+} Head;
+
+// EagleHead.rows. f: [T, C] -> z: [T, C], which may be f.
+// room: T times 4 C, the widest product and what is multiplied by the widest of the others.
+void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, float *room,
+               const float *cos, const float *sin, const Step *step, long T) {
+    const Model *m = &h->model;
+    const Layer *l = m->layers;
+    long C = m->head->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
+    float *pair = room, *y = pair + T * 2 * C, *delta = y + T * C, *a = delta + T * C;
+    float *b = a + T * wide;
+    rows(m->embed, tokens, y, T);
+    for (long t = 0; t < T; t++) {
+        float *token = pair + t * 2 * C, *feature = token + C;
+        add_norm(y + t * C, 0, l->input_norm, 0, token, 1, C, m->eps);
+        add_norm(f + t * C, 0, h->hidden_norm, 0, feature, 1, C, m->eps);
+        const float *residual = h->norm_before_residual ? feature : f + t * C;
+        memmove(z + t * C, residual, C * sizeof *z);
+    }
+    product(pair, l->qkv, a, T);
+    attend(a, cos, sin, b, step, h->layer, T, m->H, m->G, m->D);
+    product(b, l->o, delta, T);
+    add_norm(z, delta, l->post_norm, z, y, T, C, m->eps);
+    product(y, l->gate_up, a, T);
+    swiglu(a, b, T, l->down->K);
+    product(b, l->down, delta, T);
+    add_norm(z, delta, m->norm, z, y, T, C, m->eps);
+    if (h->norm_output) memcpy(z, y, T * C * sizeof *z);
+}
+
+// k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten.
+// q: [k, V], zeros before, or 0. cos, sin, step: of k − 1 tokens; k = 1: none. room: C, the head's
+// logits, and that of `head_rows`.
+void head_drafts(const Head *h, float *z, float *room, const float *cos, const float *sin,
+                 const Step *step, float t, const int64_t *streams, int64_t *drafted, float *q,
+                 long k, long V) {
+    const Model *m = &h->model;
+    long C = m->head->K, D = m->D, n = m->head->N;
+    float *y = room, *p = y + C, *rest = p + n;
+    Step now = step ? *step : (Step){ 0 };
+    for (long j = 0; j < k; j++) {
+        if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
+        product(h->norm_output ? z : y, m->head, p, 1);
+        soften(p, p, n, t);
+        if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
+        int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
+        if (picked < 0) break;                      // not finite
+        drafted[j] = h->tokens[picked];
+        if (j + 1 == k) break;
+        head_rows(h, z, drafted + j, z, rest, cos, sin, &now, 1);
+        cos += D, sin += D, now.positions++, now.slots++;
     }
 }

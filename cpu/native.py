@@ -58,6 +58,7 @@ from quant import Quantized, nf4, unpack4
 from sampling import NOT_FINITE
 
 if TYPE_CHECKING:
+    from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
     from model import Features, Layer, Llama
 
@@ -142,6 +143,8 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.drafts.argtypes = [POINTER] * 6 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.head_rows.argtypes = [POINTER] * 8 + [LONG]
+    lib.head_drafts.argtypes = [POINTER] * 6 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
 
@@ -503,9 +506,11 @@ class NativeModel(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, llama: Llama) -> NativeModel | None:
-        """None if C cannot do all products, or the model is not float32."""
-        linears = [llama.embed, llama.head]
+    def of(cls, llama: Llama, embed: Weight | Linear | None = None) -> NativeModel | None:
+        """None if C cannot do all products, or the model is not float32. embed: where the
+        embedding is another model's."""
+        embed = embed or llama.embed
+        linears = [embed, llama.head]
         for layer in llama.layers:
             linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
         all_in_c = all(isinstance(linear, Weight) for linear in linears)
@@ -517,7 +522,7 @@ class NativeModel(ctypes.Structure):
         native_model = cls(
             layers=ctypes.addressof(layers),
             norm=llama.norm.data_ptr(),
-            embed=llama.embed.address,
+            embed=embed.address,
             head=llama.head.address,
             L=L,
             H=config.num_attention_heads,
@@ -591,6 +596,100 @@ class NativeModel(ctypes.Structure):
             sin.data_ptr(),
             step_address(metadata),
             T,
+            temperature,
+            streams.data_ptr(),
+            drafted.data_ptr(),
+            address(q),
+            len(streams),
+            V,
+        )
+
+
+class NativeHead(ctypes.Structure):
+    """A float32 EAGLE head (eagle.py). `parts` keeps alive what the addresses point to."""
+
+    _fields_ = [
+        ("model", NativeModel),
+        ("hidden_norm", POINTER),
+        ("tokens", POINTER),
+        ("layer", LONG),
+        ("norm_before_residual", LONG),
+        ("norm_output", LONG),
+    ]
+
+    @classmethod
+    def of(cls, head: EagleHead) -> NativeHead | None:
+        """None if C cannot do all products, or the head is not float32."""
+        embed = head.embed if head.eagle.has_embedding else head.target.embed
+        model = NativeModel.of(head, embed)
+        if model is None:
+            return None
+        tokens = head.tokens
+        native_head = cls(
+            model=model,
+            hidden_norm=head.hidden_norm.data_ptr(),
+            tokens=tokens.data_ptr(),
+            layer=head.cache_layer,
+            norm_before_residual=head.eagle.norm_before_residual,
+            norm_output=head.eagle.norm_output,
+        )
+        native_head.parts = model, head.hidden_norm, tokens
+        native_head.scratch_of_row = model.scratch_of_token
+        native_head.scratch_of_logits = head.config.hidden_size + model.num_logits
+        native_head.largest_token = int(tokens.max())
+        return native_head
+
+    def drafts_from(self, V: int) -> bool:
+        """Whether all tokens that the head can draft are below V."""
+        return self.largest_token < V
+
+    def rows(
+        self, f: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]. cos, sin: [T, 1, D]."""
+        T = len(f)
+        f = f.contiguous()
+        tokens = tokens.contiguous()
+        z = torch.empty_like(f)
+        scratch = torch.empty(T * self.scratch_of_row)
+        library().head_rows(
+            ctypes.addressof(self),
+            f.data_ptr(),
+            tokens.data_ptr(),
+            z.data_ptr(),
+            scratch.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            step_address(metadata),
+            T,
+        )
+        return z
+
+    def draft(
+        self,
+        z: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        metadata: AttentionMetadata | None,
+        temperature: float,
+        streams: Tensor,
+        V: int,
+        drafted: Tensor,
+        q: Tensor | None,
+    ) -> None:
+        """Fill in the next k tokens of a sequence, and their distributions, as `NativeModel.draft`.
+
+        z: [1, C], the newest row; it is overwritten. angles: cos and sin of k − 1 tokens, as
+        metadata; None where k is 1.
+        """
+        scratch = torch.empty(self.scratch_of_logits + self.scratch_of_row)
+        cos, sin = angles or (None, None)
+        library().head_drafts(
+            ctypes.addressof(self),
+            z.data_ptr(),
+            scratch.data_ptr(),
+            address(cos),
+            address(sin),
+            step_address(metadata) if metadata else None,
             temperature,
             streams.data_ptr(),
             drafted.data_ptr(),

@@ -12,6 +12,7 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from conftest import SMALL
 from cpu import CPU, native
+from eagle import EagleHead
 from kernels import Ops
 from kvcache import KVCache
 from model import Llama
@@ -21,6 +22,7 @@ from quant import WIDTHS
 from request import Request, Settings
 from sampling import Keyed
 from speculative import Round
+from test_eagle import FLAGS, random_head
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 TEXT = [7, 30, 4, 99, 5, 6, 12, 180, 3, 3, 41]
@@ -156,3 +158,55 @@ def test_drafts_without_c_and_of_no_request_are_made_one_by_one(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     tokens, _, _, one_call = drafts(llama, False)
     assert not one_call and torch.equal(tokens, drafts(llama, True)[0])
+
+
+def head_round(
+    head: EagleHead, one_call: bool, k: int, coupled: bool, temperature: float | None
+) -> list[torch.Tensor]:
+    """Rows of two texts, then k drafts of the first -> all that this computes and stores."""
+    cache = PagedCache.of(head.target, 20, 4, draft_layers=1, prefix_caching=False)
+    tokens = TEXT + TEXT[:4]
+    spans = []
+    for text in (TEXT, TEXT[:4]):
+        seq, _ = cache.open(())
+        cache.extend([(seq, text)])
+        spans.append((seq, 0, len(text)))
+    seq = spans[0][0]
+    for store in (cache.keys, cache.values):
+        store.parts[0].zero_()
+    generator = torch.Generator().manual_seed(1)
+    f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
+    request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20))
+    V = head.eagle.layer.vocab_size
+    round = Round([request], [k], V, head.device, torch.float32, coupled=coupled)
+    native_model = CPU.native_model if one_call else lambda *_: None
+    with (
+        mock.patch.object(CPU, "native_model", native_model),
+        mock.patch.object(EagleHead, "plain_rows", autospec=True) as plain,
+    ):
+        plain.side_effect = EAGLE_ROWS
+        z = head.rows(f, torch.tensor(tokens), cache.stored(spans))
+        newest = z[len(TEXT) - 1 :][:1]
+        drafted, q = head.ops.head_drafts(head, cache, [seq], newest.clone(), round)
+    assert plain.called != one_call
+    assert cache.length(seq) == len(TEXT) + k - 1
+    made = [drafted, z, cache.keys.parts[0][-1], cache.values.parts[0][-1]]
+    return made if q is None else [*made, q]
+
+
+EAGLE_ROWS = EagleHead.plain_rows
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@torch.inference_mode()
+def test_a_head_in_one_call_is_that_operation_by_operation(flags):
+    target = scaled_llama()
+    drafted = range(261) if flags.get("has_offsets") is False else range(0, 261, 2)
+    head = random_head(target, drafted, dtype=torch.float32, **flags).pack_weights()
+    num_different = 0
+    for how in ((4, False, 1.0), (1, False, 0.7), (5, True, None), (3, False, 0), (2, True, 1e-3)):
+        made = head_round(head, True, *how)
+        for x, wanted in zip(made, head_round(head, False, *how), strict=True):
+            torch.testing.assert_close(x, wanted, atol=1e-4, rtol=1e-4)
+        num_different += len(set(made[0][0].tolist()))
+    assert num_different > 9  # not one token all the time
