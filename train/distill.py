@@ -139,6 +139,16 @@ class Hyperparameters:
         return min(1.0, rising, falling)
 
 
+def make_optimizers(student: Llama, matrices: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
+    """Muon for these matrices, AdamW for all other parameters."""
+    ids = {id(matrix) for matrix in matrices}
+    others = [weight for weight in student.parameters() if id(weight) not in ids]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
+        torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
 class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
@@ -162,12 +172,7 @@ class Training:
         for layer in student.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 matrices.append(linear.weight)
-        ids = {id(matrix) for matrix in matrices}
-        others = [weight for weight in student.parameters() if id(weight) not in ids]
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
-            torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self.optimizers = make_optimizers(student, matrices)
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""

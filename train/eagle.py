@@ -11,6 +11,9 @@ token (training-time test, section 3.2 of the paper). Row t of step s predicts t
                                                                      normalized there
     in the last steps of training 1 − α in its place,     α_s = Σ_x min(p(x), q_s(x))
 
+Rows of a prompt are read, but only the target's own tokens are predicted. The optimizers are those
+of train/distill.py; the head begins with the target's last norm and rows of logits.
+
 In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
 what the cache will hold when that draft is made.
 
@@ -22,6 +25,8 @@ Li et al. 2025, EAGLE-3 (arXiv:2503.01840).
 
     B texts of a batch · N tokens of the longest · T = B N · n features · V, Vd vocabularies
 """
+
+from __future__ import annotations
 
 if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
     from app.shell import begin
@@ -38,6 +43,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -54,7 +60,7 @@ from kvcache import AttentionMetadata
 from model import Llama
 from request import Request, Settings
 from train.bpe import write_json
-from train.distill import Hyperparameters, Training, count, share
+from train.distill import Hyperparameters, Training, count, make_optimizers, share
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
 
@@ -113,13 +119,32 @@ def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: in
     return [texts[i] for i in range(len(requests))]
 
 
-def batches(texts: Sequence[list[int]], size: int) -> list[Tensor]:
-    """Texts of about one length together, padded with −1: int64[B, N] each."""
-    by_length = sorted(texts, key=len)
+class Text(NamedTuple):
+    """A text that the target has told."""
+
+    tokens: list[int]
+    start: int  # where the target's own tokens begin
+
+
+class Batch(NamedTuple):
+    """Texts of about one length."""
+
+    tokens: Tensor  # int64[B, N], padded with −1
+    starts: Tensor  # int64[B]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.tokens.to(device), self.starts.to(device))
+
+
+def batches(texts: Sequence[Text], size: int) -> list[Batch]:
+    """All texts, `size` in a batch; fewer than `size` that are left are left out."""
+    by_length = sorted(texts, key=lambda text: len(text.tokens))
     padded = []
     for i in range(0, len(by_length) - size + 1, size):
-        some = [torch.tensor(text) for text in by_length[i : i + size]]
-        padded.append(torch.nn.utils.rnn.pad_sequence(some, True, -1))
+        some = by_length[i : i + size]
+        tokens = [torch.tensor(text.tokens) for text in some]
+        starts = torch.tensor([text.start for text in some])
+        padded.append(Batch(torch.nn.utils.rnn.pad_sequence(tokens, True, -1), starts))
     return padded
 
 
@@ -175,11 +200,13 @@ def teach(head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unroll(
-    head: EagleHead, tokens: Tensor, features: Tensor, num_steps: int
+    head: EagleHead, batch: Batch, features: Tensor, num_steps: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each step the logits of the rows that have a text: [rows, Vd], and these rows' indices in
-    [B · N]."""
+    """Of each step the logits of the rows that predict the target's own tokens: [rows, Vd], and
+    these rows' indices in [B · N]."""
+    tokens, starts = batch
     B, N = tokens.shape
+    positions = torch.arange(N, device=tokens.device)
     head.ops = Unrolled()
     metadata = AttentionMetadata.without_cache(B, N).to(head.device)
     z = head.combine(features)
@@ -189,17 +216,18 @@ def unroll(
         step.positions = metadata.positions + s
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
         z = head.rows(z, following.clamp(min=0), step)
-        rows = (following >= 0).nonzero()[:, 0]
+        is_own = positions + 2 + s >= starts[:, None]  # [B, N]
+        rows = ((following >= 0) & is_own.flatten()).nonzero()[:, 0]
         steps.append((head.draft_logits(z[rows]), rows))
     return steps
 
 
-def losses(head: EagleHead, tokens: Tensor, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Cross-entropy and acceptance, a mean for each step. tokens: int64[B, N]."""
-    features, log_p = teach(head, tokens)
+def losses(head: EagleHead, batch: Batch, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Cross-entropy and acceptance, a mean for each step."""
+    features, log_p = teach(head, batch.tokens)
     entropies = []
     alphas = []
-    for s, (logits, rows) in enumerate(unroll(head, tokens, features, num_steps)):
+    for s, (logits, rows) in enumerate(unroll(head, batch, features, num_steps)):
         wanted = shifted(log_p, 1 + s).flatten(0, 1)[rows]  # of the token after the row's
         log_q = logits.float().log_softmax(-1)
         p = wanted.softmax(-1)
@@ -213,47 +241,42 @@ def losses(head: EagleHead, tokens: Tensor, num_steps: int) -> tuple[list[Tensor
 
 
 class HeadTraining(Training):
-    """A head as the student, and batches of texts: int64[B, N] each, in any order.
-
-    num_steps: of the chain."""
+    """A head as the student, and batches of texts, in any order. num_steps: of the chain."""
 
     def __init__(
-        self,
-        head: EagleHead,
-        texts: Sequence[Tensor],
-        recipe: Hyperparameters,
-        num_steps: int,
-        rate: float = 1e-3,
+        self, head: EagleHead, texts: Sequence[Batch], recipe: Hyperparameters, num_steps: int
     ):
         self.student = head.requires_grad_()
         self.texts = texts
         self.recipe = recipe
         self.num_steps = num_steps
         self.steps = 0  # done
-        self.optimizers = [torch.optim.AdamW(head.parameters(), rate, betas=(0.9, 0.95))]
+        layer = head.layers[0]
+        linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
+        self.optimizers = make_optimizers(head, [linear.weight for linear in linears])
 
-    def batch(self) -> Tensor:
+    def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""
         epoch, i = divmod(self.steps, len(self.texts))
         generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(len(self.texts), generator=generator)
         return self.texts[order[i]]
 
-    def loss(self, tokens: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Nats a token of each step of the chain, or 1 − α in the last steps of training."""
         recipe = self.recipe
-        terms, alphas = losses(self.student, tokens, self.num_steps)
+        terms, alphas = losses(self.student, batch, self.num_steps)
         if self.steps >= (1 - recipe.overlap) * recipe.steps:
             terms = [1 - alpha for alpha in alphas]
         return sum(DECAY**s * term for s, term in enumerate(terms))
 
 
 @torch.no_grad()
-def evaluate_head(head: EagleHead, texts: Sequence[Tensor], num_steps: int) -> str:
+def evaluate_head(head: EagleHead, texts: Sequence[Batch], num_steps: int) -> str:
     """On held-out texts: the acceptance of each draft, if those before it were accepted."""
     rows = []
-    for tokens in texts:
-        _, alphas = losses(head, tokens.to(head.device), num_steps)
+    for batch in texts:
+        _, alphas = losses(head, batch.to(head.device), num_steps)
         rows.append(torch.stack(alphas))
     alphas = torch.stack(rows).mean(0)
     tokens_a_round = 1 + alphas.cumprod(0).sum().item()
@@ -264,17 +287,18 @@ def evaluate_head(head: EagleHead, texts: Sequence[Tensor], num_steps: int) -> s
 # ---- The head: made, saved -----------------------------------------------------------------------
 
 
-def commonest(texts: Sequence[list[int]], V: int, size: int) -> Tensor:
+def commonest(texts: Sequence[Text], V: int, size: int) -> Tensor:
     """The tokens that occur most often, in the order of their ids: int64[Vd]. Those that do not
     occur come last, by their ids."""
-    counts = Counter(token for text in texts for token in text)
+    counts = Counter(token for text in texts for token in text.tokens)
     by_count = sorted(range(V), key=lambda token: -counts[token])
     return torch.tensor(sorted(by_count[:size]))
 
 
 @torch.no_grad()
 def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> EagleHead:
-    """A head of the target's width, with random weights. tokens: its vocabulary, int64[Vd]."""
+    """A head of the target's width. It begins with the target's last norm and rows of logits, and
+    with random weights otherwise. tokens: its vocabulary, int64[Vd]."""
     c = target.config
     L = c.num_hidden_layers
     layer = replace(
@@ -290,6 +314,8 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
     config = EagleConfig(layer, len(tokens), c.hidden_size, tuple(layers))
     head = EagleHead(config, target, target.device, seed=seed)
     head.offsets.copy_(tokens - torch.arange(len(tokens)))
+    head.norm.copy_(target.norm)
+    head.head.weight.copy_(target.ops.embed(tokens, target.head, target.dtype))
     return head
 
 
@@ -318,10 +344,11 @@ def train(args: argparse.Namespace) -> None:
     model = Model.load(args.target, device, torch.float32, args.bits)
     target = model.llama
     requests = requests_for(model, args)
-    texts = tell_texts(model, requests, out / "texts.jsonl", args.length)
+    told = tell_texts(model, requests, out / "texts.jsonl", args.length)
+    texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
     if not args.data and not model.tokenizer.prompt(""):
-        texts = [text[1:] for text in texts]  # without the end of the last
-    num_tokens = sum(map(len, texts))
+        texts = [Text(text[1:], 0) for text in told]  # without the end of the last
+    num_tokens = sum(len(text.tokens) for text in texts)
     say(f"{len(texts):,} texts, {num_tokens:,} tokens")
     held_out = batches(texts[9::10], args.batch)
     learned = [text for i, text in enumerate(texts) if i % 10 != 9]

@@ -11,9 +11,14 @@ from kernels import Ops
 from test_eagle import plain_chain, random_head
 from train import eagle
 from train.distill import Hyperparameters
-from train.eagle import HeadTraining, batches, losses, new_head, teach, unroll
+from train.eagle import HeadTraining, Text, batches, losses, new_head, teach, unroll
 
-TEXTS = [[5, 9, 200, 7, 7, 3, 100, 41, 6], [8, 8, 1, 2, 30, 4]]
+TEXTS = [Text([5, 9, 200, 7, 7, 3, 100, 41, 6], 4), Text([8, 8, 1, 2, 30, 4], 0)]
+
+
+def own_rows(text: Text, s: int) -> range:
+    """The rows of step s that predict the target's own tokens: row t predicts token t + 2 + s."""
+    return range(max(0, text.start - 2 - s), len(text.tokens) - 1 - s)
 
 
 def test_unrolled_steps_are_the_chain_of_drafts():
@@ -22,14 +27,15 @@ def test_unrolled_steps_are_the_chain_of_drafts():
     target = random_llama(1, ops=Ops())
     head = random_head(target)
     plain = random_head(target)
-    (tokens,) = batches(TEXTS, 2)
+    (batch,) = batches(TEXTS, 2)
+    tokens = batch.tokens
     assert tokens.tolist()[0][6:] == [-1] * 3
     features, log_p = teach(head, tokens)
     wanted = target(tokens.clamp(min=0)[1]).log_softmax(-1)[:, head.tokens]
     assert torch.allclose(log_p[1], wanted.float(), atol=1e-5)
     num_steps = 3
-    for s, (logits, rows) in enumerate(unroll(head, tokens, features, num_steps)):
-        assert len(rows) == sum(len(text) - 1 - s for text in TEXTS)
+    for s, (logits, rows) in enumerate(unroll(head, batch, features, num_steps)):
+        assert len(rows) == sum(len(own_rows(text, s)) for text in TEXTS)
         for row, found in zip(rows.tolist(), logits):
             text = tokens[row // 9].tolist()
             t = row % 9
@@ -37,7 +43,7 @@ def test_unrolled_steps_are_the_chain_of_drafts():
             assert torch.allclose(found, chain[s, head.tokens], atol=1e-6)
 
 
-def test_the_loss_is_of_the_next_token_and_ignores_padding():
+def test_the_loss_is_of_the_targets_own_next_token_and_ignores_padding():
     target = random_llama(1, ops=Ops())
     head = random_head(target)
     (together,) = batches(TEXTS, 2)
@@ -45,10 +51,10 @@ def test_the_loss_is_of_the_next_token_and_ignores_padding():
     for s in range(2):
         wanted = []
         for text in TEXTS:
-            p = target(torch.tensor(text)).softmax(-1)
-            for t in range(len(text) - 1 - s):
-                drafts = [*text[t + 2 : t + 2 + s], 0]
-                q = plain_chain(head, target, text[: t + 2], drafts)[s].softmax(-1)
+            p = target(torch.tensor(text.tokens)).softmax(-1)
+            for t in own_rows(text, s):
+                drafts = [*text.tokens[t + 2 : t + 2 + s], 0]
+                q = plain_chain(head, target, text.tokens[: t + 2], drafts)[s].softmax(-1)
                 of_head = p[t + 1 + s, head.tokens]
                 entropy = -(of_head / of_head.sum() * q[head.tokens].log()).sum()
                 wanted.append((entropy, torch.minimum(p[t + 1 + s], q).sum()))
@@ -59,8 +65,8 @@ def test_the_loss_is_of_the_next_token_and_ignores_padding():
 def training(**recipe) -> HeadTraining:
     target = random_llama(1, ops=Ops(), dtype=torch.float32, scale=1.0)
     head = new_head(target, torch.arange(0, 261, 2), 28, seed=2)
-    texts = batches([[*range(i, i + 12)] for i in range(16)], 2)
-    return HeadTraining(head, texts, Hyperparameters(**{"steps": 6, "warmup": 1} | recipe), 2, 1e-2)
+    texts = batches([Text([*range(i, i + 12)], 0) for i in range(16)], 2)
+    return HeadTraining(head, texts, Hyperparameters(**{"steps": 6, "warmup": 1} | recipe), 2)
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
