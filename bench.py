@@ -2,6 +2,7 @@
 
     python bench.py                            the models in this repository on a CPU, in minutes
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4
+    python bench.py --target NAME --draft …    what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
     python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
     python bench.py --readme                   the documents' tables and pictures
@@ -31,7 +32,18 @@ from typing import Any
 
 from app.shell import Parser, check_file, new_file, say, status, write
 from errors import UserError
-from measure import first_contact, gpu_cases, launches, memory, pair, peers, pictures, report, steps
+from measure import (
+    drafts,
+    first_contact,
+    gpu_cases,
+    launches,
+    memory,
+    pair,
+    peers,
+    pictures,
+    report,
+    steps,
+)
 from measure.effort import QUICK, Effort
 from measure.machine import machine, results_file
 from measure.report import Results
@@ -55,12 +67,20 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
+    p.add_argument(
+        "--draft", metavar="NAME", action="append", help="drafts for --target to measure"
+    )
+    p.add_argument("--prompts", metavar="FILE", type=Path, help="for --draft: JSON lines")
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
     args = p.parse_args(arguments)
     # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
+    if not args.draft:
+        p.unused(args, "prompts", "but with --draft")
+    if args.against or args.gpu or args.readme:
+        p.unused(args, "draft", "with --against, --gpu or --readme")
     if args.gpu or args.readme:
         p.unused(args, "target against", "with --gpu or --readme")
     if args.readme:
@@ -153,6 +173,10 @@ def run_bench(args: argparse.Namespace) -> int:
     elif args.against:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)
         results = machine() | {"peers": rows}
+    elif args.draft:
+        target = args.target or "tiny"
+        measured = drafts.drafts(effort, target, args.draft, args.prompts)
+        results = machine() | {"drafts": measured}
     elif args.target:
         results = machine() | {"steps": steps.steps(effort, args.target)}
     else:

@@ -195,8 +195,10 @@ class EagleHead(Llama):
         """What training changes: not the embedding."""
         layer = self.layers[0]
         matrices = [self.fc, layer.qkv, layer.o, layer.gate_up, layer.down, self.head]
-        norms = [self.norm, self.hidden_norm, layer.input_norm, layer.post_norm]
-        return [linear.weight for linear in matrices] + norms + list(self.feature_norms.values())
+        weights = [linear.weight for linear in matrices]
+        weights += [self.norm, self.hidden_norm, layer.input_norm, layer.post_norm]
+        weights += self.feature_norms.values()
+        return weights
 
     def pack_weights(self) -> EagleHead:
         self._pack_layers()

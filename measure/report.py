@@ -110,6 +110,20 @@ TABLES = {
             "formula": "{formula:ratio}",
         },
     ),
+    "drafts": Table(
+        "Drafts, one text at a time; a draft's cost over that of a plain token",
+        {
+            "target": "{target}",
+            "draft": "{draft}",
+            "temperature": "{temperature:.0f}",
+            "γ": "{gamma}",
+            "acceptance by position": "{acceptance}",
+            "tokens a round": "{tokens_per_round:.2f}",
+            "a draft's cost": "{draft_cost:.2f}",
+            "times plain": "{speed_up:ratio}",
+            "same texts": "{same_texts} of {texts}",
+        },
+    ),
     "bits": Table(
         "Perplexity of {tokens:,} tokens that tiny told",
         {

@@ -171,7 +171,8 @@ class Unrolled(Ops):
         hidden = torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1)
         first = q @ self.keys[0].transpose(2, 3)  # [B, H, N, N]
         scores = [first.masked_fill(hidden, -torch.inf)]
-        scores += [(q * keys).sum(-1, keepdim=True) for keys in self.keys[1:]]
+        for keys in self.keys[1:]:
+            scores.append((q * keys).sum(-1, keepdim=True))
         weights = torch.cat(scores, -1).softmax(-1)  # [B, H, N, N + later steps]
         out = weights[..., :N] @ self.values[0]
         for s, values in enumerate(self.values[1:]):
@@ -217,7 +218,9 @@ def unroll(
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
         z = head.rows(z, following.clamp(min=0), step)
         is_own = positions + 2 + s >= starts[:, None]  # [B, N]
-        rows = ((following >= 0) & is_own.flatten()).nonzero()[:, 0]
+        is_told = following >= 0
+        is_predicted = is_told & is_own.flatten()
+        rows = is_predicted.nonzero()[:, 0]
         steps.append((head.draft_logits(z[rows]), rows))
     return steps
 
@@ -253,7 +256,8 @@ class HeadTraining(Training):
         self.steps = 0  # done
         layer = head.layers[0]
         linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
-        self.optimizers = make_optimizers(head, [linear.weight for linear in linears])
+        matrices = [linear.weight for linear in linears]
+        self.optimizers = make_optimizers(head, matrices)
 
     def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""
@@ -313,9 +317,11 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
     layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice
     config = EagleConfig(layer, len(tokens), c.hidden_size, tuple(layers))
     head = EagleHead(config, target, target.device, seed=seed)
-    head.offsets.copy_(tokens - torch.arange(len(tokens)))
+    offsets = tokens - torch.arange(len(tokens))
+    head.offsets.copy_(offsets)
     head.norm.copy_(target.norm)
-    head.head.weight.copy_(target.ops.embed(tokens, target.head, target.dtype))
+    rows = target.ops.embed(tokens, target.head, target.dtype)
+    head.head.weight.copy_(rows)
     return head
 
 

@@ -1,0 +1,138 @@
+"""Drafts for a target, beside plain decoding: what they cost, how many stand, and the gain.
+
+    python bench.py --target NAME --draft NAME --draft NAME … --prompts FILE
+
+Each prompt is told plainly, then with each draft and each γ, one text at a time, in turns: in
+float32 and in INT8, at temperature 0 and 1.
+
+Invariant: at temperature 0 all texts of a prompt are the plain one, but for what rounding moves:
+`same texts` counts them.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from errors import UserError
+from generate import Draft, Engine, Model, load_draft
+from measure.effort import Effort
+from measure.serving import serve_at_once
+from measure.steps import label
+from request import Request, Settings
+from speculative import Proposal, Round
+
+Row = dict[str, Any]
+WIDTHS = {"float32": 16, "INT8": 8}
+MOST = 4  # positions of a round whose acceptance is told
+
+
+class Told:
+    """A text, and what it cost."""
+
+    def __init__(self, model: Model, draft: Draft | None, prompt: str, settings: Settings):
+        self.request = Request(model.encode(prompt), settings, model.eos_token_ids)
+        length = self.request.num_prompt_tokens + settings.max_tokens
+        engine = Engine(model, draft, length, length)
+        self.drafter = engine.batcher.runner.drafter
+        self.propose = self.drafter.propose
+        self.drafter.propose = self.timed_propose
+        self.draft_seconds = 0.0
+        self.num_drafts = 0
+        served = serve_at_once(engine, [self.request])
+        self.tokens = served.texts[0]
+        self.seconds_per_token = served.seconds_per_token if served.gaps else None
+        self.rounds = self.request.rounds[1:]  # the first reads the prompt
+
+    def timed_propose(self, round: Round) -> Proposal:
+        start = time.perf_counter()
+        proposal = self.propose(round)
+        self.draft_seconds += time.perf_counter() - start
+        self.num_drafts += sum(round.num_drafts)
+        return proposal
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of JSON lines {"prompt": "…"}."""
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{file}, line {number}: it must be like {{"prompt": "…"}}') from None
+    return prompts
+
+
+def drafts(effort: Effort, target: str, names: Sequence[str], file: Path | None) -> dict[str, Row]:
+    """A row for each width, temperature, draft and γ (None: auto)."""
+    prompts = read_prompts(file) if file else list(effort.openings)
+    rows = {}
+    for width, bits in WIDTHS.items():
+        model = Model.load(target, "cpu", torch.float32, bits)
+        loaded = {name: load_draft(name, model) for name in names}
+        for temperature in (0.0, 1.0):
+            for name, gamma, row in measure(model, loaded, effort, prompts, temperature):
+                what = f"{label(target)}, {width}", label(name), f"T {temperature:.0f}", str(gamma)
+                row |= {"target": what[0], "draft": what[1], "temperature": temperature}
+                rows[", ".join(what)] = row
+    return rows
+
+
+def measure(
+    model: Model,
+    loaded: dict[str, Draft],
+    effort: Effort,
+    prompts: Sequence[str],
+    temperature: float,
+) -> list[tuple[str, int | None, Row]]:
+    """(draft, γ, what was measured of it) at one temperature."""
+    gammas = (*effort.gammas, None)
+    runs: dict[tuple[str, int | None], list[tuple[Told, Told]]] = {}
+    for seed, prompt in enumerate(prompts):
+        settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
+        plain = Told(model, None, prompt, settings(gamma=0))
+        if plain.seconds_per_token is None:  # a single token: nothing to compare
+            continue
+        for name, draft in loaded.items():
+            for gamma in gammas:
+                told = Told(model, draft, prompt, settings(gamma=gamma))
+                runs.setdefault((name, gamma), []).append((plain, told))
+    return [
+        (name, gamma, row_of(gamma, temperature, texts)) for (name, gamma), texts in runs.items()
+    ]
+
+
+def row_of(gamma: int | None, temperature: float, texts: Sequence[tuple[Told, Told]]) -> Row:
+    """The figures of one draft and γ: the gain is a median over texts, acceptance of all rounds."""
+    rounds = [stats for _, told in texts for stats in told.rounds]
+    mean_drafts = fmean(stats.num_drafts for stats in rounds)
+    row = {
+        "gamma": f"auto: {mean_drafts:.1f}" if gamma is None else str(gamma),
+        "tokens_per_round": fmean(stats.num_accepted + 1 for stats in rounds),
+        "speed_up": median(
+            plain.seconds_per_token / told.seconds_per_token
+            for plain, told in texts
+            if told.seconds_per_token
+        ),
+    }
+    if temperature == 0:
+        same = [plain.tokens == told.tokens for plain, told in texts]
+        row |= {"same_texts": sum(same), "texts": len(texts)}
+    costs = []
+    for plain, told in texts:
+        if told.num_drafts:
+            costs.append(told.draft_seconds / told.num_drafts / plain.seconds_per_token)
+    if costs:
+        row["draft_cost"] = median(costs)
+    by_position = []
+    for j in range(MOST):
+        examined = [s for s in rounds if s.num_drafts > j and s.num_accepted >= j]
+        if examined:
+            by_position.append(fmean(s.num_accepted > j for s in examined))
+    row["acceptance"] = " ".join(f"{alpha:.2f}" for alpha in by_position)
+    return row

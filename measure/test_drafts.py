@@ -1,0 +1,54 @@
+"""What is told of drafts: figures of rounds that are known, and one run of all."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from errors import UserError
+from measure import drafts
+from measure.effort import Effort
+from request import RoundStats
+
+
+def told(seconds: float, rounds=(), draft_seconds: float = 0.0, tokens=(1, 2)) -> SimpleNamespace:
+    stats = [RoundStats(*numbers) for numbers in rounds]
+    num_drafts = sum(stat.num_drafts for stat in stats)
+    return SimpleNamespace(
+        seconds_per_token=seconds,
+        rounds=stats,
+        draft_seconds=draft_seconds,
+        num_drafts=num_drafts,
+        tokens=list(tokens),
+    )
+
+
+def test_figures_of_known_rounds():
+    """Of 4 first drafts 3 were accepted, of the 3 second ones 1."""
+    texts = [
+        (told(1.0), told(0.5, [(2, 2), (2, 0)], draft_seconds=0.8)),
+        (told(3.0), told(1.0, [(2, 1), (2, 1)], draft_seconds=1.2, tokens=(1, 3))),
+    ]
+    row = drafts.row_of(2, 0.0, texts)
+    assert row["gamma"] == "2"
+    assert row["acceptance"] == "0.75 0.33"
+    assert row["tokens_per_round"] == 2.0
+    assert row["speed_up"] == 2.5
+    assert row["draft_cost"] == pytest.approx((0.2 + 0.1) / 2)
+    assert (row["same_texts"], row["texts"]) == (1, 2)
+    assert "same_texts" not in drafts.row_of(2, 1.0, texts)
+    assert drafts.row_of(None, 1.0, texts)["gamma"] == "auto: 2.0"
+
+
+def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
+    effort = Effort(gammas=(2,), num_tokens=8)
+    rows = drafts.drafts(effort, "tiny", ["tiny-eagle", "ngram"], file)
+    assert len(rows) == 2 * 2 * 2 * 2
+    row = rows["tiny, float32, tiny-eagle, T 0, 2"]
+    assert row["same_texts"] == row["texts"] == 1
+    assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match="line 2"):
+        drafts.read_prompts(file)
