@@ -1,0 +1,140 @@
+"""What the page at / shows of a running batch: a picture of it between two steps.
+
+`snapshot` looks at the batch, its cache and its speculation, and changes nothing. The thread that
+runs the batch calls it, between steps, at most ten times a second, and only while somebody looks.
+`Totals` counts what steps make; the page divides the differences of two pictures by their time.
+
+Blocks are told as one letter each: `f` free, `c` cached (no text has it, a prompt that begins alike
+may), `s` shared by several texts, `t` of one text.
+
+Invariant: a block has exactly one letter, so the four counts add up to the pool's total.
+Cost: a loop over the blocks, 0.1 µs each, and over the running texts.
+Not covered: the draft's own cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batcher import Batcher
+from kvcache import Cache, NoCache
+from paged import BlockPool, PagedCache
+from request import Request
+
+KINDS = {"free": "f", "cached": "c", "shared": "s", "text": "t"}
+MAX_BLOCKS = 4096  # letters that are told; counts are of all blocks
+MAX_WAITING = 64  # rows of the queue that are told
+Picture = dict[str, Any]
+
+
+@dataclass
+class Totals:
+    """What all steps have made since the server began."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafts: int = 0
+    examined: int = 0  # drafts up to the first rejection of each round
+    accepted: int = 0
+
+    def count(self, new_tokens: Mapping[Request, list[int]]) -> None:
+        """Add what a step returned (`Batcher.step`)."""
+        for request, tokens in new_tokens.items():
+            stats = request.rounds[-1]
+            self.tokens += len(tokens)
+            self.rounds += 1
+            if stats.num_drafts:
+                self.drafts += stats.num_drafts
+                self.examined += min(stats.num_accepted + 1, stats.num_drafts)
+                self.accepted += stats.num_accepted
+
+
+def snapshot(
+    batcher: Batcher, totals: Totals, names: Mapping[Request, str] | None = None
+) -> Picture:
+    """The batch as JSON holds it. names: what the server calls each request; others are named by
+    their time of arrival."""
+    names = names or {}
+    rows = []
+    for request in batcher.running:
+        rows.append(running_row(batcher, request) | {"id": name_of(request, names)})
+    for request in list(batcher.waiting)[:MAX_WAITING]:
+        rows.append(waiting_row(request) | {"id": name_of(request, names)})
+    return {
+        "seconds": time.perf_counter(),
+        "step": batcher.num_steps,
+        "max_batch": batcher.max_batch,
+        "running": len(batcher.running),
+        "waiting": len(batcher.waiting),
+        "requests": rows,
+        "cache": cache_state(batcher.runner.cache),
+        "has_drafter": batcher.runner.has_drafter,
+        "totals": asdict(totals),
+    }
+
+
+def name_of(request: Request, names: Mapping[Request, str]) -> str:
+    return names.get(request) or f"{request.arrived:.6f}"
+
+
+# ---- Rows of the batch ---------------------------------------------------------------------------
+
+
+def running_row(batcher: Batcher, request: Request) -> Picture:
+    """A text in the batch. It reads while the cache lacks more than the text's last token."""
+    cache = batcher.runner.cache
+    is_reading = batcher.runner.num_pending(request) > 1
+    row = common_row(request)
+    row["state"] = "reading" if is_reading else "writing"
+    row["stored"] = cache.length(request.seq)
+    row["blocks"] = cache.sequence(request.seq).block_table[:]
+    return row
+
+
+def waiting_row(request: Request) -> Picture:
+    """A text in the queue: not begun, or preempted, so that it has no blocks."""
+    row = common_row(request)
+    row["state"] = "preempted" if request.num_preemptions else "waiting"
+    row["stored"] = 0
+    row["blocks"] = []
+    return row
+
+
+def common_row(request: Request) -> Picture:
+    return {
+        "prompt_tokens": request.num_prompt_tokens,
+        "tokens": len(request.tokens) - request.num_prompt_tokens,
+        "max_tokens": request.settings.max_tokens,
+        "preemptions": request.num_preemptions,
+        "drafts": request.rounds[-1].num_drafts if request.rounds else 0,
+    }
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+def cache_state(cache: Cache) -> Picture:
+    """Paged: its blocks. Contiguous: rows, one for each text, which are in `blocks` of `requests`.
+    None: nothing is stored."""
+    if isinstance(cache, PagedCache):
+        return {"kind": "paged", "block_size": cache.block_size} | pool_state(cache.pool)
+    if isinstance(cache, NoCache):
+        return {"kind": "none"}
+    return {"kind": "contiguous", "row_tokens": cache.max_len}
+
+
+def pool_state(pool: BlockPool) -> Picture:
+    """The letter of each block, and how many have each."""
+    letters = bytearray(KINDS["text"].encode() * pool.total)
+    for block, references in enumerate(pool.references):
+        if references > 1:
+            letters[block] = ord(KINDS["shared"])
+    for block in pool.idle:
+        letters[block] = ord(KINDS["cached"])
+    for block in pool.free:
+        letters[block] = ord(KINDS["free"])
+    counts = {kind: letters.count(letter.encode()) for kind, letter in KINDS.items()}
+    return {"total": pool.total, "counts": counts, "blocks": letters[:MAX_BLOCKS].decode()}

@@ -1,0 +1,145 @@
+"""Pictures of a batch: each block has one letter, a text is in one state, and nothing changes."""
+
+import copy
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import state
+from app.state import KINDS, Totals, snapshot
+from generate import Engine, Model, load_draft
+from request import Request, Settings
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.load("tiny", "cpu")
+
+
+def requests(model: Model, lengths: list[int], max_tokens: int) -> list[Request]:
+    """Texts that begin alike, in groups."""
+    made = []
+    for seed, length in enumerate(lengths):
+        prompt = [1] + [10 + seed % 2] * length
+        made.append(Request(prompt, Settings(0.9, seed=seed, max_tokens=max_tokens, gamma=2)))
+    return made
+
+
+def check_picture(engine: Engine, picture: dict) -> None:
+    """Every block in one class, as the pool itself counts; every text in one state."""
+    cache = engine.caches[0]
+    told = picture["cache"]
+    free, idle, live = cache.check()
+    counts = told["counts"]
+    assert (counts["free"], counts["cached"]) == (free, idle)
+    assert counts["shared"] + counts["text"] == live
+    assert sum(counts.values()) == told["total"] == len(told["blocks"]) == cache.pool.total
+    assert Counter(told["blocks"]) == Counter({KINDS[kind]: n for kind, n in counts.items() if n})
+    owners = Counter(block for row in picture["requests"] for block in row["blocks"])
+    for block, letter in enumerate(told["blocks"]):
+        assert (letter == "s") == (owners[block] > 1)
+        assert (letter == "t") == (owners[block] == 1)
+    for row in picture["requests"]:
+        has_blocks = row["state"] in ("reading", "writing")
+        assert bool(row["blocks"]) <= has_blocks
+        if row["state"] == "writing":
+            assert row["stored"] == row["prompt_tokens"] + row["tokens"] - 1
+    assert picture["running"] + picture["waiting"] == len(picture["requests"])
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=9), memory=st.integers(9, 40))
+def test_each_block_has_one_letter_in_every_step(lengths, memory):
+    """A pool so small that texts wait, share, are preempted, and leave cached blocks."""
+    model = Model.load("tiny", "cpu")
+    engine = Engine(model, load_draft("ngram", model), 16 * memory, 140, 4)
+    for request in requests(model, lengths, 20):
+        engine.batcher.add(request)
+    totals = Totals()
+    states = Counter()
+    while engine.batcher.running or engine.batcher.waiting:
+        before = copy.deepcopy(engine.caches[0].pool.__dict__ | {"_next_hash": None})
+        picture = json.loads(json.dumps(snapshot(engine.batcher, totals)))
+        assert before == engine.caches[0].pool.__dict__ | {"_next_hash": None}
+        check_picture(engine, picture)
+        states.update(row["state"] for row in picture["requests"])
+        totals.count(engine.batcher.step())
+    assert totals.tokens == 20 * len(lengths)
+    assert states["waiting"]
+    check_picture(engine, snapshot(engine.batcher, totals))
+
+
+def test_a_batch_with_every_state_and_every_class(model):
+    engine = Engine(model, None, 16 * 30, 300, 3)
+    engine.runner.budget = 20
+    engine.runner.multi_step = 1
+    made = requests(model, [40, 40, 40, 100, 5], 30)
+    names = {request: f"text-{i}" for i, request in enumerate(made)}
+    made[2].sibling = made[0]
+    for request in made:
+        engine.batcher.add(request)
+    seen = set()
+    letters = set()
+    totals = Totals()
+    while engine.batcher.running or engine.batcher.waiting:
+        picture = snapshot(engine.batcher, totals, names)
+        assert {row["id"] for row in picture["requests"]} <= {*names.values()}
+        check_picture(engine, picture)
+        seen |= {row["state"] for row in picture["requests"]}
+        letters |= set(picture["cache"]["blocks"])
+        if engine.batcher.num_steps == 8:
+            engine.batcher._preempt(engine.batcher.running[-1])
+        totals.count(engine.batcher.step())
+    assert seen == {"waiting", "reading", "writing", "preempted"}
+    assert letters == set("fcst")
+    assert snapshot(engine.batcher, totals)["requests"] == []
+
+
+def test_totals_are_those_of_the_requests(model):
+    engine = Engine(model, load_draft("tiny-draft", model), 2000, 100, 4)
+    made = requests(model, [9, 5, 30], 25)
+    totals = Totals()
+    for request in made:
+        engine.batcher.add(request)
+    while engine.batcher.running or engine.batcher.waiting:
+        totals.count(engine.batcher.step())
+    rounds = [stats for request in made for stats in request.rounds]
+    assert totals.rounds == len(rounds)
+    assert totals.drafts == sum(stats.num_drafts for stats in rounds)
+    assert totals.accepted == sum(stats.num_accepted for stats in rounds)
+    assert totals.tokens == totals.accepted + totals.rounds  # no text ended in a round of drafts
+    alone = made[1]
+    alone_totals = Totals()
+    for stats in alone.rounds:
+        alone_totals.count({Request([1], alone.settings, rounds=[stats]): [1]})
+    assert alone_totals.accepted / alone_totals.examined == alone.acceptance
+
+
+def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
+    monkeypatch.setattr(state, "MAX_WAITING", 2)
+    monkeypatch.setattr(state, "MAX_BLOCKS", 5)
+    engine = Engine(model, None, 2000, 100, 1)
+    for request in requests(model, [5] * 6, 5):
+        engine.batcher.add(request)
+    engine.batcher.step()
+    picture = snapshot(engine.batcher, Totals())
+    assert [row["state"] for row in picture["requests"]] == ["writing", "waiting", "waiting"]
+    assert (picture["running"], picture["waiting"]) == (1, 5)
+    assert len(picture["cache"]["blocks"]) == 5
+    assert sum(picture["cache"]["counts"].values()) == engine.caches[0].pool.total
+
+
+def test_other_caches_say_what_they_are(model):
+    engine = Engine(model, None, 200, 64, 2, kv="contiguous")
+    made = requests(model, [5, 9], 5)
+    for request in made:
+        engine.batcher.add(request)
+    engine.batcher.step()
+    picture = snapshot(engine.batcher, Totals())
+    assert picture["cache"] == {"kind": "contiguous", "row_tokens": 64}
+    rows = [row["blocks"] for row in picture["requests"]]
+    assert sorted(rows) == [[0], [1]]
+    engine = Engine(model, None, 0, 64, use_cache=False)
+    assert snapshot(engine.batcher, Totals())["cache"] == {"kind": "none"}
