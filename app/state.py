@@ -2,7 +2,7 @@
 
 `snapshot` looks at the batch, its cache and its speculation, and changes nothing. The thread that
 runs the batch calls it, between steps, at most ten times a second, and only while somebody looks.
-`Totals` counts what steps make; the page divides the differences of two pictures by their time.
+The page draws it, and its changes over time. Acceptance is the estimate that γ follows (gamma.py).
 
 Blocks are told as one letter each: `f` free, `c` cached (no text has it, a prompt that begins alike
 may), `s` shared by several texts, `t` of one text.
@@ -15,9 +15,9 @@ Not covered: the draft's own cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from itertools import count, islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from batcher import Batcher
 from kvcache import Cache, NoCache
@@ -30,39 +30,28 @@ MAX_WAITING = 64  # rows of the queue that are told
 Picture = dict[str, Any]
 
 
-@dataclass
-class Totals:
-    """What all steps have made since the server began."""
+class TextNumbers:
+    """Numbers texts from 1 on, in the order in which pictures first show them. The server keeps
+    one, so that a text has the same number in all pictures."""
 
-    tokens: int = 0
-    rounds: int = 0
-    drafts: int = 0
-    examined: int = 0  # drafts up to the first rejection of each round
-    accepted: int = 0
+    def __init__(self) -> None:
+        self.numbers = WeakKeyDictionary[Request, int]()
+        self.next_number = count(1)
 
-    def count(self, new_tokens: Mapping[Request, list[int]]) -> None:
-        """Add what a step returned (`Batcher.step`)."""
-        for request, tokens in new_tokens.items():
-            stats = request.rounds[-1]
-            self.tokens += len(tokens)
-            self.rounds += 1
-            if stats.num_drafts:
-                self.drafts += stats.num_drafts
-                self.examined += min(stats.num_accepted + 1, stats.num_drafts)
-                self.accepted += stats.num_accepted
+    def number(self, request: Request) -> int:
+        if request not in self.numbers:
+            self.numbers[request] = next(self.next_number)
+        return self.numbers[request]
 
 
-def snapshot(
-    batcher: Batcher, totals: Totals, names: Mapping[Request, str] | None = None
-) -> Picture:
-    """The batch as JSON holds it. names: what the server calls each request; others are named by
-    their time of arrival."""
-    names = names or {}
+def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
+    """The batch as JSON holds it. num_tokens: made since the server began."""
+    runner = batcher.runner
     rows = []
     for request in batcher.running:
-        rows.append(running_row(batcher, request) | {"id": name_of(request, names)})
-    for request in list(batcher.waiting)[:MAX_WAITING]:
-        rows.append(waiting_row(request) | {"id": name_of(request, names)})
+        rows.append(running_row(batcher, request) | {"number": texts.number(request)})
+    for request in islice(batcher.waiting, MAX_WAITING):
+        rows.append(waiting_row(request) | {"number": texts.number(request)})
     return {
         "seconds": time.perf_counter(),
         "step": batcher.num_steps,
@@ -70,14 +59,10 @@ def snapshot(
         "running": len(batcher.running),
         "waiting": len(batcher.waiting),
         "requests": rows,
-        "cache": cache_state(batcher.runner.cache),
-        "has_drafter": batcher.runner.has_drafter,
-        "totals": asdict(totals),
+        "cache": cache_state(runner.cache),
+        "num_tokens": num_tokens,
+        "acceptance": runner.auto_gamma.alpha if runner.has_drafter else None,
     }
-
-
-def name_of(request: Request, names: Mapping[Request, str]) -> str:
-    return names.get(request) or f"{request.arrived:.6f}"
 
 
 # ---- Rows of the batch ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import state
-from app.state import KINDS, Totals, snapshot
+from app.state import KINDS, TextNumbers, snapshot
 from generate import Engine, Model, load_draft
 from request import Request, Settings
 
@@ -57,18 +57,16 @@ def test_each_block_has_one_letter_in_every_step(lengths, memory):
     engine = Engine(model, load_draft("ngram", model), 16 * memory, 140, 4)
     for request in requests(model, lengths, 20):
         engine.batcher.add(request)
-    totals = Totals()
     states = Counter()
     while engine.batcher.running or engine.batcher.waiting:
         before = copy.deepcopy(engine.caches[0].pool.__dict__ | {"_next_hash": None})
-        picture = json.loads(json.dumps(snapshot(engine.batcher, totals)))
+        picture = json.loads(json.dumps(snapshot(engine.batcher, 0, TextNumbers())))
         assert before == engine.caches[0].pool.__dict__ | {"_next_hash": None}
         check_picture(engine, picture)
         states.update(row["state"] for row in picture["requests"])
-        totals.count(engine.batcher.step())
-    assert totals.tokens == 20 * len(lengths)
+        engine.batcher.step()
     assert states["waiting"]
-    check_picture(engine, snapshot(engine.batcher, totals))
+    check_picture(engine, snapshot(engine.batcher, 0, TextNumbers()))
 
 
 def test_a_batch_with_every_state_and_every_class(model):
@@ -76,45 +74,55 @@ def test_a_batch_with_every_state_and_every_class(model):
     engine.runner.budget = 20
     engine.runner.multi_step = 1
     made = requests(model, [40, 40, 40, 100, 5], 30)
-    names = {request: f"text-{i}" for i, request in enumerate(made)}
     made[2].sibling = made[0]
     for request in made:
         engine.batcher.add(request)
     seen = set()
     letters = set()
-    totals = Totals()
     while engine.batcher.running or engine.batcher.waiting:
-        picture = snapshot(engine.batcher, totals, names)
-        assert {row["id"] for row in picture["requests"]} <= {*names.values()}
+        if engine.batcher.num_steps == 8:
+            engine.batcher._preempt(engine.batcher.running[-1])
+        picture = snapshot(engine.batcher, 0, TextNumbers())
         check_picture(engine, picture)
         seen |= {row["state"] for row in picture["requests"]}
         letters |= set(picture["cache"]["blocks"])
-        if engine.batcher.num_steps == 8:
-            engine.batcher._preempt(engine.batcher.running[-1])
-        totals.count(engine.batcher.step())
+        engine.batcher.step()
     assert seen == {"waiting", "reading", "writing", "preempted"}
     assert letters == set("fcst")
-    assert snapshot(engine.batcher, totals)["requests"] == []
+    assert snapshot(engine.batcher, 0, TextNumbers())["requests"] == []
 
 
-def test_totals_are_those_of_the_requests(model):
+def test_a_text_keeps_its_number_and_no_number_comes_again(model):
+    engine = Engine(model, None, 1000, 64, 2)
+    texts = TextNumbers()
+    numbers = set()
+    for seed in range(4):
+        pair = requests(model, [5, 9], 6)
+        for request in pair:
+            engine.batcher.add(request)
+        seen = set()
+        while engine.batcher.running or engine.batcher.waiting:
+            rows = snapshot(engine.batcher, 0, texts)["requests"]
+            seen.add(tuple(row["number"] for row in rows))
+            engine.batcher.step()
+        assert len(seen) == 1 and not numbers & {*seen}
+        numbers |= seen
+    del pair, request
+    assert numbers == {(1, 2), (3, 4), (5, 6), (7, 8)} and len(texts.numbers) == 0
+
+
+def test_speculation_is_that_of_the_runner(model):
     engine = Engine(model, load_draft("tiny-draft", model), 2000, 100, 4)
-    made = requests(model, [9, 5, 30], 25)
-    totals = Totals()
-    for request in made:
+    for request in requests(model, [9, 5, 30], 25):
         engine.batcher.add(request)
-    while engine.batcher.running or engine.batcher.waiting:
-        totals.count(engine.batcher.step())
-    rounds = [stats for request in made for stats in request.rounds]
-    assert totals.rounds == len(rounds)
-    assert totals.drafts == sum(stats.num_drafts for stats in rounds)
-    assert totals.accepted == sum(stats.num_accepted for stats in rounds)
-    assert totals.tokens == totals.accepted + totals.rounds  # no text ended in a round of drafts
-    alone = made[1]
-    alone_totals = Totals()
-    for stats in alone.rounds:
-        alone_totals.count({Request([1], alone.settings, rounds=[stats]): [1]})
-    assert alone_totals.accepted / alone_totals.examined == alone.acceptance
+    for _ in range(4):
+        engine.batcher.step()
+    picture = snapshot(engine.batcher, 77, TextNumbers())
+    assert picture["num_tokens"] == 77
+    assert 0 <= picture["acceptance"] == engine.runner.auto_gamma.alpha != 0.7
+    assert [row["drafts"] for row in picture["requests"]] == [2, 2, 2]
+    plain = Engine(model, None, 200, 100).batcher
+    assert snapshot(plain, 0, TextNumbers())["acceptance"] is None
 
 
 def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
@@ -124,7 +132,7 @@ def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
     for request in requests(model, [5] * 6, 5):
         engine.batcher.add(request)
     engine.batcher.step()
-    picture = snapshot(engine.batcher, Totals())
+    picture = snapshot(engine.batcher, 0, TextNumbers())
     assert [row["state"] for row in picture["requests"]] == ["writing", "waiting", "waiting"]
     assert (picture["running"], picture["waiting"]) == (1, 5)
     assert len(picture["cache"]["blocks"]) == 5
@@ -137,9 +145,9 @@ def test_other_caches_say_what_they_are(model):
     for request in made:
         engine.batcher.add(request)
     engine.batcher.step()
-    picture = snapshot(engine.batcher, Totals())
+    picture = snapshot(engine.batcher, 0, TextNumbers())
     assert picture["cache"] == {"kind": "contiguous", "row_tokens": 64}
     rows = [row["blocks"] for row in picture["requests"]]
     assert sorted(rows) == [[0], [1]]
     engine = Engine(model, None, 0, 64, use_cache=False)
-    assert snapshot(engine.batcher, Totals())["cache"] == {"kind": "none"}
+    assert snapshot(engine.batcher, 0, TextNumbers())["cache"] == {"kind": "none"}
