@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from app import state
 from app.state import KINDS, TextNumbers, snapshot
 from generate import Engine, Model, load_draft
 from request import Request, Settings
+
+PAGE = Path(state.__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +155,34 @@ def test_other_caches_say_what_they_are(model):
     assert sorted(rows) == [[0], [1]]
     engine = Engine(model, None, 0, 64, use_cache=False)
     assert snapshot(engine.batcher, 0, TextNumbers())["cache"] == {"kind": "none"}
+
+
+# ---- The page
+
+
+def test_the_page_reads_only_what_a_picture_has(model):
+    engine = Engine(model, None, 200, 64)
+    engine.batcher.add(requests(model, [5], 5)[0])
+    engine.batcher.step()
+    picture = snapshot(engine.batcher, 0, TextNumbers())
+    contiguous = state.cache_state(Engine(model, None, 0, 64, kv="contiguous").caches[0])
+    script = PAGE[PAGE.index("// ---- The batch -") :]
+    fields = {
+        "picture": picture,
+        "text": picture["requests"][0],
+        "cache": picture["cache"] | contiguous,
+        "counts": picture["cache"]["counts"],
+    }
+    for name, has in fields.items():
+        read = set(re.findall(rf"\b{name}\.(\w+)", script))
+        assert read and read <= has.keys(), name
+
+
+def test_the_page_has_its_elements_and_names_no_other_host():
+    used = set(re.findall(r"\$\(\"([\w-]+)\"\)", PAGE))
+    assert used and all(PAGE.count(f'id="{name}"') == 1 for name in used)
+    assert "://" not in PAGE and "connect-src 'self'" in PAGE
+    assert not re.search(r"<(script|link|img|iframe)[^>]+src=", PAGE)
+    for field in re.findall(r"<(?:input|textarea)[^>]* id=\"([\w-]+)\"", PAGE):
+        label = re.search(rf'<label[^>]*>[^<]+\s*<[^>]* id="{field}"|for="{field}"', PAGE)
+        assert label, f"{field} has no label"
