@@ -129,7 +129,8 @@ class Plan:
     @cached_property
     def shard(self) -> Llama:
         """What each GPU holds, without numbers. UserError if so many cannot share the model."""
-        return without_numbers(shard_config(self.config, self.n))
+        is_shared = self.n > 1
+        return without_numbers(shard_config(self.config, self.n) if is_shared else self.config)
 
     @cached_property
     def num_weights(self) -> int:

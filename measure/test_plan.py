@@ -38,12 +38,24 @@ def test_bytes_are_known_facts():
     assert make("70B", n=8).stored_bytes(1) * 8 == 2 * 80 * 8 * 128 * 2
 
 
-@pytest.mark.parametrize("kv_bits", WIDTHS)
-def test_bytes_are_those_of_the_program(kv_bits):
-    llama = Llama.load("tiny", "cpu", torch.bfloat16, bits=8)
-    planned = make("tiny", bits=8, kv_bits=kv_bits, context=100)
+@pytest.mark.parametrize("bits, kv_bits", [(16, "16"), (8, "8"), (4, "8/4"), ("nf4", "4")])
+def test_bytes_are_those_of_the_program(bits, kv_bits):
+    llama = Llama.load("tiny", "cpu", torch.bfloat16, bits=bits)
+    planned = make("tiny", bits=bits, kv_bits=kv_bits, context=100)
     assert weight_bytes(planned.shard) == weight_bytes(llama)
     assert planned.text_bytes == PagedCache.of(llama, 7, 16, bits=WIDTHS[kv_bits]).bytes
+
+
+def test_a_folder_in_another_layout_has_its_own_bytes(tmp_path):
+    """GPTQ in 4 bits with act-order: one GPU holds it, two cannot share it."""
+    method = dict(quant_method="gptq", bits=4, group_size=128, desc_act=True, sym=True)
+    config = MODELS["8B"].to_dict() | {"quantization_config": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = make(str(tmp_path))
+    assert 5.5e9 < weight_bytes(made.shard) < 6e9  # embedding and head keep 16 bits
+    assert made.num_weights == make("8B").num_weights
+    with pytest.raises(UserError, match="act-order"):
+        assert make(str(tmp_path), n=2).num_texts
 
 
 def test_a_step_by_hand():
