@@ -8,7 +8,7 @@ Blocks are told as one letter each: `f` free, `c` cached (no text has it, a prom
 may), `s` shared by several texts, `t` of one text.
 
 Invariant: a block has exactly one letter, so the four counts add up to the pool's total.
-Cost: a loop over the blocks, 0.1 µs each, and over the running texts.
+Cost: a loop over the blocks, 0.05 µs each (1.4 ms of 30,000), and over the running texts.
 Not covered: the draft's own cache.
 """
 
