@@ -5,6 +5,7 @@
     python bench.py --target NAME --draft …    what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
     python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
+    python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
 
 A claim of speed is a ratio between things that were measured in one run, on a CPU in turns (A, B,
@@ -41,6 +42,7 @@ from measure import (
     pair,
     peers,
     pictures,
+    plan,
     report,
     steps,
 )
@@ -63,7 +65,9 @@ GPU_CASES = ["first", *gpu_cases.CASES, "prediction"]
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p = Parser("bench.py", "Every claim, measured on the machine at hand.")
     p.add_argument("--against", choices=list(peers.PACKAGES), help="compare with another program")
-    p.add_argument("--gpu", choices=GPU_CASES, help="on a GPU: models of true shapes")
+    p.add_argument(
+        "--gpu", metavar="CASE", help=f"on a GPU, models of true shapes: {', '.join(GPU_CASES)}"
+    )
     p.add_argument("--readme", action="store_true", help="write the documents' tables and pictures")
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
@@ -73,8 +77,16 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--prompts", metavar="FILE", type=Path, help="for --draft: JSON lines")
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
     p.add_argument("--out", metavar="FILE", help="where numbers go (results/<machine>.json)")
+    plan.add_plan_flags(p.add_argument_group("a plan: nothing is measured"))
     args = p.parse_args(arguments)
     # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
+    if args.plan:
+        p.unused(args, "against readme quick target draft prompts gguf out", "with --plan")
+    else:
+        p.unused(args, "gpus bits kv_bits context", "but with --plan")
+    names = plan.GPUS if args.plan else GPU_CASES
+    if (args.gpu or args.plan) and args.gpu not in names:
+        p.error(f"--gpu is {args.gpu}: it must be one of {', '.join(names)}")
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
     if not args.draft:
@@ -140,6 +152,11 @@ def write_documents() -> None:
         write_file(Path("results", f"{name}.svg"), picture)
 
 
+def write_sections(sections: Sequence[report.Section]) -> None:
+    for section in sections:
+        write(report.markdown(section) + "\n")
+
+
 # ---- The command line ----------------------------------------------------------------------------
 
 
@@ -147,6 +164,9 @@ def run_bench(args: argparse.Namespace) -> int:
     """-> the exit status: 1 if a GPU's case has wrong rows."""
     if args.readme:
         write_documents()
+        return 0
+    if args.plan:
+        write_sections(plan.plan_sections(args, ROOT / "results"))
         return 0
     if args.gpu == "prediction":
         write(report.markdown(launches.prediction()))
@@ -182,8 +202,7 @@ def run_bench(args: argparse.Namespace) -> int:
     else:
         results = measure_pair(effort)
     store(results)
-    for section in report.sections(results):
-        write(report.markdown(section) + "\n")
+    write_sections(report.sections(results))
     return 1 if gpu_cases.wrong_rows(results) else 0
 
 

@@ -128,11 +128,12 @@ def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Ten
     return tensor
 
 
-def traffic(config: Config, n: int, itemsize: int) -> int:
-    """Bytes that one token adds to all-reduces and all-gathers in each of n processes."""
+def traffic(config: Config, n: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that one token adds to all-reduces, and to all-gathers of logits, in each of n
+    processes."""
     reduced = (2 * config.num_hidden_layers + 1) * config.hidden_size
     gathered = math.ceil(config.vocab_size / n)
-    return itemsize * (reduced + gathered)
+    return itemsize * reduced, itemsize * gathered
 
 
 # ---- Operations ----------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ def bytes_sent(folder: Path, T: int) -> int:
 
 
 def test_the_bytes_of_a_token_are_those_of_the_formula(everywhere, models):
-    expected = 7 * traffic(Config.load(models["biased"]), 4, itemsize=8)
+    expected = 7 * sum(traffic(Config.load(models["biased"]), 4, itemsize=8))
     assert everywhere(4, bytes_sent, models["biased"], 7) == [expected] * 4
 
 
