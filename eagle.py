@@ -127,9 +127,14 @@ class EagleHead(Llama):
         return self.ops.linear(z, self.head)
 
     def logits(self, z: Tensor) -> Tensor:
-        """The same by the target's tokens: [R, C] -> [R, V], −∞ outside the head's vocabulary."""
+        """The same by the target's tokens: [R, C] -> [R, V].
+
+        Outside the head's vocabulary they are the lowest number: the probability is 0. It is not
+        −∞, because a grammar may allow no other token.
+        """
         drafted = self.draft_logits(z)
-        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), -torch.inf)
+        lowest = torch.finfo(drafted.dtype).min
+        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), lowest)
         return logits.index_copy_(1, self.tokens, drafted)
 
     @cached_property
@@ -246,8 +251,7 @@ class EagleDrafter(Drafter):
         lengths = [self.cache.length(seq) for seq in seqs]
         z = torch.stack([self.newest[round.requests[b]].z for b in rows])  # [R, C]
         for j in range(drafted.shape[1]):
-            probs = round.probabilities(self.head.logits(z), rows)  # [R, V]
-            picked = round.draft_coin(j, rows).pick(probs)
+            probs, picked = round.draft(j, self.head.logits(z), rows)  # [R, V], [R]
             drafted[rows, j] = picked
             if q is not None:
                 q[rows, j] = probs

@@ -11,7 +11,7 @@
 Invariant: results are those of kernels.Ops up to the order of sums.
 
 Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with top-k,
-top-p or min-p.
+top-p, min-p or a grammar.
 
     T tokens of a step · B sequences · n new tokens of one · M keys of the longest
     H, G query and key/value heads · D head size · C hidden_size · V vocab_size
@@ -206,8 +206,11 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
 def drafts_in_c(
     cache: Cache, seqs: Sequence[int], unread: Sequence[Sequence[int]], round: Round
 ) -> bool:
-    """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters."""
+    """Whether `draft` is one call: a lone sequence, coins that C can compute, no filters, no
+    grammar."""
     if len(unread) != 1 or round.num_drafts[0] < 1:
+        return False
+    if round.masks is not None:
         return False
     if not 1 <= len(unread[0]) <= ONE_CALL:
         return False
