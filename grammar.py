@@ -58,8 +58,8 @@ REMEMBERED = 64  # compiled grammars
 HEADER = '%llguidance {"no_forcing": true}\n'
 # With white space at will, a small model may write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
-# A string, a regular expression, a comment; or a token by its number.
-LARK_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//.*|(?P<number><\[)')
+# A comment, a string, a regular expression; or the beginning of a control token's name.
+LARK_WORDS = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|(?P<control><)')
 
 
 # ---- What is asked for ---------------------------------------------------------------------------
@@ -157,9 +157,9 @@ class Grammars:
         matcher.compute_bitmask()
         if not matcher.is_error():
             return matcher
-        wrong = matcher.get_error().split("\n   1 |")[0]  # without the place in our Lark
+        wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]  # without the place in our Lark
         wrong = re.sub(r"^at \d+\(\d+\): ", "", wrong)
-        if matcher.stop_reason() == "NoExtensionBias":
+        if wrong == "NoExtensionBias":
             wrong = "no token of this model begins such a text"
         raise UserError(
             f"{grammar.notation} {brief(grammar.text, 100)} cannot be met: {brief(wrong)}"
@@ -176,8 +176,8 @@ def lark_of(grammar: Grammar) -> str:
         return json.loads(compiled)["grammars"][0]["lark_grammar"]
     if grammar.notation == "choice":
         return "start: " + " | ".join(map(json.dumps, grammar.text))
-    if any(word["number"] for word in LARK_WORDS.finditer(grammar.text)):
-        raise UserError("the grammar names a token by its number, <[…]>: spell its text out")
+    if any(word["control"] for word in LARK_WORDS.finditer(grammar.text)):
+        raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
     return grammar.text
 
 
@@ -191,7 +191,7 @@ class GrammarState:
         self.grammars = grammars
         self.start = grammars.compile(grammar)
         self.tokens: list[int] = []  # of the text, followed so far
-        self.has_failed = False  # the text ended because no token was allowed
+        self.has_failed = False  # no token is allowed, or the grammar has become too large
         self._rewind()
         self._follow(tokens)
 
@@ -205,10 +205,12 @@ class GrammarState:
     def _follow(self, new: Iterable[int]) -> None:
         for token in new:
             if token in self.grammars.eos_token_ids:
+                # Where no token is allowed, a mask holds end-of-text.
                 self.has_failed = not self.matcher.is_accepting()
                 return
             self.tokens.append(token)
-            self.matcher.try_consume_tokens([token])
+            if not self.matcher.try_consume_tokens([token]):
+                self.has_failed = True
 
     def push(self, token: int) -> None:
         """Read a draft. The end of a text is no token of it, so it is not to be taken back."""

@@ -380,7 +380,7 @@ class ModelRunner:
         if request.grammar_state is not None:
             request.grammar_state.settle(new)
             if request.grammar_state.has_failed:
-                request.error = "no token of this model continues the text as its grammar demands"
+                request.error = "its grammar allows no token of this model here, or is too large"
         self.cache.commit(request.seq, request.tokens, len(new))
         if self.has_drafter:
             self.drafter.commit(request, len(new))
