@@ -41,6 +41,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, brief
@@ -101,8 +102,8 @@ def load_llguidance() -> ModuleType:
         import llguidance
     except ImportError:
         raise UserError(
-            "a schema, regex, choice or grammar needs the package llguidance: pip install -r "
-            "requirements-extra.txt"
+            "a schema, regex, choice or grammar needs the package llguidance: "
+            "pip install -r requirements-extra.txt"
         ) from None
     return llguidance
 
@@ -139,8 +140,8 @@ class Grammars:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The threads of llguidance."""
-        return load_llguidance().LLExecutor(torch.get_num_threads())
+        """The threads of llguidance: half of those that the pass has meanwhile."""
+        return load_llguidance().LLExecutor(max(1, torch.get_num_threads() // 2))
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
@@ -257,16 +258,13 @@ class Masks:
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
-        self.states: dict[int, GrammarState] = {}  # by the request's place in the round
-        self.first_rows: dict[int, int] = {}  # of their masks
-        for b, request in enumerate(requests):
-            if request.grammar_state is not None:
-                self.first_rows[b] = len(self.states) * width
-                self.states[b] = request.grammar_state
+        states = {b: request.grammar_state for b, request in enumerate(requests)}
+        self.states = {b: state for b, state in states.items() if state is not None}
+        self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
         self.grammars = next(iter(self.states.values())).grammars
         words = -(-vocab_size // 32)
         self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
-        self.num_drafts = dict.fromkeys(self.states, 0)  # that the worker has, or will have, read
+        self.num_pushed = 0  # drafts of each text that the worker has, or will have, read
         self.work: Future | None = None  # the worker's last
 
     def start(self) -> None:
@@ -275,14 +273,11 @@ class Masks:
             self.work = self.grammars.worker.submit(self._fill, 0, dict.fromkeys(self.states))
 
     def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
-        """Draft j of some texts of the round; nothing for those whose draft j was pushed before."""
+        """Draft j of all texts of the round that have one; nothing, if it was pushed before."""
         self.start()
-        drafts = {}
-        for b, token in zip(texts, tokens):
-            if b in self.states and self.num_drafts[b] == j:
-                self.num_drafts[b] += 1
-                drafts[b] = token
-        if drafts:
+        if j == self.num_pushed:
+            self.num_pushed += 1
+            drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
             self.work = self.grammars.worker.submit(self._fill, j + 1, drafts)
 
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
@@ -307,7 +302,7 @@ class Masks:
             self.grammars.executor.unsafe_compute_mask_ptr(wanted, address, 4 * words, num_rows)
 
     def apply(self, logits: Tensor, texts: Sequence[int], depth: int) -> Tensor:
-        """The logits, with −∞ for each token that its row's mask forbids.
+        """The logits, in place, with −∞ for each token that its row's mask forbids.
 
         logits: [R, V]; texts: the text of each row. The first row of a text comes after `depth`
         drafts, its next row after one draft more.
@@ -331,31 +326,30 @@ class Masks:
 
 
 def mask_rows(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """logits: [R, V]; rows: int32[n], ascending; bits: int32[n, W], those of token i in word
-    i // 32, the lowest first -> [R, V]."""
-    n = len(bits)
-    V = logits.shape[1]
-    in_byte = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    parts = bits.contiguous().view(torch.uint8)[:, :, None]  # [n, 4 W, 1]
-    is_allowed = (parts >> in_byte & 1).view(n, -1)[:, :V].bool()
-    if n == len(logits):  # all of them
-        return logits.where(is_allowed, -torch.inf)
-    rows = rows.long()
-    masked = logits[rows].where(is_allowed, -torch.inf)
-    return logits.index_copy(0, rows, masked)
+    """Add −∞ to each logit of these rows whose bit is 0; in place.
+
+    logits: [R, V]; rows: int32[n]; bits: int32[n, W]: that of token i is in word i // 32, the
+    lowest first.
+    """
+    numbers = torch.arange(256, device=logits.device)
+    bits_of_byte = numbers[:, None] >> numbers[:8] & 1  # [256, 8]
+    table = bits_of_byte.to(logits.dtype).log()  # 0 or −∞
+    each_byte = bits.contiguous().view(torch.uint8).int()  # [n, 4 W]
+    bias = F.embedding(each_byte, table).flatten(1)  # [n, 32 W]
+    return logits.index_add_(0, rows, bias[:, : logits.shape[1]])
 
 
 def main() -> None:
-    """The demonstration: which tokens may follow, and which must, after each token of a text."""
+    """The demonstration: how many tokens may follow, after each token of a text."""
     model = Model.load("tiny", "cpu")
     asked = Grammar("regex", "(Tom|Lily) saw [0-9]{1,2} dogs?\\.")
     state = GrammarState(model.grammars, asked, [])
-    for token in model.tokenizer.encode("Tom saw 12 dogs.", is_first=False):
-        mask = int.from_bytes(state.matcher.compute_bitmask(), "little")
-        forced = model.tokenizer.decode(state.forced(9), continues=True)
-        text = model.tokenizer.decode([token], continues=True)
-        print(f"{mask.bit_count():5} tokens are allowed; forced: {forced!r:12} {text!r}")
+    for token in model.encode("Tom saw 12 dogs."):
         state.settle([token])
+        mask = int.from_bytes(state.matcher.compute_bitmask(), "little")
+        print(
+            f"{model.tokenizer.decode([token], continues=True)!r}: then {mask.bit_count()} tokens"
+        )
 
 
 if __name__ == "__main__":

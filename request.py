@@ -63,18 +63,15 @@ class Settings:
         for notation in ("regex", "grammar"):
             if getattr(self, notation) is not None:
                 checked_text(notation, getattr(self, notation))
-        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
+        self.follows  # UserError if there are several
 
     @property
     def follows(self) -> Grammar | None:
-        """The grammar of the text; None: the text is free."""
-        for notation in NOTATIONS:
-            text = getattr(self, notation)
-            if text is not None:
-                return Grammar(notation, text)
-        return None
+        """The grammar of the text; None: the text is free. UserError if there are several."""
+        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
+        return Grammar(given[0], getattr(self, given[0])) if given else None
 
 
 def checked_texts(name: str, value: Any) -> tuple[str, ...]:

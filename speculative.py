@@ -206,6 +206,7 @@ class Round:
         """logits [R, ≥ V] -> float[R, V]. rows: the request of each row.
 
         depth: the drafts before a request's first row; before its next row there is one more.
+        Masks of grammars overwrite the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():

@@ -31,6 +31,7 @@ from parallel import num_processes, shard_config
 from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
 
 MAX_TEXTS = 2**16  # asked for at a time
+FILES = ("schema", "grammar")  # settings that are read from files
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
 
@@ -310,15 +311,11 @@ def read_text(name: str) -> str:
         raise UserError(f"{name} cannot be read: {error}") from None
 
 
-def with_grammar(args: argparse.Namespace, settings: Settings) -> Settings:
-    """The settings, with the files of --schema and --grammar read."""
-    schema = args.schema
-    if schema is not None and not schema.lstrip().startswith("{"):
-        schema = read_once(lambda: read_text(args.schema))
-    lark = args.grammar
-    if lark is not None:
-        lark = read_once(lambda: read_text(args.grammar))
-    return replace(settings, schema=schema, grammar=lark)
+def read_grammar(name: str | None) -> str | None:
+    """A schema or a grammar: a file's, standard input's, or, as it stands, a JSON object."""
+    if name is None or name.lstrip().startswith("{"):
+        return name
+    return read_once(lambda: read_text(name))
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
@@ -513,14 +510,15 @@ def run_command(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
     check_flags(args)
     chosen = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**chosen | {"schema": None, "grammar": None})  # these may be files
+    settings = Settings(**chosen | dict.fromkeys(FILES))
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start
         config, _ = open_checkpoint(find_model(args.target))
         shard_config(config, n)
     with joined(n, device, arguments) as device:
-        settings = with_grammar(args, settings)
+        read = {name: read_grammar(getattr(args, name)) for name in FILES}
+        settings = replace(settings, **read)
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         model = Model.load(args.target, device, dtype, args.bits)
