@@ -79,7 +79,7 @@ def checked_schema(schema: Any) -> str:
         fields = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(fields, dict):
             return json.dumps(fields)
-        wrong = f"it is a {type(fields).__name__}"
+        wrong = "it is something else"
     except (TypeError, ValueError, RecursionError) as error:
         wrong = brief(error, 100)
     rule = 'it must be a JSON object, such as {"type": "object"}'
@@ -347,9 +347,8 @@ def main() -> None:
     for token in model.encode("Tom saw 12 dogs."):
         state.settle([token])
         mask = int.from_bytes(state.matcher.compute_bitmask(), "little")
-        print(
-            f"{model.tokenizer.decode([token], continues=True)!r}: then {mask.bit_count()} tokens"
-        )
+        text = model.tokenizer.decode([token])
+        print(f"{text!r:8} then one of {mask.bit_count()} tokens")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,6 @@ TABLES = {
             "vocabulary": "{vocab_size:,}",
             "share": "{share:.1%}",
             "first mask": "{first_mask:seconds}",
-            "before the first grammar": "{vocabulary:seconds}",
         },
     ),
     "peers": Table(
