@@ -225,7 +225,7 @@ class GrammarState:
 
     def settle(self, new: Iterable[int]) -> None:
         """A round is over: take its drafts back, and follow the tokens that it made."""
-        if self.matcher.is_error() or not self.matcher.rollback(self.num_drafts):
+        if not self.matcher.rollback(self.num_drafts):  # after an error nothing else helps
             self._rewind()
         self.num_drafts = 0
         self.is_lost = False
