@@ -21,7 +21,8 @@ drafts back. Tokens are followed by their bytes: each token that spells what may
 not only those that the tokenizer would write.
 
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
-Cost: 10 to 100 µs a mask, in threads of the package, while the target's pass runs.
+Cost: of a vocabulary of 49,152, about 10 µs a mask, 200 µs within a string of bounded length; in
+threads of the package, while the target's pass runs.
 Not covered: a grammar that names control tokens.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
@@ -264,21 +265,21 @@ class Masks:
         self.grammars = next(iter(self.states.values())).grammars
         words = -(-vocab_size // 32)
         self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
-        self.num_pushed = 0  # drafts of each text that the worker has, or will have, read
-        self.work: Future | None = None  # the worker's last
+        # The worker's: for the texts as they are, then with each draft.
+        self.works: list[Future] = []
 
     def start(self) -> None:
         """Let the worker fill the masks of the texts as they are, if nobody has yet."""
-        if self.work is None:
-            self.work = self.grammars.worker.submit(self._fill, 0, dict.fromkeys(self.states))
+        if not self.works:
+            texts = dict.fromkeys(self.states)
+            self.works = [self.grammars.worker.submit(self._fill, 0, texts)]
 
     def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
         """Draft j of all texts of the round that have one; nothing, if it was pushed before."""
         self.start()
-        if j == self.num_pushed:
-            self.num_pushed += 1
+        if len(self.works) == j + 1:
             drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
-            self.work = self.grammars.worker.submit(self._fill, j + 1, drafts)
+            self.works.append(self.grammars.worker.submit(self._fill, j + 1, drafts))
 
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
         """All drafts of a round: [B, k]."""
@@ -318,7 +319,8 @@ class Masks:
         if not masked:
             return logits
         self.start()
-        self.work.result()
+        for work in self.works:
+            work.result()
         rows = torch.tensor(masked, dtype=torch.int32)[:, None]
         packed = torch.cat((rows, self.bits[masks]), 1)  # [n, 1 + W]: one copy to a GPU
         packed = send(packed, logits.device)

@@ -316,6 +316,20 @@ def test_a_mask_holds_the_tokens_that_spell_what_may_follow(vocabularies, texts,
     assert again.matcher.compute_bitmask() == state.matcher.compute_bitmask()
 
 
+def test_an_error_in_the_worker_is_one_of_the_round():
+    """Also if later work succeeds: a row without its mask would be drawn from."""
+    request = Request([1], Settings(seed=0))
+    request.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "ab"), [])
+    masks = Masks([request], 2, 4)
+    masks.bits = masks.bits[:0]  # no room for the first mask
+    masks.start()
+    masks.works[0].exception()
+    masks.bits = torch.full((2, 1), -1, dtype=torch.int32)
+    masks.push_all([[0]])
+    with pytest.raises(ValueError):
+        masks.apply(torch.zeros(2, 4), [0, 0], 0)
+
+
 def test_masks_leave_rows_without_a_grammar_alone():
     """Bits beyond the vocabulary are padding; the rows of other texts are those that came."""
     V = 77
@@ -334,7 +348,7 @@ def test_masks_leave_rows_without_a_grammar_alone():
     masked.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "a"), [])
     assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
     masks = Masks([free, masked], 1, 4)
-    assert masks.apply(logits, [0, 0], 0) is logits and masks.work is None
+    assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
 
 
 # ---- Texts in a batch are those that they are alone
