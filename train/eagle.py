@@ -234,7 +234,8 @@ def losses(head: EagleHead, batch: Batch, num_steps: int) -> tuple[list[Tensor],
         wanted = shifted(log_p, 1 + s).flatten(0, 1)[rows]  # of the token after the row's
         log_q = logits.float().log_softmax(-1)
         p = wanted.softmax(-1)
-        entropies.append(-(p * log_q).sum(-1).mean())
+        entropy = -(p * log_q).sum(-1)
+        entropies.append(entropy.mean())
         overlap = torch.minimum(wanted.exp(), log_q.exp())
         alphas.append(overlap.sum(-1).mean())
     return entropies, alphas
