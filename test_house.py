@@ -53,8 +53,8 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 83_500
-NODES_OF_THE_ROOT = 26_000
+NODES = 88_000
+NODES_OF_THE_ROOT = 27_600
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100

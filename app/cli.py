@@ -181,6 +181,11 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         help="print each result as one JSON object, with the tokens and the times",
     )
     p.add_argument(
+        "--logprobs",
+        type=int,
+        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
+    )
+    p.add_argument(
         "--color",
         action="store_true",
         help="show the origin of each token: accepted, corrected, or the bonus after a full round",
@@ -207,6 +212,8 @@ def check_flags(args: argparse.Namespace) -> None:
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
             "and --color"
         )
+    if args.logprobs is not None and not (args.json or args.prompts):
+        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
     if args.verify is None and args.draft and args.seed is not None:
