@@ -198,15 +198,8 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other. A seed and --gamma auto imply coupled mode."""
-    for name in ("n", "max_batch"):
-        number = getattr(args, name)
-        if not 1 <= number <= MAX_TEXTS:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
-    if args.draft is None:
-        for name in ("gamma", "verify", "color"):
-            if getattr(args, name) not in (None, False):
-                raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+    check_counts(args, "n", "max_batch")
+    check_draft_flags(args, "gamma", "verify", "color")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
@@ -220,6 +213,21 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.gamma in (None, "auto"):  # which goes by the clock: a text would not repeat
             args.verify = "coupled"
             say("note: verifying in coupled mode, so that the seed decides the text")
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        number = getattr(args, name)
+        if not 1 <= number <= MAX_TEXTS:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
+
+
+def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
+    """UserError for a flag of these about drafts, where there are none."""
+    for name in names:
+        if args.draft is None and getattr(args, name) not in (None, False):
+            raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- Results -----------------------------------------------------------------------------------
