@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from errors import UserError
@@ -107,6 +107,13 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
         self.num_prompt_tokens = len(self.tokens)
+
+    def sibling_text(self, i: int) -> Request:
+        """A request for another text of this prompt, with the seed i after this one's."""
+        settings = replace(self.settings, seed=self.settings.seed + i)
+        return Request(
+            self.tokens, settings, self.eos_token_ids, sibling=self, is_reply=self.is_reply
+        )
 
     @property
     def num_remaining(self) -> int:

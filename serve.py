@@ -39,13 +39,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from generate import Engine
 from request import OutputStream, Request, Result
 from sampling import TokenLogprob
 
 T = TypeVar("T")
+Observe = Callable[[dict[Request, list[int]], dict[Request, Result]], None]
 
 
 class QueueFull(Exception):
@@ -135,23 +136,17 @@ class ServedText:
     num_told: int = 0  # tokens that the event loop was told
 
 
-class Observer(Protocol):
-    """Hears, in the engine thread, what happens (app/metrics.py)."""
-
-    def observe_step(self, new_tokens: dict[Request, list[int]]) -> None: ...
-    def observe_result(self, request: Request, result: Result) -> None: ...
-
-
 class BatchServer:
     """An engine in a thread of its own, for the clients of one event loop.
 
-    capacity: the most texts at a time: running, waiting, and finished but not read.
+    capacity: the most texts at a time: running, waiting, and finished but not read. observe: is
+    told, in the engine thread, what a step made, and the results of texts that it finished.
     """
 
-    def __init__(self, engine: Engine, capacity: int, observer: Observer | None = None):
+    def __init__(self, engine: Engine, capacity: int, observe: Observe = lambda *_: None):
         self.engine = engine
         self.capacity = capacity
-        self.observer = observer
+        self.observe = observe
         # The event loop's:
         self.num_texts = 0
         self.answers: set[Answer] = set()
@@ -225,8 +220,7 @@ class BatchServer:
         for answer in self.answers:
             answer.fail(error)
         for future in self.asked:
-            if not future.done():
-                future.set_exception(error)
+            self._settle(future, None, error)
 
     def stop(self) -> None:
         """End the engine thread, after the step that it is in."""
@@ -240,6 +234,14 @@ class BatchServer:
                 answer.put(update)
             else:
                 answer.fail(update)
+
+    def _settle(self, future: asyncio.Future[Any], reply: Any, error: Exception | None) -> None:
+        if future.done():  # whoever asked has gone
+            return
+        if error is None:
+            future.set_result(reply)
+        else:
+            future.set_exception(error)
 
     def _engine_failed(self, error: BaseException) -> None:
         self.error = error
@@ -266,16 +268,18 @@ class BatchServer:
 
     def _step(self) -> None:
         new_tokens = self.engine.batcher.step()
-        if self.observer is not None:
-            self.observer.observe_step(new_tokens)
-        updates = []
+        told = []
+        results = {}
         for request, tokens in new_tokens.items():
             text = self.served[request]
             update = self._feed(text, tokens)
             if update is not None:
-                updates.append((text.answer, update))
-        if updates:
-            self._post(self._deliver, updates)
+                told.append((text.answer, update))
+            if isinstance(update, Update) and update.result is not None:
+                results[request] = update.result
+        self.observe(new_tokens, results)
+        if told:
+            self._post(self._deliver, told)
 
     def _feed(self, text: ServedText, tokens: list[int]) -> Update | Exception | None:
         """Turn new tokens into text -> what the client is to be told, if anything."""
@@ -285,8 +289,6 @@ class BatchServer:
             stream.feed(tokens)
             if stream.is_done:
                 result = self.engine.finish(stream)
-                if self.observer is not None:
-                    self.observer.observe_result(stream.request, result)
         except Exception as error:  # about this text alone
             self._cancel([stream.request])
             return error
@@ -320,9 +322,9 @@ class BatchServer:
         try:
             reply = question()
         except Exception as error:
-            self._post(set_unless_done, future.set_exception, future, error)
+            self._post(self._settle, future, None, error)
         else:
-            self._post(set_unless_done, future.set_result, future, reply)
+            self._post(self._settle, future, reply, None)
 
     def _stop(self) -> None:
         self.is_stopped = True
@@ -333,12 +335,6 @@ class BatchServer:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self.is_stopped = True
-
-
-def set_unless_done(setter: Callable[[Any], None], future: asyncio.Future[Any], value: Any) -> None:
-    """Unless whoever waited has gone."""
-    if not future.done():
-        setter(value)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ nor reads for PATIENCE seconds is given up.
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -66,6 +68,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.is_started = False  # whether the status is sent
+        self.sending_since = math.inf  # when the client was given what it has not taken yet
         self.headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -99,13 +102,16 @@ class Exchange:
         return b"".join(parts)
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, but cancel it when the client goes away. The body has been read."""
+        """Do the work, but cancel it when the client goes away, or does not read. The body has been
+        read."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._until_gone())
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGone
+            while not task.done():
+                await asyncio.wait({task, gone}, timeout=PATIENCE, return_when="FIRST_COMPLETED")
+                is_stuck = time.monotonic() - self.sending_since > PATIENCE
+                if not task.done() and (gone.done() or is_stuck):
+                    raise ClientGone
             task.result()
         finally:
             for future in (task, gone):
@@ -130,10 +136,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": has_more})
 
     async def _send(self, message: dict[str, Any]) -> None:
+        self.sending_since = time.monotonic()
         try:
-            await asyncio.wait_for(self.send(message), PATIENCE)
-        except (asyncio.TimeoutError, OSError):
+            await self.send(message)
+        except OSError:
             raise ClientGone from None
+        self.sending_since = math.inf
 
     async def reply(
         self, body: bytes, content_type: str, status: int = 200, **headers: str
@@ -159,8 +167,8 @@ class Exchange:
         }
         await self.start(200, fixed | named)
 
-    async def write_event(self, data: str) -> None:
-        await self.write(f"data: {data}\n\n".encode())
+    async def write_event(self, content: Any) -> None:
+        await self.write(f"data: {json.dumps(content)}\n\n".encode())
 
-    async def end_events(self) -> None:
-        await self.write(b"", has_more=False)
+    async def end_events(self, last: str) -> None:
+        await self.write(f"data: {last}\n\n".encode(), has_more=False)

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -376,11 +375,7 @@ def one_prompt(
     show = show_for(args)
     streams = [OutputStream(model.tokenizer, first, prompt, show)]
     for i in range(1, args.n):
-        chosen = replace(first.settings, seed=first.settings.seed + i)
-        request = Request(
-            first.tokens, chosen, model.eos_token_ids, sibling=first, is_reply=first.is_reply
-        )
-        streams.append(OutputStream(model.tokenizer, request, prompt, show, i))
+        streams.append(OutputStream(model.tokenizer, first.sibling_text(i), prompt, show, i))
 
     def report(result: Result) -> None:
         if args.json:

@@ -61,7 +61,7 @@ class Histogram:
 
 
 class Metrics:
-    """Hears what the engine does (serve.Observer)."""
+    """Counts what the engine does."""
 
     def __init__(self, model_name: str):
         escaped = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
@@ -74,7 +74,8 @@ class Metrics:
 
     # ---- What happens
 
-    def observe_step(self, new_tokens: dict[Request, list[int]]) -> None:
+    def observe(self, new_tokens: dict[Request, list[int]], results: dict[Request, Result]) -> None:
+        """A step has made these tokens, and finished these texts."""
         now = time.perf_counter()
         for request, tokens in new_tokens.items():
             self.counts["generation_tokens"] += len(tokens)
@@ -91,8 +92,10 @@ class Metrics:
                 self.counts["spec_decode_num_draft_tokens"] += drafts
                 self.counts["spec_decode_num_accepted_tokens"] += accepted
                 self.accepted_at.update(range(accepted))
+        for request, result in results.items():
+            self._observe_result(request, result)
 
-    def observe_result(self, request: Request, result: Result) -> None:
+    def _observe_result(self, request: Request, result: Result) -> None:
         self.counts["prompt_tokens"] += request.num_prompt_tokens
         self.counts["num_preemptions"] += request.num_preemptions
         self.finished[result.finish_reason] += 1

@@ -29,7 +29,6 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import torch
 
@@ -44,7 +43,7 @@ from app.cli import (
 )
 from app.launch import torchrun_ranks
 from app.metrics import Metrics
-from app.openai import Asked, Reply, Served, model_card, models, parse, to_json
+from app.openai import Asked, Reply, Served, model_card, parse
 from app.shell import SIGNALS, Parser, handled, say, status
 from app.state import snapshot
 from errors import UserError, brief
@@ -60,7 +59,7 @@ MAX_WATCHERS = 32  # of /state
 SNAPSHOT_SECONDS = 0.1
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
-CHUNK_SECONDS = 0.001
+CHUNK_SECONDS = 0.002
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -128,9 +127,8 @@ class Application:
         """The error as an answer, or as the last event of a stream."""
         try:
             if exchange.is_started:
-                await exchange.write_event(to_json(error.to_dict()))
-                await exchange.write_event("[DONE]")
-                await exchange.end_events()
+                await exchange.write_event(error.to_dict())
+                await exchange.end_events("[DONE]")
             else:
                 await exchange.reply_json(error.to_dict(), error.status, **error.headers)
         except ClientGone:
@@ -174,7 +172,8 @@ class Application:
         await exchange.reply_json({"status": "ok"})
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.reply_json(models(self.served, self.started))
+        cards = [model_card(self.served, self.started)]
+        await exchange.reply_json({"object": "list", "data": cards})
 
     async def model(self, exchange: Exchange) -> None:
         await exchange.reply_json(model_card(self.served, self.started))
@@ -188,24 +187,23 @@ class Application:
         """Snapshots of the batch, at most ten a second, while somebody listens."""
         if self.num_watchers >= MAX_WATCHERS:
             raise HttpError(429, f"{MAX_WATCHERS} watch already", kind="rate_limit_error")
-        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-        since = float(query.get("since", ["0"])[-1])
         self.num_watchers += 1
         try:
-            await exchange.run(self._write_snapshots(exchange, since))
+            await exchange.run(self._write_snapshots(exchange))
         finally:
             self.num_watchers -= 1
 
-    async def _write_snapshots(self, exchange: Exchange, since: float) -> None:
+    async def _write_snapshots(self, exchange: Exchange) -> None:
         batcher = self.batch.engine.batcher
+        since = 0.0
         await exchange.start_events()
         while not self.batch.refusal:
             taken = time.perf_counter()
             content = await self.batch.ask(lambda: snapshot(batcher, since))
             since = taken
-            await exchange.write_event(to_json(content))
+            await exchange.write_event(content)
             await asyncio.sleep(SNAPSHOT_SECONDS)
-        await exchange.end_events()
+        await exchange.write(b"", has_more=False)
 
     # ---- Texts
 
@@ -247,13 +245,12 @@ class Application:
             if not exchange.is_started:  # an error before has a status of its own
                 await exchange.start_events(x_request_id=reply.id)
             for update in updates:
-                await exchange.write_event(to_json(reply.chunk(update)))
+                await exchange.write_event(reply.chunk(update))
             if answer.num_unfinished:
                 await asyncio.sleep(CHUNK_SECONDS * self.batch.num_texts)
         if asked.include_usage:
-            await exchange.write_event(to_json(reply.usage_chunk()))
-        await exchange.write_event("[DONE]")
-        await exchange.end_events()
+            await exchange.write_event(reply.usage_chunk())
+        await exchange.end_events("[DONE]")
 
 
 def http_error(error: Exception) -> HttpError:
@@ -380,7 +377,7 @@ def run_server(arguments: Sequence[str]) -> int:
     say(engine.describe())
     name = args.model_name or str(args.target)
     metrics = Metrics(name)
-    batch = BatchServer(engine, args.max_batch + args.max_queue, metrics)
+    batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
         Served(model, name, limit, settings),
         batch,
