@@ -424,12 +424,14 @@ async def serve_until_signal(
         await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
         if signals:
             word = "SIGTERM" if signals[0] == signal.SIGTERM else "Ctrl-C"
-            say(f"{word}: {batch.num_texts} texts are finished first; a second signal ends at once")
+            say(
+                f"{word}: open texts are finished ({batch.num_texts}); a second signal ends at once"
+            )
         batch.refuse("the server stops")
         server.should_exit = True
         _, unfinished = await asyncio.wait([serving], timeout=grace)
         if unfinished:
-            say(f"{batch.num_texts} texts are not finished after {grace:.0f} s: they end here")
+            say(f"after {grace:g} s the texts that are still open end here ({batch.num_texts})")
             batch.fail_all(Unavailable("the server stops"))
         await serving
         for task in waiting:

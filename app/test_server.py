@@ -740,9 +740,10 @@ def opened(port: int, **body) -> http.client.HTTPResponse:
 def test_a_signal_amid_streams(number):
     """What is open is finished; the door is closed; a second server cannot have the port."""
     with running() as (process, port):
-        done = program("serve.py", "--port", str(port))
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"nothing can listen on 127.0.0.1, port {port}" in done.stderr
+        if number == signal.SIGINT:  # once is enough
+            done = program("serve.py", "--port", str(port))
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert f"nothing can listen on 127.0.0.1, port {port}" in done.stderr
         asked = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True, temperature=0, stream=True)
         response = opened(port, **asked)
         first = response.readline()
@@ -752,7 +753,7 @@ def test_a_signal_amid_streams(number):
         assert b'"finish_reason": "length"' in rest and b'"error"' not in rest
         _, err = process.communicate(timeout=20)
         assert process.returncode == 128 + number
-        assert err.count("\n") == 1 and "1 texts are finished first" in err
+        assert err.count("\n") == 1 and "open texts are finished (1)" in err
 
 
 @needs_uvicorn
@@ -765,7 +766,10 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
         rest = response.read()
         assert b"the server stops" in rest and rest.endswith(b"data: [DONE]\n\n")
         _, err = process.communicate(timeout=20)
-        assert process.returncode == 143 and "1 texts are not finished after 0 s" in err
+        assert (
+            process.returncode == 143
+            and "after 0.1 s the texts that are still open end here (1)" in err
+        )
     with running() as (process, port):
         response = opened(port, **long)
         process.terminate()
