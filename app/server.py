@@ -59,7 +59,7 @@ MAX_WATCHERS = 32  # of /state
 SNAPSHOT_SECONDS = 0.1
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
-CHUNK_SECONDS = 0.002
+CHUNK_SECONDS = 0.001
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
