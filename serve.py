@@ -35,6 +35,7 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -150,7 +151,7 @@ class BatchServer:
         # The event loop's:
         self.num_texts = 0
         self.answers: set[Answer] = set()
-        self.asked: set[asyncio.Future[Any]] = set()
+        self.asked: set[Future[Any]] = set()
         self.refusal = ""  # why nothing is taken any more
         self.failed = asyncio.Event()
         self.error: BaseException | None = None
@@ -203,11 +204,11 @@ class BatchServer:
         """What `question` returns in the engine thread, between two steps."""
         if self.error is not None or self.is_stopped:
             raise Unavailable(self.refusal)
-        future: asyncio.Future[T] = self.loop.create_future()
+        future: Future[T] = Future()
         self.asked.add(future)
-        self.commands.put(partial(self._reply, future, question))
+        self.commands.put(partial(reply, future, question))
         try:
-            return await future
+            return await asyncio.wrap_future(future)
         finally:
             self.asked.discard(future)
 
@@ -219,8 +220,6 @@ class BatchServer:
         """End every open answer with this error."""
         for answer in self.answers:
             answer.fail(error)
-        for future in self.asked:
-            self._settle(future, None, error)
 
     def stop(self) -> None:
         """End the engine thread, after the step that it is in."""
@@ -235,18 +234,13 @@ class BatchServer:
             else:
                 answer.fail(update)
 
-    def _settle(self, future: asyncio.Future[Any], reply: Any, error: Exception | None) -> None:
-        if future.done():  # whoever asked has gone
-            return
-        if error is None:
-            future.set_result(reply)
-        else:
-            future.set_exception(error)
-
     def _engine_failed(self, error: BaseException) -> None:
         self.error = error
         self.refuse("the engine has failed")
         self.fail_all(Unavailable(self.refusal))
+        for future in self.asked:
+            if not future.done():
+                future.set_exception(Unavailable(self.refusal))
         self.failed.set()
 
     # ---- The engine thread
@@ -318,14 +312,6 @@ class BatchServer:
             if self.served.pop(request, None) is not None:
                 self.engine.batcher.cancel(request)
 
-    def _reply(self, future: asyncio.Future[T], question: Callable[[], T]) -> None:
-        try:
-            reply = question()
-        except Exception as error:
-            self._post(self._settle, future, None, error)
-        else:
-            self._post(self._settle, future, reply, None)
-
     def _stop(self) -> None:
         self.is_stopped = True
 
@@ -335,6 +321,15 @@ class BatchServer:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self.is_stopped = True
+
+
+def reply(future: Future[T], question: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():  # whoever asked has gone
+        return
+    try:
+        future.set_result(question())
+    except Exception as error:
+        future.set_exception(error)
 
 
 if __name__ == "__main__":

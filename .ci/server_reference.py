@@ -314,8 +314,8 @@ time.sleep(0.3)
 
 def check_openai(programs: Path, port: int, wanted: str) -> None:
     python = programs / "python"
-    found = subprocess.run([python, "-c", "import openai"], capture_output=True)
-    if found.returncode:
+    has_openai = [python, "-c", "import openai"]
+    if not python.exists() or subprocess.run(has_openai, capture_output=True).returncode:
         print("the openai package is not installed: left out")
         return
     done = subprocess.run(
@@ -346,19 +346,25 @@ def check_guidellm(programs: Path, port: int) -> None:
         print("guidellm is not installed: left out")
         return
     with tempfile.TemporaryDirectory() as folder:
-        data = "prompt_tokens=32,output_tokens=16"
-        command = [program, "benchmark", "--target", f"http://127.0.0.1:{port}"]
-        command += ["--profile", "concurrent", "--rate", "4", "--max-requests", "32"]
-        command += ["--data", data, "--processor", str(ROOT / "models" / "tiny")]
-        command += ["--outputs", "json", "--output-path", folder]
+        path = Path(folder, "report.json")
+        tiny = ROOT / "models" / "tiny"
+        options = {
+            "--backend": f"kind=openai_http,target=http://127.0.0.1:{port}",
+            "--profile": "kind=concurrent,streams=4",
+            "--constraint": "kind=max_requests,count=32",
+            "--tokenizer": f"kind=hf_auto,model={tiny}",
+            "--data": "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+            "--output": f"kind=json,path={path}",
+        }
+        command = [str(program), "run", "--disable-progress"]
+        for name, value in options.items():
+            command += [name, value]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-        reports = list(Path(folder).glob("*.json"))
-        require(
-            bool(reports), f"guidellm {(done.stdout + done.stderr)[-1500:] if not reports else ''}"
-        )
-        report = json.loads(reports[0].read_text())
-        totals = report["benchmarks"][0]["metrics"]["request_totals"]
-        require(totals["successful"] == 32 and not totals["errored"], f"guidellm: {totals}")
+        if not path.exists():
+            require(False, f"guidellm: {(done.stdout + done.stderr)[-2000:]}")
+        (benchmark,) = json.loads(path.read_text())["benchmarks"]
+        totals = benchmark["metrics"]["request_totals"]
+        require(totals["successful"] == totals["total"] == 32, f"guidellm: {totals}")
 
 
 # ---- Time

@@ -20,6 +20,12 @@ MAX_BODY = 2**22  # bytes
 MAX_DISCARDED = 2**28  # bytes of a body that is too long
 PATIENCE = 60.0  # seconds
 
+Headers = dict[str, str]
+EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # for nginx, which would gather them
+}
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -35,7 +41,7 @@ class HttpError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Headers | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -69,7 +75,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.is_started = False  # whether the status is sent
         self.sending_since = math.inf  # when the client was given what it has not taken yet
-        self.headers: dict[str, str] = {}
+        self.headers: Headers = {}
         for name, value in scope["headers"]:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
@@ -126,7 +132,7 @@ class Exchange:
 
     # ---- The answer
 
-    async def start(self, status: int, headers: dict[str, str]) -> None:
+    async def start(self, status: int, headers: Headers) -> None:
         self.is_started = True
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
@@ -143,29 +149,19 @@ class Exchange:
             raise ClientGone from None
         self.sending_since = math.inf
 
-    async def reply(
-        self, body: bytes, content_type: str, status: int = 200, **headers: str
-    ) -> None:
+    async def reply(self, body: bytes, headers: Headers, status: int = 200) -> None:
         """A whole answer."""
-        lengths = {"content-type": content_type, "content-length": str(len(body))}
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        await self.start(status, lengths | named)
+        await self.start(status, headers | {"content-length": str(len(body))})
         await self.write(body, has_more=False)
 
-    async def reply_json(self, content: Any, status: int = 200, **headers: str) -> None:
+    async def reply_json(self, content: Any, headers: Headers, status: int = 200) -> None:
         body = json.dumps(content).encode()
-        await self.reply(body, "application/json", status, **headers)
+        await self.reply(body, headers | {"content-type": "application/json"}, status)
 
     # ---- Server-sent events: "data: …" and an empty line
 
-    async def start_events(self, **headers: str) -> None:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        fixed = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # for nginx, which would gather them
-        }
-        await self.start(200, fixed | named)
+    async def start_events(self, headers: Headers) -> None:
+        await self.start(200, headers | EVENTS)
 
     async def write_event(self, content: Any) -> None:
         await self.write(f"data: {json.dumps(content)}\n\n".encode())

@@ -3,11 +3,11 @@
 `/v1/chat/completions` and `/v1/completions`, with the fields that vLLM has added (top_k, min_p,
 ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
 
-    honoured   it has a line in `parse`
+    honoured   `read_request` and its helpers read it
     refused    it would change the text and is not done here: an error names it (REFUSED)
     ignored    all others (user, metadata, …): they are for somebody else
 
-null is as if the field were left out. `parse` reads a request and `Reply` writes the answers to it:
+null is as if the field were left out. `read_request` reads a body, and `Reply` writes the answers:
 one object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
 finish_reason in the last.
 """
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class Served:
+class Offer:
     """What a server offers: a model under a name, and the longest text."""
 
     model: Model
@@ -97,28 +97,28 @@ def bad(param: str, message: str, code: str | None = None, status: int = 400) ->
     return HttpError(status, message, param=param, code=code)
 
 
-def parse(data: bytes, is_chat: bool, served: Served) -> Asked:
+def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     """Read a request's body. HttpError or UserError for what is wrong."""
     body = read_object(data)
     for name, harmless in REFUSED.items():
         if name in body and body[name] not in harmless:
             raise bad(name, f"{name} is not done here: leave it out")
-    name = body.get("model", served.name)
-    if name != served.name:
+    name = body.get("model", offer.name)
+    if name != offer.name:
         shown = brief(repr(name), 100)
-        message = f"there is no model {shown}: this server has {served.name!r}"
+        message = f"there is no model {shown}: this server has {offer.name!r}"
         raise bad("model", message, "model_not_found", 404)
-    prompts = read_chat(body, served) if is_chat else read_prompts(body, served)
+    prompts = read_chat(body, offer) if is_chat else read_prompts(body, offer)
     n = body.get("n", 1)
     check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
-    settings = read_settings(body, is_chat, served)
-    is_reply = is_chat and served.model.uses_template(None)
+    settings = read_settings(body, is_chat, offer)
+    is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
-        first = served.model.request_of(tokens, settings, served.limit, is_reply)
-        first.eos_token_ids = read_ends(body, served)
+        first = offer.model.request_of(tokens, settings, offer.limit, is_reply)
+        first.eos_token_ids = read_ends(body, offer)
         for request in [first, *map(first.sibling_text, range(1, n))]:
-            stream = OutputStream(served.model.tokenizer, request, "", index=len(streams))
+            stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     options = typed(body, "stream_options", dict, {})
     return Asked(
@@ -153,34 +153,34 @@ def typed(fields: Body, name: str, kind: type, default: Any) -> Any:
     return value
 
 
-def read_ends(body: Body, served: Served) -> set[int]:
+def read_ends(body: Body, offer: Offer) -> set[int]:
     """The tokens that end a text."""
     ends = body.get("stop_token_ids", [])
     if not is_tokens(ends):
         raise bad("stop_token_ids", "stop_token_ids must be a list of tokens")
     if typed(body, "ignore_eos", bool, False):
         return set(ends)
-    return {*ends, *served.model.eos_token_ids}
+    return {*ends, *offer.model.eos_token_ids}
 
 
 # ---- Prompts
 
 
-def read_chat(body: Body, served: Served) -> list[list[int]]:
+def read_chat(body: Body, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     messages = typed(body, "messages", list, [])
-    conversation = [read_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
+    conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
     texts = [message["content"] for message in conversation]
-    check_characters("messages", sum(map(len, texts)), served)
-    if served.model.uses_template(None):
-        tokens = served.model.encode(conversation)
+    check_characters("messages", sum(map(len, texts)), offer)
+    if offer.model.uses_template(None):
+        tokens = offer.model.encode(conversation)
     else:
-        tokens = served.model.encode("\n".join(texts))
-    check_length("messages", tokens, served)
+        tokens = offer.model.encode("\n".join(texts))
+    check_length("messages", tokens, offer)
     return [tokens]
 
 
-def read_message(where: str, message: Any) -> Message:
+def chat_message(where: str, message: Any) -> Message:
     """A message with one text, as chat templates want it."""
     if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
@@ -199,7 +199,7 @@ def read_message(where: str, message: Any) -> Message:
     return {"role": ROLES[message["role"]], "content": text}
 
 
-def read_prompts(body: Body, served: Served) -> list[list[int]]:
+def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
     given = body.get("prompt")
     is_one = not isinstance(given, list) or is_tokens(given)
@@ -209,11 +209,11 @@ def read_prompts(body: Body, served: Served) -> list[list[int]]:
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_characters("prompt", len(prompt), served)
-            prompt = served.model.encode(prompt, chat=False)
+            check_characters("prompt", len(prompt), offer)
+            prompt = offer.model.encode(prompt, chat=False)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
-        check_length("prompt", prompt, served)
+        check_length("prompt", prompt, offer)
         tokens.append(prompt)
     return tokens
 
@@ -222,29 +222,29 @@ def is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
-def check_characters(param: str, size: int, served: Served) -> None:
+def check_characters(param: str, size: int, offer: Offer) -> None:
     """Refuse what can hardly fit, before it costs the time to cut it into tokens."""
-    if size > MAX_CHARACTERS_A_TOKEN * served.limit:
-        raise too_long(param, f"{size:,} characters", served)
+    if size > MAX_CHARACTERS_A_TOKEN * offer.limit:
+        raise too_long(param, f"{size:,} characters", offer)
 
 
-def check_length(param: str, tokens: list[int], served: Served) -> None:
-    if len(tokens) >= served.limit:
-        raise too_long(param, f"{len(tokens):,} tokens", served)
-    vocab_size = served.model.tokenizer.vocab_size
+def check_length(param: str, tokens: list[int], offer: Offer) -> None:
+    if len(tokens) >= offer.limit:
+        raise too_long(param, f"{len(tokens):,} tokens", offer)
+    vocab_size = offer.model.tokenizer.vocab_size
     if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise bad(param, f"{param} must have a token, and tokens are from 0 to {vocab_size - 1}")
 
 
-def too_long(param: str, size: str, served: Served) -> HttpError:
-    message = f"{param}: {size}, but prompt and answer have at most {served.limit:,} tokens"
+def too_long(param: str, size: str, offer: Offer) -> HttpError:
+    message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
     return bad(param, message, "context_length_exceeded")
 
 
 # ---- Settings
 
 
-def read_settings(body: Body, is_chat: bool, served: Served) -> Settings:
+def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
     """UserError or HttpError for a bad value."""
     chosen: Body = {name: body[name] for name in SAMPLING if name in body}
     if chosen.get("top_k") == -1:  # all, says vLLM
@@ -254,7 +254,7 @@ def read_settings(body: Body, is_chat: bool, served: Served) -> Settings:
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         rule = f"at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together"
         raise bad("stop", f"stop may be {rule}")
-    default = served.limit if is_chat else DEFAULT_MAX_TOKENS
+    default = offer.limit if is_chat else DEFAULT_MAX_TOKENS
     chosen["stop"] = stops
     chosen["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens", default))
     chosen["logprobs"] = body.get("logprobs")
@@ -264,7 +264,7 @@ def read_settings(body: Body, is_chat: bool, served: Served) -> Settings:
         if num_top and not is_wanted:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
         chosen["logprobs"] = num_top if is_wanted else None
-    return replace(served.settings, **chosen, **read_constraint(body))
+    return replace(offer.settings, **chosen, **read_constraint(body))
 
 
 def read_constraint(body: Body) -> Body:
@@ -297,11 +297,11 @@ def read_constraint(body: Body) -> Body:
 class Reply:
     """Makes the objects that answer one request."""
 
-    def __init__(self, asked: Asked, served: Served):
+    def __init__(self, asked: Asked, offer: Offer):
         self.asked = asked
-        self.tokenizer = served.model.tokenizer
+        self.tokenizer = offer.model.tokenizer
         self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
-        self.model = served.name
+        self.model = offer.name
         self.created = int(time.time())
         self.offsets = Counter[int]()  # characters of each text that have logprobs
         self.num_tokens: dict[int, int] = {}  # of each text
@@ -412,13 +412,13 @@ def told(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def model_card(served: Served, started: int) -> Body:
+def model_card(offer: Offer, started: int) -> Body:
     """The model, as /v1/models tells it."""
     return {
-        "id": served.name,
+        "id": offer.name,
         "object": "model",
         "created": started,
         "owned_by": "llama",
-        "root": served.name,
-        "max_model_len": served.limit,
+        "root": offer.name,
+        "max_model_len": offer.limit,
     }

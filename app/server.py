@@ -43,7 +43,7 @@ from app.cli import (
 )
 from app.launch import torchrun_ranks
 from app.metrics import Metrics
-from app.openai import Asked, Reply, Served, model_card, parse
+from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, Parser, handled, say, status
 from app.state import snapshot
 from errors import UserError, brief
@@ -71,29 +71,29 @@ class Application:
 
     def __init__(
         self,
-        served: Served,
+        offer: Offer,
         batch: BatchServer,
         metrics: Metrics,
         api_key: str | None = None,
         is_local: bool = True,
     ):
         """is_local: whether it listens to this machine alone."""
-        self.served = served
+        self.offer = offer
         self.batch = batch
         self.metrics = metrics
         self.api_key = api_key
         self.is_local = is_local
         self.started = int(time.time())
         self.num_watchers = 0
-        self.routes: dict[str, dict[str, Handler]] = {
-            "/": {"GET": self.page},
-            "/health": {"GET": self.health},
-            "/metrics": {"GET": self.show_metrics},
-            "/state": {"GET": self.state},
-            "/v1/models": {"GET": self.models},
-            f"/v1/models/{served.name}": {"GET": self.model},
-            "/v1/chat/completions": {"POST": self.chat},
-            "/v1/completions": {"POST": self.complete},
+        self.routes: dict[str, tuple[str, Handler]] = {
+            "/": ("GET", self.page),
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self.show_metrics),
+            "/state": ("GET", self.state),
+            "/v1/models": ("GET", self.models),
+            f"/v1/models/{offer.name}": ("GET", self.model),
+            "/v1/chat/completions": ("POST", self.chat),
+            "/v1/completions": ("POST", self.complete),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,14 +114,12 @@ class Application:
         self.check_origin(exchange)
         if exchange.path.startswith("/v1/") or exchange.path == "/state":
             self.check_key(exchange)
-        methods = self.routes.get(exchange.path)
-        if methods is None:
+        if exchange.path not in self.routes:
             raise HttpError(404, f"there is no {brief(exchange.path, 100)} here")
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        if method not in methods:
-            allowed = ", ".join(methods)
-            raise HttpError(405, f"{exchange.path} is for {allowed}", headers={"allow": allowed})
-        await methods[method](exchange)
+        method, handler = self.routes[exchange.path]
+        if exchange.method not in (method, "HEAD"):
+            raise HttpError(405, f"{exchange.path} is for {method}", headers={"allow": method})
+        await handler(exchange)
 
     async def tell(self, exchange: Exchange, error: HttpError) -> None:
         """The error as an answer, or as the last event of a stream."""
@@ -130,7 +128,7 @@ class Application:
                 await exchange.write_event(error.to_dict())
                 await exchange.end_events("[DONE]")
             else:
-                await exchange.reply_json(error.to_dict(), error.status, **error.headers)
+                await exchange.reply_json(error.to_dict(), error.headers, error.status)
         except ClientGone:
             return
 
@@ -152,7 +150,8 @@ class Application:
         if self.api_key is None:
             return
         given = exchange.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):  # in constant time
+        same = hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+        if not same:  # compared in constant time
             raise HttpError(
                 401,
                 "this server wants its --api-key: Authorization: Bearer KEY",
@@ -164,24 +163,24 @@ class Application:
     # ---- What there is
 
     async def page(self, exchange: Exchange) -> None:
-        await exchange.reply(PAGE.read_bytes(), "text/html; charset=utf-8")
+        await exchange.reply(PAGE.read_bytes(), {"content-type": "text/html; charset=utf-8"})
 
     async def health(self, exchange: Exchange) -> None:
         if self.batch.refusal:
             raise Unavailable(self.batch.refusal)
-        await exchange.reply_json({"status": "ok"})
+        await exchange.reply_json({"status": "ok"}, {})
 
     async def models(self, exchange: Exchange) -> None:
-        cards = [model_card(self.served, self.started)]
-        await exchange.reply_json({"object": "list", "data": cards})
+        cards = [model_card(self.offer, self.started)]
+        await exchange.reply_json({"object": "list", "data": cards}, {})
 
     async def model(self, exchange: Exchange) -> None:
-        await exchange.reply_json(model_card(self.served, self.started))
+        await exchange.reply_json(model_card(self.offer, self.started), {})
 
     async def show_metrics(self, exchange: Exchange) -> None:
         batcher = self.batch.engine.batcher
         text = await self.batch.ask(lambda: self.metrics.render(batcher))
-        await exchange.reply(text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        await exchange.reply(text.encode(), {"content-type": "text/plain; version=0.0.4"})
 
     async def state(self, exchange: Exchange) -> None:
         """Snapshots of the batch, at most ten a second, while somebody listens."""
@@ -196,7 +195,7 @@ class Application:
     async def _write_snapshots(self, exchange: Exchange) -> None:
         batcher = self.batch.engine.batcher
         since = 0.0
-        await exchange.start_events()
+        await exchange.start_events({})
         while not self.batch.refusal:
             taken = time.perf_counter()
             content = await self.batch.ask(lambda: snapshot(batcher, since))
@@ -216,7 +215,7 @@ class Application:
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
         self.batch.check_room(1)
         data = await exchange.read_body()
-        asked = await asyncio.to_thread(parse, data, is_chat, self.served)
+        asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
                 f"{len(asked.streams)} texts are asked for, and the server takes "
@@ -224,7 +223,7 @@ class Application:
             )
         for stream in asked.streams:
             self.batch.engine.batcher.check(stream.request)
-        reply = Reply(asked, self.served)
+        reply = Reply(asked, self.offer)
         answer = Answer(asked.streams, asked.is_streamed)
         try:
             self.batch.submit(answer)
@@ -238,12 +237,12 @@ class Application:
     async def _reply(self, exchange: Exchange, answer: Answer, reply: Reply) -> None:
         results = await answer.results()
         completion = reply.completion(results)
-        await exchange.reply_json(completion, x_request_id=reply.id)
+        await exchange.reply_json(completion, {"x-request-id": reply.id})
 
     async def _stream(self, exchange: Exchange, answer: Answer, asked: Asked, reply: Reply) -> None:
         async for updates in answer.updates():
             if not exchange.is_started:  # an error before has a status of its own
-                await exchange.start_events(x_request_id=reply.id)
+                await exchange.start_events({"x-request-id": reply.id})
             for update in updates:
                 await exchange.write_event(reply.chunk(update))
             if answer.num_unfinished:
@@ -292,7 +291,7 @@ def is_loopback(name: str) -> bool:
 # ---- The program -------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
+def server_parser() -> argparse.ArgumentParser:
     p = Parser("serve.py", "Serve a Llama to OpenAI's clients, and a page that shows the batch.")
     add_model_flags(p.add_argument_group("models and drafts"))
     add_memory_flags(p.add_argument_group("batches, memory and the machine"))
@@ -323,7 +322,7 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def check(args: argparse.Namespace) -> None:
+def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that make no server."""
     check_counts(args, "max_batch", "max_queue")
     check_draft_flags(args, "gamma", "verify")
@@ -364,8 +363,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run_server(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status."""
-    args = parser().parse_args(arguments)
-    check(args)
+    args = server_parser().parse_args(arguments)
+    check_server_flags(args)
     uvicorn = import_uvicorn()
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     device = find_device(args.device)
@@ -379,7 +378,7 @@ def run_server(arguments: Sequence[str]) -> int:
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
-        Served(model, name, limit, settings),
+        Offer(model, name, limit, settings),
         batch,
         metrics,
         args.api_key or os.environ.get(KEY_VARIABLE) or None,

@@ -22,7 +22,7 @@ import torch
 
 from app import asgi, openai, server
 from app.metrics import Metrics
-from app.openai import Served
+from app.openai import Offer
 from app.server import Application
 from conftest import ROOT, heard, program
 from generate import Engine, Model, generate
@@ -132,12 +132,12 @@ def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=N
     engine = Engine(model, None, 4 * limit, limit, 4)
     metrics = Metrics("tiny")
     batch = BatchServer(engine, capacity, metrics.observe)
-    served = Served(model, "tiny", limit, Settings())
+    offer = Offer(model, "tiny", limit, Settings())
 
     async def play() -> None:
         batch.start()
         try:
-            await asyncio.wait_for(scenario(Application(served, batch, metrics, **how)), 100)
+            await asyncio.wait_for(scenario(Application(offer, batch, metrics, **how)), 100)
             assert batch.num_texts == 0
             if batch.error is None:
                 _, _, live = await batch.ask(engine.caches[0].check)
