@@ -45,7 +45,7 @@ from app.launch import torchrun_ranks
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, Parser, handled, say, status
-from app.state import snapshot
+from app.state import TextNumbers, snapshot
 from errors import UserError, brief
 from generate import Model, load_draft
 from kernels import find_device
@@ -85,6 +85,7 @@ class Application:
         self.is_local = is_local
         self.started = int(time.time())
         self.num_watchers = 0
+        self.text_numbers = TextNumbers()
         self.routes: dict[str, tuple[str, Handler]] = {
             "/": ("GET", self.page),
             "/health": ("GET", self.health),
@@ -193,16 +194,17 @@ class Application:
             self.num_watchers -= 1
 
     async def _write_snapshots(self, exchange: Exchange) -> None:
-        batcher = self.batch.engine.batcher
-        since = 0.0
         await exchange.start_events({})
         while not self.batch.refusal:
-            taken = time.perf_counter()
-            content = await self.batch.ask(lambda: snapshot(batcher, since))
-            since = taken
-            await exchange.write_event(content)
+            picture = await self.batch.ask(self.take_picture)
+            await exchange.write_event(picture)
             await asyncio.sleep(SNAPSHOT_SECONDS)
         await exchange.write(b"", has_more=False)
+
+    def take_picture(self) -> dict[str, Any]:
+        """Called in the engine thread, between two steps."""
+        num_tokens = self.metrics.counts["generation_tokens"]
+        return snapshot(self.batch.engine.batcher, num_tokens, self.text_numbers)
 
     # ---- Texts
 

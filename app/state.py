@@ -1,14 +1,125 @@
-"""What the page at / shows of a running batch."""
+"""What the page at / shows of a running batch: a picture of it between two steps.
 
+`snapshot` looks at the batch, its cache and its speculation, and changes nothing. The thread that
+runs the batch calls it, between steps, at most ten times a second, and only while somebody looks.
+The page draws it, and its changes over time. Acceptance is the estimate that γ follows (gamma.py).
+
+Blocks are told as one letter each: `f` free, `c` cached (no text has it, a prompt that begins alike
+may), `s` shared by several texts, `t` of one text.
+
+Invariant: a block has exactly one letter, so the four counts add up to the pool's total.
+Cost: a loop over the blocks, 0.05 µs each (1.4 ms of 30,000), and over the running texts.
+Not covered: the draft's own cache.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count, islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from batcher import Batcher
+from kvcache import Cache, NoCache
+from paged import BlockPool, PagedCache
+from request import Request
+
+KINDS = {"free": "f", "cached": "c", "shared": "s", "text": "t"}
+MAX_BLOCKS = 4096  # letters that are told; counts are of all blocks
+MAX_WAITING = 64  # rows of the queue that are told
+Picture = dict[str, Any]
 
 
-def snapshot(batcher: Batcher, since: float = 0) -> dict[str, Any]:
-    """The state of the batch now. Called between two steps."""
+class TextNumbers:
+    """Numbers texts from 1 on, in the order in which pictures first show them. The server keeps
+    one, so that a text has the same number in all pictures."""
+
+    def __init__(self) -> None:
+        self.numbers = WeakKeyDictionary[Request, int]()
+        self.next_number = count(1)
+
+    def number(self, request: Request) -> int:
+        if request not in self.numbers:
+            self.numbers[request] = next(self.next_number)
+        return self.numbers[request]
+
+
+def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
+    """The batch as JSON holds it. num_tokens: made since the server began."""
+    runner = batcher.runner
+    rows = []
+    for request in batcher.running:
+        rows.append(running_row(batcher, request) | {"number": texts.number(request)})
+    for request in islice(batcher.waiting, MAX_WAITING):
+        rows.append(waiting_row(request) | {"number": texts.number(request)})
     return {
-        "steps": batcher.num_steps,
+        "seconds": time.perf_counter(),
+        "step": batcher.num_steps,
+        "max_batch": batcher.max_batch,
         "running": len(batcher.running),
         "waiting": len(batcher.waiting),
+        "requests": rows,
+        "cache": cache_state(runner.cache),
+        "num_tokens": num_tokens,
+        "acceptance": runner.auto_gamma.alpha if runner.has_drafter else None,
     }
+
+
+# ---- Rows of the batch ---------------------------------------------------------------------------
+
+
+def running_row(batcher: Batcher, request: Request) -> Picture:
+    """A text in the batch. It reads while the cache lacks more than the text's last token."""
+    cache = batcher.runner.cache
+    is_reading = batcher.runner.num_pending(request) > 1
+    row = common_row(request)
+    row["state"] = "reading" if is_reading else "writing"
+    row["stored"] = cache.length(request.seq)
+    row["blocks"] = cache.sequence(request.seq).block_table[:]
+    return row
+
+
+def waiting_row(request: Request) -> Picture:
+    """A text in the queue: not begun, or preempted, so that it has no blocks."""
+    row = common_row(request)
+    row["state"] = "preempted" if request.num_preemptions else "waiting"
+    row["stored"] = 0
+    row["blocks"] = []
+    return row
+
+
+def common_row(request: Request) -> Picture:
+    return {
+        "prompt_tokens": request.num_prompt_tokens,
+        "tokens": len(request.tokens) - request.num_prompt_tokens,
+        "max_tokens": request.settings.max_tokens,
+        "preemptions": request.num_preemptions,
+        "drafts": request.rounds[-1].num_drafts if request.rounds else 0,
+    }
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+def cache_state(cache: Cache) -> Picture:
+    """Paged: its blocks. Contiguous: rows, one for each text, which are in `blocks` of `requests`.
+    None: nothing is stored."""
+    if isinstance(cache, PagedCache):
+        return {"kind": "paged", "block_size": cache.block_size} | pool_state(cache.pool)
+    if isinstance(cache, NoCache):
+        return {"kind": "none"}
+    return {"kind": "contiguous", "row_tokens": cache.max_len}
+
+
+def pool_state(pool: BlockPool) -> Picture:
+    """The letter of each block, and how many have each."""
+    letters = bytearray(KINDS["text"].encode() * pool.total)
+    for block, references in enumerate(pool.references):
+        if references > 1:
+            letters[block] = ord(KINDS["shared"])
+    for block in pool.idle:
+        letters[block] = ord(KINDS["cached"])
+    for block in pool.free:
+        letters[block] = ord(KINDS["free"])
+    counts = {kind: letters.count(letter.encode()) for kind, letter in KINDS.items()}
+    return {"total": pool.total, "counts": counts, "blocks": letters[:MAX_BLOCKS].decode()}
