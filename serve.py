@@ -43,6 +43,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from generate import Engine
+from kernels import make_current
 from request import OutputStream, Request, Result
 from sampling import TokenLogprob
 
@@ -247,6 +248,7 @@ class BatchServer:
 
     def _run(self) -> None:
         try:
+            make_current(self.engine.runner.target.device)  # each thread has its own
             while not self.is_stopped:
                 self._obey()
                 if self.served:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cache
+from threading import current_thread
 
 import pytest
 import torch
@@ -223,6 +224,19 @@ def test_an_exception_of_a_step_ends_all(monkeypatch):
     run(scenario)
 
 
+def test_the_engine_thread_launches_on_the_models_device(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        serve, "make_current", lambda device: made.append((current_thread().name, device))
+    )
+
+    async def scenario(server: BatchServer) -> None:
+        await server.ask(lambda: None)
+        assert made == [("engine", torch.device("cpu"))]
+
+    run(scenario)
+
+
 def test_questions_are_answered_between_two_steps():
     async def scenario(server: BatchServer) -> None:
         answer = make_answer(*PROMPTS[:2], max_tokens=50)
@@ -288,4 +302,3 @@ def test_planted_bugs_are_caught(bug, test, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises((AssertionError, Unavailable, pytest.fail.Exception)):
         test()
-    assert serve.Answer  # the page itself is whole

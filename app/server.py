@@ -55,6 +55,7 @@ from serve import Answer, BatchServer, QueueFull, Unavailable
 PAGE = Path(__file__).parent / "page.html"
 KEY_VARIABLE = "LLAMA_API_KEY"
 MAX_CONNECTIONS = 1000  # beside those of the texts
+MAX_BODIES = 64  # that are read at a time; others wait
 MAX_WATCHERS = 32  # of /state
 SNAPSHOT_SECONDS = 0.1
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
@@ -84,6 +85,7 @@ class Application:
         self.api_key = api_key
         self.is_local = is_local
         self.started = int(time.time())
+        self.bodies = asyncio.Semaphore(MAX_BODIES)
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -216,8 +218,9 @@ class Application:
 
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
         self.batch.check_room(1)
-        data = await exchange.read_body()
-        asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
+        async with self.bodies:
+            data = await exchange.read_body()
+            asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
         if len(asked.streams) > self.batch.capacity:
             raise UserError(
                 f"{len(asked.streams)} texts are asked for, and the server takes "

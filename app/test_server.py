@@ -495,7 +495,15 @@ def test_bodies_are_bounded(monkeypatch):
         async with Client(app, "POST", COMPLETE, b"x") as client:
             client.to_send = [(b"{", True)]  # and goes
         assert client.status == 0
+        monkeypatch.setattr(asgi, "PATIENCE", 60)
+        async with Client(app, "POST", COMPLETE, b"x") as client:
+            client.to_send = [(b"{", True)]
+            waits = asyncio.ensure_future(post(app, COMPLETE, prompt="a", max_tokens=1))
+            await asyncio.sleep(0.1)
+            assert not waits.done()  # one body is read at a time
+        await waits
 
+    monkeypatch.setattr(server, "MAX_BODIES", 1)
     run(scenario)
 
 
