@@ -55,6 +55,7 @@ from serve import Answer, BatchServer, QueueFull, Unavailable
 PAGE = Path(__file__).parent / "page.html"
 KEY_VARIABLE = "LLAMA_API_KEY"
 MAX_CONNECTIONS = 1000  # beside those of the texts
+MAX_GRACE = 86_400  # seconds
 MAX_BODIES = 64  # that are read at a time; others wait
 MAX_WATCHERS = 32  # of /state
 SNAPSHOT_SECONDS = 0.1
@@ -333,8 +334,8 @@ def check_server_flags(args: argparse.Namespace) -> None:
     check_draft_flags(args, "gamma", "verify")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
-    if not args.grace >= 0:
-        raise UserError(f"--grace is {args.grace}: it must be a number of seconds")
+    if not 0 <= args.grace <= MAX_GRACE:
+        raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
     if args.api_key == "":
         raise UserError("--api-key is empty: name a key, or leave it out")
     _, num_processes, _ = torchrun_ranks()
@@ -398,7 +399,7 @@ def run_server(arguments: Sequence[str]) -> int:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS + batch.capacity,
-        timeout_graceful_shutdown=5,  # after our own limit
+        timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
     )
     return asyncio.run(serve_until_signal(uvicorn.Server(config), listener, batch, args.grace))
 

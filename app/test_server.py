@@ -24,7 +24,7 @@ from app import asgi, openai, server
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
-from conftest import ROOT, heard, program
+from conftest import ROOT, heard
 from generate import Engine, Model, generate
 from request import OutputStream, RoundStats, Settings
 from serve import BatchServer
@@ -745,14 +745,13 @@ def opened(port: int, **body) -> http.client.HTTPResponse:
 
 @needs_uvicorn
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_amid_streams(number):
+def test_a_signal_amid_streams(number, capsys):
     """What is open is finished; the door is closed; a second server cannot have the port."""
     with running() as (process, port):
-        if number == signal.SIGINT:  # once is enough
-            done = program("serve.py", "--port", str(port))
-            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-            assert f"nothing can listen on 127.0.0.1, port {port}" in done.stderr
-        asked = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True, temperature=0, stream=True)
+        assert server.main(["--port", str(port)]) == 2
+        err = capsys.readouterr().err
+        assert f"nothing can listen on 127.0.0.1, port {port}" in err and err.count("\n") == 1
+        asked = dict(prompt=PROMPT, max_tokens=200, ignore_eos=True, temperature=0, stream=True)
         response = opened(port, **asked)
         first = response.readline()
         process.send_signal(number)
