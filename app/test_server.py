@@ -351,7 +351,8 @@ def test_a_constraint_becomes_settings_or_is_refused_by_name():
 
 @pytest.mark.skipif(not HAS_GRAMMARS, reason="Settings have no grammars yet")
 def test_an_answer_follows_its_schema():
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    fields = {"a": {"type": "boolean"}}
+    schema = dict(type="object", properties=fields, required=["a"], additionalProperties=False)
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
 
     async def scenario(app):
