@@ -274,8 +274,10 @@ def read_constraint(body: Body) -> Body:
     kind = typed(form, "type", str, "text")
     if kind == "json_schema":
         asked["json"] = typed(form, "json_schema", dict, {}).get("schema", {})
-    elif kind != "text":
+    elif kind == "json_object":
         asked[kind] = True
+    elif kind != "text":
+        raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
     for name, value in typed(body, "structured_outputs", dict, {}).items():
         if value is not None:
             asked[name] = value

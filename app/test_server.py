@@ -425,7 +425,7 @@ BAD = [
     (COMPLETE, dict(prompt="a", echo=True), "echo is not done here"),
     (COMPLETE, dict(prompt="a", best_of=3), "best_of is not done here"),
     (COMPLETE, dict(prompt="a", response_format={"type": []}), "type is []"),
-    (COMPLETE, dict(prompt="a", response_format={"type": "xml"}), "xml is not done here"),
+    (COMPLETE, dict(prompt="a", response_format={"type": "json"}), "json is not done here"),
     (COMPLETE, dict(prompt="a", structured_outputs={"x": 1}), "x is not done here"),
     (CHAT, dict(messages="a"), "messages is 'a'"),
     (CHAT, {}, "messages must have a token"),
