@@ -27,7 +27,7 @@ from app.server import Application
 from conftest import ROOT, heard
 from generate import Engine, Model, generate
 from request import OutputStream, RoundStats, Settings
-from serve import BatchServer
+from serve import Answer, BatchServer, Unavailable
 
 PROMPT = "Once upon a time"
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
@@ -638,6 +638,32 @@ def test_an_engine_that_fails_ends_all(monkeypatch):
         assert isinstance(app.batch.error, ZeroDivisionError)
 
     run(scenario)
+
+
+def test_the_engines_failure_is_the_programs(capsys):
+    """Status 1, after all streams have their error, with the traceback."""
+    engine = Engine(tiny(), None, 300, 300, 4)
+    batch = BatchServer(engine, 4)
+
+    class HTTPServer:
+        should_exit = False
+
+        async def serve(self, listeners):
+            request = tiny().request(PROMPT, Settings(max_tokens=200), max_len=300)
+            answer = Answer([OutputStream(tiny().tokenizer, request, PROMPT)])
+            batch.submit(answer)
+            engine.batcher.step = lambda: 1 / 0
+            with pytest.raises(Unavailable, match="the engine has failed"):
+                await answer.results()
+            batch.close(answer)
+            while not self.should_exit:
+                await asyncio.sleep(0.01)
+
+    with server.listen("127.0.0.1", 0) as listener:
+        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0))
+    err = capsys.readouterr().err
+    assert status == 1 and "ZeroDivisionError" in err
+    assert err.endswith("error: the engine has failed, and so the server ends\n")
 
 
 # ---- What is watched
