@@ -403,7 +403,7 @@ def from_file(bodies: list[dict]) -> float:
 def check_throughput() -> None:
     """16 clients over the same requests by --prompts, in tokens a second."""
     bodies = []
-    for i in range(96):
+    for i in range(64):
         prompt = f"{OPENINGS[i % 6]} {i}"
         bodies.append(dict(prompt=prompt, max_tokens=200, temperature=0.7, seed=i))
     with server() as (_, port):
