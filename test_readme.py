@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from app import cli
+from app import cli, server
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
 
@@ -138,7 +138,12 @@ def parse_bench(flags: list[str]) -> None:
     bench.parse_bench([flag.replace("PEER", "transformers") for flag in flags])
 
 
+def parse_server(flags: list[str]) -> None:
+    server.check_server_flags(server.server_parser().parse_args(flags))
+
+
 PARSERS = {
+    "serve.py": parse_server,
     "generate.py": parse_generate,
     "bench.py": parse_bench,
     "train.quantize": quantize.parse_flags,

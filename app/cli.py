@@ -192,6 +192,11 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         help="print each result as one JSON object, with the tokens and the times",
     )
     p.add_argument(
+        "--logprobs",
+        type=int,
+        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
+    )
+    p.add_argument(
         "--color",
         action="store_true",
         help="show the origin of each token: accepted, corrected, or the bonus after a full round",
@@ -204,15 +209,8 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other. A seed and --gamma auto imply coupled mode."""
-    for name in ("n", "max_batch"):
-        number = getattr(args, name)
-        if not 1 <= number <= MAX_TEXTS:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
-    if args.draft is None:
-        for name in ("gamma", "verify", "color"):
-            if getattr(args, name) not in (None, False):
-                raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+    check_counts(args, "n", "max_batch")
+    check_draft_flags(args, "gamma", "verify", "color")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
@@ -220,12 +218,29 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
+    if args.logprobs is not None and not (args.json or args.prompts):
+        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
     if args.verify is None and args.draft and args.seed is not None:
         if args.gamma in (None, "auto"):  # which goes by the clock: a text would not repeat
             args.verify = "coupled"
             say("note: verifying in coupled mode, so that the seed decides the text")
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        number = getattr(args, name)
+        if not 1 <= number <= MAX_TEXTS:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
+
+
+def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
+    """UserError for a flag of these about drafts, where there are none."""
+    for name in names:
+        if args.draft is None and getattr(args, name) not in (None, False):
+            raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- Results -----------------------------------------------------------------------------------
@@ -383,11 +398,7 @@ def one_prompt(
     show = show_for(args)
     streams = [OutputStream(model.tokenizer, first, prompt, show)]
     for i in range(1, args.n):
-        chosen = replace(first.settings, seed=first.settings.seed + i)
-        request = Request(
-            first.tokens, chosen, model.eos_token_ids, sibling=first, is_reply=first.is_reply
-        )
-        streams.append(OutputStream(model.tokenizer, request, prompt, show, i))
+        streams.append(OutputStream(model.tokenizer, first.sibling_text(i), prompt, show, i))
 
     def report(result: Result) -> None:
         if args.json:
