@@ -73,7 +73,9 @@ class AutoGamma:
         times = sorted(self.seconds.get((batch_size.bit_length(), gamma), ()))
         lower = len(times) // 4
         upper = len(times) * 3 // 4
-        if len(times) < ALIKE or times[upper] > UNEVEN * times[lower]:
+        if len(times) < ALIKE:
+            return None
+        if times[upper] > UNEVEN * times[lower]:
             return None
         return times[lower]
 

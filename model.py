@@ -326,6 +326,20 @@ def named_parts(
                 yield f"{prefix}{name}.{kind}", part
 
 
+def weight_bytes(llama: Llama, read: bool = False) -> int:
+    """Bytes of the weights as they are stored, scales included; a tied head counts once.
+
+    read: only what a step reads: of an embedding that is not tied it reads single rows.
+    """
+    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
+    is_tied = llama.embed is llama.head
+    total = 0
+    for name, tensor in plain.named_tensors().items():
+        if is_tied or not read or "embed_tokens" not in name:
+            total += tensor.nbytes
+    return total
+
+
 def rope_frequencies(config: Config) -> Tensor:
     """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
 

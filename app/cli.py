@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
+from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
 from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
 from checkpoint.hub import find_model
@@ -320,7 +321,7 @@ def start(
     max_len: int,
     max_batch: int = 1,
 ) -> Engine:
-    """The engine; notes say which settings are ignored."""
+    """The engine; messages say what runs, and which settings are ignored."""
     engine = Engine(
         model,
         draft,
@@ -334,6 +335,11 @@ def start(
         not args.no_prefix_cache,
         args.kv_bits,
     )
+    llamas = [model.llama]
+    if draft is not None and draft.llama is not None:
+        llamas.append(draft.llama)
+    say(describe(args.target, llamas))
+    say(engine.describe())
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
     return engine
@@ -386,7 +392,6 @@ def many_prompts(
     -> 1 if a line was bad, else 0
     """
     engine, longest = start_for_any(args, model, draft, args.max_batch)
-    say(engine.describe())
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
@@ -495,8 +500,9 @@ def run_command(arguments: Sequence[str]) -> int:
     with joined(n, device, arguments) as device:
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
-        model = Model.load(args.target, device, dtype, args.bits)
-        draft = load_draft(args.draft, model, dtype)
+        with shown_progress():
+            model = Model.load(args.target, device, dtype, args.bits)
+            draft = load_draft(args.draft, model, dtype)
         with profile_to_file(args, model, draft):
             if args.prompts is not None:
                 return many_prompts(args, settings, model, draft, prompt)

@@ -46,10 +46,10 @@ def begin() -> None:
     sys.stdout.reconfigure(errors="replace")
 
 
-def say(message: str) -> None:
+def say(message: str, end: str = "\n") -> None:
     """To standard error; the program goes on if that fails."""
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(message, end=end, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

@@ -421,7 +421,8 @@ def test_a_bad_flag_is_one_line(base, capsys, monkeypatch):
         assert (status, out) == (2, ""), flags
         *notes, error = err.splitlines()
         assert error.startswith("error: ") and says in error, err
-        assert all(note.startswith("note: ") for note in notes)
+        told = ("note: ", "running ", "keys and values: ")
+        assert all(note.startswith(told) for note in notes), err
 
 
 def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):
