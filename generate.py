@@ -39,7 +39,7 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError, brief
+from errors import UserError, brief, check_names
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
@@ -537,6 +537,8 @@ def prepare(
     """
     if verify not in ("exact", "coupled"):
         raise UserError(f"verify is {verify!r}: it must be exact or coupled")
+    options = prepare.__kwdefaults__
+    check_names(settings, [*Settings.__dataclass_fields__, *options], "setting or option")
     asked = Settings(**settings)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
     streams = []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from errors import UserError
+from errors import UserError, check_names
 from sampling import check_settings
 from tokenizer import Tokenizer
 
@@ -37,6 +37,10 @@ class Settings:
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
+
+    def __new__(cls, *values: Any, **named: Any) -> Settings:
+        check_names(named, cls.__dataclass_fields__, "setting")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_settings(

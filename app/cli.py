@@ -7,11 +7,12 @@ finished result is printed whole. A second Ctrl-C ends the program at once.
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,17 @@ import torch
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
 from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
-from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
+from app.shell import (
+    MAX_MESSAGE,
+    Parser,
+    Terminated,
+    check_file,
+    number_or_word,
+    refuse,
+    say,
+    status,
+    write,
+)
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from errors import UserError, brief
@@ -181,6 +192,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="print each result as one JSON object, with the tokens and the times",
     )
+    p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
     p.add_argument(
         "--color",
         action="store_true",
@@ -208,6 +220,11 @@ def check_flags(args: argparse.Namespace) -> None:
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
             "and --color"
         )
+    if args.out is not None:
+        check_file(Path(args.out))
+        if args.prompts is not None and Path(args.out).exists():
+            if Path(args.prompts).exists() and os.path.samefile(args.out, args.prompts):
+                raise UserError(f"--out {args.out} is the file of --prompts: name another")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
     if args.verify is None and args.draft and args.seed is not None:
@@ -258,6 +275,16 @@ def summary(result: Result) -> str:
     return text
 
 
+@contextmanager
+def results_to(file: str | None) -> Iterator[None]:
+    """In the block the first process writes results to the file; None: to standard output."""
+    if file is None or torchrun_ranks()[0] > 0:
+        yield
+        return
+    with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
+        yield
+
+
 def print_json(result: Result, **more: Any) -> None:
     """Print a result as a line of JSON, in ASCII, which holds any text on any terminal."""
     fields = result.to_dict() | more
@@ -305,10 +332,10 @@ def read_prompt(args: argparse.Namespace) -> str | None:
         return read_once(lambda: read_text("-"))
     if args.prompt is not None:
         return args.prompt
-    if args.json or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
+    if args.json or args.out or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
         raise UserError(
             "there is no prompt: give one in quotes, or '-' "
-            "(chat needs a terminal, no --json or --n)"
+            "(chat needs a terminal, no --json, --out or --n)"
         )
     return None
 
@@ -380,7 +407,8 @@ def one_prompt(
             write("\n")
         say(summary(result))
 
-    print_results(engine, streams, report)
+    with results_to(args.out):
+        print_results(engine, streams, report)
     return 0
 
 
@@ -406,21 +434,27 @@ def many_prompts(
         if line.error is None:
             prompt = line.fields["prompt"]
             streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
-        else:
-            print_error(line, index)
     begin = time.perf_counter()
     num_tokens = 0
 
     def report(result: Result) -> None:
         nonlocal num_tokens
         num_tokens += len(result.tokens)
-        print_json(result, **lines[result.index].id)
-        say(summary(result))
+        line = lines[result.index]
+        print_json(result, **line.labels)
+        say(f"line {line.number}: {summary(result)}")
 
-    print_results(engine, streams, report)
+    with results_to(args.out):
+        for index, line in enumerate(lines):
+            if line.error is not None:
+                print_error(line, index)
+        print_results(engine, streams, report)
     seconds = time.perf_counter() - begin
     num_bad = len(lines) - len(streams)
-    say(f"{num_tokens} tokens in {seconds:.1f} s; {num_bad} bad lines")
+    served = f"{len(streams)} of {len(lines)}"
+    if num_bad:
+        served += f", {num_bad} left out"
+    say(f"{served}: {num_tokens} tokens in {seconds:.1f} s")
     return 1 if num_bad else 0
 
 
@@ -429,7 +463,7 @@ def print_error(line: Line, index: int) -> None:
     message = brief(line.error, MAX_MESSAGE)
     say(f"line {line.number} is left out: {message}")
     result = Result(line.fields.get("prompt", ""), [], 0, index, finish_reason="error")
-    print_json(result, error=message, **line.id)
+    print_json(result, error=message, **line.labels)
 
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
