@@ -289,7 +289,7 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
         if rest := [
             line
             for line in err.splitlines()[:-1]
-            if not line.startswith(("note: ", "keys and values: ", "colours: "))
+            if not line.startswith(("note: ", "running ", "keys and values: ", "colours: "))
         ]:
             return f"more than one line: {rest[0]!r}"
         return "a line of more than 1,200 characters" if len(last) > 1200 else ""

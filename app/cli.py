@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from app.chat import Conversation, chat_settings, edit_lines
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
 from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
@@ -40,7 +41,7 @@ from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from parallel import num_processes, shard_config
-from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
+from request import MAX_TOKENS, OutputStream, Request, Result, Settings, Show
 
 MAX_TEXTS = 2**16  # asked for at a time
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
@@ -100,7 +101,12 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
 
 
 def add_text_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--temperature", type=float, help="0: always the most probable token")
+    p.add_argument(
+        "--temperature",
+        type=float,
+        help="0: always the most probable token (default: as the model recommends; where it "
+        "recommends nothing 0, in a chat 0.7)",
+    )
     p.add_argument("--top-k", type=int, help="keep the k most probable")
     p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
     p.add_argument("--min-p", type=float, help="keep this share of the largest")
@@ -256,6 +262,26 @@ def show_for(args: argparse.Namespace) -> Show | None:
     return write_colored
 
 
+def output_stream(
+    args: argparse.Namespace,
+    model: Model,
+    request: Request,
+    prompt: str,
+    show: Show | None,
+    index: int = 0,
+) -> OutputStream:
+    """A text as it grows. At a terminal its continuation begins with the prompt, dimmed."""
+    if show is not None and not request.is_reply and args.out is None and sys.stdout.isatty():
+        before = iter([f"\x1b[2m{prompt}\x1b[0m"])
+
+        def show_all(piece: str, origin: str) -> None:
+            write(next(before, ""))
+            show(piece, origin)
+
+        return OutputStream(model.tokenizer, request, prompt, show_all, index)
+    return OutputStream(model.tokenizer, request, prompt, show, index)
+
+
 def summary(result: Result) -> str:
     """What a text cost, in a line or two."""
     milliseconds = 1e3 * result.seconds_to_first_token
@@ -392,13 +418,13 @@ def one_prompt(
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine = start(args, model, draft, max_batch * length, length, max_batch)
     show = show_for(args)
-    streams = [OutputStream(model.tokenizer, first, prompt, show)]
+    streams = [output_stream(args, model, first, prompt, show)]
     for i in range(1, args.n):
         chosen = replace(first.settings, seed=first.settings.seed + i)
         request = Request(
             first.tokens, chosen, model.eos_token_ids, sibling=first, is_reply=first.is_reply
         )
-        streams.append(OutputStream(model.tokenizer, request, prompt, show, i))
+        streams.append(output_stream(args, model, request, prompt, show, i))
 
     def report(result: Result) -> None:
         if args.json:
@@ -470,16 +496,19 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     engine, longest = start_for_any(args, model, draft, 1)
     show = show_for(args)
-    has_template = model.uses_template(args.use_template)
-    messages: list[Message] = []
+    talk = Conversation(model.uses_template(args.use_template), args.system)
+    settings, temperature = chat_settings(settings, model.recommended)
+    edit_lines()
 
     def report(result: Result) -> None:
-        messages.append({"role": "assistant", "content": result.text})
+        talk.messages.append({"role": "assistant", "content": result.text})
+        used = len(result.prompt_tokens) + len(result.tokens)
         write("\n")
         say(summary(result))
+        say(f"context: {used:,} of {longest:,} tokens used ({used / longest:.0%})")
 
-    kind = "a message" if has_template else "the beginning of a text"
-    say(f"Type {kind}; Ctrl-D ends.")
+    kind = "a message" if talk.uses_template else "the beginning of a text"
+    say(f"{temperature}\nType {kind}, or /help; Ctrl-D ends.")
     while True:
         try:
             typed = read_once(lambda: input("> "))
@@ -490,16 +519,22 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
             continue
         if not typed:
             continue
-        messages.append({"role": "user", "content": typed})
-        prompt = messages if has_template else typed
+        if typed.startswith("/"):
+            try:
+                talk.obey(typed)
+            except (UserError, OSError) as error:
+                say(brief(error, MAX_MESSAGE))
+            continue
+        talk.messages.append({"role": "user", "content": typed})
+        prompt = talk.messages if talk.uses_template else typed
         try:
-            request = model.request(prompt, settings, args.system, args.use_template, longest)
+            request = model.request(prompt, settings, talk.system, args.use_template, longest)
         except UserError as error:
-            say(f"{brief(error, MAX_MESSAGE)}: a new conversation begins")
-            messages.clear()
+            say(brief(error, MAX_MESSAGE))
+            talk.reset()
             continue
         try:
-            print_results(engine, [OutputStream(model.tokenizer, request, typed, show)], report)
+            print_results(engine, [output_stream(args, model, request, typed, show)], report)
         except Terminated:
             raise
         except KeyboardInterrupt:  # enough of this answer
