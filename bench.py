@@ -1,7 +1,8 @@
 """Every claim, measured on the machine at hand.
 
     python bench.py                            the models in this repository on a CPU, in minutes
-    python bench.py --target NAME              a model's steps and prompts in float32, INT8 and INT4
+    python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
+                                               INT4, and what grammars cost it
     python bench.py --target NAME --draft …    what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
     python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
@@ -37,6 +38,7 @@ from measure import (
     drafts,
     first_contact,
     gpu_cases,
+    grammar_costs,
     launches,
     memory,
     pair,
@@ -58,6 +60,7 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "bits": pair.bits,  # bytes and perplexity
     "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
+    "grammars": grammar_costs.grammar_costs,  # masks, of a token's seconds
 }
 GPU_CASES = ["first", *gpu_cases.CASES, "prediction"]
 
@@ -199,6 +202,7 @@ def run_bench(args: argparse.Namespace) -> int:
         results = machine() | {"drafts": measured}
     elif args.target:
         results = machine() | {"steps": steps.steps(effort, args.target)}
+        results["grammars"] = grammar_costs.grammar_costs(effort, args.target)
     else:
         results = measure_pair(effort)
     store(results)

@@ -217,6 +217,13 @@ class NgramDrafter(Drafter):
         return drafted, q
 
     def look_up(self, request: Request, count: int) -> list[int]:
+        """At most `count` tokens. What a grammar forces comes before what the text has had."""
+        state = request.grammar_state
+        if state is None:
+            return self._find(request, count)
+        return state.forced(count) or state.allowed(self._find(request, count))
+
+    def _find(self, request: Request, count: int) -> list[int]:
         """`count` tokens, or none. Near the text's end, the tokens after the match are repeated."""
         text = self.texts[request]
         for n in range(min(self.longest, len(text) - 1), 0, -1):

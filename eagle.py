@@ -130,9 +130,14 @@ class EagleHead(Llama):
         return self.ops.linear(z, self.head)
 
     def logits(self, z: Tensor) -> Tensor:
-        """The same by the target's tokens: [R, C] -> [R, V], −∞ outside the head's vocabulary."""
+        """The same by the target's tokens: [R, C] -> [R, V].
+
+        Outside the head's vocabulary they are the lowest number: the probability is 0. It is not
+        −∞, because a grammar may allow no other token.
+        """
         drafted = self.draft_logits(z)
-        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), -torch.inf)
+        lowest = torch.finfo(drafted.dtype).min
+        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), lowest)
         return logits.index_copy_(1, self.tokens, drafted)
 
     def plain_drafts(self, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round) -> Proposal:
@@ -141,8 +146,7 @@ class EagleHead(Llama):
         drafted, q = round.empty_drafts()
         rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
         for j in range(drafted.shape[1]):
-            probs = round.probabilities(self.logits(z), rows)  # [R, V]
-            picked = round.draft_coin(j, rows).pick(probs)
+            probs, picked = round.draft(j, self.logits(z), rows)  # [R, V], [R]
             drafted[rows, j] = picked
             if q is not None:
                 q[rows, j] = probs

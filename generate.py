@@ -40,6 +40,7 @@ from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError, brief, check_names
+from grammar import Grammars
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
 from model import Llama
@@ -103,6 +104,7 @@ class Model:
         self.recommended = recommended or GenerationConfig()
         self.folder = folder
         self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
+        self.grammars = Grammars(tokenizer, self.eos_token_ids)
 
     @classmethod
     def load(
@@ -185,8 +187,11 @@ class Model:
         max_len: int | None = None,
         kv_bits: str | int = 16,
     ) -> Request:
-        """A request with complete settings; max_tokens is cut to what max_len leaves."""
+        """A request with complete settings; max_tokens is cut to what max_len leaves. UserError,
+        also for a grammar that no text follows."""
         settings = self.complete(settings)
+        if settings.follows is not None:
+            self.grammars.compile(settings.follows)
         tokens = self.encode(prompt, system, chat)
         limit = self.max_total_tokens(max_len, kv_bits)
         if not 0 < len(tokens) < limit:
@@ -332,6 +337,7 @@ class Engine:
             coupled,
             budget=STEP_BUDGET if use_cache else max_len,  # no cache: a step reads all again
             multi_step=model.llama.ops.multi_step if use_cache else 1,  # steps done as one
+            grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, max_batch)
         if max_batch > 1:  # a lone text would wait for what it never launches

@@ -294,9 +294,7 @@ class Ops:
             tokens, last = pack_tokens([new_tokens[b] for b in rows], round.device)
             wanted = None if len(tokens) == len(rows) else last  # None: all, with a token each
             logits = llama(tokens, metadata, wanted)
-            probs = round.probabilities(logits, rows)  # [len(rows), V]
-            coin = round.draft_coin(j, rows)  # the random numbers of these draws (sampling.py)
-            picked = coin.pick(probs)
+            probs, picked = round.draft(j, logits, rows)  # [len(rows), V], [len(rows)]
             drafted[rows, j] = picked
             if q is not None:
                 q[rows, j] = probs

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from errors import UserError, check_names
+from grammar import NOTATIONS, Grammar, GrammarState, checked_schema, checked_text
 from sampling import check_settings
 from tokenizer import Tokenizer
 
@@ -37,6 +38,11 @@ class Settings:
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
+    # At most one of these is given (grammar.py); a text then follows it.
+    schema: str | None = None  # a JSON schema; may be given as an object
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None  # may be given as one text or a list
+    grammar: str | None = None  # in Lark
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
         check_names(named, cls.__dataclass_fields__, "setting")
@@ -48,21 +54,38 @@ class Settings:
         )
         if self.gamma == "auto":
             object.__setattr__(self, "gamma", None)
-        object.__setattr__(self, "stop", checked_stop(self.stop))
+        object.__setattr__(self, "stop", checked_texts("stop", self.stop))
         check_whole("max_tokens", self.max_tokens, 1, None)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.gamma is not None:
             check_whole("gamma", self.gamma, 0, None, " or auto")
+        if self.schema is not None:
+            object.__setattr__(self, "schema", checked_schema(self.schema))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", checked_texts("choice", self.choice or ""))
+        for notation in ("regex", "grammar"):
+            if getattr(self, notation) is not None:
+                checked_text(notation, getattr(self, notation))
+        self.follows  # UserError if there are several
+
+    @property
+    def follows(self) -> Grammar | None:
+        """The grammar of the text; None: the text is free. UserError if there are several."""
+        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
+        return Grammar(given[0], getattr(self, given[0])) if given else None
 
 
-def checked_stop(stop: Any) -> tuple[str, ...]:
-    """One stop string or several, as a tuple. UserError for anything else."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if isinstance(stops, (list, tuple)):
-        if all(isinstance(text, str) and text for text in stops):
-            return tuple(stops)
-    raise UserError(f"stop is {stop!r}: it must be a text, or a list of texts, none of them empty")
+def checked_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple. UserError for anything else."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, (list, tuple)):
+        if all(isinstance(text, str) and text for text in texts):
+            return tuple(texts)
+    rule = "it must be a text, or a list of texts, none of them empty"
+    raise UserError(f"{name} is {value!r}: {rule}")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
@@ -100,6 +123,8 @@ class Request:
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
     num_preemptions: int = 0
+    grammar_state: GrammarState | None = None  # while a runner has the request open
+    error: str = ""  # why its text ended before its grammar did
     is_reply: bool = False  # to a conversation: its text does not continue the prompt's
 
     def __post_init__(self) -> None:
@@ -113,7 +138,9 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """stop or length; empty while tokens are left to make."""
+        """stop, length or error; empty while tokens are left to make."""
+        if self.error:
+            return "error"
         if len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.eos_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else ""
@@ -211,6 +238,7 @@ class Result:
     tokens: list[int] = field(default_factory=list)  # the new ones
     text: str = ""  # decoded, cut before a stop string
     finish_reason: str = ""  # stop (a token or a string), length, interrupted, error
+    error: str = ""
     seconds_to_first_token: float = 0.0  # from arrival
     num_first_tokens: int = 0  # tokens that came with the first one, and itself
     seconds: float = 0.0  # from arrival to the last token
@@ -235,7 +263,8 @@ class Result:
         stats |= (self.speculation or Speculation())._asdict()
         names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
         fields = asdict(self)
-        return {name: fields[name] for name in names} | {"stats": stats}
+        told = {name: fields[name] for name in names} | {"stats": stats}
+        return told | {"error": self.error} if self.error else told
 
 
 class OutputStream:
@@ -252,7 +281,9 @@ class OutputStream:
         self.request = request
         self.show = show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
-        self.decoder = tokenizer.incremental_decoder(continues=not request.is_reply)
+        # A grammar follows every byte: a first space that some tokenizers drop, too.
+        continues = not request.is_reply or request.settings.follows is not None
+        self.decoder = tokenizer.incremental_decoder(continues)
         self.stops = StopStrings(request.settings.stop)
         self.origin = "plain"  # of the last token
 
@@ -298,4 +329,5 @@ class OutputStream:
         elif is_whole and self.request.finish_reason:  # not cancelled before its end
             reason = self.request.finish_reason
         result.finish_reason = reason
+        result.error = self.request.error if reason == "error" else ""
         return result

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from drafters import Drafter, Observed
 from gamma import AutoGamma
+from grammar import Grammars, GrammarState
 from kernels import send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
@@ -62,7 +63,7 @@ class ModelRunner:
 
     vocab_size: the tokenizer's (logits beyond it are padding). coupled: the mode of verification.
     make_coin: makes coins from (seeds, positions, roles). budget: tokens of a step. multi_step:
-    plain tokens that are made before the host looks at them.
+    plain tokens that are made before the host looks at them. grammars: None: no request has one.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ModelRunner:
         make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None,
         budget: int = 512,
         multi_step: int = 1,
+        grammars: Grammars | None = None,
     ):
         self.target = target
         self.cache = cache
@@ -85,6 +87,7 @@ class ModelRunner:
         self.make_coin = make_coin or partial(Keyed, draw=target.ops.pick)
         self.budget = budget
         self.multi_step = multi_step
+        self.grammars = grammars
         self.auto_gamma = AutoGamma()
         self.next_gamma = 0  # where a request does not fix its own
 
@@ -104,10 +107,14 @@ class ModelRunner:
         except CacheFull:
             self.drafter.close(request)
             raise
+        if request.settings.follows is not None:
+            new = request.tokens[request.num_prompt_tokens :]
+            request.grammar_state = GrammarState(self.grammars, request.settings.follows, new)
 
     def close(self, request: Request) -> None:
         self.cache.free(request.seq)
         self.drafter.close(request)
+        request.grammar_state = None
 
     def num_pending(self, request: Request) -> int:
         """How many tokens of the text the target's cache lacks."""
@@ -189,6 +196,8 @@ class ModelRunner:
             for request, length, drafter_length in before:
                 self.cache.truncate(request.seq, length)
                 self.drafter.restore(request, drafter_length)
+                if request.grammar_state is not None:
+                    request.grammar_state.restore()
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
@@ -232,6 +241,8 @@ class ModelRunner:
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
+        if round.masks is not None:
+            round.masks.push_all(drafted.tolist())
         p = self._target_probabilities(scheduled, drafted, round, features)  # [B, k+1, V]
         if not rounds:
             return []
@@ -366,6 +377,10 @@ class ModelRunner:
         request.tokens += new
         request.origins += origins[: len(new)]
         request.rounds.append(stats)
+        if request.grammar_state is not None:
+            request.grammar_state.settle(new)
+            if request.grammar_state.has_failed:
+                request.error = "its grammar allows no token of this model here, or is too large"
         self.cache.commit(request.seq, request.tokens, len(new))
         if self.has_drafter:
             self.drafter.commit(request, len(new))
@@ -377,12 +392,14 @@ class ModelRunner:
         """How many plain tokens each request makes; []: one each, by an ordinary step.
 
         A step with a chunk of a prompt is an ordinary one: there the other texts' tokens ride along
-        in the chunk's pass, for nothing.
+        in the chunk's pass, for nothing. So is a step with a grammar: the host makes its masks.
         """
         n = self.multi_step
         if n == 1 or self.has_drafter:
             return []
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
+            return []
+        if any(item.request.grammar_state is not None for item in scheduled):
             return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
         # All texts end before n: a smaller n would need a CUDA graph of its own (gpu/graphs.py).

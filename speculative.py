@@ -36,6 +36,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from grammar import Masks
 from kernels import Ops, send
 from request import Request
 from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
@@ -133,6 +134,9 @@ class Round:
         self.ops = ops or Ops()
         self.width = 1 + max(num_drafts, default=0)
         self.first_draft_coin = 0 if coupled else 1
+        self.masks: Masks | None = None
+        if any(request.grammar_state is not None for request in requests):
+            self.masks = Masks(requests, self.width, vocab_size)
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
@@ -182,8 +186,28 @@ class Round:
         """The value of a sampling setting for each request."""
         return [getattr(request.settings, name) for request in self.requests]
 
-    def probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """logits [R, ≥ V] -> float[R, V]. rows: the request of each row."""
+    def draft(
+        self,
+        j: int,
+        logits: Tensor,
+        rows: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Draft j of these requests -> q: float[R, V], and the picked tokens: int64[R].
+
+        logits: [R, ≥ V], a row for each. Where texts have a grammar, the host waits for a GPU.
+        """
+        q = self.probabilities(logits, rows, j)
+        picked = self.draft_coin(j, rows).pick(q)
+        if self.masks is not None:
+            self.masks.push(j, rows, picked.tolist())
+        return q, picked
+
+    def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
+        """logits [R, ≥ V] -> float[R, V]. rows: the request of each row.
+
+        depth: the drafts before a request's first row; before its next row there is one more.
+        Masks of grammars overwrite the logits.
+        """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
             values = self.setting(name)
@@ -194,6 +218,8 @@ class Round:
             elif values[0] is not None:  # one number for all
                 settings[name] = values[0]
         logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
+        if self.masks is not None:
+            logits = self.masks.apply(logits, rows, depth)
         return self.ops.probabilities(logits, **settings)
 
 

@@ -163,7 +163,8 @@ def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[in
             if head.eagle.norm_output
             else norm(z, w["norm.weight"], head.eagle.layer.rms_norm_eps)
         )
-        row = torch.full((target.config.vocab_size,), -torch.inf, dtype=torch.float64)
+        lowest = torch.finfo(torch.float64).min
+        row = torch.full((target.config.vocab_size,), lowest, dtype=torch.float64)
         ids = torch.arange(len(w["lm_head.weight"]))
         if "d2t" in w:
             ids = ids + w["d2t"]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import generate as page
 from conftest import CHATML, write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, plain_loop, stream
+from grammar import Grammars
 from kvcache import CacheFull
 from request import OutputStream, Request, Settings
 from test_drafters import LastToken
@@ -153,6 +155,17 @@ def test_mistakes_of_callers_are_user_errors(model):
 
 
 # ---- Ends
+
+
+def test_a_grammar_without_its_package_is_one_line(model, monkeypatch):
+    """And a text without a grammar needs no package."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(model, "grammars", Grammars(model.tokenizer, model.eos_token_ids))
+    with pytest.raises(UserError, match="needs the package llguidance: .* requirements-extra.txt$"):
+        generate("Once", model, regex="a+")
+    with pytest.raises(UserError, match="schema and regex are given"):
+        Settings(regex="a", schema={})
+    assert generate("Once", model, max_tokens=2).tokens
 
 
 def test_long_prompt_is_read_in_chunks_with_the_same_result(model, monkeypatch):

@@ -282,10 +282,10 @@ def test_enumeration_catches_planted_probabilities(monkeypatch):
     right = Round.probabilities
 
     def unfiltered(of_draft: bool) -> float:
-        def of_round(self, logits, rows):
+        def of_round(self, logits, rows, depth=0):
             if max(self.num_drafts) and of_draft == (len(rows) == len(set(rows))):
                 return probabilities(logits[:, :3])
-            return right(self, logits, rows)
+            return right(self, logits, rows, depth)
 
         monkeypatch.setattr(Round, "probabilities", of_round)
         return error_of(Kind((0, 2), 2, 3, (), dict(top_k=2)))

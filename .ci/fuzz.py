@@ -121,6 +121,19 @@ FLAGS = {
     "tensor-parallel": ["0", "1", "-1", "65", "x", ""],
     "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
     "dtype": ["float64", "float32", "bfloat16", "float16", "int8"],
+    "schema": [
+        '{"type": "integer"}',
+        '{"maxItems": 1}',
+        "{",
+        "{}",
+        "-",
+        "none",
+        "\udcff",
+        "/dev/null",
+    ],
+    "regex": ["a+", "[^x]{2}", "(", "", "\ud800", "\x00?", "é|世"],
+    "choice": TEXTS,
+    "grammar": ["none", "/dev/null", "-", ""],
     "draft": ["ngram", "self", "BASE", "OTHER", "no-such", "", "\x00", "/dev/null"],
 }
 SWITCHES = ["raw", "chat", "no-cache", "no-prefix-cache", "color", "json", "unknown", "help"]
@@ -133,6 +146,10 @@ FIELDS = (
     "max_tokens",
     "stop",
     "gamma",
+    "schema",
+    "regex",
+    "choice",
+    "grammar",
     "id",
     "system",
     "raw",
@@ -174,6 +191,8 @@ ODD = [
     '"auto"',
     '["", "a"]',
     '["ab", "b", "abc"]',
+    '"start: /a+/"',
+    '{"type": "boolean"}',
 ]
 LINES = [
     "",

@@ -44,6 +44,7 @@ from parallel import num_processes, shard_config
 from request import MAX_TOKENS, OutputStream, Request, Result, Settings, Show
 
 MAX_TEXTS = 2**16  # asked for at a time
+FILES = ("schema", "grammar")  # settings that are read from files
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
 
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_model_flags(p.add_argument_group("models and drafts"))
     add_text_flags(p.add_argument_group("texts"))
+    add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
     add_memory_flags(p.add_argument_group("batches, memory and the machine"))
     add_output_flags(p.add_argument_group("output"))
     return p
@@ -144,6 +146,15 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
     )
+
+
+def add_grammar_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--schema", help='a JSON schema: a file, - for standard input, or in place: {"type": …}'
+    )
+    p.add_argument("--regex", help="a regular expression for the whole text")
+    p.add_argument("--choice", action="append", help="one of these texts; to be repeated")
+    p.add_argument("--grammar", help="a file with a grammar in Lark")
 
 
 def add_memory_flags(p: argparse._ArgumentGroup) -> None:
@@ -231,6 +242,8 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.prompts is not None and Path(args.out).exists():
             if Path(args.prompts).exists() and os.path.samefile(args.out, args.prompts):
                 raise UserError(f"--out {args.out} is the file of --prompts: name another")
+    if args.schema == "-" and "-" in (args.prompt, args.prompts):
+        raise UserError("standard input holds the schema or the prompt: name a file for one")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
     if args.verify is None and args.draft and args.seed is not None:
@@ -291,6 +304,8 @@ def summary(result: Result) -> str:
         text += f", then {result.tokens_per_second:.1f} tokens/s"
     text += f"; seed {result.seed}"
     speculation = result.speculation
+    if result.error:
+        text += f"\nit ended early: {result.error}"
     if speculation is None:
         return text
     if speculation.acceptance is not None:
@@ -348,6 +363,13 @@ def read_text(name: str) -> str:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # not UTF-8, or no name of a file
         raise UserError(f"{name} cannot be read: {error}") from None
+
+
+def read_grammar(name: str | None) -> str | None:
+    """A schema or a grammar: a file's, standard input's, or, as it stands, a JSON object."""
+    if name is None or name.lstrip().startswith("{"):
+        return name
+    return read_once(lambda: read_text(name))
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
@@ -488,8 +510,9 @@ def print_error(line: Line, index: int) -> None:
     """The result of a bad line."""
     message = brief(line.error, MAX_MESSAGE)
     say(f"line {line.number} is left out: {message}")
-    result = Result(line.fields.get("prompt", ""), [], 0, index, finish_reason="error")
-    print_json(result, error=message, **line.labels)
+    prompt = line.fields.get("prompt", "")
+    result = Result(prompt, [], 0, index, finish_reason="error", error=message)
+    print_json(result, **line.labels)
 
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
@@ -560,13 +583,16 @@ def run_command(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
     args = parser().parse_args(arguments)
     check_flags(args)
-    settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+    chosen = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**chosen | dict.fromkeys(FILES))
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start
         config, _ = open_checkpoint(find_model(args.target))
         shard_config(config, n)
     with joined(n, device, arguments) as device:
+        read = {name: read_grammar(getattr(args, name)) for name in FILES}
+        settings = replace(settings, **read)
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         with shown_progress():

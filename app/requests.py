@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import parse_json
 from errors import UserError, check_names
+from grammar import NOTATIONS
 from request import Request, Settings
 
 if TYPE_CHECKING:
@@ -101,9 +102,12 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 
 def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:
-    """The settings of a line; null is as if it were left out."""
+    """The settings of a line; null is as if it were left out. A grammar takes the place of one in
+    another notation."""
     chosen = {}
     for name in SETTINGS:
         if fields.get(name) is not None:
             chosen[name] = fields[name]
+    if any(notation in chosen for notation in NOTATIONS):
+        chosen = dict.fromkeys(NOTATIONS) | chosen
     return replace(defaults, **chosen)

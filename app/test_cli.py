@@ -252,6 +252,39 @@ def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
     assert prompts[2] == tokenizer.chat([{"role": "system", "content": "b"}, user])
 
 
+def test_a_grammar_comes_from_a_file_from_standard_input_or_as_it_stands(
+    base, capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    schema = '{"enum": ["yes", "no"]}'
+    (tmp_path / "schema").write_text(schema)
+    (tmp_path / "lark").write_text('start: "yes" | "no"')
+    texts = set()
+    for flags in (
+        ("--schema", tmp_path / "schema"),
+        ("--schema", f" {schema}"),
+        ("--schema", "-"),
+        ("--regex", '"?(yes|no)"?'),
+        ("--grammar", tmp_path / "lark"),
+        ("--choice", "yes", "--choice", "no"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(schema))
+        (result,) = run_json(capsys, PROMPT, "--target", base, "--seed", "1", "--json", *flags)
+        assert result["finish_reason"] == "stop"
+        texts.add(result["text"].strip('"'))
+    assert texts <= {"yes", "no"}
+    lines = [dict(prompt="a"), dict(prompt="a", schema={"type": "null"})]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    results = run_json(
+        capsys, "--target", base, "--prompts", tmp_path / "prompts", "--regex", "[0-9]{2}"
+    )
+    first, second = sorted(results, key=lambda result: result["index"])
+    assert len(first["text"]) == 2 and first["text"].isdigit()
+    assert second["text"] == "null"  # a line's own takes the place of the flag's
+    status, _, err = run(capsys, "-", "--schema", "-")
+    assert status == 2 and "standard input holds the schema or the prompt" in err
+
+
 # ---- Chat
 
 
@@ -410,6 +443,10 @@ BAD_FLAGS = [
     (["--kv-memory", "inf"], "inf bytes, and"),
     (["--kv-memory", "1e5", "--kv", "contiguous"], "kv_memory is for the paged cache"),
     (["--stop", ""], "stop is ['']"),
+    (["--regex", "a", "--choice", "b"], "regex and choice are given"),
+    (["--schema", "/no/such/file"], "/no/such/file cannot be read"),
+    (["--grammar", "/no/such/file"], "/no/such/file cannot be read"),
+    (["--schema", "{"], "schema is {: it must be a JSON object"),
     (["--device", "tpu"], "device 'tpu'"),
     (["--device", "hpu"], "device 'hpu' is not supported"),
     (["--device", "cuda:99"], "device 'cuda:99'"),

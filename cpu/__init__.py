@@ -11,7 +11,7 @@
 Invariant: results are those of kernels.Ops up to the order of sums.
 
 Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with top-k,
-top-p or min-p.
+top-p, min-p or a grammar.
 
     T tokens of a step · B sequences · n new tokens of one · M keys of the longest
     H, G query and key/value heads · D head size · C hidden_size · V vocab_size
@@ -234,8 +234,11 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
 
 
 def drafts_in_c(cache: Cache, round: Round) -> bool:
-    """Whether drafts are one call: a lone sequence, coins that C can compute, no filters."""
+    """Whether drafts are one call: a lone sequence, coins that C can compute, no filters, no
+    grammar."""
     if len(round.num_drafts) != 1 or round.num_drafts[0] < 1:
+        return False
+    if round.masks is not None:
         return False
     if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
         return False

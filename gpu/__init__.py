@@ -210,9 +210,11 @@ class GPU(Ops):
         round: Round,
         cache_blocks: bool = True,
     ) -> Proposal:
-        """All drafts of a round by one graph, unless a sequence has more than two unread tokens."""
+        """All drafts of a round by one graph, unless a sequence has more than two unread tokens, or
+        a grammar, whose masks the host makes from draft to draft."""
         longest = max(map(len, unread), default=0)
-        if not self.records or not is_readable(cache) or longest > 2:
+        is_recordable = longest <= 2 and round.masks is None
+        if not self.records or not is_readable(cache) or not is_recordable:
             return super().draft(llama, cache, seqs, unread, round, cache_blocks)
         drafts = recordings(graphs.Drafts, llama, cache)
         return drafts(cache, seqs, unread, round, cache_blocks)

@@ -28,6 +28,7 @@ from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
+from grammar import Grammar, Grammars, GrammarState
 from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, SequenceSlice
 from model import Llama
@@ -321,6 +322,33 @@ def test_q_has_the_dtype_of_the_round():
         _, q = draft(llama, [1], dtype=torch.float64)
     assert q.dtype == torch.float64
     torch.testing.assert_close(q.sum(-1), torch.ones_like(q[..., 0]))
+
+
+@torch.inference_mode()
+def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
+    """A recorded round sees no masks; only one text of the two has a grammar."""
+    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    spelled = [bytes([40 + id]) for id in range(66)]  # token 66 is the end of a text
+    tokenizer = SimpleNamespace(
+        vocab_size=67,
+        specials={"<end>": 66},
+        token_bytes=lambda id: [*spelled, b""][id],
+        encode=lambda text, is_first: [letter - 40 for letter in text.encode()],
+    )
+    llama = loud(1, Kernels())
+    kv = PagedCache.of(llama, 30, 6, 40)
+    requests = [Request([1], Settings(seed=seed)) for seed in range(2)]
+    grammars = Grammars(tokenizer, {66})
+    requests[1].grammar_state = GrammarState(grammars, Grammar("regex", "[AB]C[DE]"), [])
+    seqs = [kv.open(())[0] for _ in requests]
+    round = Round(requests, [3, 3], 67, DEVICE, torch.float32, coin_of(llama.ops), ops=llama.ops)
+    with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
+        drafted, q = llama.ops.draft(llama, kv, seqs, [[1], [1]], round)
+    assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
+    assert q[1].count_nonzero(-1).tolist() == [2, 1, 2]
+    assert q[0].count_nonzero(-1).min() > 9
+    round.masks.works[-1].result()  # the worker has read the last draft, too
+    assert requests[1].grammar_state.num_drafts == 3
 
 
 def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait():

@@ -149,6 +149,16 @@ TABLES = {
         | {f"rows {n}": f"{{rows{n}_seconds:seconds}}, {{rows{n}:ratio}}" for n in ROWS}
         | {f"prompt {n}": f"{{prompt{n}_seconds:seconds}}, {{prompt{n}:ratio}}" for n in PROMPTS},
     ),
+    "grammars": Table(
+        "Sixteen texts with a JSON schema each: what masks take of a token's time, and the time to "
+        "a first mask",
+        {
+            "model": "{target}",
+            "vocabulary": "{vocab_size:,}",
+            "share": "{share:.1%}",
+            "first mask": "{first_mask:seconds}",
+        },
+    ),
     "peers": Table(
         "Against others: the same prompts and weights, in turns; the ratios of long prompts, until "
         "the first token, and of sixteen texts together",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def quick() -> dict:
 
 def test_every_section_has_a_table_and_no_name_of_this_machine(quick):
     titles = [section.title for section in report.sections(quick)]
-    assert len(titles) == len(bench.SECTIONS)
+    num_missing = find_spec("llguidance") is None  # an extra package
+    assert len(titles) == len(bench.SECTIONS) - num_missing
     assert all(titles)
     assert "/" not in json.dumps(quick).replace("8/4", "")
 
@@ -98,6 +100,7 @@ def test_what_was_measured_before_stays(tmp_path, monkeypatch):
     out.write_text('{"stack": [1], "steps": {"old": {"target": "x"}}, "waste": [2]}')
     row = {"target": "tiny", "width": "INT8"}
     monkeypatch.setattr(bench.steps, "steps", lambda *arguments: {"new": row})
+    monkeypatch.setattr(bench.grammar_costs, "grammar_costs", lambda *arguments: {})
     assert bench.main(["--target", "tiny", "--out", str(out)]) == 0
     stored = json.loads(out.read_text())
     assert stored["steps"] == {"old": {"target": "x"}, "new": row}

@@ -394,9 +394,12 @@ def relative_loss(before: Linear, after: Linear, hessian: Tensor | None) -> floa
     w = before.weight.float()
     difference = w - dequantize(*after.weight)
     if hessian is None:
-        return (difference.norm() / w.norm()).item()
-    ratio = errors(difference, hessian).sum() / errors(w, hessian).sum()
-    return ratio.sqrt().item()
+        loss = difference.norm() / w.norm()
+        return loss.item()
+    error = errors(difference, hessian).sum()
+    whole = errors(w, hessian).sum()
+    loss = (error / whole).sqrt()
+    return loss.item()
 
 
 @torch.no_grad()
@@ -431,7 +434,8 @@ def quantize_model(
             chosen = hessian if "gptq" in how.method else None
             weights[name] = quantize_linear(linear, how.bits, how.group, chosen, how.activations)
             if losses is not None:
-                losses[f"layer {i + 1} {name}"] = relative_loss(linear, weights[name], hessian)
+                loss = relative_loss(linear, weights[name], hessian)
+                losses[f"layer {i + 1} {name}"] = loss
         result.layers.append(replace(layer, **weights))
         if calibrated:
             fast = packed(llama, result.layers[i])

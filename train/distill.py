@@ -139,13 +139,15 @@ class Hyperparameters:
         return min(1.0, rising, falling)
 
 
-def make_optimizers(student: Llama, matrices: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, AdamW for all other parameters."""
+def make_optimizers(
+    student: Llama, matrices: Sequence[Tensor], decay: float, rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for these matrices, with this weight decay; AdamW, at this rate, for all others."""
     ids = {id(matrix) for matrix in matrices}
     others = [weight for weight in student.parameters() if id(weight) not in ids]
     return [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.5),
-        torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=decay),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -172,7 +174,7 @@ class Training:
         for layer in student.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 matrices.append(linear.weight)
-        self.optimizers = make_optimizers(student, matrices)
+        self.optimizers = make_optimizers(student, matrices, decay=0.5, rate=0.004)
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""

@@ -234,7 +234,8 @@ def losses(head: EagleHead, batch: Batch, num_steps: int) -> tuple[list[Tensor],
         wanted = shifted(log_p, 1 + s).flatten(0, 1)[rows]  # of the token after the row's
         log_q = logits.float().log_softmax(-1)
         p = wanted.softmax(-1)
-        entropies.append(-(p * log_q).sum(-1).mean())
+        entropy = -(p * log_q).sum(-1)
+        entropies.append(entropy.mean())
         overlap = torch.minimum(wanted.exp(), log_q.exp())
         alphas.append(overlap.sum(-1).mean())
     return entropies, alphas
@@ -257,7 +258,7 @@ class HeadTraining(Training):
         layer = head.layers[0]
         linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
         matrices = [linear.weight for linear in linears]
-        self.optimizers = make_optimizers(head, matrices)
+        self.optimizers = make_optimizers(head, matrices, decay=0.1, rate=0.002)
 
     def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""

@@ -1,0 +1,359 @@
+"""Text that follows a grammar: a JSON schema, a regular expression, a choice, or Lark.
+
+After each token of a text, the grammar allows some tokens and forbids the others: the *mask* of
+that prefix. A token is drawn from the target's distribution, restricted to the mask, and
+renormalized:
+
+    p̃(x | prefix) ∝ p(x | prefix) · 1[x is allowed after prefix]
+
+So the logits of forbidden tokens become −∞, before temperature and filters. End-of-text is allowed
+where the text may end, and is alone where nothing else can follow.
+
+A round of speculation has a mask for each of its rows: that of the text, and that of the text with
+one draft more, and so on. Masks on the target's rows make the text exact; masks on the draft's only
+raise acceptance.
+
+    text {"age":   drafts 4 2 }      rows   {"age":    {"age":4    {"age":42    {"age":42}
+                                     mask   a digit    a digit } ,    …         end-of-text
+
+The automaton is that of the package llguidance. It keeps a state for each text, and takes rejected
+drafts back. Tokens are followed by their bytes: each token that spells what may follow is allowed,
+not only those that the tokenizer would write.
+
+Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
+Cost: of a vocabulary of 49,152, about 10 µs a mask, 200 µs within a string of bounded length; in
+threads of the package, while the target's pass runs.
+Not covered: a grammar that names control tokens.
+
+Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
+
+    R rows of logits · V vocabulary · W = ⌈V / 32⌉ words of a mask · n masked rows
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import UserError, brief
+from kernels import send
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from request import Request
+    from tokenizer import Tokenizer
+
+NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
+REMEMBERED = 64  # compiled grammars
+# Without it, a mask would hold one token where the grammar forces some bytes: the tokenizer's own.
+HEADER = '%llguidance {"no_forcing": true}\n'
+# With white space at will, a small model may write nothing else.
+JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
+# A comment, a string, a regular expression; or the beginning of a control token's name.
+LARK_WORDS = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|(?P<control><)')
+
+
+# ---- What is asked for ---------------------------------------------------------------------------
+
+
+class Grammar(NamedTuple):
+    """What a text must follow."""
+
+    notation: str  # of NOTATIONS
+    text: str | tuple[str, ...]
+
+
+def checked_schema(schema: Any) -> str:
+    """A JSON schema, an object or its text -> its text. UserError for anything else."""
+    try:
+        fields = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(fields, dict):
+            return json.dumps(fields)
+        wrong = "it is something else"
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = brief(error, 100)
+    rule = 'it must be a JSON object, such as {"type": "object"}'
+    raise UserError(f"schema is {brief(schema, 100)}: {rule} ({wrong})")
+
+
+def checked_text(notation: str, text: Any) -> str:
+    """UserError unless it is a text, not empty, that UTF-8 can spell."""
+    if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text):
+        return text
+    raise UserError(f"{notation} is {text!r}: it must be a text that is not empty")
+
+
+# ---- Compiled grammars ---------------------------------------------------------------------------
+
+
+def load_llguidance() -> ModuleType:
+    """The package. UserError if it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(
+            "a schema, regex, choice or grammar needs the package llguidance: "
+            "pip install -r requirements-extra.txt"
+        ) from None
+    return llguidance
+
+
+class TokenBytes:
+    """A vocabulary, as llguidance reads it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.eos_token_id = eos_token_ids[0]
+        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted({*eos_token_ids, *tokenizer.specials.values()})
+
+    def __call__(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, is_first=False)
+
+
+class Grammars:
+    """The compiled grammars of a model. Nothing is imported or made before the first one."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]):
+        self.tokenizer = tokenizer
+        self.eos_token_ids = sorted(id for id in eos_token_ids if id < tokenizer.vocab_size)
+        self.compile = lru_cache(REMEMBERED)(self._compile)
+
+    @cached_property
+    def vocabulary(self) -> LLTokenizer:
+        tokens = TokenBytes(self.tokenizer, self.eos_token_ids)
+        n = self.tokenizer.vocab_size
+        return load_llguidance().LLTokenizer(tokens, n_vocab=n, eos_token=self.eos_token_ids)
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        """The threads of llguidance: half of those that the pass has meanwhile."""
+        return load_llguidance().LLExecutor(max(1, torch.get_num_threads() // 2))
+
+    @cached_property
+    def worker(self) -> ThreadPoolExecutor:
+        """The thread that waits for them, and reads drafts: one, so its work is done in order."""
+        return ThreadPoolExecutor(1, "masks")
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """The state before the first token, with its mask. UserError if no text follows the
+        grammar, or if it cannot be read."""
+        llguidance = load_llguidance()
+        if not self.eos_token_ids:
+            raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
+        matcher = llguidance.LLMatcher(self.vocabulary, HEADER + lark_of(grammar), log_level=0)
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return matcher
+        wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]  # without the place in our Lark
+        wrong = re.sub(r"^at \d+\(\d+\): ", "", wrong)
+        if wrong == "NoExtensionBias":
+            wrong = "no token of this model begins such a text"
+        raise UserError(
+            f"{grammar.notation} {brief(grammar.text, 100)} cannot be met: {brief(wrong)}"
+        )
+
+
+def lark_of(grammar: Grammar) -> str:
+    """The grammar in Lark, which llguidance reads."""
+    if grammar.notation == "schema":
+        schema = JSON_OPTIONS | json.loads(grammar.text)
+        return "start: %json " + json.dumps(schema)
+    if grammar.notation == "regex":
+        compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
+        return json.loads(compiled)["grammars"][0]["lark_grammar"]
+    if grammar.notation == "choice":
+        return "start: " + " | ".join(map(json.dumps, grammar.text))
+    if any(word["control"] for word in LARK_WORDS.finditer(grammar.text)):
+        raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
+    return grammar.text
+
+
+# ---- The state of a text -------------------------------------------------------------------------
+
+
+class GrammarState:
+    """How far a text has come in its grammar. tokens: its new ones so far."""
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, tokens: Iterable[int]):
+        self.grammars = grammars
+        self.start = grammars.compile(grammar)
+        self.tokens: list[int] = []  # of the text, followed so far
+        self.has_failed = False  # no token is allowed, or the grammar has become too large
+        self._rewind()
+        self._follow(tokens)
+
+    def _rewind(self) -> None:
+        """Go back to the text's tokens, whatever the matcher has read."""
+        self.matcher = self.start.deep_copy()
+        self.matcher.try_consume_tokens(self.tokens)
+        self.num_drafts = 0  # read after them
+        self.is_lost = False  # after a draft that the grammar forbids, or that ends the text
+
+    def _follow(self, new: Iterable[int]) -> None:
+        for token in new:
+            if token in self.grammars.eos_token_ids:
+                # Where no token is allowed, a mask holds end-of-text.
+                self.has_failed = not self.matcher.is_accepting()
+                return
+            self.tokens.append(token)
+            if not self.matcher.try_consume_tokens([token]):
+                self.has_failed = True
+
+    def push(self, token: int) -> None:
+        """Read a draft. The end of a text is no token of it, so it is not to be taken back."""
+        if self.is_lost:
+            return
+        is_end = token in self.grammars.eos_token_ids
+        if is_end or token < 0 or not self.matcher.try_consume_tokens([token]):
+            self.is_lost = True
+        else:
+            self.num_drafts += 1
+
+    def settle(self, new: Iterable[int]) -> None:
+        """A round is over: take its drafts back, and follow the tokens that it made."""
+        if not self.matcher.rollback(self.num_drafts):  # after an error nothing else helps
+            self._rewind()
+        self.num_drafts = 0
+        self.is_lost = False
+        self._follow(new)
+
+    def restore(self) -> None:
+        """A round was interrupted: wait for what the worker still reads, and take it back."""
+        self.grammars.worker.submit(self._rewind).result()
+
+    def allowed(self, tokens: Sequence[int]) -> list[int]:
+        """The first of these tokens, as many as may follow the text. Changes nothing."""
+        return list(tokens[: self.matcher.validate_tokens(list(tokens))])
+
+    def forced(self, count: int) -> list[int]:
+        """Tokens of what must follow the text, at most `count`. Changes nothing."""
+        text = self.matcher.compute_ff_bytes().decode(errors="ignore")
+        tokens = self.grammars.tokenizer.encode(text, is_first=False)
+        return self.allowed(tokens[:count])
+
+
+# ---- The masks of a round ------------------------------------------------------------------------
+
+
+class Masks:
+    """The masks of all texts of a round that have a grammar: width = k + 1 rows for each.
+
+    A bit says whether a token is allowed. Rows after a draft that the grammar forbids, or that ends
+    the text, are never read: all bits are set there. From `start` until `GrammarState.settle` the
+    states are the worker's.
+    """
+
+    def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
+        states = {b: request.grammar_state for b, request in enumerate(requests)}
+        self.states = {b: state for b, state in states.items() if state is not None}
+        self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
+        self.grammars = next(iter(self.states.values())).grammars
+        words = -(-vocab_size // 32)
+        self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
+        # The worker's: for the texts as they are, then with each draft.
+        self.works: list[Future] = []
+
+    def start(self) -> None:
+        """Let the worker fill the masks of the texts as they are, if nobody has yet."""
+        if not self.works:
+            texts = dict.fromkeys(self.states)
+            self.works = [self.grammars.worker.submit(self._fill, 0, texts)]
+
+    def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
+        """Draft j of all texts of the round that have one; nothing, if it was pushed before."""
+        self.start()
+        if len(self.works) == j + 1:
+            drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
+            self.works.append(self.grammars.worker.submit(self._fill, j + 1, drafts))
+
+    def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
+        """All drafts of a round: [B, k]."""
+        self.start()
+        for j, tokens in enumerate(zip(*drafted)):
+            self.push(j, range(len(tokens)), tokens)
+
+    def _fill(self, depth: int, drafts: dict[int, int | None]) -> None:
+        """In the worker: read a draft of each text (None: no draft), then fill the masks after
+        it."""
+        wanted = []
+        for b, token in drafts.items():
+            state = self.states[b]
+            if token is not None:
+                state.push(token)
+            if not state.is_lost:
+                wanted.append((state.matcher, self.first_rows[b] + depth))
+        if wanted:
+            num_rows, words = self.bits.shape
+            address = self.bits.data_ptr()
+            self.grammars.executor.unsafe_compute_mask_ptr(wanted, address, 4 * words, num_rows)
+
+    def apply(self, logits: Tensor, texts: Sequence[int], depth: int) -> Tensor:
+        """The logits, in place, with −∞ for each token that its row's mask forbids.
+
+        logits: [R, V]; texts: the text of each row. The first row of a text comes after `depth`
+        drafts, its next row after one draft more.
+        """
+        masked = []  # rows of logits, and their masks
+        masks = []
+        seen = Counter[int]()
+        for row, b in enumerate(texts):
+            if b in self.states:
+                masked.append(row)
+                masks.append(self.first_rows[b] + depth + seen[b])
+                seen[b] += 1
+        if not masked:
+            return logits
+        self.start()
+        for work in self.works:
+            work.result()
+        rows = torch.tensor(masked, dtype=torch.int32)[:, None]
+        packed = torch.cat((rows, self.bits[masks]), 1)  # [n, 1 + W]: one copy to a GPU
+        packed = send(packed, logits.device)
+        return mask_rows(logits, packed[:, 0], packed[:, 1:])
+
+
+def mask_rows(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """Add −∞ to each logit of these rows whose bit is 0; in place.
+
+    logits: [R, V]; rows: int32[n]; bits: int32[n, W]: that of token i is in word i // 32, the
+    lowest first.
+    """
+    numbers = torch.arange(256, device=logits.device)
+    bits_of_byte = numbers[:, None] >> numbers[:8] & 1  # [256, 8]
+    table = bits_of_byte.to(logits.dtype).log()  # 0 or −∞
+    each_byte = bits.contiguous().view(torch.uint8).int()  # [n, 4 W]
+    bias = F.embedding(each_byte, table).flatten(1)  # [n, 32 W]
+    return logits.index_add_(0, rows, bias[:, : logits.shape[1]])
+
+
+def main() -> None:
+    """The demonstration: how many tokens may follow, after each token of a text."""
+    model = Model.load("tiny", "cpu")
+    asked = Grammar("regex", "(Tom|Lily) saw [0-9]{1,2} dogs?\\.")
+    state = GrammarState(model.grammars, asked, [])
+    for token in model.encode("Tom saw 12 dogs."):
+        state.settle([token])
+        mask = int.from_bytes(state.matcher.compute_bitmask(), "little")
+        text = model.tokenizer.decode([token])
+        print(f"{text!r:8} then one of {mask.bit_count()} tokens")
+
+
+if __name__ == "__main__":
+    from generate import Model
+
+    main()

@@ -1,0 +1,569 @@
+"""Grammars: the law of texts by enumeration, planted bugs, and texts of random JSON schemas."""
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher import Batcher
+from conftest import ROOT, write_tokenizer
+from drafters import ModelDrafter, NgramDrafter
+from errors import UserError
+from generate import Engine, Model, generate, load_draft
+from kvcache import KVCache
+from proof import Law, Toy, Walk, distance, enumerate_law
+from request import OutputStream, Request, Settings
+from runner import ModelRunner
+from sampling import probabilities
+from speculative import Round
+from test_batcher import LLAMA, drafter_of, paged, random_tokens
+from test_speculative import Kind, PaddedCoin, new_tokens, play, toy_cache, toy_runner
+from test_spm import load, tokenizer_model
+from tokenizer import Tokenizer
+
+pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+import grammar as grammar_page
+from grammar import Grammar, Grammars, GrammarState, Masks, mask_rows
+
+# ---- A vocabulary of four tokens, and what a grammar allows there, by definition
+
+SPELLING = ("a", "b", "ab", "")
+END = 3
+
+
+class Letters:
+    """A tokenizer of these."""
+
+    vocab_size = 4
+    specials = {"<end>": END}
+
+    def token_bytes(self, id: int) -> bytes:
+        return SPELLING[id].encode()
+
+    def encode(self, text: str, is_first: bool = True) -> list[int]:
+        return ["a", "b"].index(text[0]) * [1] + [0] if len(text) == 1 else [0] * len(text)
+
+
+class FourTokens(Toy):
+    """A toy in which each token has some probability: so each grammar can be followed."""
+
+    def __init__(self, seed: int):
+        super().__init__(V=4, longest=7, seed=seed)
+        self.table = self.table.exp().clamp(min=0.03).log()
+
+
+GRAMMARS = Grammars(Letters(), {END})
+TARGET = FourTokens(seed=1)
+DRAFT = FourTokens(seed=2)
+
+
+@cache
+def language(regex: str) -> list[str]:
+    """All texts of up to 10 letters that match."""
+    texts = ("".join(letters) for n in range(11) for letters in product("ab", repeat=n))
+    return [text for text in texts if re.fullmatch(regex, text)]
+
+
+def allowed(regex: str, new: Sequence[int]) -> list[bool]:
+    """Which tokens may follow these: those that lead to a text that matches."""
+    text = "".join(SPELLING[token] for token in new)
+    begins = [
+        any(match.startswith(text + letters) for match in language(regex)) for letters in SPELLING
+    ]
+    return [*begins[:END], text in language(regex)]
+
+
+def masked_law(toy: Toy, kind: Kind, new: tuple[int, ...] = ()) -> Law:
+    """The law of a text by the definition: position by position, over what is allowed."""
+    if len(new) == kind.max_tokens or END in new:
+        return {(): 1.0}
+    chosen = dict(kind.settings)
+    regex = chosen.pop("regex", None)
+    logits = toy.table[toy.code([*kind.prompt, *new])]
+    if regex is not None:
+        forbidden = ~torch.tensor(allowed(regex, new))
+        logits = logits.masked_fill(forbidden, -torch.inf)
+    law = {}
+    for token, p in enumerate(probabilities(logits, **chosen).tolist()):
+        if p > 0:
+            for rest, mass in masked_law(toy, kind, (*new, token)).items():
+                law[(token, *rest)] = p * mass
+    return law
+
+
+KINDS = [  # γ from 0 to 3, ends within accepted drafts, every setting, and texts without a grammar
+    Kind((2,), 3, 4, (END,), dict(regex="ab?a")),
+    Kind((0, 2), 2, 4, (END,), dict(regex="a*b")),
+    Kind((2, 1, 0), 1, 3, (END,), dict(regex="(a|ba)*")),
+    Kind((0,), 0, 3, (END,), dict(regex="(ab){1,2}")),
+    Kind((1, 1), 3, 2, (END,)),
+    Kind((0,), 3, 4, (END,), dict(regex="abab")),
+    Kind((0, 1), 2, 3, (END,), dict(regex="a?b?a?", temperature=0.5)),
+    Kind((1, 0), 2, 3, (END,), dict(regex="[ab]+", temperature=3.0)),
+    Kind((2, 1), 2, 3, (END,), dict(regex="b*a*", temperature=0)),
+    Kind((0, 1), 2, 3, (END,), dict(regex="[ab]+", top_k=1)),
+    Kind((1, 2), 2, 3, (END,), dict(regex="(a|bb)*", top_p=0.6)),
+    Kind((2, 1), 2, 3, (END,), dict(regex="[ab]{2}", min_p=0.5)),
+    Kind((1, 1), 3, 3, (END,), dict(regex="a+b", temperature=0.7, top_k=2, top_p=0.9, min_p=0.05)),
+    Kind((1, 2), 2, 3, (END,), dict(top_k=2)),
+]
+
+
+def laws_of(
+    kinds: Sequence[Kind], draft: Toy | None = DRAFT, where: str = "own", coupled: bool = False
+) -> list[Law]:
+    """The law of each kind of text, from ragged batches of all kinds. draft None: n-grams."""
+
+    def run(walk: Walk, n: int) -> list:
+        chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
+        requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
+
+        def coin(*keys):
+            return PaddedCoin(walk(*keys).branches)
+
+        options = dict(make_coin=coin, coupled=coupled, grammars=GRAMMARS)
+        if draft is None:
+            runner = ModelRunner(TARGET, toy_cache(n), 4, NgramDrafter(), **options)
+        else:
+            runner = toy_runner(n, TARGET, draft, where, **options)
+        play(runner, requests)
+        return list(zip(chosen, map(new_tokens, requests)))
+
+    laws = enumerate_law(run, width=512)
+    return [{text: p for (kind, text), p in laws.items() if kind == i} for i in range(len(kinds))]
+
+
+@pytest.mark.parametrize("where", ["own", "contiguous", "paged", "n-grams"])
+def test_law_of_every_text_of_a_ragged_batch_is_the_definitions(where):
+    draft = None if where == "n-grams" else DRAFT
+    for kind, law in zip(KINDS, laws_of(KINDS, draft, where), strict=True):
+        assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+        assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
+
+
+def test_law_of_coupled_mode_is_the_definitions():
+    kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[:5]]
+    for kind, law in zip(kinds, laws_of(kinds, coupled=True), strict=True):
+        assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.from_regex(r"\A([ab][*?+]?|\([ab]\|[ab]{2}\)[*?]?){1,3}\Z"),
+    st.integers(1, 3),
+    st.sampled_from([{}, dict(top_k=2), dict(top_p=0.5), dict(temperature=0.3, min_p=0.2)]),
+)
+def test_law_is_any_regexs(regex, gamma, more):
+    kind = Kind((2,), gamma, 3, (END,), dict(regex=regex, **more))
+    (law,) = laws_of([kind])
+    assert distance(law, masked_law(TARGET, kind)) < 1e-12
+
+
+# ---- Planted bugs: the enumeration sees each
+
+
+def error_of(kind: Kind, **options: Any) -> float:
+    """How far the law of this kind of text is from the definition; 1 if it falls apart before."""
+    try:
+        (law,) = laws_of([kind], **options)
+    except (AssertionError, LookupError, RuntimeError, ValueError):
+        return 1.0
+    return distance(law, masked_law(TARGET, kind))
+
+
+class Forgetful(Counter):
+    """Every row of a text is its first one."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+def unmasked_bonus(self, depth, drafts):
+    if depth == 0 or depth < len(self.bits) // len(self.states) - 1:
+        FILL(self, depth, drafts)
+    else:
+        for b, token in drafts.items():
+            self.states[b].push(token)
+
+
+def never_rolled_back(self, new):
+    self.is_lost = False
+    self.num_drafts = 0
+    self._follow(new)
+
+
+def end_rolled_back(self, token):
+    """The end of a text counts as a token that was read."""
+    was_lost = self.is_lost
+    PUSH(self, token)
+    if token == END and not was_lost:
+        self.num_drafts += 1
+
+
+def filtered_first(self, logits, rows, depth=0):
+    masks = self.masks
+    self.masks = None
+    probs = PROBABILITIES(self, logits, rows, depth)
+    self.masks = masks
+    if masks is None:
+        return probs
+    masked = masks.apply(probs.log(), rows, depth).softmax(-1)
+    return torch.where(masked.isnan(), probs, masked)
+
+
+def target_unmasked(self, logits, rows, depth):
+    return logits if len(set(rows)) < len(rows) else APPLY(self, logits, rows, depth)
+
+
+FILL = Masks._fill
+PUSH = GrammarState.push
+APPLY = Masks.apply
+PROBABILITIES = Round.probabilities
+BUGS = {
+    "the mask of the wrong row": (grammar_page, "Counter", Forgetful),
+    "the bonus is not masked": (Masks, "_fill", unmasked_bonus),
+    "only drafts are masked": (Masks, "apply", target_unmasked),
+    "drafts are not taken back": (GrammarState, "settle", never_rolled_back),
+    "the end of a text is taken back, too": (GrammarState, "push", end_rolled_back),
+    "filters before the mask": (Round, "probabilities", filtered_first),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_enumeration_catches(bug, monkeypatch):
+    kinds = [
+        Kind((1,), 2, 4, (END,), dict(regex="(ab?)*", top_k=2)),
+        Kind((1,), 2, 4, (END,), dict(regex="a?b?a?b?")),
+    ]
+    assert max(map(error_of, kinds)) < 1e-12
+    monkeypatch.setattr(*BUGS[bug])
+    assert max(map(error_of, kinds)) > 1e-3
+
+
+# ---- Masks and states by themselves
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory) -> list[tuple[Grammars, int]]:
+    """Byte-level BPE and SentencePiece, each with its end-of-text."""
+    tiny = Tokenizer.load(ROOT / "models" / "tiny")
+    sentencepiece = load(tmp_path_factory.mktemp("spm"), tokenizer_model())
+    found = [(tiny, min(tiny.specials.values())), (sentencepiece, 2)]
+    return [(Grammars(tokenizer, {end}), end) for tokenizer, end in found]
+
+
+def bits_of(mask: bytes, count: int) -> list[int]:
+    number = int.from_bytes(mask, "little")
+    return [i for i in range(count) if number >> i & 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.text("ab the é\n", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.integers(0, 1),
+    st.data(),
+)
+def test_a_mask_holds_the_tokens_that_spell_what_may_follow(vocabularies, texts, which, data):
+    """By bytes, whatever the tokenizer would write; on a walk with drafts that are taken back."""
+    grammars, end = vocabularies[which]
+    tokenizer = grammars.tokenizer
+    spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+    wanted = [text.encode() for text in texts]
+    rule = Grammar("choice", tuple(texts))
+    state = GrammarState(grammars, rule, [])
+
+    def check_mask(so_far: bytes) -> list[int]:
+        tokens = [
+            id
+            for id, word in enumerate(spelled)
+            if word and any(text.startswith(so_far + word) for text in wanted)
+        ]
+        mask = bits_of(state.matcher.compute_bitmask(), tokenizer.vocab_size)
+        assert mask == sorted(tokens + [end] * (so_far in wanted))
+        return mask
+
+    so_far = b""
+    kept: list[int] = []
+    for _ in range(4):
+        drafted = so_far
+        for _ in range(data.draw(st.integers(0, 3))):
+            draft = data.draw(st.sampled_from([*check_mask(drafted), 5]))
+            state.push(draft)
+            if state.is_lost:
+                break
+            drafted += spelled[draft]
+        state.settle([])
+        token = data.draw(st.sampled_from(check_mask(so_far)))
+        state.settle([token])
+        assert not state.has_failed
+        if token == end:
+            break
+        so_far += spelled[token]
+        kept.append(token)
+        forced = b"".join(spelled[token] for token in state.forced(20))
+        assert any(text.startswith(so_far + forced) for text in wanted)
+    again = GrammarState(grammars, rule, kept)  # as after preemption
+    assert again.matcher.compute_bitmask() == state.matcher.compute_bitmask()
+
+
+def test_an_error_in_the_worker_is_one_of_the_round():
+    """Also if later work succeeds: a row without its mask would be drawn from."""
+    request = Request([1], Settings(seed=0))
+    request.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "ab"), [])
+    masks = Masks([request], 2, 4)
+    masks.bits = masks.bits[:0]  # no room for the first mask
+    masks.start()
+    masks.works[0].exception()
+    masks.bits = torch.full((2, 1), -1, dtype=torch.int32)
+    masks.push_all([[0]])
+    with pytest.raises(ValueError):
+        masks.apply(torch.zeros(2, 4), [0, 0], 0)
+
+
+def test_masks_leave_rows_without_a_grammar_alone():
+    """Bits beyond the vocabulary are padding; the rows of other texts are those that came."""
+    V = 77
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, V, generator=generator)
+    bits = torch.randint(-(2**31), 2**31 - 1, (5, 3), generator=generator, dtype=torch.int32)
+    words = bits.long() & (2**32 - 1)
+    for rows in ([0, 1, 2, 3, 4], [1, 4]):
+        got = mask_rows(logits.clone(), torch.tensor(rows, dtype=torch.int32), bits[: len(rows)])
+        for row in range(5):
+            for i in range(V):
+                is_allowed = row not in rows or words[rows.index(row), i // 32] >> i % 32 & 1
+                assert got[row, i] == (logits[row, i] if is_allowed else -torch.inf)
+    free = Request([1], Settings(seed=0))
+    masked = Request([1], Settings(seed=0, regex="a"))
+    masked.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "a"), [])
+    assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
+    masks = Masks([free, masked], 1, 4)
+    assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
+
+
+# ---- Texts in a batch are those that they are alone
+
+RULES = (
+    dict(regex="[a-f]{3,9}( [0-9]+)*"),
+    dict(schema={"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 9}),
+    {},
+    dict(choice=["ein Hund", "eine Katze", "e"]),
+    dict(grammar='start: "<[" WORD ("," WORD)* "]"\nWORD: /[xyz]+/'),
+)
+SHARED = random_tokens(20, 9)
+
+
+@pytest.fixture(scope="module")
+def byte_grammars(tmp_path_factory) -> Grammars:
+    """For the random models of test_batcher.py: a token a byte, then the control tokens."""
+    folder = tmp_path_factory.mktemp("bytes")
+    write_tokenizer(folder)
+    return Grammars(Tokenizer.load(folder), {256, 257})
+
+
+def requests_of(temperature: float, gamma: int) -> list[Request]:
+    """A text of each of RULES, and two forks of the first."""
+    requests = []
+    for i, rule in enumerate(RULES):
+        chosen = Settings(temperature, seed=i, max_tokens=24, gamma=gamma, **rule)
+        requests.append(Request(SHARED + random_tokens(i % 3 + 1, i), chosen, (256, 257)))
+    first = requests[0]
+    for seed in (7, 8):
+        chosen = replace(first.settings, seed=seed)
+        requests.append(Request(first.tokens, chosen, (256, 257), sibling=first))
+    return requests
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "self", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkeypatch):
+    """In a small pool: with preemption, shared prefixes, forks, interrupted steps, and a text that
+    is cancelled. At temperature 0 drafts are verified in exact mode, else coupled."""
+    requests = requests_of(temperature, 3)
+    cache = paged(LLAMA, 18, 4)
+    drafts = drafter_of(drafter, cache, lambda llama: paged(llama, 60, 4))
+    options = dict(coupled=temperature > 0, multi_step=3, grammars=byte_grammars)
+    runner = ModelRunner(LLAMA, cache, 259, drafts, budget=30, **options)
+    batcher = Batcher(runner, 6)
+    right = ModelRunner._target_probabilities
+
+    def interrupted(self, *arguments):
+        right(self, *arguments)
+        raise KeyboardInterrupt
+
+    for request in requests:
+        batcher.add(request)
+    for step in range(500):
+        if not batcher.waiting and not batcher.running:
+            break
+        if step % 4 == 3:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(ModelRunner, "_target_probabilities", interrupted)
+                patch.setattr(runner, "multi_step", 1)
+                batcher.step()
+        batcher.step()
+        if step == 5:
+            batcher.cancel(requests[1])
+        cache.check()
+    assert sum(request.num_preemptions for request in requests) > 0
+    for i, request in enumerate(requests):
+        prompt = request.tokens[: request.num_prompt_tokens]
+        alone = Request(prompt, request.settings, request.eos_token_ids)
+        lone = ModelRunner(LLAMA, KVCache.of(LLAMA, 300), 259, grammars=byte_grammars)
+        list(Batcher(lone, 1).run([alone]))
+        made = new_tokens(request)
+        assert made == new_tokens(alone)[: len(made)]
+        assert i == 1 or request.finish_reason == alone.finish_reason != ""
+        assert request.grammar_state is None
+        if i in (0, 5, 6):
+            text = bytes(token for token in made if token < 256).decode()
+            matches = re.fullmatch(RULES[0]["regex"], text)
+            assert matches or request.finish_reason == "length"
+    assert len({new_tokens(requests[i]) for i in (0, 5, 6)}) == (3 if temperature else 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.load("tiny", "cpu")
+
+
+@pytest.mark.parametrize("name", ["tiny-draft", "tiny-eagle", "ngram", "self"])
+def test_coupled_drafts_leave_a_masked_text_as_it_is(name, model):
+    """With each drafter that a user can name, a text alone: on a CPU it could be C that drafts."""
+    schema = {"type": "object", "properties": {"who": {"type": "string", "maxLength": 12}}}
+    how = dict(target=model, seed=2, temperature=1.0, max_tokens=30, schema=schema)
+    plain = generate("Once upon a time", **how)
+    drafted = generate("Once upon a time", draft=name, gamma=3, verify="coupled", **how)
+    assert drafted.tokens == plain.tokens
+    assert drafted.speculation.acceptance > 0.1
+
+
+def test_ngrams_draft_what_the_grammar_forces(model):
+    forced = "There was nothing in the text before that looks like this."
+    for draft in (None, "ngram"):
+        how = dict(gamma=4) if draft else {}
+        result = generate("Once", model, draft=draft, seed=1, choice=forced, **how)
+        assert result.text == forced and result.finish_reason == "stop"
+    assert result.speculation.tokens_per_round > 2
+
+
+# ---- How texts end
+
+
+def finished(regex: str, gamma: int) -> Request:
+    """A text of up to 6 tokens, by a toy that knows texts of 7."""
+    chosen = Settings(seed=3, max_tokens=6, gamma=gamma, regex=regex)
+    request = Request([0], chosen, (END,))
+    drafter = ModelDrafter(DRAFT, toy_cache(1)) if gamma else None
+    runner = ModelRunner(TARGET, toy_cache(1), 4, drafter, grammars=GRAMMARS)
+    list(Batcher(runner, 1).run([request]))
+    return request
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_how_a_text_ends(gamma):
+    request = finished("abab", gamma)
+    assert request.finish_reason == "stop" and request.tokens[-1] == END
+    assert finished("(ab)+a{30}", gamma).finish_reason == "length"
+    request = finished("ac", gamma)  # no token spells a c
+    assert request.tokens == [0, 0, END]
+    assert request.finish_reason == "error" and "allows no token" in request.error
+
+
+def test_a_result_tells_why_a_text_ended_early(model):
+    request = Request([1], Settings(seed=0), model.eos_token_ids)
+    request.error = "because"
+    result = OutputStream(model.tokenizer, request, "").finish()
+    assert (result.finish_reason, result.error) == ("error", "because")
+    assert result.to_dict()["error"] == "because"
+    assert "error" not in generate("Once", model, max_tokens=1).to_dict()
+
+
+def test_the_text_of_a_reply_keeps_its_first_space(vocabularies):
+    """SentencePiece's decoder drops it, and the grammar has followed it."""
+    tokenizer = vocabularies[1][0].tokenizer
+    tokens = tokenizer.encode("the", is_first=True)
+    for rule, wanted in (({}, "the"), (dict(regex=" the"), " the")):
+        request = Request([1], Settings(seed=0, **rule), (2,), is_reply=True)
+        stream = OutputStream(tokenizer, request, "")
+        request.origins = ["plain"] * len(tokens)
+        stream.feed(tokens)
+        assert stream.finish().text == wanted
+
+
+# ---- Mistakes
+
+WRONG = [  # setting, value, what is told
+    ("schema", "{", "must be a JSON object"),
+    ("schema", "[1]", "it is something else"),
+    ("schema", "[" * 100_000, "must be a JSON object"),
+    ("schema", {"type": "strange"}, "Invalid type: strange"),
+    ("schema", {"not": {"type": "null"}}, "Unimplemented keys"),
+    ("schema", {"type": "integer", "minimum": 3, "maximum": 2}, "cannot be met"),
+    ("schema", {"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+    ("schema", json.loads('{"items": ' * 200 + "{}" + "}" * 200), "cannot be met"),
+    ("regex", "a(", "unclosed group"),
+    ("regex", "", "not empty"),
+    ("regex", "\ud800", "not empty"),
+    ("grammar", "start: " + '("a"|"b") ' * 66_000, "cannot be met"),
+    ("choice", [], "must be a text"),
+    ("choice", ["a", ""], "none of them empty"),
+    ("grammar", "start: one", "cannot be met"),
+    ("grammar", 'start: "x" <[3]>', "names a control token"),
+    ("grammar", "start: <|endoftext|>", "names a control token"),
+]
+
+
+@pytest.mark.parametrize("setting, value, told", WRONG, ids=range(len(WRONG)))
+def test_mistakes_are_one_line_before_anything_is_made(setting, value, told, model, monkeypatch):
+    monkeypatch.setattr(Engine, "__init__", lambda *arguments, **options: pytest.fail("made"))
+    with pytest.raises(UserError) as error:
+        generate("Once", model, **{setting: value})
+    assert told in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+
+
+def test_what_a_vocabulary_cannot_spell_or_end_is_refused():
+    with pytest.raises(UserError, match="no token of this model begins"):
+        GRAMMARS.compile(Grammar("regex", "c+"))
+    with pytest.raises(UserError, match="no end-of-text"):
+        Grammars(Letters(), {99}).compile(Grammar("regex", "a"))
+
+
+def test_strings_of_a_grammar_may_look_like_tokens(model):
+    lark = 'start: "<[1]>" /a\\/<[2]b/ // <[3]>'
+    assert generate("Once", model, grammar=lark).text == "<[1]>a/<2b"
+
+
+def test_grammars_are_compiled_once(model):
+    rule = Grammar("regex", "one, (two|three)")
+    compiled = model.grammars.compile(rule)
+    assert GrammarState(model.grammars, Grammar(*rule), []).start is compiled
+
+
+# ---- Random JSON schemas
+
+
+def test_texts_of_random_schemas_validate(model, monkeypatch):
+    """A few; .ci/grammar_reference.py makes hundreds. And texts without masks are found out."""
+    pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run")
+    path = ROOT / ".ci" / "grammar_reference.py"
+    spec = importlib.util.spec_from_file_location("grammar_reference", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    drafts = [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
+    reasons = script.run_schemas(model, drafts, 64)
+    assert reasons["stop"] > 40
+    monkeypatch.setattr(Masks, "apply", lambda self, logits, texts, depth: logits)
+    with pytest.raises(AssertionError):
+        script.run_schemas(model, [None], 16)
