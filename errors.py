@@ -34,9 +34,13 @@ def brief(value: object, limit: int = 400) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like this one, as a question; or nothing."""
-    matches = get_close_matches(name, [*known], n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    """The known name that begins with this one, or is most like it, as a question; or nothing."""
+    known = [*known]
+    begun = [other for other in known if other.startswith(name)]
+    matches = begun or get_close_matches(name, known, n=1)
+    if not matches:
+        return ""
+    return f" (did you mean {matches[0]}?)"
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -23,6 +23,9 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
     from app.shell import begin
 
     begin()
+    from app.flags import generate_flags, tell_early
+
+    tell_early(generate_flags)
 
 import math
 import os

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from app import cli
+from app.flags import generate_flags
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
 
@@ -130,8 +130,7 @@ def commands() -> set[str]:
 
 
 def parse_generate(flags: list[str]) -> None:
-    args = cli.parser().parse_args(flags)
-    cli.check_flags(args)
+    generate_flags(flags)
 
 
 def parse_bench(flags: list[str]) -> None:

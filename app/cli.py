@@ -1,4 +1,4 @@
-"""The command line of generate.py: flags, standard streams, files and chat.
+"""The command line of generate.py: standard streams, files and chat. Its flags: flags.py.
 
 Text goes to standard output as it is made, messages to standard error. A user's mistake is one line
 and exit status 2 (shell.py). Ctrl-C ends all texts as they are, and their results are printed; a
@@ -7,7 +7,6 @@ finished result is printed whole. A second Ctrl-C ends the program at once.
 
 import argparse
 import json
-import os
 import sys
 import time
 import warnings
@@ -21,15 +20,13 @@ from typing import Any
 import torch
 
 from app.chat import Conversation, chat_settings, edit_lines
+from app.flags import generate_flags
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
 from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
 from app.shell import (
     MAX_MESSAGE,
-    Parser,
     Terminated,
-    check_file,
-    number_or_word,
     refuse,
     say,
     status,
@@ -41,215 +38,10 @@ from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from parallel import num_processes, shard_config
-from request import MAX_TOKENS, OutputStream, Request, Result, Settings, Show
+from request import OutputStream, Request, Result, Settings, Show
 
-MAX_TEXTS = 2**16  # asked for at a time
 FILES = ("schema", "grammar")  # settings that are read from files
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
-
-
-# ---- Flags -------------------------------------------------------------------------------------
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        "generate.py",
-        "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.",
-    )
-    p.add_argument(
-        "prompt", nargs="?", help="text to continue or to answer; '-': standard input; none: chat"
-    )
-    add_model_flags(p.add_argument_group("models and drafts"))
-    add_text_flags(p.add_argument_group("texts"))
-    add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
-    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
-    add_output_flags(p.add_argument_group("output"))
-    return p
-
-
-def add_model_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--target",
-        default="tiny",
-        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, FILE.gguf, or tiny",
-    )
-    p.add_argument(
-        "--draft",
-        help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
-        "tiny-eagle; ngram: looks back; self: INT4 copy",
-    )
-    p.add_argument(
-        "--gamma",
-        type=number_or_word,
-        help="tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
-    )
-    p.add_argument(
-        "--verify",
-        choices=("exact", "coupled"),
-        help="exact (default), or coupled: target and seed alone decide the text",
-    )
-    p.add_argument(
-        "--bits",
-        type=number_or_word,
-        default=16,
-        help="round the target's weights as they are loaded, to 8, 4, fp8 or nf4 (train.quantize: "
-        "with care)",
-    )
-    p.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16", "float16"),
-        help="what to compute in (default: on a CPU float32)",
-    )
-
-
-def add_text_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--temperature",
-        type=float,
-        help="0: always the most probable token (default: as the model recommends; where it "
-        "recommends nothing 0, in a chat 0.7)",
-    )
-    p.add_argument("--top-k", type=int, help="keep the k most probable")
-    p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
-    p.add_argument("--min-p", type=float, help="keep this share of the largest")
-    p.add_argument(
-        "--seed",
-        type=int,
-        help="the same seed gives the same text; unset: a new one, which is told",
-    )
-    p.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        help=f"make at most so many (default {MAX_TOKENS})",
-    )
-    p.add_argument(
-        "--stop", action="append", default=[], help="end before this text; may be repeated"
-    )
-    p.add_argument("--system", help="a system message, for chat templates")
-    either = p.add_mutually_exclusive_group()
-    either.add_argument(
-        "--chat",
-        dest="use_template",
-        action="store_const",
-        const=True,
-        help="use the model's chat template, which is the default where it has one",
-    )
-    either.add_argument(
-        "--raw",
-        dest="use_template",
-        action="store_const",
-        const=False,
-        help="continue the prompt as it is, without the model's chat template",
-    )
-    p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
-    p.add_argument(
-        "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
-    )
-
-
-def add_grammar_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--schema", help='a JSON schema: a file, - for standard input, or in place: {"type": …}'
-    )
-    p.add_argument("--regex", help="a regular expression for the whole text")
-    p.add_argument("--choice", action="append", help="one of these texts; to be repeated")
-    p.add_argument("--grammar", help="a file with a grammar in Lark")
-
-
-def add_memory_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--max-batch",
-        type=int,
-        default=16,
-        help="at most so many texts at a time, of --prompts or --n (default 16)",
-    )
-    p.add_argument(
-        "--max-len",
-        type=int,
-        help="prompt and answer, at most (default: as memory allows, up to the model's limit)",
-    )
-    p.add_argument(
-        "--kv",
-        default="paged",
-        help="keys and values in blocks, on demand (paged, default), or in reserved rows "
-        "(contiguous)",
-    )
-    p.add_argument(
-        "--kv-bits",
-        default="16",
-        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
-    )
-    p.add_argument(
-        "--kv-memory",
-        type=float,
-        help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
-    )
-    p.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="read every prompt from its beginning, also where another began alike",
-    )
-    p.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="recompute everything for each token, to feel the difference",
-    )
-    p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
-    p.add_argument(
-        "--tensor-parallel",
-        type=int,
-        help="split the models over so many processes (as torchrun does without this flag)",
-    )
-
-
-def add_output_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--json",
-        action="store_true",
-        help="print each result as one JSON object, with the tokens and the times",
-    )
-    p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
-    p.add_argument(
-        "--color",
-        action="store_true",
-        help="show the origin of each token: accepted, corrected, or the bonus after a full round",
-    )
-    p.add_argument(
-        "--profile",
-        help="a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
-    )
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that exclude each other. A seed and --gamma auto imply coupled mode."""
-    for name in ("n", "max_batch"):
-        number = getattr(args, name)
-        if not 1 <= number <= MAX_TEXTS:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
-    if args.draft is None:
-        for name in ("gamma", "verify", "color"):
-            if getattr(args, name) not in (None, False):
-                raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
-    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
-        raise UserError(
-            "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
-            "and --color"
-        )
-    if args.out is not None:
-        check_file(Path(args.out))
-        if args.prompts is not None and Path(args.out).exists():
-            if Path(args.prompts).exists() and os.path.samefile(args.out, args.prompts):
-                raise UserError(f"--out {args.out} is the file of --prompts: name another")
-    if args.schema == "-" and "-" in (args.prompt, args.prompts):
-        raise UserError("standard input holds the schema or the prompt: name a file for one")
-    if args.color and args.json:
-        raise UserError("--color is for text: leave it out, or --json")
-    if args.verify is None and args.draft and args.seed is not None:
-        if args.gamma in (None, "auto"):  # which goes by the clock: a text would not repeat
-            args.verify = "coupled"
-            say("note: verifying in coupled mode, so that the seed decides the text")
 
 
 # ---- Results -----------------------------------------------------------------------------------
@@ -579,12 +371,29 @@ def profile_to_file(
     return import_module("measure.profiler").trace_phases(args.profile, llamas)
 
 
+def verify_coupled(args: argparse.Namespace) -> None:
+    """A seed and --gamma auto imply coupled mode: γ goes by the clock, and a text would not
+    repeat."""
+    if args.verify is None and args.draft and args.seed is not None:
+        if args.gamma in (None, "auto"):
+            args.verify = "coupled"
+            say("note: verifying in coupled mode, so that the seed decides the text")
+
+
+def flagged_settings(args: argparse.Namespace) -> Settings:
+    """The settings that flags give, but for those in files."""
+    given = {}
+    for name in Settings.__dataclass_fields__:
+        if name not in FILES and getattr(args, name) is not None:
+            given[name] = getattr(args, name)
+    return Settings(**given)
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
-    args = parser().parse_args(arguments)
-    check_flags(args)
-    chosen = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**chosen | dict.fromkeys(FILES))
+    args = generate_flags(arguments)
+    verify_coupled(args)
+    settings = flagged_settings(args)
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start

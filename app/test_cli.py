@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase
 
 from app import cli
+from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from conftest import ROOT, program, write_model
@@ -478,8 +479,8 @@ BAD_FLAGS = [
 
 
 def test_a_bad_flag_is_one_line(base, capsys, monkeypatch):
-    parser = cli.parser()
-    monkeypatch.setattr(cli, "parser", lambda: parser)
+    parser = flags_page.parser()
+    monkeypatch.setattr(flags_page, "parser", lambda: parser)
     for flags, says in BAD_FLAGS:
         status, out, err = run(capsys, PROMPT, "--target", base, *flags)
         assert (status, out) == (2, ""), flags
