@@ -173,7 +173,9 @@ class Batcher:
                 self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         self.running.append(self.waiting.popleft())
-        request.started = request.started or time.perf_counter()
+        if not request.started:
+            request.started = time.perf_counter()
+            request.num_cached_tokens = self.runner.cache.length(request.seq)
         return item
 
     def _release(self, request: Request) -> None:

@@ -192,11 +192,17 @@ class Model:
     ) -> Request:
         """A request with complete settings; max_tokens is cut to what max_len leaves. UserError,
         also for a grammar that no text follows."""
+        tokens = self.encode(prompt, system, chat)
+        limit = self.max_total_tokens(max_len, kv_bits)
+        return self.request_of(tokens, settings, limit, self.uses_template(chat))
+
+    def request_of(
+        self, tokens: list[int], settings: Settings, limit: int, is_reply: bool = False
+    ) -> Request:
+        """`request`, of a prompt's tokens. limit: of prompt and answer."""
         settings = self.complete(settings)
         if settings.follows is not None:
             self.grammars.compile(settings.follows)
-        tokens = self.encode(prompt, system, chat)
-        limit = self.max_total_tokens(max_len, kv_bits)
         if not 0 < len(tokens) < limit:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
@@ -204,7 +210,6 @@ class Model:
             )
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(settings, max_tokens=max_tokens)
-        is_reply = self.uses_template(chat)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
 
 
@@ -376,18 +381,19 @@ class Engine:
                     waiting[request].feed(tokens)
                 for request in new_tokens:
                     if waiting[request].is_done:
-                        result = self._finish(waiting[request])
+                        result = self.finish(waiting[request])
                         del waiting[request]
                         yield result
         except KeyboardInterrupt:
             for request in list(waiting):
-                yield self._finish(waiting.pop(request), "interrupted")
+                yield self.finish(waiting.pop(request), "interrupted")
             raise
         finally:  # an error, or a caller that has enough
             for request in waiting:
                 self.batcher.cancel(request)
 
-    def _finish(self, stream: OutputStream, reason: str = "") -> Result:
+    def finish(self, stream: OutputStream, reason: str = "") -> Result:
+        """Take a text out of the batch -> its result. reason: why it is cancelled."""
         self.batcher.cancel(stream.request)
         result = stream.finish(reason)
         result.speculation = self.runner.report(stream.request)
@@ -487,7 +493,7 @@ def stream(
         streams[0].feed(new_tokens.get(request, ()))
         yield from pieces
         pieces.clear()
-    engine._finish(streams[0])
+    engine.finish(streams[0])
     yield from pieces
 
 

@@ -474,10 +474,15 @@ def ops_for(device: torch.device | str) -> Ops:
     return ops
 
 
+def make_current(device: torch.device) -> None:
+    """Let this thread launch kernels and graphs there."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def fastest_ops(device: torch.device) -> Ops:
     """The operations of one process."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels and graphs are launched on the current one
+    make_current(device)
     if device.type not in ("cpu", "cuda") or os.environ.get("LLAMA_PLAIN") == "1":
         return Ops()
     folder = "gpu" if device.type == "cuda" else "cpu"

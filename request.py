@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from errors import UserError, check_names
 from grammar import NOTATIONS, Grammar, GrammarState, checked_schema, checked_text
-from sampling import check_settings
+from sampling import TokenLogprob, check_settings
 from tokenizer import Tokenizer
 
 MAX_TOKENS = 512  # the default
+MAX_LOGPROBS = 20  # of other tokens
 Message = dict[str, str]  # {"role": …, "content": …}
 Show = Callable[[str, str], None]  # gets a piece of text, and how its last token came about
 
@@ -38,6 +39,7 @@ class Settings:
     max_tokens: int = MAX_TOKENS
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
+    logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
     # At most one of these is given (grammar.py); a text then follows it.
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
@@ -60,6 +62,8 @@ class Settings:
             check_whole("seed", self.seed, -(2**63), 2**63 - 1)
         if self.gamma is not None:
             check_whole("gamma", self.gamma, 0, None, " or auto")
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.schema is not None:
             object.__setattr__(self, "schema", checked_schema(self.schema))
         if self.choice is not None:
@@ -119,10 +123,12 @@ class Request:
     # Of each new token: plain; an accepted draft; corrected, after a rejected draft; or a bonus,
     # after accepted ones only.
     origins: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each new token, if asked for
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, when first admitted
     grammar_state: GrammarState | None = None  # while a runner has the request open
     error: str = ""  # why its text ended before its grammar did
     is_reply: bool = False  # to a conversation: its text does not continue the prompt's
@@ -130,6 +136,13 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
         self.num_prompt_tokens = len(self.tokens)
+
+    def sibling_text(self, i: int) -> Request:
+        """A request for another text of this prompt, with the seed i after this one's."""
+        settings = replace(self.settings, seed=self.settings.seed + i)
+        return Request(
+            self.tokens, settings, self.eos_token_ids, sibling=self, is_reply=self.is_reply
+        )
 
     @property
     def num_remaining(self) -> int:
@@ -244,6 +257,7 @@ class Result:
     seconds: float = 0.0  # from arrival to the last token
     seconds_queued: float = 0.0  # from arrival to admission
     speculation: Speculation | None = None
+    logprobs: list[TokenLogprob] | None = None  # of each token, if asked for
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -262,7 +276,11 @@ class Result:
         }
         stats |= (self.speculation or Speculation())._asdict()
         names = ("index", "prompt", "prompt_tokens", "tokens", "text", "seed", "finish_reason")
+        if self.logprobs is not None:
+            names = (*names, "logprobs")
         fields = asdict(self)
+        if self.logprobs is not None:
+            fields["logprobs"] = [entry._asdict() for entry in self.logprobs]
         told = {name: fields[name] for name in names} | {"stats": stats}
         return told | {"error": self.error} if self.error else told
 
@@ -323,6 +341,8 @@ class OutputStream:
         result = self.result
         if self.request.started:  # it was admitted
             result.seconds_queued = self.request.started - self.request.arrived
+        if self.request.settings.logprobs is not None:
+            result.logprobs = self.request.logprobs[: len(result.tokens)]
         is_whole = len(result.tokens) == len(self.request.origins)
         if self.stops.is_complete:
             reason = "stop"

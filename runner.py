@@ -37,7 +37,7 @@ from kernels import send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
-from sampling import Keyed, check_tokens
+from sampling import Keyed, TokenLogprob, check_tokens, token_logprobs
 from speculative import Coin, Round, couple, verify
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
@@ -211,7 +211,8 @@ class ModelRunner:
         if self.drafter.feature_layers:
             num_tokens = sum(item.num_new_tokens for item in scheduled)
             features = self.target.empty_features(self.drafter.feature_layers, num_tokens)
-        round_tokens = self._run(scheduled, rounds, features)
+        round_tokens, logits = self._run(scheduled, rounds, features)
+        logprobs = self._logprobs(rounds, round_tokens, logits)
         if features is not None:
             self._observe(scheduled, round_tokens, features)
         seconds = time.perf_counter() - start  # the host has waited for the device
@@ -226,6 +227,8 @@ class ModelRunner:
         for item, new in zip(rounds, round_tokens):
             stats = RoundStats(item.num_drafts, len(new) - 1, seconds, len(rounds))
             new_tokens[item.request] = self._finish(item.request, new, stats)
+            if item.request in logprobs:
+                item.request.logprobs += logprobs[item.request][: len(new)]
         return new_tokens
 
     def _run(
@@ -233,23 +236,24 @@ class ModelRunner:
         scheduled: Sequence[ScheduledRequest],
         rounds: Sequence[ScheduledRequest],
         features: Features | None,
-    ) -> list[list[int]]:
-        """-> what each round made: the accepted drafts, and a token. features: to be filled."""
+    ) -> tuple[list[list[int]], Tensor]:
+        """-> what each round made: the accepted drafts, and a token; and the logits that all this
+        was drawn from, [Σ (drafts + 1), V], round after round. features: to be filled."""
         counts = self._multi_step_counts(scheduled)
-        if counts:
-            return self._decode_multi_step(rounds, counts)
+        if counts:  # nobody asks for logits
+            return self._decode_multi_step(rounds, counts), torch.empty(0)
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
         drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
         if round.masks is not None:
             round.masks.push_all(drafted.tolist())
-        p = self._target_probabilities(scheduled, drafted, round, features)  # [B, k+1, V]
+        p, logits = self._target_probabilities(scheduled, drafted, round, features)
         if not rounds:
-            return []
+            return [], logits
         if not any(num_drafts):
             picked = round.text_coin().pick(p[:, 0])  # [B]
             tokens = self.target.ops.agree(picked.tolist())  # here the host waits for a GPU
-            return [[token] for token in check_tokens(tokens)]
+            return [[token] for token in check_tokens(tokens)], logits
         if self.coupled:
             accepted, token = couple(p, drafted, round.text_coin())
         else:
@@ -260,7 +264,25 @@ class ModelRunner:
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([*row[:n], last])
             round_tokens.append([*row[:num_accepted], last])
-        return round_tokens
+        return round_tokens, logits
+
+    def _logprobs(
+        self,
+        rounds: Sequence[ScheduledRequest],
+        round_tokens: Sequence[list[int]],
+        logits: Tensor,
+    ) -> dict[Request, list[TokenLogprob]]:
+        """Of the requests that ask for them: a draft's, and its correction's, are those of the row
+        that verified it. logits: as `_run` returns them."""
+        logprobs = {}
+        first_row = 0
+        for item, new in zip(rounds, round_tokens):
+            num_top = item.request.settings.logprobs
+            if num_top is not None:
+                rows = logits[first_row : first_row + len(new), : self.vocab_size]
+                logprobs[item.request] = token_logprobs(rows, new, num_top)
+            first_row += item.num_drafts + 1
+        return logprobs
 
     def _round(
         self, rounds: Sequence[ScheduledRequest], num_drafts: Sequence[int], coupled: bool
@@ -306,13 +328,13 @@ class ModelRunner:
         drafted: Tensor,
         round: Round,
         features: Features | None,
-    ) -> Tensor:
-        """The target's distribution after the pending tokens and after each draft.
+    ) -> tuple[Tensor, Tensor]:
+        """The target's distribution after the pending tokens and after each draft; and its logits.
 
         Only the device knows the drafts: the host puts 0 at their places, and the device fills
-        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero. (In a step of chunks
-        alone the result is not used.) A chunk of two tokens, then a round of one token with two
-        drafts (B = 1, k = 2):
+        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero, and [R, ≥ V]. (In a
+        step of chunks alone the result is not used.) A chunk of two tokens, then a round of one
+        token with two drafts (B = 1, k = 2):
 
             input_ids        5 8 | 3 0 0        draft_positions  3 4      draft_sources  0 1
             logits_indices   2 3 4              probs_indices    0 1 2    rows           0 0 0
@@ -354,13 +376,17 @@ class ModelRunner:
             wanted = send(logits_indices, device)
         logits = self.target(tokens, self.cache.extend(to_store), wanted, features)
         if not logits_indices:  # chunks only
-            return logits
+            return logits, logits
+        kept = logits
+        asks = any(count is not None for count in round.setting("logprobs"))
+        if round.masks is not None and asks:
+            kept = logits.clone()  # masks are applied in place
         probs = round.probabilities(logits, rows)  # [R, V]
         V = probs.shape[1]
         if len(rows) < B * (k + 1):
             padded = probs.new_zeros(B * (k + 1), V)
             probs = padded.index_copy_(0, send(probs_indices, device), probs)
-        return probs.view(B, k + 1, V)
+        return probs.view(B, k + 1, V), kept
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made, up to an end-of-text -> the new tokens."""
@@ -399,8 +425,9 @@ class ModelRunner:
             return []
         if any(item.num_tokens > 1 or not item.samples for item in scheduled):
             return []
-        if any(item.request.grammar_state is not None for item in scheduled):
-            return []
+        settings = [item.request.settings for item in scheduled]
+        if any(one.follows is not None or one.logprobs is not None for one in settings):
+            return []  # the host makes masks, and needs logits
         counts = [min(n, item.request.num_remaining) for item in scheduled]
         # All texts end before n: a smaller n would need a CUDA graph of its own (gpu/graphs.py).
         if max(counts) < n:

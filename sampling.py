@@ -32,6 +32,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -159,6 +160,28 @@ def check_tokens(tokens: list[int]) -> list[int]:
     if min(tokens, default=0) < 0:
         raise UserError(NOT_FINITE)
     return tokens
+
+
+class TokenLogprob(NamedTuple):
+    """ln p of a token, and of the most probable tokens at its place, in the distribution of the
+    model itself: temperature 1, no filters."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # (token, ln p), the most probable first
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+    """logits: float[n, V], of which the n tokens were drawn; num_top: how many others to tell."""
+    logprobs = logits.double().log_softmax(-1)
+    index = torch.tensor(tokens, device=logits.device)
+    own = logprobs.gather(1, index[:, None])  # [n, 1]
+    best = logprobs.topk(min(num_top, logits.shape[1]))  # [n, num_top]
+    entries = []
+    for i, token in enumerate(tokens):
+        top = zip(best.indices[i].tolist(), best.values[i].tolist())
+        entries.append(TokenLogprob(token, own[i].item(), list(top)))
+    return entries
 
 
 # ---- Random numbers ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from app.flags import generate_flags
+from app.flags import generate_flags, server_flags
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
 
@@ -129,16 +129,13 @@ def commands() -> set[str]:
     return set(found)
 
 
-def parse_generate(flags: list[str]) -> None:
-    generate_flags(flags)
-
-
 def parse_bench(flags: list[str]) -> None:
     bench.parse_bench([flag.replace("PEER", "transformers") for flag in flags])
 
 
 PARSERS = {
-    "generate.py": parse_generate,
+    "serve.py": server_flags,
+    "generate.py": generate_flags,
     "bench.py": parse_bench,
     "train.quantize": quantize.parse_flags,
     "train.distill": distill.parse,

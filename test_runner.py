@@ -1,6 +1,7 @@
 """The runner: plans change nothing; offsets, ends and limits; chunks; interruptions; reports."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -289,6 +290,43 @@ def test_chunks_rounds_and_plain_rows_share_a_step(pair):
     assert [r.rounds[0].num_drafts for r in together] == [3, 2, 0]
 
 
+def check_logprobs(model: Model, request: Request) -> None:
+    """Those that one plain pass over the whole text computes, at temperature 1, without filters."""
+    tokens = torch.tensor(request.tokens)
+    with torch.inference_mode():
+        logits = model.llama(tokens)[:, : model.tokenizer.vocab_size]
+    logprobs = logits.log_softmax(-1)
+    assert len(request.logprobs) == len(request.origins) > 0
+    for i, entry in enumerate(request.logprobs, request.num_prompt_tokens):
+        assert entry.token == request.tokens[i]
+        assert entry.logprob == pytest.approx(float(logprobs[i - 1, entry.token]), abs=1e-9)
+        best = logprobs[i - 1].topk(request.settings.logprobs)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_logprobs_are_those_of_a_plain_pass(pair, coupled):
+    """Of accepted, corrected and bonus tokens, and of texts that end amid a round; for nobody who
+    did not ask."""
+    texts = " ".join(PROMPTS), *PROMPTS
+    asked = [dict(logprobs=3, temperature=0.5), dict(gamma=2), dict(logprobs=0), dict(logprobs=2)]
+    requests = []
+    for seed, (prompt, more) in enumerate(zip(texts, asked)):
+        requests.append(pair_request(pair, prompt, seed=seed, **more))
+    requests[0].eos_token_ids = {*range(0, 256, 5)}
+    requests[-1].settings = replace(requests[-1].settings, gamma=0)
+    runner = pair_runner(pair, 4, coupled)
+    runner.budget = 20
+    play(runner, requests)
+    assert requests[1].logprobs == []
+    for request in (requests[0], *requests[2:]):
+        check_logprobs(pair[0], request)
+    assert requests[0].finish_reason == "stop"
+    origins = {origin for request in requests for origin in request.origins}
+    assert origins == {"plain", "accepted", "corrected", "bonus"}
+
+
 @pytest.mark.parametrize("where", ["target", "draft"])
 @pytest.mark.parametrize("fails", [1, 2, 4])
 @pytest.mark.parametrize("kv, budget", [("contiguous", 10), ("paged", 40)])
@@ -413,6 +451,10 @@ def test_multi_step_text_is_the_plain_text(pair):
         most = max(len(request.rounds) for request in requests)
         assert most == (12 if multi_step == 1 else 1 + 2 + 3)  # the prompt; 4 at once; the rest
     assert texts[0] == texts[1]
+    asks = pair_request(pair, PROMPTS[0], gamma=0, logprobs=2)
+    runner = ModelRunner(model.llama, KVCache.of(model.llama, 64, 1), 259, multi_step=4)
+    play(runner, [asks])
+    check_logprobs(model, asks)
 
 
 class Greedy:

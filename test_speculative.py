@@ -312,13 +312,13 @@ def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
         """The copy's own value of the last token, instead of the target's."""
         stored = self.cache.values.parts[0]  # [L, N, S, G, D]: block `seq`
         before = stored.clone()
-        probs = right(self, scheduled, drafted, round, features)
+        result = right(self, scheduled, drafted, round, features)
         for item in scheduled:
             if item.num_drafts:
                 block = item.request.seq
                 last = len(item.request.tokens) - 1
                 stored[:, block, last] = before[:, block, last]
-        return probs
+        return result
 
     options = dict(draft=COPY, where="contiguous")
     assert error_of(Kind((1,), 1, 4), **options) < 1e-12

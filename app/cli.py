@@ -234,11 +234,7 @@ def one_prompt(
     show = show_for(args)
     streams = [output_stream(args, model, first, prompt, show)]
     for i in range(1, args.n):
-        chosen = replace(first.settings, seed=first.settings.seed + i)
-        request = Request(
-            first.tokens, chosen, model.eos_token_ids, sibling=first, is_reply=first.is_reply
-        )
-        streams.append(output_stream(args, model, request, prompt, show, i))
+        streams.append(output_stream(args, model, first.sibling_text(i), prompt, show, i))
 
     def report(result: Result) -> None:
         if args.json:

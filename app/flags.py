@@ -1,4 +1,4 @@
-"""The flags of generate.py: what there are, and which exclude each other.
+"""The flags of generate.py and of serve.py: what there are, and which exclude each other.
 
 Nothing slow is imported here, so that --help and a mistake in a flag are told at once.
 
@@ -15,6 +15,8 @@ from typing import Any
 from app.shell import Parser, check_file, number_or_word, status
 from errors import UserError
 
+KEY_VARIABLE = "LLAMA_API_KEY"
+MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
 EXAMPLES = """\
 examples:
@@ -23,6 +25,11 @@ examples:
   python generate.py --target 1B --bits 4 "Why is it dark?"    fewer bits, less memory
   python generate.py --target 1B --schema '{"type": "object"}' "Tom is 5 years old. As JSON:"
   python generate.py --prompts FILE.jsonl --out results.jsonl  many at a time
+"""
+SERVER_EXAMPLES = """\
+examples:
+  python serve.py                                      the model in this repository, port 8000
+  python serve.py --target 8B --draft 1B --port 8080  another port
 """
 
 
@@ -202,6 +209,11 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="print each result as one JSON object, with the tokens and the times",
     )
+    p.add_argument(
+        "--logprobs",
+        type=int,
+        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
+    )
     p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
     p.add_argument(
         "--color",
@@ -229,6 +241,8 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--out {args.out} is the file of --prompts: name another")
     if args.schema == "-" and "-" in (args.prompt, args.prompts):
         raise UserError("standard input holds the schema or the prompt: name a file for one")
+    if args.logprobs is not None and not (args.json or args.prompts):
+        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
 
@@ -251,3 +265,60 @@ def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if args.draft is None and getattr(args, name) not in (None, False):
             raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+
+
+# ---- serve.py ----------------------------------------------------------------------------------
+
+
+def server_parser() -> argparse.ArgumentParser:
+    p = Parser(
+        "serve.py",
+        "Serve a Llama to OpenAI's clients, and a page that shows the batch.",
+        SERVER_EXAMPLES,
+    )
+    add_model_flags(p.add_argument_group("models and drafts"))
+    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    add_server_flags(p.add_argument_group("the server"))
+    return p
+
+
+def server_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of serve.py. SystemExit or UserError for a mistake."""
+    args = server_parser().parse_args(arguments)
+    check_server_flags(args)
+    return args
+
+
+def add_server_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on (default: this machine's own)"
+    )
+    p.add_argument("--port", type=int, default=8000, help="0: any that is free (default 8000)")
+    p.add_argument(
+        "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
+    )
+    p.add_argument("--model-name", help="what clients call the model (default: --target)")
+    p.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        help="texts that wait, beside --max-batch that run; more are refused (default 256)",
+    )
+    p.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds for open texts to be finished, after a signal (default 30)",
+    )
+
+
+def check_server_flags(args: argparse.Namespace) -> None:
+    """UserError for flags that make no server."""
+    check_counts(args, "max_batch", "max_queue")
+    check_draft_flags(args, "gamma", "verify")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
+    if not 0 <= args.grace <= MAX_GRACE:
+        raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
+    if args.api_key == "":
+        raise UserError("--api-key is empty: name a key, or leave it out")

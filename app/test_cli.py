@@ -184,6 +184,22 @@ def test_prompts_of_a_file_are_drafted_for(base, capsys, tmp_path):
         assert len(alone) == 5 and all(r["stats"]["acceptance"] > 0 for r in drafted)
 
 
+def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
+    lines = [dict(prompt=PROMPT), dict(prompt=PROMPT, logprobs=0)]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--target", base, "--seed", "5", "--max-tokens", "6", *FLOAT64)
+    (wanted,) = run_json(capsys, PROMPT, *flags, "--json", "--logprobs", "2")
+    assert [entry["token"] for entry in wanted["logprobs"]] == wanted["tokens"]
+    results = run_json(capsys, *flags, "--prompts", tmp_path / "prompts", "--logprobs", "2")
+    first, second = sorted(results, key=lambda result: result["index"])
+    for one, alone, other in zip(first["logprobs"], wanted["logprobs"], second["logprobs"]):
+        assert one["logprob"] == pytest.approx(alone["logprob"], abs=1e-9) == other["logprob"]
+        assert [token for token, _ in one["top"]] == [token for token, _ in alone["top"]]
+        assert len(one["top"]) == 2 and other["top"] == []
+    (result,) = run_json(capsys, PROMPT, *flags, "--json")
+    assert "logprobs" not in result
+
+
 def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_path):
     lines = [
         ('{"prompt": "a", "id": 7, "max_tokens": 2}', ""),
@@ -463,6 +479,8 @@ BAD_FLAGS = [
     (["--target", "/no/such/folder"], "neither a folder"),
     (["--prompts", "x"], "--prompts FILE has the prompts"),
     (["--color"], "--color is about drafted"),
+    (["--logprobs", "2"], "--logprobs is about JSON results"),
+    (["--logprobs", "21", "--json"], "logprobs is 21: it must be a whole number from 0 to 20"),
     (["--gamma", "2"], "--gamma is about drafted tokens: name a --draft"),
     (["--verify", "exact"], "--verify is about drafted"),
     (["--no-cache", "--kv-bits", "8"], "without a cache there are no drafts"),

@@ -6,8 +6,6 @@ import shlex
 import subprocess
 import sys
 
-import pytest
-
 from app import flags
 from conftest import ROOT
 from request import MAX_TOKENS
@@ -33,11 +31,17 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("page", ["generate.py"])
-def test_help_and_mistakes_are_told_before_torch_is_imported(page, tmp_path):
+CASES = [("generate.py", words, 2, says) for words, says in MISTAKES]
+CASES += [("generate.py", ["--help"], 0, "examples:"), ("serve.py", ["--help"], 0, "examples:")]
+CASES += [
+    ("serve.py", ["--prot", "80"], 2, "(did you mean --port?)"),
+    ("serve.py", ["--port", "-1"], 2, "--port is -1"),
+]
+
+
+def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    cases = [(["--help"], 0, "examples:"), *((words, 2, says) for words, says in MISTAKES)]
-    for words, code, says in cases:
+    for page, words, code, says in CASES:
         before = cpu_seconds()
         done = subprocess.run(
             [sys.executable, page, *words],
@@ -59,9 +63,9 @@ def test_help_has_groups_and_examples_that_can_be_typed():
     for group in ("models and drafts", "texts", "batches, memory and the machine", "output"):
         assert f"\n{group}:\n" in text
     assert f"default {MAX_TOKENS}" in text
-    examples = [line.split("  ")[1] for line in flags.EXAMPLES.splitlines()[1:]]
-    assert len(examples) >= 4
-    for example in examples:
-        python, page, *words = shlex.split(example)
-        assert (python, page) == ("python", "generate.py")
-        flags.generate_flags(words)
+    parsers = {"generate.py": flags.generate_flags, "serve.py": flags.server_flags}
+    for line in (flags.EXAMPLES + flags.SERVER_EXAMPLES).splitlines():
+        if line.startswith("  "):
+            python, page, *words = shlex.split(line.split("  ")[1])
+            assert python == "python"
+            parsers[page](words)

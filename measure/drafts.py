@@ -57,7 +57,7 @@ class Told:
         return proposal
 
 
-def read_prompts(file: Path) -> list[str]:
+def prompts_of(file: Path) -> list[str]:
     """The prompts of JSON lines {"prompt": "…"}."""
     prompts = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
@@ -70,7 +70,7 @@ def read_prompts(file: Path) -> list[str]:
 
 def drafts(effort: Effort, target: str, names: Sequence[str], file: Path | None) -> dict[str, Row]:
     """A row for each width, temperature, draft and γ (None: auto)."""
-    prompts = read_prompts(file) if file else list(effort.openings)
+    prompts = prompts_of(file) if file else list(effort.openings)
     rows = {}
     for width, bits in WIDTHS.items():
         model = Model.load(target, "cpu", torch.float32, bits)

@@ -51,4 +51,4 @@ def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
     assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="line 2"):
-        drafts.read_prompts(file)
+        drafts.prompts_of(file)

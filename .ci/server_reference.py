@@ -1,0 +1,472 @@
+"""The server against programs that other people wrote, and against many clients at once.
+
+    python .ci/server_reference.py [SECONDS] [CLIENTS]
+
+SECONDS: of the many clients (default 30). CLIENTS: a folder of programs (a venv's bin) with the
+`openai` package and `guidellm`; what is not there is left out, and said.
+
+Texts are compared with those made alone: greedy, in float64. Speeds are ratios between runs in
+turns. The machine is shared: what misses the aim is measured again, up to four times.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import torch
+
+from generate import Model, generate
+
+OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]
+COMPLETE = "/v1/completions"
+
+
+def require(holds: bool, what: str) -> None:
+    print(("ok    " if holds else "WRONG ") + what, flush=True)
+    if not holds:
+        sys.exit(1)
+
+
+# ---- The server, and a client of its protocol
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The server's process, and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "serve.py", "--port", "0", *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stderr.readline()
+        while line and "serving" not in line:
+            line = process.stderr.readline()
+        yield process, int(re.search(r":(\d+)/,", line)[1])
+        process.terminate()
+        _, rest = process.communicate(timeout=60)
+        require("Traceback" not in rest, "the server's end has no traceback")
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Connection:
+    """One request by hand, so that a client can be as odd as it likes."""
+
+    def __init__(self, port: int):
+        self.port = port
+
+    async def __aenter__(self) -> "Connection":
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.writer.close()
+
+    async def post(self, body: bytes, path: str = COMPLETE, length: int | None = None) -> int:
+        """Send a request -> the status."""
+        size = len(body) if length is None else length
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n"
+        self.writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        await self.writer.drain()
+        return await self.status()
+
+    async def status(self) -> int:
+        line = await self.reader.readline()
+        while (await self.reader.readline()).strip():
+            pass
+        return int(line.split()[1]) if line else 0
+
+    async def events(self) -> list[dict]:
+        """The chunks of a stream, to its end."""
+        chunks = []
+        async for line in self.reader:
+            if line.startswith(b"data: {"):
+                chunks.append(json.loads(line[6:]))
+            if line.startswith(b"data: [DONE]"):
+                break
+        return chunks
+
+
+async def text_of(port: int, body: dict) -> str:
+    async with Connection(port) as connection:
+        await connection.post(json.dumps(body | dict(stream=True)).encode())
+        chunks = await connection.events()
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+async def metrics(port: int) -> dict[str, float]:
+    async with Connection(port) as connection:
+        connection.writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await connection.status()
+        numbers = {}
+        while line := (await connection.reader.readline()).decode().strip():
+            if line.startswith("vllm:"):
+                name, value = line.rsplit(" ", 1)
+                numbers[name.partition("{")[0]] = float(value)
+            if line.startswith("vllm:request_decode_time_seconds_count"):
+                break
+        return numbers
+
+
+def memory(process: subprocess.Popen) -> float:
+    """Resident memory in MB."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+
+
+# ---- Many clients
+
+
+class Crowd:
+    """64 clients of seven kinds, until a time is over."""
+
+    def __init__(self, port: int, wanted: dict[tuple[str, int], str], seconds: float):
+        self.port = port
+        self.wanted = wanted
+        self.end = time.monotonic() + seconds
+        self.done = Counter()
+        self.wrong: list[str] = []
+        self.random = random.Random(1)
+
+    def body(self, stream: bool = True) -> tuple[tuple[str, int], bytes]:
+        key = self.random.choice(list(self.wanted))
+        prompt, max_tokens = key
+        body = dict(prompt=prompt, max_tokens=max_tokens, temperature=0, stream=stream)
+        return key, json.dumps(body).encode()
+
+    def expect(self, kind: str, holds: bool, what: object) -> None:
+        self.done[kind] += 1
+        if not holds:
+            self.wrong.append(f"{kind}: {what}")
+
+    async def client(self, kind: str) -> None:
+        while time.monotonic() < self.end:
+            await getattr(self, kind)()
+
+    async def reading(self) -> None:
+        key, body = self.body()
+        async with Connection(self.port) as connection:
+            status = await connection.post(body)
+            chunks = await connection.events()
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            self.expect("reading", status == 200 and text == self.wanted[key], (key, status, text))
+
+    async def whole(self) -> None:
+        key, body = self.body(stream=False)
+        async with Connection(self.port) as connection:
+            status = await connection.post(body)
+            data = await connection.reader.read()
+            text = json.loads(data[data.index(b"{") : data.rindex(b"}") + 1])["choices"][0]["text"]
+            self.expect("whole", status == 200 and text == self.wanted[key], (key, status, text))
+
+    async def slow(self) -> None:
+        key, body = self.body()
+        async with Connection(self.port) as connection:
+            status = await connection.post(body)
+            await asyncio.sleep(1)
+            chunks = await connection.events()
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            self.expect("slow", status == 200 and text == self.wanted[key], (key, status, text))
+
+    async def leaving(self) -> None:
+        _, body = self.body(stream=self.random.random() < 0.5)
+        async with Connection(self.port) as connection:
+            size = len(body)
+            head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
+            part = self.random.choice([len(body), len(body) // 2])
+            connection.writer.write(head.encode() + body[:part])
+            await asyncio.sleep(self.random.random() * 0.3)
+            self.expect("leaving", True, "")
+
+    async def broken(self) -> None:
+        async with Connection(self.port) as connection:
+            status = await connection.post(self.random.choice([b"{", b"\xff\xfe", b"[]", b"5"]))
+            self.expect("broken", status == 400, status)
+        await asyncio.sleep(0.1)
+
+    async def oversized(self) -> None:
+        async with Connection(self.port) as connection:
+            status = await connection.post(b" " * 5_000_000)
+            self.expect("oversized", status == 413, status)
+        await asyncio.sleep(0.5)
+
+    async def mistaken(self) -> None:
+        async with Connection(self.port) as connection:
+            status = await connection.post(b'{"prompt": "a", "temperature": "hot"}')
+            self.expect("mistaken", status == 400, status)
+        await asyncio.sleep(0.1)
+
+
+KINDS = ["reading"] * 32 + ["whole"] * 8 + ["slow"] * 8 + ["leaving"] * 10
+KINDS += ["broken"] * 2 + ["oversized"] * 2 + ["mistaken"] * 2
+
+
+async def check_crowd(process: subprocess.Popen, port: int, seconds: float, wanted: dict) -> None:
+    """Nothing lost, nothing wrong, memory flat, blocks free."""
+    crowd = Crowd(port, wanted, min(5, seconds / 4))
+    await asyncio.gather(*map(crowd.client, KINDS))  # to warm up: caches of texts grow
+    before = memory(process)
+    crowd = Crowd(port, wanted, seconds)
+    sizes = []
+
+    async def watch() -> None:
+        while time.monotonic() < crowd.end:
+            await asyncio.sleep(1)
+            sizes.append(memory(process))
+
+    await asyncio.gather(watch(), *map(crowd.client, KINDS))
+    for wrong in crowd.wrong[:5]:
+        print("     ", wrong)
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(crowd.done.items()))
+    require(not crowd.wrong, f"{len(KINDS)} clients for {seconds:.0f} s: {told}")
+    grown = median(sizes[-5:]) - before
+    require(grown < 20, f"memory: {before:.0f} MB, and {grown:+.1f} MB at the end")
+    await asyncio.sleep(0.2)
+    numbers = await metrics(port)
+    idle = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    require(not any(numbers[f"vllm:{name}"] for name in idle), "all blocks are free at the end")
+
+
+# ---- Clients of others
+
+OPENAI = """
+import sys, time
+import openai
+
+port, wanted = sys.argv[1:]
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+model = client.models.list().data[0].id
+assert client.models.retrieve(model).id == model
+greedy = dict(model=model, temperature=0, max_tokens=12)
+messages = [{"role": "user", "content": "Once upon a time"}]
+
+chat = client.chat.completions.create(messages=messages, **greedy)
+assert chat.choices[0].message.content == wanted and chat.choices[0].finish_reason == "length"
+assert chat.usage.completion_tokens == 12
+text = client.completions.create(prompt="Once upon a time", **greedy)
+assert text.choices[0].text == wanted
+stream = client.chat.completions.create(
+    messages=messages, stream=True, stream_options={"include_usage": True}, **greedy
+)
+chunks = list(stream)
+assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
+assert chunks[-1].usage.completion_tokens == 12
+text = client.completions.create(prompt="Once upon a time", stream=True, **greedy)
+assert "".join(c.choices[0].text for c in text) == wanted
+
+many = client.chat.completions.create(model=model, messages=messages, n=3, seed=5, max_tokens=12)
+again = client.chat.completions.create(model=model, messages=messages, n=3, seed=5, max_tokens=12)
+texts = [choice.message.content for choice in many.choices]
+assert len(set(texts)) > 1 and texts == [choice.message.content for choice in again.choices]
+stopped = client.completions.create(prompt="Once upon a time", stop=[" there"], **greedy)
+assert stopped.choices[0].text == wanted[: wanted.index(" there")]
+assert stopped.choices[0].finish_reason == "stop"
+likely = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **greedy)
+content = likely.choices[0].logprobs.content
+assert "".join(entry.token for entry in content) == wanted
+assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
+
+for error, fields in (
+    (openai.BadRequestError, dict(temperature=-1)),
+    (openai.BadRequestError, dict(messages=[{"role": "user", "content": "a " * 5000}])),
+    (openai.BadRequestError, dict(tools=[{"type": "function", "function": {"name": "f"}}])),
+    (openai.NotFoundError, dict(model="gpt")),
+):
+    try:
+        client.chat.completions.create(**{**greedy, "messages": messages, **fields})
+    except error as raised:
+        assert raised.body["message"] and raised.request_id is None or raised.body
+    else:
+        raise AssertionError(fields)
+try:
+    form = {"type": "json_object"}
+    answer = client.chat.completions.create(messages=messages, response_format=form, **greedy)
+    print("response_format:", answer.choices[0].message.content)
+except openai.BadRequestError as error:
+    print("response_format:", error.body["message"])
+
+greedy["max_tokens"] = 500
+stream = client.completions.create(
+    prompt="Once upon a time", stream=True, extra_body={"ignore_eos": True}, **greedy
+)
+next(iter(stream))
+stream.close()  # cancels
+time.sleep(0.3)
+"""
+
+
+def check_openai(programs: Path, port: int, wanted: str) -> None:
+    python = programs / "python"
+    has_openai = [python, "-c", "import openai"]
+    if not python.exists() or subprocess.run(has_openai, capture_output=True).returncode:
+        print("the openai package is not installed: left out")
+        return
+    done = subprocess.run(
+        [python, "-c", OPENAI, str(port), wanted], capture_output=True, text=True, timeout=60
+    )
+    require(done.returncode == 0, f"the openai package\n{done.stderr[-2000:]}".strip())
+    print("     ", done.stdout.strip())
+    running = asyncio.run(metrics(port))["vllm:num_requests_running"]
+    require(running == 0, "a stream that the openai package closes is cancelled")
+
+
+def check_curl(port: int, wanted: str) -> None:
+    if not shutil.which("curl"):
+        print("curl is not installed: left out")
+        return
+    body = json.dumps(dict(prompt=OPENINGS[0], temperature=0, max_tokens=12, stream=True))
+    address = f"http://127.0.0.1:{port}{COMPLETE}"
+    done = subprocess.run(["curl", "-sN", address, "-d", body], capture_output=True, text=True)
+    lines = [line for line in done.stdout.split("\n\n") if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    require(text == wanted and lines[-1] == "data: [DONE]", "curl -N reads a stream")
+
+
+def check_guidellm(programs: Path, port: int) -> None:
+    program = programs / "guidellm"
+    if not program.exists():
+        print("guidellm is not installed: left out")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        tiny = ROOT / "models" / "tiny"
+        options = {
+            "--backend": f"kind=openai_http,target=http://127.0.0.1:{port}",
+            "--profile": "kind=concurrent,streams=4",
+            "--constraint": "kind=max_requests,count=32",
+            "--tokenizer": f"kind=hf_auto,model={tiny}",
+            "--data": "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+            "--output": f"kind=json,path={path}",
+        }
+        command = [str(program), "run", "--disable-progress"]
+        for name, value in options.items():
+            command += [name, value]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+        if not path.exists():
+            require(False, f"guidellm: {(done.stdout + done.stderr)[-2000:]}")
+        (benchmark,) = json.loads(path.read_text())["benchmarks"]
+        totals = benchmark["metrics"]["request_totals"]
+        require(totals["successful"] == totals["total"] == 32, f"guidellm: {totals}")
+
+
+# ---- Time
+
+
+def served(port: int, bodies: list[dict], clients: int) -> float:
+    """Seconds of these requests by so many clients, each of which reads its stream."""
+
+    async def work() -> None:
+        left = iter(bodies)
+
+        async def client() -> None:
+            for body in left:
+                await text_of(port, body)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    start = time.perf_counter()
+    asyncio.run(work())
+    return time.perf_counter() - start
+
+
+def from_file(bodies: list[dict]) -> float:
+    """Seconds of the same requests by --prompts, as it tells them, loading aside."""
+    lines = "\n".join(map(json.dumps, bodies))
+    done = subprocess.run(
+        [sys.executable, "generate.py", "--prompts", "-", "--max-batch", "16"],
+        cwd=ROOT,
+        input=lines,
+        capture_output=True,
+        text=True,
+    )
+    return float(re.search(r"tokens in ([\d.]+) s;", done.stderr)[1])
+
+
+def check_throughput() -> None:
+    """16 clients over the same requests by --prompts, in tokens a second."""
+    bodies = []
+    for i in range(64):
+        prompt = f"{OPENINGS[i % 6]} {i}"
+        bodies.append(dict(prompt=prompt, max_tokens=200, temperature=0.7, seed=i))
+    with server() as (_, port):
+        served(port, bodies[:16], 16)
+        best = 0.0
+        for _ in range(4):
+            ratio = from_file(bodies) / served(port, bodies, 16)
+            best = max(best, ratio)
+            if best >= 0.95:
+                break
+        require(best >= 0.9, f"16 clients: {best:.2f} times the tokens a second of --prompts")
+
+
+def check_first_token() -> None:
+    """The first token of an idle server, and from Python: the medians of turns, in ms."""
+    model = Model.load("tiny", "cpu")
+    at_client = []
+    in_python = []
+
+    async def first(port: int, prompt: str) -> float:
+        body = json.dumps(dict(prompt=prompt, max_tokens=4, temperature=0, stream=True)).encode()
+        start = time.perf_counter()
+        async with Connection(port) as connection:
+            await connection.post(body)
+            while not (await connection.reader.readline()).startswith(b"data: {"):
+                pass
+            seconds = time.perf_counter() - start
+            await connection.events()
+        return seconds
+
+    with server() as (_, port):
+        for i in range(24):
+            prompt = f"{i} is how many dogs Tom saw, and {i + 1} cats"
+            at_client.append(asyncio.run(first(port, prompt)))
+            result = generate(prompt, model, temperature=0, max_tokens=4)
+            in_python.append(result.seconds_to_first_token)
+    later = 1e3 * (median(at_client[4:]) - median(in_python[4:]))
+    told = f"{1e3 * median(at_client[4:]):.1f} ms, {later:.1f} ms later than from Python"
+    require(later <= 10, f"the first token of an idle server: {told}")
+
+
+def main() -> int:
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
+    programs = Path(sys.argv[2] if len(sys.argv) > 2 else sys.executable).absolute()
+    if programs.is_file():
+        programs = programs.parent
+    model = Model.load("tiny", "cpu", torch.float64)
+    wanted = {}
+    for i, max_tokens in enumerate([4, 12, 30, 60, 100, 150] * 4):
+        prompt = f"{OPENINGS[i % 6]}{' and' * (i // 6)}"
+        result = generate(prompt, model, temperature=0, max_tokens=max_tokens)
+        wanted[prompt, max_tokens] = result.text
+    alone = generate(OPENINGS[0], model, temperature=0, max_tokens=12).text
+    with server("--dtype", "float64") as (process, port):
+        check_openai(programs, port, alone)
+        check_curl(port, alone)
+        check_guidellm(programs, port)
+        asyncio.run(check_crowd(process, port, seconds, wanted))
+    check_first_token()
+    check_throughput()
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

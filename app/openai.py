@@ -1,0 +1,428 @@
+"""OpenAI's protocol: what a client may ask for, and what it is answered.
+
+`/v1/chat/completions` and `/v1/completions`, with the fields that vLLM has added (top_k, min_p,
+ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
+
+    honoured   `read_request` and its helpers read it
+    refused    it would change the text and is not done here: an error names it (REFUSED)
+    ignored    all others (user, metadata, …): they are for somebody else
+
+null is as if the field were left out. `read_request` reads a body, and `Reply` writes the answers:
+one object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
+finish_reason in the last.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from app.asgi import HttpError
+from checkpoint.files import parse_json
+from errors import brief
+from generate import Model
+from request import Message, OutputStream, Result, Settings, check_whole
+from sampling import TokenLogprob
+from serve import Update
+
+Body = dict[str, Any]  # of a request or an answer: a JSON object
+
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
+MAX_CHOICES = 128  # prompts · n
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_CHARACTERS_A_TOKEN = 32  # a longer prompt is refused before it is cut into tokens
+LEAST_LOGPROB = -9999.0  # JSON has no −∞
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+# Fields that are not done here -> the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "suffix": ("",),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (0, False),
+    "best_of": (1,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+
+# ---- Requests ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Offer:
+    """What a server offers: a model under a name, and the longest text."""
+
+    model: Model
+    name: str
+    limit: int  # tokens of prompt and answer
+    settings: Settings  # what the command line chose: γ
+
+
+@dataclass
+class Asked:
+    """What one client asks for."""
+
+    is_chat: bool
+    streams: list[OutputStream]  # n of the first prompt, then n of the second, …
+    is_streamed: bool
+    include_usage: bool  # in a last chunk
+    continuous_usage: bool  # in every chunk
+    shows_origins: bool
+
+
+def bad(param: str, message: str, code: str | None = None, status: int = 400) -> HttpError:
+    """The error of a field."""
+    return HttpError(status, message, param=param, code=code)
+
+
+def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
+    """Read a request's body. HttpError or UserError for what is wrong."""
+    body = read_object(data)
+    for name, harmless in REFUSED.items():
+        if name in body and body[name] not in harmless:
+            raise bad(name, f"{name} is not done here: leave it out")
+    name = body.get("model", offer.name)
+    if name != offer.name:
+        shown = brief(repr(name), 100)
+        message = f"there is no model {shown}: this server has {offer.name!r}"
+        raise bad("model", message, "model_not_found", 404)
+    prompts = read_chat(body, offer) if is_chat else read_prompts(body, offer)
+    n = body.get("n", 1)
+    check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
+    settings = read_settings(body, is_chat, offer)
+    is_reply = is_chat and offer.model.uses_template(None)
+    streams = []
+    for tokens in prompts:
+        first = offer.model.request_of(tokens, settings, offer.limit, is_reply)
+        first.eos_token_ids = read_ends(body, offer)
+        for request in [first, *map(first.sibling_text, range(1, n))]:
+            stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
+            streams.append(stream)
+    options = typed(body, "stream_options", dict, {})
+    return Asked(
+        is_chat,
+        streams,
+        typed(body, "stream", bool, False),
+        typed(options, "include_usage", bool, False),
+        typed(options, "continuous_usage_stats", bool, False),
+        typed(body, "origins", bool, False),
+    )
+
+
+def read_object(data: bytes) -> Body:
+    """The JSON object of a body, without the fields that are null."""
+    try:
+        body = parse_json(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
+    if not isinstance(body, dict):
+        raise HttpError(400, "the body is not a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def typed(fields: Body, name: str, kind: type, default: Any) -> Any:
+    """A field's value. HttpError if it is of another type."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        shown = brief(repr(value), 100)
+        raise bad(name, f"{name} is {shown}: it must be of type {kind.__name__}")
+    return value
+
+
+def read_ends(body: Body, offer: Offer) -> set[int]:
+    """The tokens that end a text."""
+    ends = body.get("stop_token_ids", [])
+    if not is_tokens(ends):
+        raise bad("stop_token_ids", "stop_token_ids must be a list of tokens")
+    if typed(body, "ignore_eos", bool, False):
+        return set(ends)
+    return {*ends, *offer.model.eos_token_ids}
+
+
+# ---- Prompts
+
+
+def read_chat(body: Body, offer: Offer) -> list[list[int]]:
+    """The tokens of a conversation. A model without a chat template goes on from its texts."""
+    messages = typed(body, "messages", list, [])
+    conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
+    texts = [message["content"] for message in conversation]
+    check_characters("messages", sum(map(len, texts)), offer)
+    if offer.model.uses_template(None):
+        tokens = offer.model.encode(conversation)
+    else:
+        tokens = offer.model.encode("\n".join(texts))
+    check_length("messages", tokens, offer)
+    return [tokens]
+
+
+def chat_message(where: str, message: Any) -> Message:
+    """A message with one text, as chat templates want it."""
+    if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
+        raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise bad(where, f"{where} has {name}, which is not done here")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = ""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            shown = brief(repr(kind), 100)
+            raise bad(where, f"{where} has a content of type {shown}: only text is read here")
+        text += part["text"]
+    return {"role": ROLES[message["role"]], "content": text}
+
+
+def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
+    """The tokens of one prompt or several, each of them a text, or tokens."""
+    given = body.get("prompt")
+    is_one = not isinstance(given, list) or is_tokens(given)
+    prompts = [given] if is_one else given
+    if len(prompts) > MAX_CHOICES:
+        raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
+    tokens = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_characters("prompt", len(prompt), offer)
+            prompt = offer.model.encode(prompt, chat=False)
+        elif not is_tokens(prompt):
+            raise bad("prompt", "prompt must be a text, tokens, or a list of these")
+        check_length("prompt", prompt, offer)
+        tokens.append(prompt)
+    return tokens
+
+
+def is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def check_characters(param: str, size: int, offer: Offer) -> None:
+    """Refuse what can hardly fit, before it costs the time to cut it into tokens."""
+    if size > MAX_CHARACTERS_A_TOKEN * offer.limit:
+        raise too_long(param, f"{size:,} characters", offer)
+
+
+def check_length(param: str, tokens: list[int], offer: Offer) -> None:
+    if len(tokens) >= offer.limit:
+        raise too_long(param, f"{len(tokens):,} tokens", offer)
+    vocab_size = offer.model.tokenizer.vocab_size
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise bad(param, f"{param} must have a token, and tokens are from 0 to {vocab_size - 1}")
+
+
+def too_long(param: str, size: str, offer: Offer) -> HttpError:
+    message = f"{param}: {size}, but prompt and answer have at most {offer.limit:,} tokens"
+    return bad(param, message, "context_length_exceeded")
+
+
+# ---- Settings
+
+
+def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
+    """UserError or HttpError for a bad value."""
+    chosen: Body = {name: body[name] for name in SAMPLING if name in body}
+    if chosen.get("top_k") == -1:  # all, says vLLM
+        chosen["top_k"] = 0
+    stop = body.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else typed(body, "stop", list, [])
+    if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
+        rule = f"at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together"
+        raise bad("stop", f"stop may be {rule}")
+    default = offer.limit if is_chat else DEFAULT_MAX_TOKENS
+    chosen["stop"] = stops
+    chosen["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens", default))
+    chosen["logprobs"] = body.get("logprobs")
+    if is_chat:  # there it is a switch
+        num_top = body.get("top_logprobs", 0)
+        is_wanted = typed(body, "logprobs", bool, False)
+        if num_top and not is_wanted:
+            raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
+        chosen["logprobs"] = num_top if is_wanted else None
+    return replace(offer.settings, **chosen, **read_constraint(body))
+
+
+def read_constraint(body: Body) -> Body:
+    """response_format and structured_outputs, as settings: schema, regex, choice or grammar."""
+    asked: Body = {}
+    form = typed(body, "response_format", dict, {})
+    kind = typed(form, "type", str, "text")
+    if kind == "json_schema":
+        asked["json"] = typed(form, "json_schema", dict, {}).get("schema", {})
+    elif kind == "json_object":
+        asked[kind] = True
+    elif kind != "text":
+        raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
+    for name, value in typed(body, "structured_outputs", dict, {}).items():
+        if value is not None:
+            asked[name] = value
+    if asked.pop("json_object", None):
+        asked["json"] = {"type": "object"}
+    settings = {}
+    for name, value in asked.items():
+        setting = CONSTRAINTS.get(name)
+        if setting not in Settings.__dataclass_fields__:
+            param = "response_format" if "structured_outputs" not in body else "structured_outputs"
+            raise bad(param, f"{param}: {brief(name, 100)} is not done here: leave it out")
+        settings[setting] = value
+    return settings
+
+
+# ---- Answers -----------------------------------------------------------------------------------
+
+
+class Reply:
+    """Makes the objects that answer one request."""
+
+    def __init__(self, asked: Asked, offer: Offer):
+        self.asked = asked
+        self.tokenizer = offer.model.tokenizer
+        self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
+        self.model = offer.name
+        self.created = int(time.time())
+        self.offsets = Counter[int]()  # characters of each text that have logprobs
+        self.num_tokens: dict[int, int] = {}  # of each text
+
+    def completion(self, results: Sequence[Result]) -> Body:
+        """All texts at once."""
+        choices = []
+        for result in results:
+            i = result.index
+            self.num_tokens[i] = len(result.tokens)
+            choice: Body = {"text": result.text}
+            if self.asked.is_chat:
+                choice = {"message": {"role": "assistant", "content": result.text}}
+            choices.append(choice | self._about(i, result.logprobs, result))
+        kind = "chat.completion" if self.asked.is_chat else "text_completion"
+        return self._object(kind, choices) | {"usage": self.usage()}
+
+    def chunk(self, update: Update) -> Body:
+        """What is new in one text."""
+        i = update.index
+        text = "".join(piece for piece, _ in update.pieces)
+        choice: Body = {"text": text}
+        if self.asked.is_chat:
+            is_first = i not in self.num_tokens
+            choice = {"delta": {"role": "assistant"} if is_first else {}}
+            if text or is_first:
+                choice["delta"]["content"] = text
+        self.num_tokens[i] = update.num_tokens
+        chunk = self._chunk([choice | self._about(i, update.logprobs or None, update.result)])
+        if self.asked.shows_origins:
+            chunk["origins"] = update.pieces
+        if self.asked.continuous_usage:
+            chunk["usage"] = self.usage()
+        return chunk
+
+    def usage_chunk(self) -> Body:
+        """The last one, where it is asked for."""
+        return self._chunk([]) | {"usage": self.usage()}
+
+    def usage(self) -> Body:
+        """Tokens. Texts of one prompt share it."""
+        requests = [stream.request for stream in self.asked.streams]
+        first = [request for request in requests if request.sibling is None]
+        num_prompt_tokens = sum(request.num_prompt_tokens for request in first)
+        num_cached = sum(request.num_cached_tokens for request in first)
+        num_tokens = sum(self.num_tokens.values())
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def _chunk(self, choices: list[Body]) -> Body:
+        kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
+        return self._object(kind, choices)
+
+    def _object(self, kind: str, choices: list[Body]) -> Body:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _about(
+        self, index: int, logprobs: Sequence[TokenLogprob] | None, result: Result | None
+    ) -> Body:
+        """The fields that every choice has. logprobs, result: None if there are none yet."""
+        if result is not None and result.error:
+            raise HttpError(500, result.error, "server_error")
+        return {
+            "index": index,
+            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+            "finish_reason": None if result is None else result.finish_reason,
+        }
+
+    # ---- Log-probabilities
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body:
+        if self.asked.is_chat:
+            content = []
+            for entry in entries:
+                top = [self._token(token, logprob) for token, logprob in entry.top]
+                fields = self._token(entry.token, entry.logprob)
+                content.append(fields | {"top_logprobs": top})
+            return {"content": content}
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        columns: Body = {name: [] for name in names}
+        for entry in entries:
+            text = self._text(entry.token)
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(told(entry.logprob))
+            top = {self._text(token): told(logprob) for token, logprob in entry.top}
+            columns["top_logprobs"].append(top)
+            columns["text_offset"].append(self.offsets[index])
+            self.offsets[index] += len(text)
+        return columns
+
+    def _token(self, token: int, logprob: float) -> Body:
+        data = self.tokenizer.token_bytes(token, special=True)
+        return {"token": self._text(token), "logprob": told(logprob), "bytes": list(data)}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token, special=True).decode(errors="replace")
+
+
+def told(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def model_card(offer: Offer, started: int) -> Body:
+    """The model, as /v1/models tells it."""
+    return {
+        "id": offer.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "llama",
+        "root": offer.name,
+        "max_model_len": offer.limit,
+    }

@@ -1,0 +1,409 @@
+"""The server: who may ask what, its flags, and how it begins and ends.
+
+Trust. It listens on 127.0.0.1 unless told otherwise. There it answers only to the names of this
+machine, so that no web page reaches it under a name of its own (DNS rebinding); and a page of
+another origin is refused everywhere. With --api-key, /v1 and /state want the key. Texts, bodies,
+connections and watchers are bounded (QueueFull is 429), and so is the time of a client that does
+not read (asgi.py).
+
+The end. SIGTERM and Ctrl-C close the door: what is open is finished, for up to --grace seconds, and
+then ends with an error; a second signal ends the program at once. An exception of a step ends all
+streams with an error, and the program with its traceback and status 1.
+
+    0   never: a server ends by a signal (130, 143), an engine's failure (1) or a mistake (2)
+"""
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.asgi import ClientGone, Exchange, HttpError, Receive, Scope, Send
+from app.cli import show_warning, start_for_any
+from app.flags import KEY_VARIABLE, server_flags
+from app.launch import torchrun_ranks
+from app.metrics import Metrics
+from app.openai import Asked, Offer, Reply, model_card, read_request
+from app.progress import shown_progress
+from app.shell import SIGNALS, handled, say, status
+from app.state import TextNumbers, snapshot
+from errors import UserError, brief
+from generate import Model, load_draft
+from kernels import find_device
+from request import Settings
+from serve import Answer, BatchServer, QueueFull, Unavailable
+
+PAGE = Path(__file__).parent / "page.html"
+MAX_CONNECTIONS = 1000  # beside those of the texts
+MAX_BODIES = 64  # that are read at a time; others wait
+MAX_WATCHERS = 32  # of /state
+SNAPSHOT_SECONDS = 0.1
+# A text's client gets the next chunk after so long for each open text: so the event loop writes at
+# most a thousand chunks a second, and leaves the engine its time.
+CHUNK_SECONDS = 0.001
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+# ---- The application ---------------------------------------------------------------------------
+
+
+class Application:
+    """Answers requests: what uvicorn calls (ASGI)."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        batch: BatchServer,
+        metrics: Metrics,
+        api_key: str | None = None,
+        is_local: bool = True,
+    ):
+        """is_local: whether it listens to this machine alone."""
+        self.offer = offer
+        self.batch = batch
+        self.metrics = metrics
+        self.api_key = api_key
+        self.is_local = is_local
+        self.started = int(time.time())
+        self.bodies = asyncio.Semaphore(MAX_BODIES)
+        self.num_watchers = 0
+        self.text_numbers = TextNumbers()
+        self.routes: dict[str, tuple[str, Handler]] = {
+            "/": ("GET", self.page),
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self.show_metrics),
+            "/state": ("GET", self.state),
+            "/v1/models": ("GET", self.models),
+            f"/v1/models/{offer.name}": ("GET", self.model),
+            "/v1/chat/completions": ("POST", self.chat),
+            "/v1/completions": ("POST", self.complete),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"there is nothing for {scope['type']} here")
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self.answer(exchange)
+        except ClientGone:
+            return
+        except Exception as error:
+            failure = http_error(error)
+            if failure.status == 500:
+                traceback.print_exception(error)
+            await self.tell(exchange, failure)
+
+    async def answer(self, exchange: Exchange) -> None:
+        self.check_origin(exchange)
+        if exchange.path.startswith("/v1/") or exchange.path == "/state":
+            self.check_key(exchange)
+        if exchange.path not in self.routes:
+            raise HttpError(404, f"there is no {brief(exchange.path, 100)} here")
+        method, handler = self.routes[exchange.path]
+        if exchange.method not in (method, "HEAD"):
+            raise HttpError(405, f"{exchange.path} is for {method}", headers={"allow": method})
+        await handler(exchange)
+
+    async def tell(self, exchange: Exchange, error: HttpError) -> None:
+        """The error as an answer, or as the last event of a stream."""
+        try:
+            if exchange.is_started:
+                await exchange.write_event(error.to_dict())
+                await exchange.end_events("[DONE]")
+            else:
+                await exchange.reply_json(error.to_dict(), error.headers, error.status)
+        except ClientGone:
+            return
+
+    # ---- Trust
+
+    def check_origin(self, exchange: Exchange) -> None:
+        """Only this machine's names where it listens to this machine alone; no other origin."""
+        host = exchange.headers.get("host", "")
+        if self.is_local and not is_loopback(host_name(host)):
+            raise HttpError(
+                403,
+                f"the host {brief(repr(host), 100)} is not this machine: use localhost, or --host",
+            )
+        origin = exchange.headers.get("origin")
+        if origin is not None and origin.split("://")[-1] != host:
+            raise HttpError(403, f"pages of {brief(origin, 100)} may not use this server")
+
+    def check_key(self, exchange: Exchange) -> None:
+        if self.api_key is None:
+            return
+        given = exchange.headers.get("authorization", "").removeprefix("Bearer ")
+        same = hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+        if not same:  # compared in constant time
+            raise HttpError(
+                401,
+                "this server wants its --api-key: Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    # ---- What there is
+
+    async def page(self, exchange: Exchange) -> None:
+        await exchange.reply(PAGE.read_bytes(), {"content-type": "text/html; charset=utf-8"})
+
+    async def health(self, exchange: Exchange) -> None:
+        if self.batch.refusal:
+            raise Unavailable(self.batch.refusal)
+        await exchange.reply_json({"status": "ok"}, {})
+
+    async def models(self, exchange: Exchange) -> None:
+        cards = [model_card(self.offer, self.started)]
+        await exchange.reply_json({"object": "list", "data": cards}, {})
+
+    async def model(self, exchange: Exchange) -> None:
+        await exchange.reply_json(model_card(self.offer, self.started), {})
+
+    async def show_metrics(self, exchange: Exchange) -> None:
+        batcher = self.batch.engine.batcher
+        text = await self.batch.ask(lambda: self.metrics.render(batcher))
+        await exchange.reply(text.encode(), {"content-type": "text/plain; version=0.0.4"})
+
+    async def state(self, exchange: Exchange) -> None:
+        """Snapshots of the batch, at most ten a second, while somebody listens."""
+        if self.num_watchers >= MAX_WATCHERS:
+            raise HttpError(429, f"{MAX_WATCHERS} watch already", kind="rate_limit_error")
+        self.num_watchers += 1
+        try:
+            await exchange.run(self._write_snapshots(exchange))
+        finally:
+            self.num_watchers -= 1
+
+    async def _write_snapshots(self, exchange: Exchange) -> None:
+        await exchange.start_events({})
+        while not self.batch.refusal:
+            picture = await self.batch.ask(self.take_picture)
+            await exchange.write_event(picture)
+            await asyncio.sleep(SNAPSHOT_SECONDS)
+        await exchange.write(b"", has_more=False)
+
+    def take_picture(self) -> dict[str, Any]:
+        """Called in the engine thread, between two steps."""
+        num_tokens = self.metrics.counts["generation_tokens"]
+        return snapshot(self.batch.engine.batcher, num_tokens, self.text_numbers)
+
+    # ---- Texts
+
+    async def chat(self, exchange: Exchange) -> None:
+        await self.make_texts(exchange, True)
+
+    async def complete(self, exchange: Exchange) -> None:
+        await self.make_texts(exchange, False)
+
+    async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
+        self.batch.check_room(1)
+        async with self.bodies:
+            data = await exchange.read_body()
+            asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
+        if len(asked.streams) > self.batch.capacity:
+            raise UserError(
+                f"{len(asked.streams)} texts are asked for, and the server takes "
+                f"{self.batch.capacity}: ask for fewer"
+            )
+        for stream in asked.streams:
+            self.batch.engine.batcher.check(stream.request)
+        reply = Reply(asked, self.offer)
+        answer = Answer(asked.streams, asked.is_streamed)
+        try:
+            self.batch.submit(answer)
+            if asked.is_streamed:
+                await exchange.run(self._stream(exchange, answer, asked, reply))
+            else:
+                await exchange.run(self._reply(exchange, answer, reply))
+        finally:
+            self.batch.close(answer)
+
+    async def _reply(self, exchange: Exchange, answer: Answer, reply: Reply) -> None:
+        results = await answer.results()
+        completion = reply.completion(results)
+        await exchange.reply_json(completion, {"x-request-id": reply.id})
+
+    async def _stream(self, exchange: Exchange, answer: Answer, asked: Asked, reply: Reply) -> None:
+        async for updates in answer.updates():
+            if not exchange.is_started:  # an error before has a status of its own
+                await exchange.start_events({"x-request-id": reply.id})
+            for update in updates:
+                await exchange.write_event(reply.chunk(update))
+            if answer.num_unfinished:
+                await asyncio.sleep(CHUNK_SECONDS * self.batch.num_texts)
+        if asked.include_usage:
+            await exchange.write_event(reply.usage_chunk())
+        await exchange.end_events("[DONE]")
+
+
+def http_error(error: Exception) -> HttpError:
+    """The answer to an exception. Bugs are told as 500, without their words."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, UserError):
+        return HttpError(400, str(error))
+    if isinstance(error, QueueFull):
+        return HttpError(
+            429,
+            str(error),
+            kind="rate_limit_error",
+            code="overloaded",
+            headers={"retry-after": "1"},
+        )
+    if isinstance(error, Unavailable):
+        return HttpError(503, str(error), kind="server_error", code="unavailable")
+    return HttpError(500, "the server failed on this request", kind="server_error")
+
+
+def host_name(host: str) -> str:
+    """A Host header without its port: 127.0.0.1:8000, [::1]:8000."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def is_loopback(name: str) -> bool:
+    """Whether it is a name, or an address, of this machine for itself."""
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+# ---- The program -------------------------------------------------------------------------------
+
+
+def check_one_process(args: argparse.Namespace) -> None:
+    _, num_processes, _ = torchrun_ranks()
+    if num_processes > 1 or args.tensor_parallel not in (None, 1):
+        raise UserError(
+            "a server is one process: leave out --tensor-parallel and torchrun, or split the "
+            "model for generate.py --prompts"
+        )
+
+
+def import_uvicorn() -> Any:
+    try:
+        return import_module("uvicorn")
+    except ImportError:
+        raise UserError(
+            "the server needs the package uvicorn: pip install -r requirements-extra.txt"
+        ) from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """UserError if nobody can listen there: the port is in use, say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"nothing can listen on {host}, port {port}: {brief(error.strerror or error)}; "
+            "choose another --port or --host"
+        ) from None
+
+
+def run_server(arguments: Sequence[str]) -> int:
+    """Do what the flags ask for -> the exit status."""
+    args = server_flags(arguments)
+    check_one_process(args)
+    uvicorn = import_uvicorn()
+    listener = listen(args.host, args.port)  # early: loading takes long; clients wait
+    device = find_device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    settings = Settings(gamma=args.gamma)
+    with shown_progress():
+        model = Model.load(args.target, device, dtype, args.bits)
+        draft = load_draft(args.draft, model, dtype)
+    engine, limit = start_for_any(args, model, draft, args.max_batch)
+    name = args.model_name or str(args.target)
+    metrics = Metrics(name)
+    batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
+    application = Application(
+        Offer(model, name, limit, settings),
+        batch,
+        metrics,
+        args.api_key or os.environ.get(KEY_VARIABLE) or None,
+        is_loopback(args.host),
+    )
+    config = uvicorn.Config(
+        application,
+        lifespan="off",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS + batch.capacity,
+        timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
+    )
+    return asyncio.run(serve_until_signal(uvicorn.Server(config), listener, batch, args.grace))
+
+
+async def serve_until_signal(
+    server: Any, listener: socket.socket, batch: BatchServer, grace: float
+) -> int:
+    """Serve -> the exit status."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    signals: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        if signals:
+            os._exit(128 + number)
+        signals.append(number)
+        loop.call_soon_threadsafe(stopping.set)
+
+    server.capture_signals = nullcontext  # uvicorn's own handlers
+    with handled(SIGNALS, on_signal):
+        batch.start()
+        serving = asyncio.ensure_future(server.serve([listener]))
+        host, port, *_ = listener.getsockname()
+        host = f"[{host}]" if ":" in host else host
+        say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
+        waiting = [asyncio.ensure_future(event.wait()) for event in (stopping, batch.failed)]
+        await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        if signals:
+            word = "SIGTERM" if signals[0] == signal.SIGTERM else "Ctrl-C"
+            say(
+                f"{word}: open texts are finished ({batch.num_texts}); a second signal ends at once"
+            )
+        batch.refuse("the server stops")
+        server.should_exit = True
+        _, unfinished = await asyncio.wait([serving], timeout=grace)
+        if unfinished:
+            say(f"after {grace:g} s the texts that are still open end here ({batch.num_texts})")
+            batch.fail_all(Unavailable("the server stops"))
+        await serving
+        for task in waiting:
+            task.cancel()
+        batch.stop()
+    if batch.error is not None:
+        traceback.print_exception(batch.error)
+        say("error: the engine has failed, and so the server ends")
+        return 1
+    return 128 + signals[0] if signals else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """arguments: of the command line; None: this program's."""
+    warnings.showwarning = show_warning
+    given = sys.argv[1:] if arguments is None else arguments
+    return status(lambda: run_server(given))

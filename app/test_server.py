@@ -1,0 +1,838 @@
+"""OpenAI's protocol, field by field; who is refused, and how; the program with its signals.
+
+Most of it calls the application as an HTTP server would (ASGI), so it needs none.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from app import asgi, openai, server
+from app.metrics import Metrics
+from app.openai import Offer
+from app.server import Application
+from conftest import ROOT, heard
+from generate import Engine, Model, generate
+from request import OutputStream, RoundStats, Settings
+from serve import Answer, BatchServer, Unavailable
+
+PROMPT = "Once upon a time"
+GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+needs_uvicorn = pytest.mark.skipif(not find_spec("uvicorn"), reason="needs uvicorn")
+
+
+@cache
+def tiny() -> Model:
+    return Model.load("tiny", "cpu", torch.float64)
+
+
+class Client:
+    """One request to an application, without a network in between.
+
+    reads: how many parts of the answer it reads; None: all.
+    """
+
+    def __init__(self, app, method, path, body=b"", headers=(), reads=None):
+        self.app = app
+        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        pairs = {"host": "127.0.0.1:8000", **dict(headers)}
+        self.scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [(k.encode(), v.encode()) for k, v in pairs.items() if v is not None],
+        }
+        self.gone = asyncio.Event()
+        self.reads = reads
+        self.parts: list[bytes] = []
+        self.status = 0
+        self.answer_headers: dict[str, str] = {}
+
+    async def __aenter__(self) -> "Client":
+        half = len(self.body) // 2
+        self.to_send = [(self.body[:half], True), (self.body[half:], False)]
+        self.task = asyncio.ensure_future(self.app(self.scope, self.receive, self.send))
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        self.gone.set()
+        await self.task
+
+    async def receive(self):
+        if self.to_send:
+            body, more = self.to_send.pop(0)
+            return {"type": "http.request", "body": body, "more_body": more}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            for name, value in message["headers"]:
+                self.answer_headers[name.decode()] = value.decode()
+            return
+        while self.reads is not None and len(self.parts) >= self.reads:
+            await asyncio.sleep(0.001)
+        self.parts.append(message["body"])
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.parts).decode()
+
+
+async def ask(app, method, path, body=b"", headers=()) -> tuple[int, str, dict[str, str]]:
+    client = Client(app, method, path, body, headers)
+    async with client:
+        await asyncio.wait({client.task}, timeout=60)
+    return client.status, client.text, client.answer_headers
+
+
+async def post(app, path, **body):
+    """The object that is answered."""
+    status, text, _ = await ask(app, "POST", path, body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+async def events(app, path, **body) -> list[dict]:
+    """The chunks of a stream."""
+    status, text, headers = await ask(app, "POST", path, {"stream": True, **body})
+    assert status == 200, text
+    assert headers["content-type"].startswith("text/event-stream")
+    assert text.endswith("data: [DONE]\n\n")
+    lines = text.split("\n\n")
+    assert all(line.startswith("data: ") for line in lines[:-1])
+    return [json.loads(line[6:]) for line in lines[:-2]]
+
+
+async def refused(app, path, body, headers=()) -> tuple[int, dict]:
+    status, text, _ = await ask(app, "POST", path, body, headers)
+    return status, json.loads(text)["error"]
+
+
+def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=None, **how) -> None:
+    """Play it against an application; at its end no block may be taken, and no text open."""
+    model = model or tiny()
+    limit = min(300, model.llama.config.max_position_embeddings)
+    engine = Engine(model, None, 4 * limit, limit, 4)
+    metrics = Metrics("tiny")
+    batch = BatchServer(engine, capacity, metrics.observe)
+    offer = Offer(model, "tiny", limit, Settings())
+
+    async def play() -> None:
+        batch.start()
+        try:
+            await asyncio.wait_for(scenario(Application(offer, batch, metrics, **how)), 100)
+            assert batch.num_texts == 0
+            if batch.error is None:
+                _, _, live = await batch.ask(engine.caches[0].check)
+                assert live == 0 and not engine.batcher.running and not engine.batcher.waiting
+        finally:
+            batch.stop()
+
+    asyncio.run(play())
+
+
+def alone(prompt: str = PROMPT, **settings):
+    return generate(
+        prompt, tiny(), max_len=300, chat=False, **{**dict(temperature=0, max_tokens=8), **settings}
+    )
+
+
+# ---- Fields
+
+
+def test_the_fields_of_settings_make_the_texts_of_generate():
+    asked = [
+        (dict(), dict()),
+        (dict(temperature=0.9, top_p=0.8, seed=3), dict(temperature=0.9, top_p=0.8, seed=3)),
+        (dict(temperature=1, top_k=5, min_p=0.1, seed=4), dict(temperature=1, top_k=5, min_p=0.1)),
+        (dict(temperature=1, top_k=-1, seed=4), dict(temperature=1)),
+        (dict(stop=" a"), dict(stop=" a")),
+        (dict(stop=["x", " there"]), dict(stop=["x", " there"])),
+        (dict(max_tokens=3), dict(max_tokens=3)),
+        (dict(max_completion_tokens=2, max_tokens=7), dict(max_tokens=2)),
+        (dict(stop=None, n=None, logprobs=None, seed=None, user="x", colour=1), dict()),
+    ]
+
+    async def scenario(app):
+        for fields, settings in asked:
+            answer = await post(app, COMPLETE, **{**GREEDY, **fields})
+            result = alone(**{"seed": fields.get("seed"), **settings})
+            (choice,) = answer["choices"]
+            assert choice["text"] == result.text, fields
+            assert choice["finish_reason"] == result.finish_reason
+            assert answer["usage"]["completion_tokens"] == len(result.tokens)
+            assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+
+    run(scenario)
+
+
+def test_ends_of_text_can_be_ignored_and_added():
+    comma = tiny().encode(PROMPT + ", x")[len(tiny().encode(PROMPT))]
+
+    async def scenario(app):
+        body = {**GREEDY, "prompt": "The end.", "max_tokens": 60}
+        short = await post(app, COMPLETE, **body)
+        assert short["choices"][0]["finish_reason"] == "stop"
+        long = await post(app, COMPLETE, **body, ignore_eos=True)
+        assert long["usage"]["completion_tokens"] == 60
+        assert long["choices"][0]["finish_reason"] == "length"
+        told = await post(app, COMPLETE, **GREEDY, stop_token_ids=[comma])
+        assert told["choices"][0]["finish_reason"] == "stop"
+        assert told["usage"]["completion_tokens"] == alone().tokens.index(comma) + 1
+
+    run(scenario)
+
+
+def test_prompts_may_be_texts_or_tokens_one_or_several():
+    async def scenario(app):
+        tokens = tiny().encode(PROMPT)
+        wanted = alone().text
+        for prompt in (PROMPT, [PROMPT], tokens, [tokens], [tokens, tokens], [PROMPT, tokens]):
+            answer = await post(app, COMPLETE, **{**GREEDY, "prompt": prompt})
+            assert {choice["text"] for choice in answer["choices"]} == {wanted}
+            count = len(answer["choices"])
+            assert answer["usage"]["prompt_tokens"] == count * len(tokens)
+        asked = dict(prompt=[PROMPT, "Lily"], n=2, temperature=1, seed=5, max_tokens=6)
+        answer = await post(app, COMPLETE, **asked)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        texts = [choice["text"] for choice in answer["choices"]]
+        seeds = [(PROMPT, 5), (PROMPT, 6), ("Lily", 5), ("Lily", 6)]
+        for text, (prompt, seed) in zip(texts, seeds):
+            assert text == alone(prompt, temperature=1, seed=seed, max_tokens=6).text
+        streamed = {i: "" for i in range(4)}
+        for chunk in await events(app, COMPLETE, **asked):
+            (choice,) = chunk["choices"]
+            streamed[choice["index"]] += choice["text"]
+        assert list(streamed.values()) == texts
+
+    run(scenario)
+
+
+def test_a_chat_follows_the_template(instruct):
+    """Parts of text are joined; a developer is the system; a model without template goes on."""
+    model = Model.load(instruct, "cpu", torch.float64)
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    messages = [dict(role="developer", content="Be"), dict(role="user", content=parts)]
+    plain = [dict(role="system", content="Be"), dict(role="user", content="Hello")]
+    result = generate(messages=plain, target=model, temperature=0, max_tokens=6)
+
+    async def scenario(app):
+        answer = await post(app, CHAT, messages=messages, temperature=0, max_tokens=6)
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": result.text}
+        assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+        whole = await post(app, CHAT, messages=messages, temperature=0, ignore_eos=True)
+        assert whole["usage"]["total_tokens"] == 96  # all of the context
+
+    run(scenario, model=model)
+
+    async def without(app):
+        message = dict(role="user", content=PROMPT)
+        answer = await post(app, CHAT, messages=[message], temperature=0, max_tokens=8)
+        assert answer["choices"][0]["message"]["content"] == alone().text
+
+    run(without)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_stream_has_the_role_first_and_the_reason_last(path):
+    body = {**GREEDY, "messages": [dict(role="user", content=PROMPT)], "max_tokens": 12}
+    is_chat = path == CHAT
+
+    def text_of(chunk) -> str:
+        choice = chunk["choices"][0]
+        return choice["delta"].get("content", "") if is_chat else choice["text"]
+
+    async def scenario(app):
+        chunks = await events(app, path, **body, origins=True)
+        wanted = alone(max_tokens=12)
+        assert "".join(map(text_of, chunks)) == wanted.text
+        assert len({chunk["id"] for chunk in chunks}) == 1 and len(chunks) > 2
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["length"]
+        if is_chat:
+            roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
+            assert roles == ["assistant"] + [None] * (len(chunks) - 1)
+        pieces = [piece for chunk in chunks for piece in chunk["origins"]]
+        assert "".join(text for text, _ in pieces) == wanted.text
+        assert {origin for _, origin in pieces} == {"plain"}
+        assert not any("usage" in chunk for chunk in chunks)
+
+        *chunks, last = await events(app, path, **body, stream_options=dict(include_usage=True))
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+        assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+        both = dict(include_usage=True, continuous_usage_stats=True)
+        chunks = await events(app, path, **body, stream_options=both)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 12
+
+    run(scenario)
+
+
+def test_logprobs_are_those_of_the_command_line():
+    wanted = alone(logprobs=2).logprobs
+
+    def texts(entries) -> list[str]:
+        return [tiny().tokenizer.decode([entry.token], continues=True) for entry in entries]
+
+    async def scenario(app):
+        answer = await post(app, COMPLETE, **GREEDY, logprobs=2)
+        columns = answer["choices"][0]["logprobs"]
+        assert columns["tokens"] == texts(wanted)
+        assert columns["token_logprobs"] == pytest.approx([e.logprob for e in wanted], abs=1e-9)
+        assert [len(top) for top in columns["top_logprobs"]] == [2] * 8
+        assert columns["text_offset"] == [
+            len("".join(columns["tokens"][:i])) for i in range(len(wanted))
+        ]
+        chunks = await events(app, COMPLETE, **GREEDY, logprobs=2)
+        streamed = {name: [] for name in columns}
+        for chunk in chunks:
+            for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+                streamed[name] += values
+        assert streamed["tokens"] == columns["tokens"]
+        assert streamed["text_offset"] == columns["text_offset"]
+
+        chat = dict(messages=[dict(role="user", content=PROMPT)], temperature=0, max_tokens=8)
+        answer = await post(app, CHAT, **chat, logprobs=True, top_logprobs=3)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == columns["tokens"]
+        assert [bytes(entry["bytes"]).decode() for entry in content] == columns["tokens"]
+        assert [len(entry["top_logprobs"]) for entry in content] == [3] * 8
+        assert content[0]["top_logprobs"][0].keys() == {"token", "logprob", "bytes"}
+        answer = await post(app, CHAT, **chat)
+        assert answer["choices"][0]["logprobs"] is None
+
+    run(scenario)
+
+
+HAS_GRAMMARS = "schema" in Settings.__dataclass_fields__
+
+
+def test_a_constraint_becomes_settings_or_is_refused_by_name():
+    """response_format and structured_outputs -> schema, regex, choice, grammar."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = [
+        (dict(response_format={"type": "text"}), {}),
+        (dict(response_format={"type": "json_object"}), {"schema": {"type": "object"}}),
+        (
+            dict(response_format={"type": "json_schema", "json_schema": {"schema": schema}}),
+            {"schema": schema},
+        ),
+        (dict(structured_outputs={"json": schema}), {"schema": schema}),
+        (dict(structured_outputs={"regex": "a+", "json": None}), {"regex": "a+"}),
+        (dict(structured_outputs={"choice": ["a", "b"]}), {"choice": ["a", "b"]}),
+        (dict(structured_outputs={"grammar": 'start: "a"'}), {"grammar": 'start: "a"'}),
+    ]
+    for body, settings in asked:
+        if settings and not HAS_GRAMMARS:
+            (name,) = body
+            with pytest.raises(asgi.HttpError, match=f"{name}: .* is not done here"):
+                openai.read_constraint(body)
+        else:
+            assert openai.read_constraint(body) == settings
+
+
+@pytest.mark.skipif(not HAS_GRAMMARS, reason="Settings have no grammars yet")
+def test_an_answer_follows_its_schema():
+    fields = {"a": {"type": "boolean"}}
+    schema = dict(type="object", properties=fields, required=["a"], additionalProperties=False)
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+    async def scenario(app):
+        answer = await post(app, COMPLETE, **{**GREEDY, "max_tokens": 30}, response_format=form)
+        assert isinstance(json.loads(answer["choices"][0]["text"])["a"], bool)
+
+    run(scenario)
+
+
+def test_the_fields_keep_their_meaning():
+    """Each planted bug is seen by the test of its field."""
+    planted = [
+        (
+            openai,
+            "read_ends",
+            lambda body, served: set(),
+            test_ends_of_text_can_be_ignored_and_added,
+        ),
+        (openai, "SAMPLING", (), test_the_fields_of_settings_make_the_texts_of_generate),
+        (openai, "told", abs, test_logprobs_are_those_of_the_command_line),
+    ]
+    for owner, name, wrong, test in planted:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            with pytest.raises(AssertionError):
+                test()
+
+
+# ---- Errors
+
+
+def user(content="a", role="user", **more) -> dict:
+    return dict(messages=[dict(role=role, content=content, **more)])
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+BAD = [
+    (COMPLETE, b"{", "the body is not JSON"),
+    (COMPLETE, b"\xff", "the body is not JSON"),
+    (COMPLETE, b"[" * 100_000, "the body is not JSON"),
+    (COMPLETE, b'{"prompt": NaN}', "NaN is not a JSON number"),
+    (COMPLETE, [1], "the body is not a JSON object"),
+    (COMPLETE, {}, "prompt must be a text"),
+    (COMPLETE, dict(prompt=[]), "prompt must have a token"),
+    (COMPLETE, dict(prompt=[["a"]]), "prompt must be a text"),
+    (COMPLETE, dict(prompt=[1, 99999]), "tokens are from 0 to 4095"),
+    (COMPLETE, dict(prompt=[-1]), "tokens are from 0 to 4095"),
+    (COMPLETE, dict(prompt=["a"] * 200), "200 prompts: at most 128"),
+    (COMPLETE, dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
+    (COMPLETE, dict(prompt="a", n=17), "17 texts are asked for, and the server takes 16"),
+    (COMPLETE, dict(prompt="a " * 500), "tokens, but prompt and answer have at most 300"),
+    (COMPLETE, dict(prompt="a" * 10_000), "10,000 characters, but prompt and answer"),
+    (COMPLETE, dict(prompt="a", n=0), "n is 0"),
+    (COMPLETE, dict(prompt="a", temperature="hot"), "temperature is 'hot'"),
+    (COMPLETE, dict(prompt="a", temperature=-1), "temperature is -1"),
+    (COMPLETE, dict(prompt="a", top_p=0), "top_p is 0"),
+    (COMPLETE, dict(prompt="a", seed=2**63), "seed is 9223372036854775808"),
+    (COMPLETE, dict(prompt="a", seed=2**63 - 1, n=2), "seed is 9223372036854775808"),
+    (COMPLETE, dict(prompt="a", max_tokens=0), "max_tokens is 0"),
+    (COMPLETE, dict(prompt="a", stop=5), "stop is 5: it must be of type list"),
+    (COMPLETE, dict(prompt="a", stop=[""]), "stop is ['']"),
+    (COMPLETE, dict(prompt="a", stop=["a"] * 17), "stop may be at most 16 texts"),
+    (COMPLETE, dict(prompt="a", stop="a" * 9999), "stop may be at most 16 texts"),
+    (COMPLETE, dict(prompt="a", stop_token_ids=["a"]), "stop_token_ids must be a list of tokens"),
+    (COMPLETE, dict(prompt="a", stream="yes"), "stream is 'yes': it must be of type bool"),
+    (COMPLETE, dict(prompt="a", stream_options=[]), "stream_options is []"),
+    (COMPLETE, dict(prompt="a", logprobs=True), "logprobs is True"),
+    (COMPLETE, dict(prompt="a", logprobs=21), "logprobs is 21"),
+    (COMPLETE, dict(prompt="a", frequency_penalty=0.5), "frequency_penalty is not done here"),
+    (COMPLETE, dict(prompt="a", echo=True), "echo is not done here"),
+    (COMPLETE, dict(prompt="a", best_of=3), "best_of is not done here"),
+    (COMPLETE, dict(prompt="a", response_format={"type": []}), "type is []"),
+    (COMPLETE, dict(prompt="a", response_format={"type": "json"}), "json is not done here"),
+    (COMPLETE, dict(prompt="a", structured_outputs={"x": 1}), "x is not done here"),
+    (CHAT, dict(messages="a"), "messages is 'a'"),
+    (CHAT, {}, "messages must have a token"),
+    (CHAT, dict(messages=["a"]), "messages[0] must have a role"),
+    (CHAT, user(role="tool"), "messages[0] must have a role: system, developer"),
+    (CHAT, user(role=["user"]), "messages[0] must have a role"),
+    (CHAT, user(content=None), "messages[0] has a content of type 'text'"),
+    (CHAT, user(content=IMAGE), "messages[0] has a content of type 'image_url'"),
+    (CHAT, user(tool_calls=[{}]), "messages[0] has tool_calls, which is not done here"),
+    (CHAT, user() | dict(tools=[{}]), "tools is not done here"),
+    (CHAT, user() | dict(logprobs=2), "logprobs is 2: it must be of type bool"),
+    (CHAT, user() | dict(top_logprobs=2), "top_logprobs needs logprobs"),
+    (CHAT, user() | dict(logprobs=True, top_logprobs="3"), "logprobs is '3'"),
+]
+
+
+def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
+    async def scenario(app):
+        for path, body, says in BAD:
+            status, error = await refused(app, path, body)
+            assert (status, error["type"]) == (400, "invalid_request_error"), (body, error)
+            assert says in error["message"], (says, error)
+            assert error.keys() == {"message", "type", "param", "code"}
+        status, error = await refused(app, CHAT, user("a " * 500))
+        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        status, error = await refused(app, CHAT, user() | dict(model="gpt"))
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        await post(app, COMPLETE, **GREEDY, model="tiny", repetition_penalty=1.0, best_of=1)
+
+    run(scenario)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_other_paths_and_methods():
+    async def scenario(app):
+        for path in ("/v2", "/v1/other", "/v1/models/gpt", "/../app/page.html"):
+            status, text, _ = await ask(app, "GET", path)
+            assert status == 404 and "there is no" in json.loads(text)["error"]["message"]
+        status, _, headers = await ask(app, "GET", COMPLETE)
+        assert status == 405 and headers["allow"] == "POST"
+        status, _, headers = await ask(app, "OPTIONS", COMPLETE)
+        assert status == 405 and not any("access-control" in name for name in headers)
+        status, text, headers = await ask(app, "GET", "/")
+        assert status == 200 and text.startswith("<!doctype html>")
+        status, text, _ = await ask(app, "GET", "/health")
+        assert (status, json.loads(text)) == (200, {"status": "ok"})
+        status, text, _ = await ask(app, "GET", "/v1/models")
+        (card,) = json.loads(text)["data"]
+        assert card["id"] == card["root"] == "tiny" and card["object"] == "model"
+        status, text, _ = await ask(app, "GET", "/v1/models/tiny")
+        assert json.loads(text) == card
+
+    run(scenario)
+
+
+def test_bodies_are_bounded(monkeypatch):
+    monkeypatch.setattr(asgi, "MAX_BODY", 1000)
+
+    async def scenario(app):
+        status, error = await refused(app, COMPLETE, b" " * 1001)
+        assert status == 413 and "at most 1,000 bytes" in error["message"]
+        client = Client(app, "POST", COMPLETE, b"x")
+        monkeypatch.setattr(asgi, "PATIENCE", 0.05)
+        async with client:
+            client.to_send = [(b"{", True)]
+            await client.task
+        assert client.status == 408
+        async with Client(app, "POST", COMPLETE, b"x") as client:
+            client.to_send = [(b"{", True)]  # and goes
+        assert client.status == 0
+        monkeypatch.setattr(asgi, "PATIENCE", 60)
+        async with Client(app, "POST", COMPLETE, b"x") as client:
+            client.to_send = [(b"{", True)]
+            waits = asyncio.ensure_future(post(app, COMPLETE, prompt="a", max_tokens=1))
+            await asyncio.sleep(0.1)
+            assert not waits.done()  # one body is read at a time
+        await waits
+
+    monkeypatch.setattr(server, "MAX_BODIES", 1)
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_names_and_origins(is_local):
+    """DNS rebinding: a page's own name that leads here; cross-origin: another page."""
+    names = {"localhost": 200, "LOCALHOST:1": 200, "127.0.0.1:8000": 200, "[::1]:80": 200}
+    names |= dict.fromkeys(
+        ("evil.com", "127.0.0.1.evil.com:80", "localhost.evil.com", "", "::"), 403
+    )
+
+    async def scenario(app):
+        for host, wanted in names.items():
+            status, _, _ = await ask(app, "GET", "/health", headers={"host": host})
+            assert status == (wanted if is_local else 200), host
+        for origin, wanted in {
+            "http://localhost:80": 200,
+            "http://localhost:81": 403,
+            "http://evil.com": 403,
+            "null": 403,
+        }.items():
+            headers = {"host": "localhost:80", "origin": origin}
+            status, _, answered = await ask(app, "GET", "/health", headers=headers)
+            assert status == wanted, origin
+            assert not any("access-control" in name for name in answered)
+
+    run(scenario, is_local=is_local)
+
+
+def test_the_key():
+    async def scenario(app):
+        for path in ("/v1/models", "/v1/other", "/state"):
+            for key in (None, "", "Bearer", "Bearer wrong", "Bearer sesameß", "Bearer ses\u00e9"):
+                status, text, headers = await ask(app, "GET", path, headers={"authorization": key})
+                assert status == 401 and headers["www-authenticate"] == "Bearer"
+                assert json.loads(text)["error"]["code"] == "invalid_api_key"
+        for path in ("/", "/health", "/metrics"):
+            assert (await ask(app, "GET", path))[0] == 200
+        given = {"authorization": "Bearer sesame"}
+        assert (await ask(app, "GET", "/v1/models", headers=given))[0] == 200
+
+    run(scenario, api_key="sesame")
+
+
+# ---- Clients that go, wait, or come too many
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_is_cancelled(stream):
+    """`run` sees that its blocks are free."""
+
+    async def scenario(app):
+        body = {**GREEDY, "max_tokens": 250, "stream": stream, "ignore_eos": True, "n": 3}
+        async with Client(app, "POST", COMPLETE, body) as client:
+            while stream and len(client.parts) < 3:
+                await asyncio.sleep(0.001)
+            while not app.batch.num_texts:
+                await asyncio.sleep(0.001)
+        assert app.batch.num_texts == 0
+        steps = await app.batch.ask(lambda: app.batch.engine.batcher.num_steps)
+        assert steps < 200
+
+    run(scenario)
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr(asgi, "PATIENCE", 0.2)
+
+    async def scenario(app):
+        body = {**GREEDY, "max_tokens": 250, "stream": True, "ignore_eos": True}
+        client = Client(app, "POST", COMPLETE, body, reads=2)
+        async with client:
+            other = await post(app, COMPLETE, **GREEDY)  # is not held up
+            assert other["choices"][0]["text"] == alone().text
+            await asyncio.wait_for(asyncio.shield(client.task), 10)
+        assert len(client.parts) == 2
+
+    run(scenario)
+
+
+def test_a_full_queue_is_429():
+    async def scenario(app):
+        body = {**GREEDY, "max_tokens": 250, "ignore_eos": True, "n": 2}
+        async with Client(app, "POST", COMPLETE, body):
+            while not app.batch.num_texts:
+                await asyncio.sleep(0.001)
+            status, text, headers = await ask(app, "POST", COMPLETE, GREEDY | dict(n=2))
+            assert status == 429 and headers["retry-after"] == "1"
+            assert json.loads(text)["error"]["type"] == "rate_limit_error"
+            await post(app, COMPLETE, **GREEDY)  # one is left
+        await post(app, COMPLETE, **GREEDY, n=2)
+
+    run(scenario, capacity=3)
+
+
+def test_an_exception_is_that_requests_500(monkeypatch, capsys):
+    feed = OutputStream.feed
+
+    def fails(self, tokens):
+        if self.request.settings.seed == 7 and len(self.result.tokens) > 3:
+            raise ZeroDivisionError("secret")
+        feed(self, tokens)
+
+    monkeypatch.setattr(OutputStream, "feed", fails)
+
+    async def scenario(app):
+        good = asyncio.ensure_future(post(app, COMPLETE, **GREEDY))
+        status, error = await refused(app, COMPLETE, GREEDY | dict(seed=7))
+        assert status == 500 and error["type"] == "server_error" and "secret" not in str(error)
+        status, text, _ = await ask(app, "POST", COMPLETE, GREEDY | dict(seed=7, stream=True))
+        assert status == 200 and '"error"' in text and text.endswith("data: [DONE]\n\n")
+        assert (await good)["choices"][0]["text"] == alone().text
+
+    run(scenario)
+    assert "ZeroDivisionError: secret" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_ends_all(monkeypatch):
+    async def scenario(app):
+        body = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
+        async with Client(app, "POST", COMPLETE, body | dict(stream=True)) as one:
+            async with Client(app, "POST", COMPLETE, body) as other:
+                while not one.parts:
+                    await asyncio.sleep(0.001)
+                app.batch.engine.batcher.step = lambda: 1 / 0
+                await asyncio.wait({one.task, other.task}, timeout=10)
+        assert "the engine has failed" in one.text and one.text.endswith("data: [DONE]\n\n")
+        assert other.status == 503
+        for path in ("/health", "/metrics"):
+            assert (await ask(app, "GET", path))[0] == 503
+        assert isinstance(app.batch.error, ZeroDivisionError)
+
+    run(scenario)
+
+
+def test_the_engines_failure_is_the_programs(capsys):
+    """Status 1, after all streams have their error, with the traceback."""
+    engine = Engine(tiny(), None, 300, 300, 4)
+    batch = BatchServer(engine, 4)
+
+    class HTTPServer:
+        should_exit = False
+
+        async def serve(self, listeners):
+            request = tiny().request(PROMPT, Settings(max_tokens=200), max_len=300)
+            answer = Answer([OutputStream(tiny().tokenizer, request, PROMPT)])
+            batch.submit(answer)
+            engine.batcher.step = lambda: 1 / 0
+            with pytest.raises(Unavailable, match="the engine has failed"):
+                await answer.results()
+            batch.close(answer)
+            while not self.should_exit:
+                await asyncio.sleep(0.01)
+
+    with server.listen("127.0.0.1", 0) as listener:
+        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0))
+    err = capsys.readouterr().err
+    assert status == 1 and "ZeroDivisionError" in err
+    assert err.endswith("error: the engine has failed, and so the server ends\n")
+
+
+# ---- What is watched
+
+
+def test_metrics_have_the_names_of_vllm():
+    async def scenario(app):
+        await post(app, COMPLETE, **GREEDY, n=2)
+        await post(app, COMPLETE, **{**GREEDY, "prompt": "The end.", "max_tokens": 60})
+        status, text, headers = await ask(app, "GET", "/metrics")
+        assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+        numbers = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                numbers[name.replace('{model_name="tiny"}', "")] = float(value)
+        prompt_tokens = len(tiny().encode(PROMPT)) * 2 + len(tiny().encode("The end."))
+        assert numbers["vllm:prompt_tokens_total"] == prompt_tokens
+        assert numbers["vllm:num_requests_running"] == numbers["vllm:num_requests_waiting"] == 0
+        assert numbers["vllm:kv_cache_usage_perc"] == 0
+        finished = 'vllm:request_success_total{model_name="tiny",finished_reason='
+        assert numbers[finished + '"length"}'] == 2 and numbers[finished + '"stop"}'] == 1
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+            counts = [n for key, n in numbers.items() if key.startswith(f"vllm:{name}_seconds_b")]
+            assert counts == sorted(counts) and counts[-1] == 3
+            assert numbers[f"vllm:{name}_seconds_count"] == 3
+        made = numbers["vllm:generation_tokens_total"]
+        assert numbers["vllm:inter_token_latency_seconds_count"] == made - 3
+        types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+        assert types["vllm:num_preemptions_total"] == "counter"
+
+    run(scenario)
+
+
+def test_metrics_of_speculation_are_those_of_the_rounds():
+    metrics = Metrics('a "b"\\')
+    stream = OutputStream(tiny().tokenizer, tiny().request(PROMPT, Settings()), PROMPT)
+    request = stream.request
+    for drafts, accepted in [(0, 0), (3, 2), (3, 3), (2, 0)]:
+        request.rounds.append(RoundStats(drafts, accepted))
+        metrics.observe({request: [1] * (accepted + 1)}, {})
+    engine = Engine(tiny(), None, 100, 100)
+    lines = metrics.render(engine.batcher).splitlines()
+    label = 'model_name="a \\"b\\"\\\\"'
+    for name, value in [("drafts", 3), ("draft_tokens", 8), ("accepted_tokens", 5)]:
+        assert f"vllm:spec_decode_num_{name}_total{{{label}}} {value}" in lines
+    places = [line.split()[-1] for line in lines if "per_pos_total{" in line]
+    assert places == ["2", "2", "1"]
+
+
+def test_the_state_is_streamed_while_somebody_listens(monkeypatch):
+    monkeypatch.setattr(server, "SNAPSHOT_SECONDS", 0.01)
+    taken = []
+
+    def snapshot(batcher, num_tokens, texts):
+        taken.append(threading.current_thread().name)
+        return {"running": len(batcher.running)}
+
+    monkeypatch.setattr(server, "snapshot", snapshot)
+    monkeypatch.setattr(server, "MAX_WATCHERS", 1)
+
+    async def scenario(app):
+        body = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
+        async with Client(app, "GET", "/state") as client:
+            async with Client(app, "POST", COMPLETE, body):
+                while b'data: {"running": 1}\n\n' not in client.parts:
+                    await asyncio.sleep(0.001)
+            assert (await ask(app, "GET", "/state"))[0] == 429
+        count = len(taken)
+        await asyncio.sleep(0.05)
+        assert len(taken) == count and {*taken} == {"engine"} and app.num_watchers == 0
+
+    run(scenario)
+
+
+# ---- The program
+
+
+@contextmanager
+def running(*flags: str):
+    """The server's process and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "serve.py", "--port", "0", "--dtype", "float64", *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heard,
+    )
+    try:
+        line = process.stderr.readline()
+        while line and "serving" not in line:
+            line = process.stderr.readline()
+        yield process, int(re.search(r":(\d+)/,", line)[1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def opened(port: int, **body) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", COMPLETE, json.dumps(body))
+    return connection.getresponse()
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_amid_streams(number, capsys):
+    """What is open is finished; the door is closed; a second server cannot have the port."""
+    with running() as (process, port):
+        assert server.main(["--port", str(port)]) == 2
+        err = capsys.readouterr().err
+        assert f"nothing can listen on 127.0.0.1, port {port}" in err and err.count("\n") == 1
+        asked = dict(prompt=PROMPT, max_tokens=200, ignore_eos=True, temperature=0, stream=True)
+        response = opened(port, **asked)
+        first = response.readline()
+        process.send_signal(number)
+        rest = response.read()
+        assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
+        assert b'"finish_reason": "length"' in rest and b'"error"' not in rest
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 128 + number
+        assert err.count("\n") == 1 and "open texts are finished (1)" in err
+
+
+@needs_uvicorn
+def test_grace_is_limited_and_a_second_signal_ends_at_once():
+    long = dict(prompt=PROMPT, max_tokens=1000, ignore_eos=True, stream=True)
+    with running("--grace", "0.1", "--max-batch", "2") as (process, port):
+        response = opened(port, **long)
+        response.readline()
+        process.terminate()
+        rest = response.read()
+        assert b"the server stops" in rest and rest.endswith(b"data: [DONE]\n\n")
+        _, err = process.communicate(timeout=20)
+        assert (
+            process.returncode == 143
+            and "after 0.1 s the texts that are still open end here (1)" in err
+        )
+    with running() as (process, port):
+        response = opened(port, **long)
+        process.terminate()
+        process.stderr.readline()
+        process.terminate()
+        assert process.wait(timeout=20) == 143
+
+
+def test_mistakes_are_one_line(monkeypatch, capsys):
+    flags = [
+        (["--port", "70000"], "--port is 70000"),
+        (["--max-queue", "0"], "--max-queue is 0"),
+        (["--gamma", "2"], "--gamma is about drafted tokens"),
+        (["--grace", "-1"], "--grace is -1.0"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--tensor-parallel", "2"], "a server is one process"),
+        (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
+        (["--prompts", "x"], "unrecognized arguments"),
+        (["--target", "none"], "'none' is neither"),
+    ]
+    if not find_spec("uvicorn"):
+        flags = [(["--port", "0"], "pip install -r requirements-extra.txt")]
+    for arguments, says in flags:
+        try:
+            status = server.main(["--port", "0", *arguments])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert status == 2 and says in err and err.count("\n") == 1 and not out, arguments
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert server.main(["--port", "0"]) == 2
+    assert "the server needs the package uvicorn" in capsys.readouterr().err

@@ -1,0 +1,345 @@
+"""Serving: how requests enter a running batch, and how tokens leave it.
+
+    python serve.py --target 8B --draft 1B --port 8000     OpenAI's protocol, and a page at /
+
+Clients come and go at any time, and each of them waits; the batch goes on step after step, and
+waits for nobody. So there are two threads. The *engine thread* runs the batch, and it alone touches
+the engine. The *event loop* (asyncio) serves all clients. Two kinds of messages pass between them:
+
+    event loop    ── commands: add, cancel, ask ──►    engine thread, which obeys between two steps
+    event loop    ◄── what a step made, of all texts ──    engine thread, which goes on at once
+
+So a new request joins the batch after at most one step, and a client that goes away frees its
+blocks as soon. An `Answer` is all texts that one client waits for. What a step made is merged there
+with what the client has not taken yet: a slow client gets fewer, longer pieces, holds nobody up,
+and costs the memory of its own text.
+
+An exception about one text (it cannot be decoded, say) ends that answer alone. An exception of a
+step is the engine's end: every answer fails, and `failed` says so.
+
+Invariants: a text is in `served` from the command that adds it until it is finished or cancelled;
+texts of all open answers are at most `capacity`, those that are not read yet included.
+Cost: a wake-up of the event loop for each step that made text which somebody streams.
+Not covered: several engines; several processes (parallel.py).
+
+HTTP, OpenAI's fields and the metrics: app/.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # imports take their time: a signal ends the program at once
+    from app.shell import begin
+
+    begin()
+    from app.flags import server_flags, tell_early
+
+    tell_early(server_flags)
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+from generate import Engine
+from kernels import make_current
+from request import OutputStream, Request, Result
+from sampling import TokenLogprob
+
+T = TypeVar("T")
+Observe = Callable[[dict[Request, list[int]], dict[Request, Result]], None]
+
+
+class QueueFull(Exception):
+    """There are as many texts as the server takes: come again later."""
+
+
+class Unavailable(Exception):
+    """The server stops, or its engine has failed: nothing is served any more."""
+
+
+# ---- What the event loop has of a text -----------------------------------------------------------
+
+
+@dataclass
+class Update:
+    """What is new in one text since its client was told last."""
+
+    index: int  # of the text in its answer
+    pieces: list[tuple[str, str]] = field(default_factory=list)  # (text, its last token's origin)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_tokens: int = 0  # of the whole text so far
+    result: Result | None = None  # when it is finished
+
+    def merge(self, later: Update) -> None:
+        self.pieces += later.pieces
+        self.logprobs += later.logprobs
+        self.num_tokens = later.num_tokens
+        self.result = later.result
+
+
+class Answer:
+    """The texts that one client waits for. Only the event loop touches it.
+
+    is_streamed: whether the client wants the pieces of the texts, or only their results.
+    """
+
+    def __init__(self, streams: Sequence[OutputStream], is_streamed: bool = False):
+        self.streams = streams
+        self.is_streamed = is_streamed
+        self.num_unfinished = len(streams)
+        self.waiting: dict[int, Update] = {}  # text -> what the client has not taken yet
+        self.error: Exception | None = None
+        self.changed = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        if update.index in self.waiting:
+            self.waiting[update.index].merge(update)
+        else:
+            self.waiting[update.index] = update
+        if update.result is not None:
+            self.num_unfinished -= 1
+        self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.changed.set()
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """What is new, of one or more texts, until all are finished. Raises the answer's error."""
+        while self.num_unfinished or self.waiting:
+            await self.changed.wait()
+            self.changed.clear()
+            if self.error is not None:
+                raise self.error
+            taken = list(self.waiting.values())
+            self.waiting = {}
+            yield taken
+
+    async def results(self) -> list[Result]:
+        """Wait for all texts."""
+        results = {}
+        async for updates in self.updates():
+            for update in updates:
+                if update.result is not None:
+                    results[update.index] = update.result
+        return [results[i] for i in sorted(results)]
+
+
+# ---- What the engine thread has of a text --------------------------------------------------------
+
+
+@dataclass
+class ServedText:
+    answer: Answer
+    stream: OutputStream
+    pieces: list[tuple[str, str]]  # that the event loop was not told yet; empty if nobody streams
+    num_told: int = 0  # tokens that the event loop was told
+
+
+class BatchServer:
+    """An engine in a thread of its own, for the clients of one event loop.
+
+    capacity: the most texts at a time: running, waiting, and finished but not read. observe: is
+    told, in the engine thread, what a step made, and the results of texts that it finished.
+    """
+
+    def __init__(self, engine: Engine, capacity: int, observe: Observe = lambda *_: None):
+        self.engine = engine
+        self.capacity = capacity
+        self.observe = observe
+        # The event loop's:
+        self.num_texts = 0
+        self.answers: set[Answer] = set()
+        self.asked: set[Future[Any]] = set()
+        self.refusal = ""  # why nothing is taken any more
+        self.failed = asyncio.Event()
+        self.error: BaseException | None = None
+        # The engine thread's:
+        self.served: dict[Request, ServedText] = {}
+        self.is_stopped = False
+        # Between them:
+        self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- Called by the event loop
+
+    def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.thread.start()
+
+    def check_room(self, num_texts: int) -> None:
+        """Unavailable or QueueFull, if so many more texts cannot be taken now."""
+        if self.refusal:
+            raise Unavailable(self.refusal)
+        if self.num_texts + num_texts > self.capacity:
+            raise QueueFull(
+                f"the server has {self.num_texts} texts and takes {self.capacity}: try again later"
+            )
+
+    def submit(self, answer: Answer) -> None:
+        """Give its texts to the batch. Whoever calls this calls `close`, whatever happens."""
+        self.check_room(len(answer.streams))
+        self.num_texts += len(answer.streams)
+        self.answers.add(answer)
+        arrived = time.perf_counter()
+        for stream in answer.streams:
+            pieces: list[tuple[str, str]] = []
+            if answer.is_streamed:
+                stream.show = lambda *piece, pieces=pieces: pieces.append(piece)
+            text = ServedText(answer, stream, pieces)
+            self.commands.put(partial(self._add, text, arrived))
+
+    def close(self, answer: Answer) -> None:
+        """The client has all, or wants no more: cancel what is unfinished."""
+        if answer not in self.answers:
+            return
+        self.answers.remove(answer)
+        self.num_texts -= len(answer.streams)
+        if answer.num_unfinished:
+            requests = [stream.request for stream in answer.streams]
+            self.commands.put(partial(self._cancel, requests))
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What `question` returns in the engine thread, between two steps."""
+        if self.error is not None or self.is_stopped:
+            raise Unavailable(self.refusal)
+        future: Future[T] = Future()
+        self.asked.add(future)
+        self.commands.put(partial(reply, future, question))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self.asked.discard(future)
+
+    def refuse(self, why: str) -> None:
+        """Take no new texts; those that are open go on."""
+        self.refusal = self.refusal or why
+
+    def fail_all(self, error: Exception) -> None:
+        """End every open answer with this error."""
+        for answer in self.answers:
+            answer.fail(error)
+
+    def stop(self) -> None:
+        """End the engine thread, after the step that it is in."""
+        self.refuse("the server has stopped")
+        self.commands.put(self._stop)
+        self.thread.join()
+
+    def _deliver(self, updates: Sequence[tuple[Answer, Update | Exception]]) -> None:
+        for answer, update in updates:
+            if isinstance(update, Update):
+                answer.put(update)
+            else:
+                answer.fail(update)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self.error = error
+        self.refuse("the engine has failed")
+        self.fail_all(Unavailable(self.refusal))
+        for future in self.asked:
+            if not future.done():
+                future.set_exception(Unavailable(self.refusal))
+        self.failed.set()
+
+    # ---- The engine thread
+
+    def _run(self) -> None:
+        try:
+            make_current(self.engine.runner.target.device)  # each thread has its own
+            while not self.is_stopped:
+                self._obey()
+                if self.served:
+                    self._step()
+        except BaseException as error:
+            self._post(self._engine_failed, error)
+
+    def _obey(self) -> None:
+        """Do what the event loop has asked for; wait for it, if there is no text to make."""
+        while not self.commands.empty() or not (self.served or self.is_stopped):
+            command = self.commands.get()
+            command()
+
+    def _step(self) -> None:
+        new_tokens = self.engine.batcher.step()
+        told = []
+        results = {}
+        for request, tokens in new_tokens.items():
+            text = self.served[request]
+            update = self._feed(text, tokens)
+            if update is not None:
+                told.append((text.answer, update))
+            if isinstance(update, Update) and update.result is not None:
+                results[request] = update.result
+        self.observe(new_tokens, results)
+        if told:
+            self._post(self._deliver, told)
+
+    def _feed(self, text: ServedText, tokens: list[int]) -> Update | Exception | None:
+        """Turn new tokens into text -> what the client is to be told, if anything."""
+        stream = text.stream
+        result = None
+        try:
+            stream.feed(tokens)
+            if stream.is_done:
+                result = self.engine.finish(stream)
+        except Exception as error:  # about this text alone
+            self._cancel([stream.request])
+            return error
+        if result is not None:
+            del self.served[stream.request]
+        elif not text.pieces:
+            return None
+        num_tokens = len(stream.result.tokens)
+        logprobs = stream.request.logprobs[text.num_told : num_tokens]
+        update = Update(stream.result.index, text.pieces[:], logprobs, num_tokens, result)
+        text.num_told = num_tokens
+        text.pieces.clear()
+        return update
+
+    def _add(self, text: ServedText, arrived: float) -> None:
+        request = text.stream.request
+        try:
+            self.engine.batcher.add(request)
+        except Exception as error:
+            self._post(text.answer.fail, error)
+            return
+        request.arrived = arrived
+        self.served[request] = text
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if self.served.pop(request, None) is not None:
+                self.engine.batcher.cancel(request)
+
+    def _stop(self) -> None:
+        self.is_stopped = True
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Let the event loop call it, soon."""
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            self.is_stopped = True
+
+
+def reply(future: Future[T], question: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():  # whoever asked has gone
+        return
+    try:
+        future.set_result(question())
+    except Exception as error:
+        future.set_exception(error)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from app.server import main
+
+    sys.exit(main())
