@@ -144,12 +144,17 @@ def store_results(path: Path, results: Results) -> None:
     write_file(path, json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 
+def with_figures(text: str) -> str:
+    """A document with all its tables made anew."""
+    return plan.with_memory(report.with_tables(text, load_results))
+
+
 def write_documents() -> None:
     """Make the tables of all documents, and the pictures of the results that README.md names
     first."""
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     for name, text in texts.items():
-        write_file(Path(name), report.with_tables(text, load_results))
+        write_file(Path(name), with_figures(text))
     first = re.search(report.MARKED, texts["README.md"])
     for name, picture in pictures.draw_all(load_results(Path(first["results"]))).items():
         write_file(Path("results", f"{name}.svg"), picture)

@@ -17,7 +17,7 @@ from test_house import ORDER, tree
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")
 import bench
-from measure import pictures, report
+from measure import pictures
 from train import distill, quantize
 
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in bench.DOCUMENTS}
@@ -34,7 +34,8 @@ DEMONSTRATIONS = ("sampling", "gamma", "speculative", "train.bpe", "kernels")  #
 
 def test_tables_and_pictures_are_those_of_the_results():
     for name, text in DOCUMENTS.items():
-        assert report.with_tables(text, bench.load_results) == text, f"{name}: bench.py --readme"
+        assert bench.with_figures(text) == text, f"{name}: bench.py --readme"
+    assert "<!-- memory of models -->" in README
     named = re.findall(r"figures of (results/[\w.-]+)", EVERY)
     for name, picture in pictures.draw_all(bench.load_results(named[0])).items():
         stored = (ROOT / "results" / f"{name}.svg").read_text(encoding="utf-8")

@@ -42,7 +42,7 @@ from errors import UserError
 from generate import BLOCK_SIZE, STEP_BUDGET, block_bytes
 from kvcache import kv_bytes
 from measure.gpu_parts import SHAPES
-from measure.report import Section, format_bytes, format_seconds
+from measure.report import Section, format_bytes, format_seconds, markdown
 from model import Llama, weight_bytes
 from parallel import shard_config, traffic
 from quant import DEFAULT_GROUP, Kind, widths
@@ -87,6 +87,7 @@ GPUS = {
     "H200": DataSheet(141, 4800, 989, 1979, 1979, 450),
     "B200": DataSheet(180, 8000, 2250, 4500, 4500, 900),
 }
+MEMORY = re.compile(r"(<!-- memory of models -->\n).*?(<!-- end of memory -->)", re.DOTALL)
 KV_SHARE = 0.8  # of the memory beside the weights, as generate.py takes it
 PCIE_LATENCY = 20e-6  # seconds of an all-reduce of nothing: assumed, as is usual
 NVLINK_LATENCY = 10e-6
@@ -354,6 +355,28 @@ def speed_section(plan: Plan, folder: Path) -> Section:
         latency = f"{1e6 * plan.latency:.0f} µs"
         title += f", a link of {plan.gpu.link} GB/s; each all-reduce takes {latency}, as assumed"
     return Section(title, ("", "one text", f"{counts[1]} texts"), rows)
+
+
+def memory_section() -> Section:
+    """What the published models take: weights in 16, 8 and 4 bits, a cache of 8,192 tokens."""
+    rows = []
+    for name, config in MODELS.items():
+        cells = [name]
+        for bits in (16, 8, 4):
+            cells.append(format_bytes(weight_bytes(without_numbers(in_bits(config, bits)))))
+        c = config
+        shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 8192
+        for kv_bits in ("16", "8"):
+            cells.append(format_bytes(kv_bytes(*shape, torch.bfloat16, widths(kv_bits))))
+        rows.append(cells)
+    headers = ("Llama 3", "weights, 16 bits", "8 bits", "4 bits", "8,192 tokens, 16 bits", "8 bits")
+    return Section("Memory", headers, rows)
+
+
+def with_memory(document: str) -> str:
+    """The document with its table of memory made anew."""
+    table = markdown(memory_section()).partition("\n\n")[2]
+    return MEMORY.sub(lambda found: found[1] + table + found[2], document)
 
 
 def tokens_per_second(counts: Sequence[int], seconds: Sequence[float]) -> list[str]:
