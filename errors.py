@@ -5,6 +5,9 @@ exit status 2. Every other exception, PyTorch's and Python's own ValueErrors too
 its traceback.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(ValueError):
     """What somebody asked for cannot be done. The message says what to change."""
@@ -28,3 +31,22 @@ def brief(value: object, limit: int = 400) -> str:
             character = ascii(character)[1:-1]  # an escape sequence
         characters.append(character)
     return "".join(characters)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that begins with this one, or is most like it, as a question; or nothing."""
+    known = [*known]
+    begun = [other for other in known if other.startswith(name)]
+    matches = begun or get_close_matches(name, known, n=1)
+    if not matches:
+        return ""
+    return f" (did you mean {matches[0]}?)"
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """UserError for a name that is not known: it tells all that are."""
+    known = [*known]
+    for name in names:
+        if name not in known:
+            guess = nearest(name, known)
+            raise UserError(f"{name!r} is no {what}{guess}: there are {', '.join(known)}")

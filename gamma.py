@@ -7,7 +7,7 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
     speed-up = (1 − α^(γ+1)) / (1 − α) / (w + γ c)         (Leviathan et al. 2023, 3.3, where w = 1)
 
 `AutoGamma` takes the γ with the best speed-up, or 0. The denominator is the time of a whole round
-over that of a plain one, both measured on real rounds: a few plain rounds, a few with TRIAL drafts,
+over that of a plain one, both measured on real rounds: ALIKE plain rounds, a few with TRIAL drafts,
 and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
 shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
 measured lies on the line through those that were. α is a moving average over all requests, so all
@@ -32,6 +32,8 @@ MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
 PATIENCE = 128  # rounds before what seems worse is tried again
 MEASURED = 2  # rounds, at least, that a time is taken from
+ALIKE = 4  # rounds, at least, of either kind whose times are told as a speed-up
+UNEVEN = 2  # upper over lower quartile of times that are not alike: other programs took a share
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -66,6 +68,17 @@ class AutoGamma:
             return None
         return sorted(times)[len(times) // 4]
 
+    def steady_seconds(self, batch_size: int, gamma: int) -> float | None:
+        """`round_seconds`, if there are enough times and they are alike; None: not to be told."""
+        times = sorted(self.seconds.get((batch_size.bit_length(), gamma), ()))
+        lower = len(times) // 4
+        upper = len(times) * 3 // 4
+        if len(times) < ALIKE:
+            return None
+        if times[upper] > UNEVEN * times[lower]:
+            return None
+        return times[lower]
+
     def measured(self, batch_size: int) -> dict[int, float]:
         """γ -> seconds of a round, for each γ that was measured often enough."""
         measured = {}
@@ -92,8 +105,8 @@ class AutoGamma:
         """γ for the next round of so many requests. Changes nothing."""
         best = self.best.get(batch_size.bit_length())
         if best is None:  # the trial
-            is_plain_known = self.round_seconds(batch_size, 0) is not None
-            return TRIAL if is_plain_known else 0
+            plain = self.seconds.get((batch_size.bit_length(), 0), ())
+            return TRIAL if len(plain) >= ALIKE else 0
         gamma, cost = best
         if expected_tokens(self.alpha, gamma) > cost:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again

@@ -23,6 +23,9 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
     from app.shell import begin
 
     begin()
+    from app.flags import generate_flags, tell_early
+
+    tell_early(generate_flags)
 
 import math
 import os
@@ -39,7 +42,7 @@ from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError, brief
+from errors import UserError, brief, check_names
 from grammar import Grammars
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
@@ -549,6 +552,8 @@ def prepare(
     """
     if verify not in ("exact", "coupled"):
         raise UserError(f"verify is {verify!r}: it must be exact or coupled")
+    options = prepare.__kwdefaults__
+    check_names(settings, [*Settings.__dataclass_fields__, *options], "setting or option")
     asked = Settings(**settings)
     model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
     streams = []

@@ -32,6 +32,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.load import load_llama
+from checkpoint.progress import do_each
 from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata
 from quant import Kind, Quantized
@@ -257,10 +259,16 @@ class Llama:
         return self
 
     def _pack_layers(self) -> None:
-        for layer in self.layers:
-            for role in ("qkv", "o", "gate_up", "down"):
-                packed = self.ops.pack_weight(getattr(layer, role), self.dtype, role)
-                setattr(layer, role, packed)
+        places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]
+        sizes = [getattr(layer, role).weight.nbytes for layer, role in places]
+
+        def pack(place: tuple[Layer, str]) -> list[int]:
+            layer, role = place
+            linear = getattr(layer, role)
+            setattr(layer, role, self.ops.pack_weight(linear, self.dtype, role))
+            return [linear.weight.nbytes]
+
+        do_each("packing", pack, places, self.device, sizes)
 
     def parameters(self) -> list[Tensor]:
         """All tensors of a plain model, each once: what training changes."""
@@ -316,6 +324,20 @@ def named_parts(
         if tensor is not None:
             for name, part in zip(rows, tensor.split(list(rows.values()))):
                 yield f"{prefix}{name}.{kind}", part
+
+
+def weight_bytes(llama: Llama, read: bool = False) -> int:
+    """Bytes of the weights as they are stored, scales included; a tied head counts once.
+
+    read: only what a step reads: of an embedding that is not tied it reads single rows.
+    """
+    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
+    is_tied = llama.embed is llama.head
+    total = 0
+    for name, tensor in plain.named_tensors().items():
+        if is_tied or not read or "embed_tokens" not in name:
+            total += tensor.nbytes
+    return total
 
 
 def rope_frequencies(config: Config) -> Tensor:

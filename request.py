@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from errors import UserError
+from errors import UserError, check_names
 from grammar import NOTATIONS, Grammar, GrammarState, checked_schema, checked_text
 from sampling import SETTINGS, TokenLogprob, check_settings
 from tokenizer import Tokenizer
@@ -45,6 +45,10 @@ class Settings:
     regex: str | None = None
     choice: tuple[str, ...] | None = None  # may be given as one text or a list
     grammar: str | None = None  # in Lark
+
+    def __new__(cls, *values: Any, **named: Any) -> Settings:
+        check_names(named, cls.__dataclass_fields__, "setting")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})

@@ -459,18 +459,27 @@ class ModelRunner:
         return True
 
     def report(self, request: Request) -> Speculation | None:
-        """A text's acceptance, and its speed-up after the first round; None without a drafter."""
+        """A text's acceptance, and its speed-up after the first round; None without a drafter.
+
+        Rounds with and without drafts are compared by the same measure of their times, and where
+        either's are uneven or unknown there is no speed-up.
+        """
         rounds = request.rounds[1:]  # the first reads the prompt's end
         if not self.has_drafter or not rounds:
             return None
-        acceptance = request.acceptance
-        num_tokens = sum(stats.num_accepted + 1 for stats in rounds)
-        tokens_per_round = num_tokens / len(rounds)
-        plain = 0.0  # seconds of the same tokens by plain decoding
+        tokens_per_round = sum(stats.num_accepted + 1 for stats in rounds) / len(rounds)
+        drafted_rounds = [stats for stats in rounds if stats.num_drafts]
+        num_compared = 0  # of these
+        seconds = 0.0
+        plain_seconds = 0.0  # of the same tokens by plain decoding
         for stats in rounds:
-            plain_round = self.auto_gamma.round_seconds(stats.batch_size, 0)
-            if plain_round is None:
-                return Speculation(acceptance, tokens_per_round)
-            plain += (stats.num_accepted + 1) * plain_round
-        seconds = sum(stats.seconds for stats in rounds)
-        return Speculation(acceptance, tokens_per_round, plain / seconds)
+            drafted = self.auto_gamma.steady_seconds(stats.batch_size, stats.num_drafts)
+            plain = self.auto_gamma.steady_seconds(stats.batch_size, 0)
+            if drafted is not None and plain is not None:
+                num_compared += stats.num_drafts > 0
+                seconds += drafted
+                plain_seconds += (stats.num_accepted + 1) * plain
+        speed_up = None
+        if 2 * num_compared > len(drafted_rounds):
+            speed_up = plain_seconds / seconds
+        return Speculation(request.acceptance, tokens_per_round, speed_up)

@@ -31,6 +31,9 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
     from app.shell import begin
 
     begin()
+    from app.flags import server_flags, tell_early
+
+    tell_early(server_flags)
 
 import asyncio
 import time

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -150,8 +152,6 @@ def test_mistakes_of_callers_are_user_errors(model):
             generate(PROMPT, model, **wrong)
     with pytest.raises(FileNotFoundError):
         generate(PROMPT, "nobody/nothing/at-all")
-    with pytest.raises(TypeError):  # no setting of this name: a bug of the caller
-        generate(PROMPT, model, temprature=1)
 
 
 # ---- Ends
@@ -562,3 +562,13 @@ def test_damaged_files_make_a_text_or_one_line(tmp_path):
             except (UserError, OSError) as error:
                 assert len(str(error)) < 1000 and "\n" not in str(error)
         file.write_bytes(whole)
+
+
+def test_a_wrong_name_of_a_setting_is_told_the_right_ones(model):
+    with pytest.raises(UserError, match=r"no setting \(did you mean temperature\?\): there"):
+        Settings(temprature=1)
+    for call in (generate, lambda *given, **options: next(stream(*given, **options))):
+        for name, guess in (("temprature", "temperature"), ("max_batches", "max_batch")):
+            with pytest.raises(UserError, match=rf"'{name}' is no .*{guess}\?\).*seed.*kv_bits"):
+                call(PROMPT, target=model, **{name: 1})
+    assert replace(Settings(), seed=3) == pickle.loads(pickle.dumps(Settings(seed=3)))

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from app import cli, server
+from app.flags import generate_flags, server_flags
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
 
@@ -130,22 +130,13 @@ def commands() -> set[str]:
     return set(found)
 
 
-def parse_generate(flags: list[str]) -> None:
-    args = cli.parser().parse_args(flags)
-    cli.check_flags(args)
-
-
 def parse_bench(flags: list[str]) -> None:
     bench.parse_bench([flag.replace("PEER", "transformers") for flag in flags])
 
 
-def parse_server(flags: list[str]) -> None:
-    server.check_server_flags(server.server_parser().parse_args(flags))
-
-
 PARSERS = {
-    "serve.py": parse_server,
-    "generate.py": parse_generate,
+    "serve.py": server_flags,
+    "generate.py": generate_flags,
     "bench.py": parse_bench,
     "train.quantize": quantize.parse_flags,
     "train.distill": distill.parse,

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import runner as runner_page
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
-from gamma import MEASURED, TRIAL
+from gamma import ALIKE, MEASURED, TRIAL
 from generate import Engine, Model, load_draft
 from kernels import Ops
 from kvcache import KVCache
 from paged import PagedCache
 from proof import Walk, distance, enumerate_law
-from request import Request, Settings
+from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
 from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
@@ -500,8 +500,10 @@ def test_report_says_what_the_rounds_say(pair):
     assert runner.report(request) is None
     play(runner, [request])
     assert runner.report(request).speed_up is None  # no plain round was measured
-    for _ in range(MEASURED):
-        runner.auto_gamma.observe([0], [0], 0.5)
+    seconds = runner.auto_gamma.seconds
+    seconds.clear()
+    seconds[1, 0] += [0.5] * ALIKE
+    seconds[1, 2] += [0.25] * ALIKE
     report = runner.report(request)
     examined = [min(stats.num_accepted + 1, stats.num_drafts) for stats in request.rounds]
     accepted = [stats.num_accepted for stats in request.rounds]
@@ -509,8 +511,17 @@ def test_report_says_what_the_rounds_say(pair):
     assert len(accepted) > 5
     num_tokens = sum(accepted[1:]) + len(accepted[1:])
     assert report.tokens_per_round == pytest.approx(num_tokens / len(accepted[1:]))
-    seconds = sum(stats.seconds for stats in request.rounds[1:])
-    assert report.speed_up == pytest.approx(0.5 * num_tokens / seconds)
+    full = [stats for stats in request.rounds[1:] if stats.num_drafts == 2]  # not the last one
+    num_tokens = sum(stats.num_accepted + 1 for stats in full)
+    assert report.speed_up == pytest.approx(0.5 * num_tokens / (0.25 * len(full)))
+    for gamma in (0, 2):
+        before = seconds[1, gamma].copy()
+        seconds[1, gamma] += [0.8, 9.0, 90.0, 9.0]  # beside a busy program: nothing is told
+        assert runner.report(request).speed_up is None
+        seconds[1, gamma] = before
+    request.rounds += [RoundStats(0, 0)] * 100  # which say nothing of drafts
+    del seconds[1, 2]
+    assert runner.report(request).speed_up is None
     runner = toy_runner(1, TARGET, COPY)
     runner.has_drafter = False
     assert runner.report(request) is None
@@ -529,7 +540,7 @@ def test_gamma_follows_how_the_drafts_fare(is_good):
     request = Request([1, 1], Settings(1.0, seed=3, max_tokens=180))
     play(runner, [request])
     num_drafts = [stats.num_drafts for stats in request.rounds]
-    first = [0] * (1 + MEASURED) + [TRIAL] * MEASURED  # the first round reads the prompt
+    first = [0] * (1 + ALIKE) + [TRIAL] * MEASURED  # the first round reads the prompt
     assert num_drafts[: len(first)] == first
     if is_good:
         assert max(num_drafts) == 16

@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app import cli
+from app import flags as flags_page
 from conftest import CHATML, write_model
 from generate import Model
 
@@ -308,7 +309,7 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
         if rest := [
             line
             for line in err.splitlines()[:-1]
-            if not line.startswith(("note: ", "keys and values: ", "colours: "))
+            if not line.startswith(("note: ", "running ", "keys and values: ", "colours: "))
         ]:
             return f"more than one line: {rest[0]!r}"
         return "a line of more than 1,200 characters" if len(last) > 1200 else ""
@@ -339,7 +340,7 @@ def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
 def models() -> Iterator[Path]:
     """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are
     asked for together."""
-    load, most, known = Model.load.__func__, cli.MAX_TEXTS, {}
+    load, most, known = Model.load.__func__, flags_page.MAX_TEXTS, {}
 
     def once(cls: type[Model], *how: Any) -> Model:
         key = tuple(map(str, how))
@@ -352,11 +353,11 @@ def models() -> Iterator[Path]:
         write_model(folder / "base")
         write_model(folder / "instruct", template=CHATML, eos_token_ids=(256, 258))
         write_model(folder / "other", seed=5, num_hidden_layers=1)
-        Model.load, cli.MAX_TEXTS = classmethod(once), 50
+        Model.load, flags_page.MAX_TEXTS = classmethod(once), 50
         try:
             yield folder
         finally:
-            Model.load, cli.MAX_TEXTS = classmethod(load), most
+            Model.load, flags_page.MAX_TEXTS = classmethod(load), most
 
 
 def fuzz(count: int, seed: int) -> Counter[int]:

@@ -397,7 +397,7 @@ def from_file(bodies: list[dict]) -> float:
         capture_output=True,
         text=True,
     )
-    return float(re.search(r"tokens in ([\d.]+) s;", done.stderr)[1])
+    return float(re.search(r"tokens in ([\d.]+) s", done.stderr)[1])
 
 
 def check_throughput() -> None:

@@ -1,4 +1,4 @@
-"""The command line of generate.py: flags, standard streams, files and chat.
+"""The command line of generate.py: standard streams, files and chat. Its flags: flags.py.
 
 Text goes to standard output as it is made, messages to standard error. A user's mistake is one line
 and exit status 2 (shell.py). Ctrl-C ends all texts as they are, and their results are printed; a
@@ -10,8 +10,8 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,228 +19,29 @@ from typing import Any
 
 import torch
 
+from app.chat import Conversation, chat_settings, edit_lines
+from app.flags import generate_flags
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
+from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
-from app.shell import MAX_MESSAGE, Parser, Terminated, number_or_word, refuse, say, status, write
+from app.shell import (
+    MAX_MESSAGE,
+    Terminated,
+    refuse,
+    say,
+    status,
+    write,
+)
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from parallel import num_processes, shard_config
-from request import MAX_TOKENS, Message, OutputStream, Request, Result, Settings, Show
+from request import OutputStream, Request, Result, Settings, Show
 
-MAX_TEXTS = 2**16  # asked for at a time
 FILES = ("schema", "grammar")  # settings that are read from files
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
-
-
-# ---- Flags -------------------------------------------------------------------------------------
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        "generate.py",
-        "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.",
-    )
-    p.add_argument(
-        "prompt", nargs="?", help="text to continue or to answer; '-': standard input; none: chat"
-    )
-    add_model_flags(p.add_argument_group("models and drafts"))
-    add_text_flags(p.add_argument_group("texts"))
-    add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
-    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
-    add_output_flags(p.add_argument_group("output"))
-    return p
-
-
-def add_model_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--target",
-        default="tiny",
-        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, FILE.gguf, or tiny",
-    )
-    p.add_argument(
-        "--draft",
-        help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
-        "tiny-eagle; ngram: looks back; self: INT4 copy",
-    )
-    p.add_argument(
-        "--gamma",
-        type=number_or_word,
-        help="tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
-    )
-    p.add_argument(
-        "--verify",
-        choices=("exact", "coupled"),
-        help="exact (default), or coupled: target and seed alone decide the text",
-    )
-    p.add_argument(
-        "--bits",
-        type=number_or_word,
-        default=16,
-        help="round the target's weights as they are loaded, to 8, 4, fp8 or nf4 (train.quantize: "
-        "with care)",
-    )
-    p.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16", "float16"),
-        help="what to compute in (default: on a CPU float32)",
-    )
-
-
-def add_text_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--temperature", type=float, help="0: always the most probable token")
-    p.add_argument("--top-k", type=int, help="keep the k most probable")
-    p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
-    p.add_argument("--min-p", type=float, help="keep this share of the largest")
-    p.add_argument(
-        "--seed",
-        type=int,
-        help="the same seed gives the same text; unset: a new one, which is told",
-    )
-    p.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        help=f"make at most so many (default {MAX_TOKENS})",
-    )
-    p.add_argument(
-        "--stop", action="append", default=[], help="end before this text; may be repeated"
-    )
-    p.add_argument("--system", help="a system message, for chat templates")
-    either = p.add_mutually_exclusive_group()
-    either.add_argument(
-        "--chat",
-        dest="use_template",
-        action="store_const",
-        const=True,
-        help="use the model's chat template, which is the default where it has one",
-    )
-    either.add_argument(
-        "--raw",
-        dest="use_template",
-        action="store_const",
-        const=False,
-        help="continue the prompt as it is, without the model's chat template",
-    )
-    p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
-    p.add_argument(
-        "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
-    )
-
-
-def add_grammar_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--schema", help='a JSON schema: a file, - for standard input, or in place: {"type": …}'
-    )
-    p.add_argument("--regex", help="a regular expression for the whole text")
-    p.add_argument("--choice", action="append", help="one of these texts; to be repeated")
-    p.add_argument("--grammar", help="a file with a grammar in Lark")
-
-
-def add_memory_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--max-batch",
-        type=int,
-        default=16,
-        help="at most so many texts at a time, of --prompts or --n (default 16)",
-    )
-    p.add_argument(
-        "--max-len",
-        type=int,
-        help="prompt and answer, at most (default: as memory allows, up to the model's limit)",
-    )
-    p.add_argument(
-        "--kv",
-        default="paged",
-        help="keys and values in blocks, on demand (paged, default), or in reserved rows "
-        "(contiguous)",
-    )
-    p.add_argument(
-        "--kv-bits",
-        default="16",
-        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
-    )
-    p.add_argument(
-        "--kv-memory",
-        type=float,
-        help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
-    )
-    p.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="read every prompt from its beginning, also where another began alike",
-    )
-    p.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="recompute everything for each token, to feel the difference",
-    )
-    p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
-    p.add_argument(
-        "--tensor-parallel",
-        type=int,
-        help="split the models over so many processes (as torchrun does without this flag)",
-    )
-
-
-def add_output_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--json",
-        action="store_true",
-        help="print each result as one JSON object, with the tokens and the times",
-    )
-    p.add_argument(
-        "--logprobs",
-        type=int,
-        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
-    )
-    p.add_argument(
-        "--color",
-        action="store_true",
-        help="show the origin of each token: accepted, corrected, or the bonus after a full round",
-    )
-    p.add_argument(
-        "--profile",
-        help="a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
-    )
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that exclude each other. A seed and --gamma auto imply coupled mode."""
-    check_counts(args, "n", "max_batch")
-    check_draft_flags(args, "gamma", "verify", "color")
-    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
-        raise UserError(
-            "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
-            "and --color"
-        )
-    if args.schema == "-" and "-" in (args.prompt, args.prompts):
-        raise UserError("standard input holds the schema or the prompt: name a file for one")
-    if args.logprobs is not None and not (args.json or args.prompts):
-        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
-    if args.color and args.json:
-        raise UserError("--color is for text: leave it out, or --json")
-    if args.verify is None and args.draft and args.seed is not None:
-        if args.gamma in (None, "auto"):  # which goes by the clock: a text would not repeat
-            args.verify = "coupled"
-            say("note: verifying in coupled mode, so that the seed decides the text")
-
-
-def check_counts(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        number = getattr(args, name)
-        if not 1 <= number <= MAX_TEXTS:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
-
-
-def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
-    """UserError for a flag of these about drafts, where there are none."""
-    for name in names:
-        if args.draft is None and getattr(args, name) not in (None, False):
-            raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- Results -----------------------------------------------------------------------------------
@@ -266,6 +67,26 @@ def show_for(args: argparse.Namespace) -> Show | None:
     return write_colored
 
 
+def output_stream(
+    args: argparse.Namespace,
+    model: Model,
+    request: Request,
+    prompt: str,
+    show: Show | None,
+    index: int = 0,
+) -> OutputStream:
+    """A text as it grows. At a terminal its continuation begins with the prompt, dimmed."""
+    if show is not None and not request.is_reply and args.out is None and sys.stdout.isatty():
+        before = iter([f"\x1b[2m{prompt}\x1b[0m"])
+
+        def show_all(piece: str, origin: str) -> None:
+            write(next(before, ""))
+            show(piece, origin)
+
+        return OutputStream(model.tokenizer, request, prompt, show_all, index)
+    return OutputStream(model.tokenizer, request, prompt, show, index)
+
+
 def summary(result: Result) -> str:
     """What a text cost, in a line or two."""
     milliseconds = 1e3 * result.seconds_to_first_token
@@ -285,6 +106,16 @@ def summary(result: Result) -> str:
     if speculation.speed_up:
         text += f": {speculation.speed_up:.2f} times as fast as plain decoding"
     return text
+
+
+@contextmanager
+def results_to(file: str | None) -> Iterator[None]:
+    """In the block the first process writes results to the file; None: to standard output."""
+    if file is None or torchrun_ranks()[0] > 0:
+        yield
+        return
+    with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
+        yield
 
 
 def print_json(result: Result, **more: Any) -> None:
@@ -341,10 +172,10 @@ def read_prompt(args: argparse.Namespace) -> str | None:
         return read_once(lambda: read_text("-"))
     if args.prompt is not None:
         return args.prompt
-    if args.json or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
+    if args.json or args.out or args.n > 1 or not read_once(lambda: sys.stdin.isatty()):
         raise UserError(
             "there is no prompt: give one in quotes, or '-' "
-            "(chat needs a terminal, no --json or --n)"
+            "(chat needs a terminal, no --json, --out or --n)"
         )
     return None
 
@@ -357,7 +188,7 @@ def start(
     max_len: int,
     max_batch: int = 1,
 ) -> Engine:
-    """The engine; notes say which settings are ignored."""
+    """The engine; messages say what runs, and which settings are ignored."""
     engine = Engine(
         model,
         draft,
@@ -371,6 +202,11 @@ def start(
         not args.no_prefix_cache,
         args.kv_bits,
     )
+    llamas = [model.llama]
+    if draft is not None and draft.llama is not None:
+        llamas.append(draft.llama)
+    say(describe(args.target, llamas))
+    say(engine.describe())
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")
     return engine
@@ -396,9 +232,9 @@ def one_prompt(
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine = start(args, model, draft, max_batch * length, length, max_batch)
     show = show_for(args)
-    streams = [OutputStream(model.tokenizer, first, prompt, show)]
+    streams = [output_stream(args, model, first, prompt, show)]
     for i in range(1, args.n):
-        streams.append(OutputStream(model.tokenizer, first.sibling_text(i), prompt, show, i))
+        streams.append(output_stream(args, model, first.sibling_text(i), prompt, show, i))
 
     def report(result: Result) -> None:
         if args.json:
@@ -407,7 +243,8 @@ def one_prompt(
             write("\n")
         say(summary(result))
 
-    print_results(engine, streams, report)
+    with results_to(args.out):
+        print_results(engine, streams, report)
     return 0
 
 
@@ -419,7 +256,6 @@ def many_prompts(
     -> 1 if a line was bad, else 0
     """
     engine, longest = start_for_any(args, model, draft, args.max_batch)
-    say(engine.describe())
 
     def check(request: Request) -> None:
         if args.draft is None and request.settings.gamma is not None:
@@ -434,21 +270,27 @@ def many_prompts(
         if line.error is None:
             prompt = line.fields["prompt"]
             streams.append(OutputStream(model.tokenizer, line.request, prompt, index=index))
-        else:
-            print_error(line, index)
     begin = time.perf_counter()
     num_tokens = 0
 
     def report(result: Result) -> None:
         nonlocal num_tokens
         num_tokens += len(result.tokens)
-        print_json(result, **lines[result.index].id)
-        say(summary(result))
+        line = lines[result.index]
+        print_json(result, **line.labels)
+        say(f"line {line.number}: {summary(result)}")
 
-    print_results(engine, streams, report)
+    with results_to(args.out):
+        for index, line in enumerate(lines):
+            if line.error is not None:
+                print_error(line, index)
+        print_results(engine, streams, report)
     seconds = time.perf_counter() - begin
     num_bad = len(lines) - len(streams)
-    say(f"{num_tokens} tokens in {seconds:.1f} s; {num_bad} bad lines")
+    served = f"{len(streams)} of {len(lines)}"
+    if num_bad:
+        served += f", {num_bad} left out"
+    say(f"{served}: {num_tokens} tokens in {seconds:.1f} s")
     return 1 if num_bad else 0
 
 
@@ -458,23 +300,26 @@ def print_error(line: Line, index: int) -> None:
     say(f"line {line.number} is left out: {message}")
     prompt = line.fields.get("prompt", "")
     result = Result(prompt, [], 0, index, finish_reason="error", error=message)
-    print_json(result, **line.id)
+    print_json(result, **line.labels)
 
 
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     engine, longest = start_for_any(args, model, draft, 1)
     show = show_for(args)
-    has_template = model.uses_template(args.use_template)
-    messages: list[Message] = []
+    talk = Conversation(model.uses_template(args.use_template), args.system)
+    settings, temperature = chat_settings(settings, model.recommended)
+    edit_lines()
 
     def report(result: Result) -> None:
-        messages.append({"role": "assistant", "content": result.text})
+        talk.messages.append({"role": "assistant", "content": result.text})
+        used = len(result.prompt_tokens) + len(result.tokens)
         write("\n")
         say(summary(result))
+        say(f"context: {used:,} of {longest:,} tokens used ({used / longest:.0%})")
 
-    kind = "a message" if has_template else "the beginning of a text"
-    say(f"Type {kind}; Ctrl-D ends.")
+    kind = "a message" if talk.uses_template else "the beginning of a text"
+    say(f"{temperature}\nType {kind}, or /help; Ctrl-D ends.")
     while True:
         try:
             typed = read_once(lambda: input("> "))
@@ -485,16 +330,22 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
             continue
         if not typed:
             continue
-        messages.append({"role": "user", "content": typed})
-        prompt = messages if has_template else typed
+        if typed.startswith("/"):
+            try:
+                talk.obey(typed)
+            except (UserError, OSError) as error:
+                say(brief(error, MAX_MESSAGE))
+            continue
+        talk.messages.append({"role": "user", "content": typed})
+        prompt = talk.messages if talk.uses_template else typed
         try:
-            request = model.request(prompt, settings, args.system, args.use_template, longest)
+            request = model.request(prompt, settings, talk.system, args.use_template, longest)
         except UserError as error:
-            say(f"{brief(error, MAX_MESSAGE)}: a new conversation begins")
-            messages.clear()
+            say(brief(error, MAX_MESSAGE))
+            talk.reset()
             continue
         try:
-            print_results(engine, [OutputStream(model.tokenizer, request, typed, show)], report)
+            print_results(engine, [output_stream(args, model, request, typed, show)], report)
         except Terminated:
             raise
         except KeyboardInterrupt:  # enough of this answer
@@ -516,12 +367,29 @@ def profile_to_file(
     return import_module("measure.profiler").trace_phases(args.profile, llamas)
 
 
+def verify_coupled(args: argparse.Namespace) -> None:
+    """A seed and --gamma auto imply coupled mode: γ goes by the clock, and a text would not
+    repeat."""
+    if args.verify is None and args.draft and args.seed is not None:
+        if args.gamma in (None, "auto"):
+            args.verify = "coupled"
+            say("note: verifying in coupled mode, so that the seed decides the text")
+
+
+def flagged_settings(args: argparse.Namespace) -> Settings:
+    """The settings that flags give, but for those in files."""
+    given = {}
+    for name in Settings.__dataclass_fields__:
+        if name not in FILES and getattr(args, name) is not None:
+            given[name] = getattr(args, name)
+    return Settings(**given)
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status. All processes come here."""
-    args = parser().parse_args(arguments)
-    check_flags(args)
-    chosen = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**chosen | dict.fromkeys(FILES))
+    args = generate_flags(arguments)
+    verify_coupled(args)
+    settings = flagged_settings(args)
     device = find_device(args.device)
     n = args.tensor_parallel
     if n is not None and n > 1:  # refused before other processes start
@@ -532,8 +400,9 @@ def run_command(arguments: Sequence[str]) -> int:
         settings = replace(settings, **read)
         prompt = read_prompt(args)
         dtype = getattr(torch, args.dtype) if args.dtype else None
-        model = Model.load(args.target, device, dtype, args.bits)
-        draft = load_draft(args.draft, model, dtype)
+        with shown_progress():
+            model = Model.load(args.target, device, dtype, args.bits)
+            draft = load_draft(args.draft, model, dtype)
         with profile_to_file(args, model, draft):
             if args.prompts is not None:
                 return many_prompts(args, settings, model, draft, prompt)

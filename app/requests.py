@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import parse_json
-from errors import UserError
+from errors import UserError, check_names
 from grammar import NOTATIONS
 from request import Request, Settings
 
@@ -27,15 +27,18 @@ NAMES = ("prompt", "id", "system", "raw", *SETTINGS)
 class Line:
     """A line of the file: its JSON object, and its request or what is wrong with it."""
 
-    number: int  # from 1
+    number: int  # from 1, blank lines too
     fields: dict[str, Any] = field(default_factory=dict)
     request: Request | None = None
     error: UserError | None = None
 
     @property
-    def id(self) -> dict[str, Any]:
-        """The field `id`, which the result repeats."""
-        return {"id": self.fields["id"]} if "id" in self.fields else {}
+    def labels(self) -> dict[str, Any]:
+        """What the result repeats: the line's number, and its field `id`."""
+        labels: dict[str, Any] = {"line": self.number}
+        if "id" in self.fields:
+            labels["id"] = self.fields["id"]
+        return labels
 
 
 def read_requests(
@@ -78,6 +81,8 @@ def parse_object(text: str) -> dict[str, Any]:
     try:
         fields = parse_json(text)
         json.dumps(fields, allow_nan=False)  # the result repeats it
+    except json.JSONDecodeError as error:  # whose own words count lines anew
+        raise UserError(f"{error.msg} at character {error.colno}: {rule}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{error}: {rule}") from None
     if not isinstance(fields, dict):
@@ -87,9 +92,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def check_fields(fields: dict[str, Any]) -> None:
     """UserError for a name or a type that is not known. `Settings` checks its own."""
-    for name in fields:
-        if name not in NAMES:
-            raise UserError(f"{name!r} is unknown here: a line may have {', '.join(NAMES)}")
+    check_names(fields, NAMES, "field of a line")
     if not isinstance(fields.get("prompt"), str | list):
         raise UserError(
             f'"prompt" is {fields.get("prompt")!r}: it must be a text, or chat messages'

@@ -33,18 +33,13 @@ from typing import Any
 import torch
 
 from app.asgi import ClientGone, Exchange, HttpError, Receive, Scope, Send
-from app.cli import (
-    add_memory_flags,
-    add_model_flags,
-    check_counts,
-    check_draft_flags,
-    show_warning,
-    start_for_any,
-)
+from app.cli import show_warning, start_for_any
+from app.flags import KEY_VARIABLE, server_flags
 from app.launch import torchrun_ranks
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
-from app.shell import SIGNALS, Parser, handled, say, status
+from app.progress import shown_progress
+from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
 from errors import UserError, brief
 from generate import Model, load_draft
@@ -53,9 +48,7 @@ from request import Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable
 
 PAGE = Path(__file__).parent / "page.html"
-KEY_VARIABLE = "LLAMA_API_KEY"
 MAX_CONNECTIONS = 1000  # beside those of the texts
-MAX_GRACE = 86_400  # seconds
 MAX_BODIES = 64  # that are read at a time; others wait
 MAX_WATCHERS = 32  # of /state
 SNAPSHOT_SECONDS = 0.1
@@ -297,47 +290,7 @@ def is_loopback(name: str) -> bool:
 # ---- The program -------------------------------------------------------------------------------
 
 
-def server_parser() -> argparse.ArgumentParser:
-    p = Parser("serve.py", "Serve a Llama to OpenAI's clients, and a page that shows the batch.")
-    add_model_flags(p.add_argument_group("models and drafts"))
-    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
-    add_server_flags(p.add_argument_group("the server"))
-    return p
-
-
-def add_server_flags(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on (default: this machine's own)"
-    )
-    p.add_argument("--port", type=int, default=8000, help="0: any that is free (default 8000)")
-    p.add_argument(
-        "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
-    )
-    p.add_argument("--model-name", help="what clients call the model (default: --target)")
-    p.add_argument(
-        "--max-queue",
-        type=int,
-        default=256,
-        help="texts that wait, beside --max-batch that run; more are refused (default 256)",
-    )
-    p.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        help="seconds for open texts to be finished, after a signal (default 30)",
-    )
-
-
-def check_server_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that make no server."""
-    check_counts(args, "max_batch", "max_queue")
-    check_draft_flags(args, "gamma", "verify")
-    if not 0 <= args.port < 2**16:
-        raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
-    if not 0 <= args.grace <= MAX_GRACE:
-        raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
-    if args.api_key == "":
-        raise UserError("--api-key is empty: name a key, or leave it out")
+def check_one_process(args: argparse.Namespace) -> None:
     _, num_processes, _ = torchrun_ranks()
     if num_processes > 1 or args.tensor_parallel not in (None, 1):
         raise UserError(
@@ -369,17 +322,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run_server(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status."""
-    args = server_parser().parse_args(arguments)
-    check_server_flags(args)
+    args = server_flags(arguments)
+    check_one_process(args)
     uvicorn = import_uvicorn()
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
     device = find_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     settings = Settings(gamma=args.gamma)
-    model = Model.load(args.target, device, dtype, args.bits)
-    draft = load_draft(args.draft, model, dtype)
+    with shown_progress():
+        model = Model.load(args.target, device, dtype, args.bits)
+        draft = load_draft(args.draft, model, dtype)
     engine, limit = start_for_any(args, model, draft, args.max_batch)
-    say(engine.describe())
     name = args.model_name or str(args.target)
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from errors import UserError, brief
+from errors import UserError, brief, nearest
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "size calculation overflowed")
 MAX_MESSAGE = 1000  # characters
@@ -46,10 +46,10 @@ def begin() -> None:
     sys.stdout.reconfigure(errors="replace")
 
 
-def say(message: str) -> None:
+def say(message: str, end: str = "\n") -> None:
     """To standard error; the program goes on if that fails."""
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(message, end=end, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 
@@ -146,10 +146,35 @@ def number_or_word(text: str) -> int | str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line; no flag may be abbreviated."""
+    """Refuses in one line; no flag may be abbreviated. examples: lines after the flags."""
 
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str, examples: str = ""):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.explain(parsed, unknown))
+        return parsed
+
+    def explain(self, parsed: argparse.Namespace, unknown: list[str]) -> str:
+        """What is wrong with these words: a mistyped flag, or a prompt without quotes."""
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        flags = [word for word in unknown if word.startswith("-")]
+        if flags:
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            return message + nearest(flags[0].split("=")[0], known)
+        prompt = getattr(parsed, "prompt", None)
+        if prompt is None:
+            return message
+        whole = " ".join([prompt, *unknown])
+        return f'{message}: put the prompt in quotes, "{whole}"'
 
     def error(self, message: str) -> NoReturn:
         sys.exit(refuse(f"{message} (see --help)"))

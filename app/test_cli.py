@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase
 
 from app import cli
+from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
 from conftest import ROOT, program, write_model
@@ -202,29 +203,56 @@ def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
 def test_a_bad_line_keeps_its_id_and_the_others_are_served(base, capsys, tmp_path):
     lines = [
         ('{"prompt": "a", "id": 7, "max_tokens": 2}', ""),
-        ('{"prompt": "a", "id": "x", "colour": 1}', "'colour' is unknown here"),
+        (
+            '{"prompt": "a", "id": "x", "colour": 1}',
+            "'colour' is no field of a line: there are",
+        ),
         ('{"id": null}', '"prompt" is None'),
         ('{"prompt": "a", "id": [1], "top_p": 7}', "top_p is 7"),
         ('{"prompt": "a", "id": 4, "gamma": 2}', "gamma is about drafted tokens"),
         ('{"prompt": "a", "id": 5, "system": 3}', "a system message"),
         ('{"prompt": "a", "id": 6, "raw": 1}', "raw is 1"),
-        ('{"prompt": "a", "id": 8, "chat": true}', "'chat' is unknown here"),
+        ('{"prompt": "a", "id": 8, "chat": true}', "'chat' is no field"),
+        ('{"prompt": "a", "tempratur": 1}', "(did you mean temperature?)"),
         ('{"prompt": "a", "id": 9, "max_tokens": null, "stop": ""}', "stop is ''"),
         ("[]", "it holds a list"),
-        ("{", "a line must be a JSON object"),
+        ('{"prompt": "a", ', "enclosed in double quotes at character 17: a line must be"),
     ]
     (tmp_path / "prompts").write_text("\ufeff" + "\n\n".join(line for line, _ in lines))
     status, out, err = run(capsys, "--target", base, "--prompts", tmp_path / "prompts")
     results = sorted(map(json.loads, out.splitlines()), key=lambda result: result["index"])
     assert status == 1 and len(results) == len(lines)
     for i, (result, (line, why)) in enumerate(zip(results, lines)):
-        assert result["index"] == i
+        assert result["index"] == i and result["line"] == 2 * i + 1
         assert why in result.get("error", "") and ("error" in result) == bool(why)
-        if line.startswith('{"'):
+        if '"id"' in line:
             assert "id" in result and result["id"] == json.loads(line)["id"]
         if why:
             assert result["finish_reason"] == "error" and f"line {2 * i + 1} is left out" in err
-    assert len(results[0]["tokens"]) == 2 and "10 bad lines" in err
+    assert len(results[0]["tokens"]) == 2 and "1 of 12, 11 left out: 2 tokens" in err
+    assert "line 1: 2 tokens" in err
+
+
+def test_results_go_to_a_file_and_what_was_there_stays_after_a_mistake(base, capsys, tmp_path):
+    out = tmp_path / "results.jsonl"
+    prompts = tmp_path / "prompts"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": 3}\n{"prompt": "b"}\n')
+    flags = ("--target", base, "--max-tokens", "2", "--seed", "1", "--out", out)
+    status, text, err = run(capsys, "--prompts", prompts, *flags)
+    assert (status, text) == (1, "") and "2 of 3, 1 left out" in err
+    numbers = [json.loads(line)["line"] for line in out.read_text().splitlines()]
+    assert sorted(numbers) == [1, 2, 3]
+    _, text, _ = run(capsys, PROMPT, *flags[:-2])
+    assert run(capsys, PROMPT, *flags)[:2] == (0, "") and out.read_text() == text
+    for wrong, says in (
+        (("--prompts", prompts, *flags[:-1], prompts), "is the file of --prompts"),
+        ((PROMPT, *flags[:-1], tmp_path), "is not a file"),
+        ((PROMPT, *flags, "--max-len", "3"), "the prompt has"),
+        (("--prompts", prompts, *flags, "--no-cache"), "without a cache there are no"),
+    ):
+        status, _, err = run(capsys, *wrong)
+        assert status == 2 and says in err and out.read_text() == text, err
+    assert prompts.read_text().startswith('{"prompt": "a"}')
 
 
 def test_fields_of_a_line_override_flags(instruct, capsys, tmp_path):
@@ -387,7 +415,7 @@ def test_ctrl_c_while_a_result_is_printed_drops_no_result(base, capsys, monkeypa
 
     def amid(call):
         def called(text: str) -> None:
-            if '"index": 1' in text or text.startswith("3 tokens (length)"):
+            if '"index": 1' in text or text.startswith("line 2: 3 tokens"):
                 os.kill(os.getpid(), signal.SIGINT)
             call(text)
 
@@ -469,14 +497,15 @@ BAD_FLAGS = [
 
 
 def test_a_bad_flag_is_one_line(base, capsys, monkeypatch):
-    parser = cli.parser()
-    monkeypatch.setattr(cli, "parser", lambda: parser)
+    parser = flags_page.parser()
+    monkeypatch.setattr(flags_page, "parser", lambda: parser)
     for flags, says in BAD_FLAGS:
         status, out, err = run(capsys, PROMPT, "--target", base, *flags)
         assert (status, out) == (2, ""), flags
         *notes, error = err.splitlines()
         assert error.startswith("error: ") and says in error, err
-        assert all(note.startswith("note: ") for note in notes)
+        told = ("note: ", "running ", "keys and values: ")
+        assert all(note.startswith(told) for note in notes), err
 
 
 def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):

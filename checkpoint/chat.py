@@ -117,7 +117,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         """The template's text, with stand-ins in the messages."""
-        for n, message in enumerate(messages):
+        for n, message in enumerate(messages, 1):
             check_message(n, message)
         inert = [
             {"role": self._inert(message["role"]), "content": self._inert(message["content"])}
@@ -158,7 +158,7 @@ class ChatTemplate:
 
 
 def check_message(n: int, message: Any) -> None:
-    """UserError unless it is {"role": text, "content": text}."""
+    """UserError unless it is {"role": text, "content": text}. n: from 1."""
     if isinstance(message, dict) and message.keys() == {"role", "content"}:
         if all(isinstance(text, str) for text in message.values()):
             return

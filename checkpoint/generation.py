@@ -74,11 +74,16 @@ class GenerationConfig:
         """The tokens that end a text, beside those of config.json."""
         return end_tokens(self.data)
 
+    @property
+    def samples(self) -> bool:
+        """Whether the makers recommend to sample; otherwise the most probable token is taken."""
+        return bool(self.data.get("do_sample"))
+
     def complete(self, asked: Json) -> Json:
         """The settings that a user asked for, by name, and the recommended ones for the rest. As in
         transformers, who asks for any setting of a model without do_sample wants to sample.
         UserError for a bad recommendation."""
-        if not self.data.get("do_sample"):
+        if not self.samples:
             return {"temperature": 1.0 if asked else 0.0} | asked
         recommended = {}
         for name in SETTINGS:

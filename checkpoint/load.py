@@ -6,7 +6,7 @@ Everything that can be wrong with a folder's names, shapes, dtypes and size is s
 asked for: both `meta` models below have shapes and no numbers. A weight is rounded to fewer bits,
 where --bits asks for it, on the device that it goes to.
 
-Cost: the peak of memory is the model and one tensor.
+Cost: the peak of memory is the model and a tensor of each thread (progress.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from checkpoint.eagle import EagleCheckpoint, EagleConfig
 from checkpoint.formats import Foreign, Quantization, header_of
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
+from checkpoint.progress import do_each
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
@@ -135,27 +136,39 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
         )
 
 
-@torch.no_grad()
 def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors of a checkpoint into a model. A plain weight is rounded where the model stores
     it in fewer bits."""
     targets = model.named_tensors()
-    for name, tensor in tensors:
+
+    @torch.no_grad()  # in its thread
+    def fill(named: tuple[str, Tensor]) -> list[int]:
+        name, tensor = named
         if f"{name}_scale" in targets and tensor.dtype != targets[name].dtype:
-            fill_quantized(model, targets, name, tensor)
-        else:
-            targets[name].copy_(model.ops.shard_tensor(tensor, targets[name].shape))
+            return fill_quantized(model, targets, name, tensor)
+        target = targets[name]
+        target.copy_(model.ops.shard_tensor(tensor, target.shape))
+        return [target.nbytes]
+
+    sizes = [target.nbytes for target in targets.values()]
+    do_each("loading", fill, tensors, model.device, sizes)
 
 
-def fill_quantized(model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts."""
+def fill_quantized(
+    model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor
+) -> list[int]:
+    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts -> the bytes
+    of each."""
     layout = model.config.quantization
     bits = layout.head_bits if name in (EMBEDDING, HEAD) else layout.bits
     num_rows = len(targets[name])
     rows = model.ops.shard_tensor(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
     q = quantize(rows.to(model.device), bits, layout.group)
     parts = {"": q.values, "_scale": q.scale, "_zero": q.zero}
+    sizes = []
     for suffix, part in parts.items():
         if part is not None:
             target = targets[name + suffix]
             target.copy_(model.ops.shard_tensor(part, target.shape))
+            sizes.append(target.nbytes)
+    return sizes

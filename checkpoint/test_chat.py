@@ -133,7 +133,7 @@ def test_messages_must_hold_a_role_and_a_content():
     template = template_of(None, TRIMMED)
     good = {"role": "user", "content": "a"}
     for bad in ({"role": "user"}, good | {"content": 3}, "x", good | {"name": "b"}):
-        with pytest.raises(UserError, match="message 1 is"):
+        with pytest.raises(UserError, match="message 2 is"):
             template.tokens([good, bad], False, encode)
 
 

@@ -52,8 +52,8 @@ from measure.gpu_parts import (
 from measure.launches import launch_seconds, launches_a_token, token_bytes
 from measure.machine import machine, processor
 from measure.report import Results
-from measure.serving import log_spread, random_request, serve_at_once, weight_bytes
-from model import Llama
+from measure.serving import log_spread, random_request, serve_at_once
+from model import Llama, weight_bytes
 from paged import PagedCache
 from quant import WIDTHS, quantize
 from sampling import Keyed

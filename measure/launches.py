@@ -31,8 +31,8 @@ from kernels import ops_for
 from kvcache import kv_bytes
 from measure.gpu_parts import SHAPES, WAYS, Scale, device_seconds, random_numbers
 from measure.report import Section
-from measure.serving import random_request, weight_bytes
-from model import Llama
+from measure.serving import random_request
+from model import Llama, weight_bytes
 from paged import PagedCache
 from sampling import Keyed
 from speculative import Round

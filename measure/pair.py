@@ -20,9 +20,9 @@ import torch
 from gamma import speed_up
 from generate import Engine, Model, load_draft
 from measure.effort import BEGINNING, SENTENCES, Effort
-from measure.serving import Served, log_spread, serve_at_once, weight_bytes
+from measure.serving import Served, log_spread, serve_at_once
 from measure.steps import PAST, step_times
-from model import Llama
+from model import Llama, weight_bytes
 from request import Request, Settings
 from train.distill import sample_corpus
 from train.perplexity import recipe_label, recipes, table

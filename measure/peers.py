@@ -31,8 +31,9 @@ from errors import UserError
 from generate import Engine, Model
 from measure.clock import read_bandwidth
 from measure.effort import Effort
-from measure.serving import serve_at_once, weight_bytes
+from measure.serving import serve_at_once
 from measure.steps import PROMPTS, WIDTHS, Rows, label
+from model import weight_bytes
 from quant import Kind
 from request import Request, Settings
 from tokenizer import Tokenizer

@@ -43,8 +43,7 @@ from generate import BLOCK_SIZE, STEP_BUDGET, block_bytes
 from kvcache import kv_bytes
 from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
-from measure.serving import weight_bytes
-from model import Llama
+from model import Llama, weight_bytes
 from parallel import shard_config, traffic
 from quant import DEFAULT_GROUP, Kind, widths
 

@@ -14,6 +14,7 @@ profiled model runs layer by layer, which is slower, so that attention can be ti
 replayed CUDA graph is one launch, and belongs to the phase that launched it.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class TimedOps:
 def trace_phases(file: str, models: Sequence[Llama]) -> Iterator[None]:
     """Trace the work of these models into this file, and print a line for each phase."""
     check_file(Path(file))  # before the work
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
     original = [llama.ops for llama in models]
     for llama in models:
         llama.ops = TimedOps(llama.ops)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from generate import Engine
 from kvcache import KVCache
-from model import Llama
 from paged import PagedCache
 from request import Request, Settings
 
@@ -80,20 +79,6 @@ def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
     texts = [request.tokens[request.num_prompt_tokens :] for request in requests]
     num_tokens = sum(map(len, texts))
     return Served(now, num_tokens, num_first_tokens, first_token, gaps, cache_bytes, texts)
-
-
-def weight_bytes(llama: Llama, read: bool = False) -> int:
-    """Bytes of the weights as they are stored, scales included; a tied head counts once.
-
-    read: only what a step reads: of an embedding that is not tied it reads single rows.
-    """
-    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
-    is_tied = llama.embed is llama.head
-    total = 0
-    for name, tensor in plain.named_tensors().items():
-        if is_tied or not read or "embed_tokens" not in name:
-            total += tensor.nbytes
-    return total
 
 
 def log_spread(count: int, longest: int) -> list[int]:

@@ -9,8 +9,8 @@ import torch
 
 from measure import gpu_cases
 from measure.gpu_parts import QUICK, SHAPES, Scale, device_seconds, random_engine, random_model
-from measure.serving import random_request, weight_bytes
-from model import Llama
+from measure.serving import random_request
+from model import Llama, weight_bytes
 
 SLOW = pytest.param("texts", marks=pytest.mark.gpu_interpreter)
 

@@ -11,7 +11,7 @@ from kernels import Ops
 from measure import launches
 from measure.gpu_parts import QUICK, WAYS, random_model
 from measure.launches import Launches, launches_a_token, launching_by, token_bytes
-from measure.serving import weight_bytes
+from model import weight_bytes
 
 MOST_LAUNCHES = 8  # two norms, storing, attention, and four products
 launches_of_8b = cache(launches.launches_of_8b)

@@ -14,8 +14,7 @@ from errors import UserError
 from kvcache import kv_bytes
 from measure import plan
 from measure.plan import GPUS, KV_SHARE, MODELS, Plan
-from measure.serving import weight_bytes
-from model import Llama
+from model import Llama, weight_bytes
 from paged import PagedCache
 from quant import WIDTHS
 

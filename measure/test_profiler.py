@@ -7,6 +7,7 @@ import pytest
 
 import generate
 from app import cli
+from conftest import program
 from measure import profiler
 from runner import ModelRunner
 
@@ -29,6 +30,16 @@ def test_phases_are_in_the_trace_and_the_text_is_the_same(tmp_path, capsys):
 
 def lines(error: str) -> list[str]:
     return [line for line in error.splitlines() if line.endswith("%")]
+
+
+def test_it_prints_nothing_of_pytorchs_own_and_writes_one_file(tmp_path):
+    """In a process of its own: PyTorch's lines do not come from Python."""
+    file = tmp_path / "trace.json"
+    done = program("generate.py", "--profile", str(file), "--max-tokens", "2", "--seed", "1", "Tom")
+    first = [line.split()[0] for line in done.stderr.splitlines()]
+    known = {"running", "keys", "2", *profiler.PHASES, str(file)}
+    assert done.returncode == 0 and set(first) <= known, done.stderr
+    assert first[-1] == str(file) and [*tmp_path.iterdir()] == [file]
 
 
 def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):

@@ -12,8 +12,8 @@ from kvcache import KVCache, NoCache
 from measure import serving
 from measure.gpu_parts import SHAPES
 from measure.memory import BlankModel, memory_use, mixed_requests
-from measure.serving import Served, log_spread, random_request, weight_bytes
-from model import Llama
+from measure.serving import Served, log_spread, random_request
+from model import Llama, weight_bytes
 from paged import PagedCache
 from runner import ModelRunner
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from measure import report, steps
 from measure.effort import QUICK
-from measure.serving import weight_bytes
+from model import weight_bytes
 
 
 def test_ratios_are_of_the_same_turn_and_the_first_turn_does_not_count(monkeypatch):

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.shell import say
+from app.progress import ProgressLine
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from kernels import Linear, Ops
@@ -389,15 +389,30 @@ def quantize_linear(
     return linear._replace(weight=q._replace(input_bits=inputs))
 
 
+def relative_loss(before: Linear, after: Linear, hessian: Tensor | None) -> float:
+    """|W − Q| / |W|; with the H of a text |X (W − Q)ᵀ| / |X Wᵀ|, of the product's output."""
+    w = before.weight.float()
+    difference = w - dequantize(*after.weight)
+    if hessian is None:
+        loss = difference.norm() / w.norm()
+        return loss.item()
+    error = errors(difference, hessian).sum()
+    whole = errors(w, hessian).sum()
+    loss = (error / whole).sqrt()
+    return loss.item()
+
+
 @torch.no_grad()
 def quantize_model(
     llama: Llama,
     how: Quantization,
     texts: Sequence[Tensor] = (),
+    losses: dict[str, float] | None = None,
 ) -> Llama:
     """The model with quantized weights, not packed yet. `llama` loses its layers, one by one.
 
-    texts: pieces of the calibration text, int64[T] each, for all methods but rtn.
+    texts: pieces of the calibration text, int64[T] each, for all methods but rtn. losses: is filled
+    with each matrix's `relative_loss`.
     """
     calibrated = how.method != "rtn"
     result = copy(llama)
@@ -405,21 +420,27 @@ def quantize_model(
     result.layers = []
     count = len(llama.layers)
     inputs = [first_input(llama, text) for text in texts] if calibrated else []
+    line = ProgressLine()
     for i in range(count):
-        say(f"layer {i + 1} of {count}")
+        line.show(f"quantizing: layer {i + 1} of {count}")
         layer = llama.layers.pop(0)
         moments = observe(llama, layer, inputs) if calibrated else {}
         if "awq" in how.method or how.method == "smoothquant":
             fold(layer, result.config, moments)
         weights = {}
         for name in PRODUCTS:
-            hessian = moments[name].hessian if "gptq" in how.method else None
+            hessian = moments[name].hessian if calibrated else None
             linear = getattr(layer, name)
-            weights[name] = quantize_linear(linear, how.bits, how.group, hessian, how.activations)
+            chosen = hessian if "gptq" in how.method else None
+            weights[name] = quantize_linear(linear, how.bits, how.group, chosen, how.activations)
+            if losses is not None:
+                loss = relative_loss(linear, weights[name], hessian)
+                losses[f"layer {i + 1} {name}"] = loss
         result.layers.append(replace(layer, **weights))
         if calibrated:
             fast = packed(llama, result.layers[i])
             inputs = [next_input(llama, fast, text) for text in inputs]
+    line.wipe()
     result.embed = quantize_linear(llama.embed, how.head_bits, how.group)
     result.head = result.embed
     if llama.head is not llama.embed:
@@ -433,12 +454,13 @@ def quantized(
     texts: Sequence[Tensor] = (),
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    losses: dict[str, float] | None = None,
 ) -> Llama:
     """The model of this name, quantized layer by layer, not packed yet. how None: as it is."""
     llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
     if how is None:
         return llama
-    return quantize_model(llama, how, texts)
+    return quantize_model(llama, how, texts, losses)
 
 
 def size(llama: Llama) -> int:

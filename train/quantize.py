@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.shell import Parser, number_or_word, say, status
+from app.progress import shown_progress
+from app.shell import Parser, number_or_word, say, status, write
 from checkpoint.config import Config
 from checkpoint.files import read_json
 from checkpoint.formats import Quantization
@@ -131,6 +132,12 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", metavar="FILE", help="text to calibrate with: all but rtn need it")
     add("--out", metavar="DIR", help="the new folder")
     add(
+        "--errors",
+        action="store_true",
+        help="print the relative error of each matrix, the worst first: of its weights, or, "
+        "calibrated, of its outputs on --data",
+    )
+    add(
         "--table",
         metavar="FILE",
         help="write nothing; print the perplexity of 8192 tokens of it with all bits and methods",
@@ -141,7 +148,9 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.error("give either --out, the folder to write, or --table, a text to measure on")
     if args.table is not None:
         p.unused(
-            args, "bits method group head_bits activations", "with --table, which measures them all"
+            args,
+            "bits method group head_bits activations errors",
+            "with --table, which measures them all",
         )
         return args
     if args.method == "rtn":
@@ -178,10 +187,23 @@ def store(
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
-    llama = quantized(source, how, calibration, args.device)
+    before = size(Llama(Config.load(source), "meta", seed=None))
+    losses: dict[str, float] | None = {} if args.errors else None
+    with shown_progress():
+        llama = quantized(source, how, calibration, args.device, losses=losses)
     out.mkdir(parents=True, exist_ok=True)
     save(llama, source, out)
-    say(f"{out} holds the model in {size(llama):,} bytes; python generate.py --target {out}")
+    after = size(llama)
+    if losses is not None:
+        print_losses(losses)
+    say(f"{before:,} bytes in 16 bits, {after:,} in {how.name}: {after / before:.2f} of them")
+    say(f"{out} holds the model: python generate.py --target {out}")
+
+
+def print_losses(losses: dict[str, float]) -> None:
+    """A line for each matrix, the worst first."""
+    for name in sorted(losses, key=losses.__getitem__, reverse=True):
+        write(f"{losses[name]:8.2%}  {name}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

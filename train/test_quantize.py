@@ -291,6 +291,32 @@ def test_folder_generates_what_its_source_does_in_these_bits(base, capsys, tmp_p
             assert stderr.startswith("error: ") and says in stderr
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_sizes_and_errors_are_told_the_worst_first(base, tmp_path, capsys, method):
+    (tmp_path / "text").write_text("Once upon a time there was a model. " * 30)
+    data = ("--data", tmp_path / "text") if method != "rtn" else ()
+    flags = ("--bits", 4, "--group", 32, "--method", method, *data)
+    assert run(base, *flags, "--out", tmp_path / "quiet") == 0
+    stdout, stderr = capsys.readouterr()
+    assert stdout == "" and stderr.count("\n") == 2  # less than two seconds: no progress
+    assert run(base, *flags, "--errors", "--out", tmp_path / "out") == 0
+    stdout, stderr = capsys.readouterr()
+    rows = [line.split(maxsplit=1) for line in stdout.splitlines()]
+    told = [float(share.rstrip("%")) / 100 for share, _ in rows]
+    assert told == sorted(told, reverse=True) and len(told) == 4 * len(Llama.load(base).layers)
+    plain = Llama.load(base, "cpu", torch.float32, trainable=True).layers[0].down.weight
+    error = quant.dequantize(*quant.quantize(plain, 4, 32)) - plain
+    if method == "rtn":
+        loss = (error.norm() / plain.norm()).item()
+        assert told[[name for _, name in rows].index("layer 1 down")] == pytest.approx(
+            loss, abs=1e-4
+        )
+    size = sum(part.nbytes for part in load_file(tmp_path / "out/model.safetensors").values())
+    assert "bytes in 16 bits, " in stderr and 0 < size < 10**6
+    before, after = (int(word.replace(",", "")) for word in stderr.split()[:6:5])
+    assert after < before and f"{after / before:.2f} of them" in stderr
+
+
 # ---- What is measured
 
 

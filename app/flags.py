@@ -1,0 +1,324 @@
+"""The flags of generate.py and of serve.py: what there are, and which exclude each other.
+
+Nothing slow is imported here, so that --help and a mistake in a flag are told at once.
+
+Not covered: the range of a number, which its own page knows (sampling.py, request.py).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.shell import Parser, check_file, number_or_word, status
+from errors import UserError
+
+KEY_VARIABLE = "LLAMA_API_KEY"
+MAX_GRACE = 86_400  # seconds
+MAX_TEXTS = 2**16  # asked for at a time
+EXAMPLES = """\
+examples:
+  python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
+  python generate.py --target 8B --draft 1B                    chat
+  python generate.py --target 1B --bits 4 "Why is it dark?"    fewer bits, less memory
+  python generate.py --target 1B --schema '{"type": "object"}' "Tom is 5 years old. As JSON:"
+  python generate.py --prompts FILE.jsonl --out results.jsonl  many at a time
+"""
+SERVER_EXAMPLES = """\
+examples:
+  python serve.py                                      the model in this repository, port 8000
+  python serve.py --target 8B --draft 1B --port 8080  another port
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        "generate.py",
+        "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.",
+        EXAMPLES,
+    )
+    p.add_argument(
+        "prompt",
+        nargs="?",
+        help="text to continue or to answer, in quotes; '-': standard input; none: chat",
+    )
+    add_model_flags(p.add_argument_group("models and drafts"))
+    add_text_flags(p.add_argument_group("texts"))
+    add_grammar_flags(p.add_argument_group("texts that follow a grammar, one of"))
+    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    add_output_flags(p.add_argument_group("output"))
+    return p
+
+
+def generate_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of generate.py. SystemExit or UserError for a mistake."""
+    args = parser().parse_args(arguments)
+    check_flags(args)
+    return args
+
+
+def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
+    """Called by a program before slow imports: --help and a mistake in a flag end it now."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return  # of several processes the first one tells it, later
+    code = status(lambda: parse(sys.argv[1:]) and None)
+    if code:
+        sys.exit(code)
+
+
+def add_model_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--target",
+        default="tiny",
+        help="1B, 3B, 8B, 70B (Llama 3.x Instruct), a Hub id, a folder, FILE.gguf, or tiny",
+    )
+    p.add_argument(
+        "--draft",
+        help="a smaller model or an EAGLE-3 head, named like --target, or tiny-draft, "
+        "tiny-eagle; ngram: looks back; self: INT4 copy",
+    )
+    p.add_argument(
+        "--gamma",
+        type=number_or_word,
+        help="tokens drafted a round, or auto (default): what pays best by the clock, 0 too",
+    )
+    p.add_argument(
+        "--verify",
+        choices=("exact", "coupled"),
+        help="exact (default), or coupled: target and seed alone decide the text",
+    )
+    p.add_argument(
+        "--bits",
+        type=number_or_word,
+        default=16,
+        help="round the target's weights as they are loaded, to 8, 4, fp8 or nf4 (train.quantize: "
+        "with care)",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="what to compute in (default: on a CPU float32)",
+    )
+
+
+def add_text_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--temperature",
+        type=float,
+        help="0: always the most probable token (default: as the model recommends; where it "
+        "recommends nothing 0, in a chat 0.7)",
+    )
+    p.add_argument("--top-k", type=int, help="keep the k most probable")
+    p.add_argument("--top-p", type=float, help="keep the fewest holding this share")
+    p.add_argument("--min-p", type=float, help="keep this share of the largest")
+    p.add_argument(
+        "--seed",
+        type=int,
+        help="the same seed gives the same text; unset: a new one, which is told",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        help="make at most so many (default 512)",
+    )
+    p.add_argument(
+        "--stop", action="append", default=[], help="end before this text; may be repeated"
+    )
+    p.add_argument("--system", help="a system message, for chat templates")
+    either = p.add_mutually_exclusive_group()
+    either.add_argument(
+        "--chat",
+        dest="use_template",
+        action="store_const",
+        const=True,
+        help="use the model's chat template, which is the default where it has one",
+    )
+    either.add_argument(
+        "--raw",
+        dest="use_template",
+        action="store_const",
+        const=False,
+        help="continue the prompt as it is, without the model's chat template",
+    )
+    p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
+    p.add_argument(
+        "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
+    )
+
+
+def add_grammar_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--schema", help='a JSON schema: a file, - for standard input, or in place: {"type": …}'
+    )
+    p.add_argument("--regex", help="a regular expression for the whole text")
+    p.add_argument("--choice", action="append", help="one of these texts; to be repeated")
+    p.add_argument("--grammar", help="a file with a grammar in Lark")
+
+
+def add_memory_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--max-batch",
+        type=int,
+        default=16,
+        help="at most so many texts at a time, of --prompts or --n (default 16)",
+    )
+    p.add_argument(
+        "--max-len",
+        type=int,
+        help="prompt and answer, at most (default: as memory allows, up to the model's limit)",
+    )
+    p.add_argument(
+        "--kv",
+        default="paged",
+        help="keys and values in blocks, on demand (paged, default), or in reserved rows "
+        "(contiguous)",
+    )
+    p.add_argument(
+        "--kv-bits",
+        default="16",
+        help="keep keys and values in 8 or 4 bits, or keys in 8 and values in 4 (8/4)",
+    )
+    p.add_argument(
+        "--kv-memory",
+        type=float,
+        help="for keys and values: bytes, or, up to 1, a share of what is free (default: by need)",
+    )
+    p.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="read every prompt from its beginning, also where another began alike",
+    )
+    p.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="recompute everything for each token, to feel the difference",
+    )
+    p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    p.add_argument(
+        "--tensor-parallel",
+        type=int,
+        help="split the models over so many processes (as torchrun does without this flag)",
+    )
+
+
+def add_output_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--json",
+        action="store_true",
+        help="print each result as one JSON object, with the tokens and the times",
+    )
+    p.add_argument(
+        "--logprobs",
+        type=int,
+        help="in JSON: ln p of each token, and of so many of the most probable (before filters)",
+    )
+    p.add_argument("--out", metavar="FILE", help="write results there, not to standard output")
+    p.add_argument(
+        "--color",
+        action="store_true",
+        help="show the origin of each token: accepted, corrected, or the bonus after a full round",
+    )
+    p.add_argument(
+        "--profile",
+        help="a file for a trace (ui.perfetto.dev); tells where the time went, loading aside",
+    )
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """UserError for flags that exclude each other."""
+    check_counts(args, "n", "max_batch")
+    check_draft_flags(args, "gamma", "verify", "color")
+    if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
+        raise UserError(
+            "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
+            "and --color"
+        )
+    if args.out is not None:
+        check_file(Path(args.out))
+        if args.prompts is not None and is_same_file(args.out, args.prompts):
+            raise UserError(f"--out {args.out} is the file of --prompts: name another")
+    if args.schema == "-" and "-" in (args.prompt, args.prompts):
+        raise UserError("standard input holds the schema or the prompt: name a file for one")
+    if args.logprobs is not None and not (args.json or args.prompts):
+        raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
+    if args.color and args.json:
+        raise UserError("--color is for text: leave it out, or --json")
+
+
+def is_same_file(one: str, other: str) -> bool:
+    """Whether both names are of one file, which exists."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        number = getattr(args, name)
+        if not 1 <= number <= MAX_TEXTS:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {number}: it must be from 1 to {MAX_TEXTS:,}")
+
+
+def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
+    """UserError for a flag of these about drafts, where there are none."""
+    for name in names:
+        if args.draft is None and getattr(args, name) not in (None, False):
+            raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+
+
+# ---- serve.py ----------------------------------------------------------------------------------
+
+
+def server_parser() -> argparse.ArgumentParser:
+    p = Parser(
+        "serve.py",
+        "Serve a Llama to OpenAI's clients, and a page that shows the batch.",
+        SERVER_EXAMPLES,
+    )
+    add_model_flags(p.add_argument_group("models and drafts"))
+    add_memory_flags(p.add_argument_group("batches, memory and the machine"))
+    add_server_flags(p.add_argument_group("the server"))
+    return p
+
+
+def server_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of serve.py. SystemExit or UserError for a mistake."""
+    args = server_parser().parse_args(arguments)
+    check_server_flags(args)
+    return args
+
+
+def add_server_flags(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on (default: this machine's own)"
+    )
+    p.add_argument("--port", type=int, default=8000, help="0: any that is free (default 8000)")
+    p.add_argument(
+        "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
+    )
+    p.add_argument("--model-name", help="what clients call the model (default: --target)")
+    p.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        help="texts that wait, beside --max-batch that run; more are refused (default 256)",
+    )
+    p.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds for open texts to be finished, after a signal (default 30)",
+    )
+
+
+def check_server_flags(args: argparse.Namespace) -> None:
+    """UserError for flags that make no server."""
+    check_counts(args, "max_batch", "max_queue")
+    check_draft_flags(args, "gamma", "verify")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
+    if not 0 <= args.grace <= MAX_GRACE:
+        raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
+    if args.api_key == "":
+        raise UserError("--api-key is empty: name a key, or leave it out")

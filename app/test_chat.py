@@ -1,0 +1,124 @@
+"""A chat at a pseudo-terminal: commands, line editing, the dimmed prompt; what is told."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app.chat import TEMPERATURE, Conversation, chat_settings
+from checkpoint.generation import GenerationConfig
+from conftest import ROOT, program
+from errors import UserError
+from request import Settings
+
+UP = "\x1b[A"
+
+
+class Terminal:
+    """generate.py at a pseudo-terminal."""
+
+    def __init__(self, *flags: object):
+        self.controller, end = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "generate.py", *map(str, flags)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            start_new_session=True,
+        )
+        os.close(end)
+        self.unread = ""
+
+    def read_until(self, text: str, seconds: float = 40.0) -> str:
+        """What appears, up to this text."""
+        deadline = time.monotonic() + seconds
+        while text not in self.unread:
+            ready, _, _ = select.select([self.controller], [], [], deadline - time.monotonic())
+            assert ready, f"{text!r} does not appear in {self.unread!r}"
+            self.unread += os.read(self.controller, 4096).decode(errors="replace")
+        seen, self.unread = self.unread.split(text, 1)
+        return seen + text
+
+    def type(self, text: str, until: str = "> ") -> str:
+        """Type a line -> what appears after it, up to the next prompt."""
+        os.write(self.controller, f"{text}\n".encode())
+        self.read_until("\n")  # the echo
+        return self.read_until(until)
+
+    def end(self) -> int:
+        os.write(self.controller, b"\x04")  # Ctrl-D
+        code = self.process.wait(timeout=60)
+        os.close(self.controller)
+        return code
+
+
+def test_a_chat_at_a_pseudo_terminal(instruct, tmp_path):
+    terminal = Terminal("--target", instruct, "--max-tokens", "4", "--seed", "1")
+    greeting = terminal.read_until("> ")
+    assert "running " in greeting and "keys and values: " in greeting
+    assert f"temperature {TEMPERATURE}: the model recommends none" in greeting
+    assert "/help; Ctrl-D ends" in greeting
+    assert "/save FILE" in terminal.type("/help", "makes a message of it.\r\n> ")
+    assert "context: " in terminal.type("hello")
+    assert "context: " in terminal.type(UP)  # history: hello again
+    assert "(did you mean /save?)" in terminal.type("/sav x")
+    file = tmp_path / "chat.json"
+    assert "4 messages" in terminal.type(f"/save {file}")
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [message["content"] for message in messages[::2]] == ["hello", "hello"]
+    assert "cannot be written" in terminal.type(f"/save {tmp_path}")
+    assert "a new conversation begins" in terminal.type("/system be brief")
+    assert "'be brief'" in terminal.type("/system")
+    assert "context: " in terminal.type("abc" + "\x1b[D" * 3 + "x")  # the cursor moves: xabc
+    assert "a new conversation begins" in terminal.type("/reset")
+    assert "context: " in terminal.type(" /a message")
+    terminal.type(f"/save {file}")
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[1]["content"].strip() == "/a message"
+    assert terminal.end() == 0
+
+
+def test_the_prompt_is_shown_dimmed_before_its_continuation_and_never_in_a_pipe():
+    flags = ("--max-tokens", "3", "--seed", "1", "Once upon")
+    piped = program("generate.py", *flags)
+    terminal = Terminal(*flags)
+    seen = terminal.read_until("seed 1")
+    assert terminal.process.wait(timeout=60) == 0
+    assert "\x1b[2mOnce upon\x1b[0m" + piped.stdout.rstrip("\n") in seen
+    assert "Once upon" not in piped.stdout and "\x1b" not in piped.stdout + piped.stderr
+
+
+def test_the_temperature_of_a_chat_is_told():
+    for asked, recommended, chosen, told in (
+        (None, {}, TEMPERATURE, "recommends none"),
+        (0.0, {}, 0.0, "as asked for"),
+        (None, {"do_sample": True, "temperature": 0.3}, None, "0.3, as the model recommends"),
+        (None, {"do_sample": True}, None, "1.0, as the model recommends"),
+        (0.2, {"do_sample": True, "temperature": 0.3}, 0.2, "0.2, as asked for"),
+    ):
+        settings, line = chat_settings(Settings(asked, seed=3), GenerationConfig(recommended))
+        assert settings == Settings(chosen, seed=3) and told in line
+
+
+def test_a_command_that_cannot_be_obeyed_changes_nothing(tmp_path):
+    talk = Conversation(False, None, [{"role": "user", "content": "a"}])
+    for typed, says in (
+        ("/quit", "/quit is no command: /help tells all"),
+        ("/etc/passwd is a file", "a message that begins with / needs a space"),
+        ("/system be brief", "needs a chat template"),
+        ("/save", "needs the name of a file"),
+        (f"/save {Path(tmp_path, 'none', 'x')}", "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=says):
+            talk.obey(typed)
+    assert talk == Conversation(False, None, [{"role": "user", "content": "a"}])

@@ -1,0 +1,71 @@
+"""--help and mistakes in flags come at once, without PyTorch, and say what to type instead."""
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+
+from app import flags
+from conftest import ROOT
+from request import MAX_TOKENS
+
+AT_ONCE = 0.3  # seconds of the processor: other programs do not count
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+MISTAKES = [
+    (["--temprature", "1", "Once"], "unrecognized arguments: --temprature Once (did you mean --te"),
+    (["--temp=1", "Once"], "(did you mean --temperature?)"),
+    (["--colour", "Once"], "(did you mean --color?)"),
+    (["--xyz", "Once"], "unrecognized arguments: --xyz (see --help)"),
+    (["Once", "upon", "a", "time"], 'put the prompt in quotes, "Once upon a time"'),
+    (["--n", "0", "Once"], "--n is 0"),
+    (["--gamma", "2", "Once"], "--gamma is about drafted tokens"),
+    (["--verify", "maybe", "Once"], "invalid choice: 'maybe'"),
+    (["--out", "/nowhere/at/all", "Once"], "/nowhere/at/all is not a file"),
+]
+
+
+CASES = [("generate.py", words, 2, says) for words, says in MISTAKES]
+CASES += [("generate.py", ["--help"], 0, "examples:"), ("serve.py", ["--help"], 0, "examples:")]
+CASES += [
+    ("serve.py", ["--prot", "80"], 2, "(did you mean --port?)"),
+    ("serve.py", ["--port", "-1"], 2, "--port is -1"),
+]
+
+
+def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    for page, words, code, says in CASES:
+        before = cpu_seconds()
+        done = subprocess.run(
+            [sys.executable, page, *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert cpu_seconds() - before < AT_ONCE
+        told = done.stdout if code == 0 else done.stderr
+        assert done.returncode == code and says in told, done.stderr
+        if code:
+            assert done.stdout == "" and done.stderr.count("\n") == 1
+            assert done.stderr.startswith("error: ")
+
+
+def test_help_has_groups_and_examples_that_can_be_typed():
+    text = flags.parser().format_help()
+    for group in ("models and drafts", "texts", "batches, memory and the machine", "output"):
+        assert f"\n{group}:\n" in text
+    assert f"default {MAX_TOKENS}" in text
+    parsers = {"generate.py": flags.generate_flags, "serve.py": flags.server_flags}
+    for line in (flags.EXAMPLES + flags.SERVER_EXAMPLES).splitlines():
+        if line.startswith("  "):
+            python, page, *words = shlex.split(line.split("  ")[1])
+            assert python == "python"
+            parsers[page](words)
