@@ -4,7 +4,8 @@ A `Layout` says how a folder stores the matrices of the layers. There are two ki
 
   - `Quantization` is quant.py's: the folder holds the model's own tensors.
   - `Foreign` is the base of other programs' layouts (layouts.py), which store a matrix in tensors
-    of other shapes: `expected` names them, `convert` reads them.
+    of other shapes. A layout checks its settings (`parse`), names the tensors of a matrix
+    (`headers`), and makes ours of them (`parts`).
 
 Both make an `empty` matrix in memory, and their `to_dict` is the `quantization_config` again.
 
