@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, check_names
 from grammar import NOTATIONS, Grammar, GrammarState, checked_schema, checked_text
-from sampling import TokenLogprob, check_settings
+from sampling import SETTINGS, TokenLogprob, check_settings
 from tokenizer import Tokenizer
 
 MAX_TOKENS = 512  # the default
@@ -51,9 +51,7 @@ class Settings:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_settings(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
-        )
+        check_settings(**{name: getattr(self, name) for name in SETTINGS})
         if self.gamma == "auto":
             object.__setattr__(self, "gamma", None)
         object.__setattr__(self, "stop", checked_texts("stop", self.stop))

@@ -25,7 +25,7 @@ from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
 from speculative import Round
-from test_speculative import COPY, CPU, TARGET, Kind, new_tokens, play, toy_cache
+from test_speculative import COPY, CPU, KINDS, TARGET, Kind, new_tokens, play, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
@@ -113,6 +113,21 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1], [0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
+
+
+# ---- Any drafter is exact
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, LastToken])  # those without weights
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_with_a_drafter_without_weights(make, kind):
+    def run(walk: Walk, n: int) -> list:
+        runner = ModelRunner(TARGET, toy_cache(n), TARGET.V, make(), make_coin=walk)
+        requests = [kind.request(seed) for seed in range(n)]
+        play(runner, requests)
+        return list(map(new_tokens, requests))
+
+    assert distance(enumerate_law(run, width=256), kind.law()) < 1e-12
 
 
 # ---- In coupled mode nobody reads the distributions

@@ -18,7 +18,7 @@ from paged import PagedCache
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
 from request import Request, Settings
 from runner import ModelRunner
-from sampling import SETTINGS, TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
+from sampling import RULES, SETTINGS, TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
 from speculative import Round, couple, verify
 
 CPU = torch.device("cpu")
@@ -475,7 +475,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
 
 
 def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatch):
-    """A fifth setting needs a line in SETTINGS and one in Settings; a backend may not know it."""
+    """A new setting needs a line in SETTINGS and one in Settings; a backend may not know it."""
     asked = {}
 
     class Recorder(Ops):
@@ -494,10 +494,11 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     round_of(Settings(0.5, top_k=2), Settings(1.0))
     assert asked["temperature"].tolist() == [0.5, 1.0]
     assert asked["top_k"].tolist() == [2, 0] and len(asked) == 2  # 0: keeps all
-    monkeypatch.setitem(SETTINGS, "typical_p", 1.0)
-    monkeypatch.setattr(Settings, "typical_p", None, raising=False)
+    monkeypatch.setitem(SETTINGS, "coming", 1.0)
+    monkeypatch.setitem(RULES, "coming", (0, 1, "between 0 and 1"))
+    monkeypatch.setattr(Settings, "coming", None, raising=False)
     round_of(Settings(0.5))
     assert asked == {"temperature": 0.5}
-    monkeypatch.setattr(Settings, "typical_p", 0.9)
+    monkeypatch.setattr(Settings, "coming", 0.9)
     round_of(Settings(0.5))
-    assert asked == {"temperature": 0.5, "typical_p": 0.9}
+    assert asked == {"temperature": 0.5, "coming": 0.9}

@@ -160,15 +160,15 @@ TABLES = {
         },
     ),
     "peers": Table(
-        "Against others: the same prompts and weights, in turns; the ratios of long prompts, until "
-        "the first token, and of sixteen texts together",
+        "Against others: the same prompts and weights, in turns. Prompts: times as fast to the first "
+        "token",
         {
             "model": "{target}",
             "ours": "{ours}",
             "theirs": "{peer}",
-            "tokens/s, theirs": "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}",
+            "tokens/s: ours, theirs": "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}",
             "ratio": "{ratio:ratio}",
-            "of the read bandwidth": "{bandwidth:.0%}",
+            "of the bandwidth beside it": "{bandwidth:.0%}",
             "same texts": "{same_texts} of {texts}",
         }
         | {f"prompt of {n}": f"{{prompt{n}:ratio}}" for n in PROMPTS}
