@@ -53,13 +53,8 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-<<<<<<< HEAD
 NODES = 100_000
 NODES_OF_THE_ROOT = 30_350
-=======
-NODES = 98_000
-NODES_OF_THE_ROOT = 30_200
->>>>>>> main
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100
