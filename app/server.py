@@ -1,4 +1,4 @@
-"""The server: who may ask what, its flags, and how it begins and ends.
+"""The server: who may ask what, and how it begins and ends. Its flags: flags.py.
 
 Trust. It listens on 127.0.0.1 unless told otherwise. There it answers only to the names of this
 machine, so that no web page reaches it under a name of its own (DNS rebinding); and a page of

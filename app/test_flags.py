@@ -69,3 +69,9 @@ def test_help_has_groups_and_examples_that_can_be_typed():
             python, page, *words = shlex.split(line.split("  ")[1])
             assert python == "python"
             parsers[page](words)
+
+
+def test_files_that_the_examples_write_are_not_for_the_repository():
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "results.jsonl" in flags.EXAMPLES  # --out
+    assert {"results.jsonl", "trace.json", "/eagle/", "/llama-*/"} <= set(ignored)
