@@ -286,7 +286,7 @@ def read_constraint(body: Body) -> Body:
     settings = {}
     for name, value in asked.items():
         setting = CONSTRAINTS.get(name)
-        if setting not in Settings.__dataclass_fields__:
+        if setting is None:
             param = "response_format" if "structured_outputs" not in body else "structured_outputs"
             raise bad(param, f"{param}: {brief(name, 100)} is not done here: leave it out")
         settings[setting] = value
