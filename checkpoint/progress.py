@@ -60,11 +60,17 @@ def map_in_threads(
     if count == 1:
         yield from map(function, items)
         return
+    is_inference = torch.is_inference_mode_enabled()  # each thread has a mode of its own
+
+    def work(item: Item) -> Done:
+        with torch.inference_mode(is_inference):
+            return function(item)
+
     waiting: deque[Future[Done]] = deque()
     try:
         with ThreadPoolExecutor(count, "tensors", torch.set_num_threads, [1]) as pool:
             for item in items:
-                waiting.append(pool.submit(function, item))
+                waiting.append(pool.submit(work, item))
                 if len(waiting) > count:  # few tensors at a time: memory holds them
                     yield waiting.popleft().result()
             for future in waiting:

@@ -52,3 +52,11 @@ def test_watchers_see_every_tensor(tmp_path, monkeypatch, bits, threads):
         assert last.num_tensors == last.all_tensors >= 4 * len(llama.layers)
         assert last.num_bytes == last.all_bytes > 0
         assert [told.num_bytes for told in numbers] == sorted(told.num_bytes for told in numbers)
+
+
+def test_threads_work_in_the_callers_mode(tmp_path, threads):
+    """A tensor that was made in inference mode may be written in that mode alone."""
+    folder = write_model(tmp_path)
+    wanted = Llama.load(folder, "cpu", bits=8)(torch.arange(5))
+    with torch.inference_mode():
+        assert torch.equal(Llama.load(folder, "cpu", bits=8)(torch.arange(5)), wanted)
