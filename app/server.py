@@ -25,10 +25,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,10 +44,10 @@ from app.progress import shown_progress
 from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
 from errors import UserError, brief
-from generate import Model, load_draft
+from generate import Engine, Model, load_draft
 from kernels import find_device
 from request import Settings
-from serve import Answer, BatchServer, QueueFull, Unavailable
+from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 
 PAGE = Path(__file__).parent / "page.html"
 MAX_CONNECTIONS = 1000  # beside those of the texts
@@ -56,6 +58,7 @@ SNAPSHOT_SECONDS = 0.1
 # most a thousand chunks a second, and leaves the engine its time.
 CHUNK_SECONDS = 0.001
 Handler = Callable[[Exchange], Awaitable[None]]
+T = TypeVar("T")
 
 
 # ---- The application ---------------------------------------------------------------------------
@@ -320,19 +323,39 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
+def load_engine(args: argparse.Namespace) -> tuple[Model, Engine, int]:
+    """The model, its engine, and the longest text that it takes."""
+    device = find_device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    with shown_progress():
+        model = Model.load(args.target, device, dtype, args.bits)
+        draft = load_draft(args.draft, model, dtype)
+    engine, limit = start_for_any(args, model, draft, args.max_batch)
+    return model, engine, limit
+
+
+def in_passing_thread(work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread that ends.
+
+    OpenMP keeps helpers for each thread that has computed. With more of them than cores they sleep
+    between two loops, and each loop waits until they are awake: so only the engine's may be left.
+    """
+    future: Future[T] = Future()
+    thread = Thread(target=reply, args=(future, work), daemon=True)
+    thread.start()
+    result = future.result()
+    thread.join()
+    return result
+
+
 def run_server(arguments: Sequence[str]) -> int:
     """Do what the flags ask for -> the exit status."""
     args = server_flags(arguments)
     check_one_process(args)
     uvicorn = import_uvicorn()
     listener = listen(args.host, args.port)  # early: loading takes long; clients wait
-    device = find_device(args.device)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
     settings = Settings(gamma=args.gamma)
-    with shown_progress():
-        model = Model.load(args.target, device, dtype, args.bits)
-        draft = load_draft(args.draft, model, dtype)
-    engine, limit = start_for_any(args, model, draft, args.max_batch)
+    model, engine, limit = in_passing_thread(lambda: load_engine(args))
     name = args.model_name or str(args.target)
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)

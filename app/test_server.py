@@ -25,6 +25,7 @@ from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
 from conftest import ROOT, heard
+from errors import UserError
 from generate import Engine, Model, generate
 from request import OutputStream, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
@@ -828,3 +829,15 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert server.main(["--port", "0"]) == 2
     assert "the server needs the package uvicorn" in capsys.readouterr().err
+
+
+def test_the_model_is_loaded_in_a_thread_that_ends():
+    thread = server.in_passing_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    with pytest.raises(UserError, match="no such model"):
+        server.in_passing_thread(fail_to_load)
+
+
+def fail_to_load() -> None:
+    raise UserError("no such model")

@@ -65,6 +65,8 @@ def prompts_of(file: Path) -> list[str]:
             prompts.append(str(json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{file}, line {number}: it must be like {{"prompt": "…"}}') from None
+    if not prompts:
+        raise UserError(f"{file} has no prompts: name another file")
     return prompts
 
 
@@ -91,7 +93,7 @@ def measure(
     temperature: float,
 ) -> list[tuple[str, int | None, Row]]:
     """(draft, γ, what was measured of it) at one temperature."""
-    gammas = (*effort.gammas, None)
+    gammas = (*effort.draft_gammas, None)
     runs: dict[tuple[str, int | None], list[tuple[Told, Told]]] = {}
     for seed, prompt in enumerate(prompts):
         settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)

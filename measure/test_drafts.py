@@ -43,7 +43,7 @@ def test_figures_of_known_rounds():
 def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
-    effort = Effort(gammas=(2,), num_tokens=8)
+    effort = Effort(draft_gammas=(2,), num_tokens=8)
     rows = drafts.drafts(effort, "tiny", ["tiny-eagle", "ngram"], file)
     assert len(rows) == 2 * 2 * 2 * 2
     row = rows["tiny, float32, tiny-eagle, T 0, 2"]
@@ -51,4 +51,7 @@ def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
     assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="line 2"):
+        drafts.prompts_of(file)
+    file.write_text("")
+    with pytest.raises(UserError, match="no prompts"):
         drafts.prompts_of(file)
