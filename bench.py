@@ -3,7 +3,7 @@
     python bench.py                            the models in this repository on a CPU, in minutes
     python bench.py --target NAME              a model's steps and prompts in float32, INT8 and
                                                INT4, and what grammars cost it
-    python bench.py --target NAME --draft …    what drafts cost and gain, beside plain decoding
+    python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
     python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
