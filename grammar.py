@@ -42,15 +42,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, brief
-from kernels import send
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+    from kernels import Ops
     from request import Request
     from tokenizer import Tokenizer
 
@@ -258,7 +257,8 @@ class Masks:
     states are the worker's.
     """
 
-    def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
+    def __init__(self, requests: Sequence[Request], width: int, vocab_size: int, ops: Ops):
+        self.ops = ops
         states = {b: request.grammar_state for b, request in enumerate(requests)}
         self.states = {b: state for b, state in states.items() if state is not None}
         self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
@@ -321,24 +321,7 @@ class Masks:
         self.start()
         for work in self.works:
             work.result()
-        rows = torch.tensor(masked, dtype=torch.int32)[:, None]
-        packed = torch.cat((rows, self.bits[masks]), 1)  # [n, 1 + W]: one copy to a GPU
-        packed = send(packed, logits.device)
-        return mask_rows(logits, packed[:, 0], packed[:, 1:])
-
-
-def mask_rows(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """Add −∞ to each logit of these rows whose bit is 0; in place.
-
-    logits: [R, V]; rows: int32[n]; bits: int32[n, W]: that of token i is in word i // 32, the
-    lowest first.
-    """
-    numbers = torch.arange(256, device=logits.device)
-    bits_of_byte = numbers[:, None] >> numbers[:8] & 1  # [256, 8]
-    table = bits_of_byte.to(logits.dtype).log()  # 0 or −∞
-    each_byte = bits.contiguous().view(torch.uint8).int()  # [n, 4 W]
-    bias = F.embedding(each_byte, table).flatten(1)  # [n, 32 W]
-    return logits.index_add_(0, rows, bias[:, : logits.shape[1]])
+        return self.ops.forbid(logits, masked, self.bits[masks])
 
 
 def main() -> None:

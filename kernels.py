@@ -248,6 +248,13 @@ class Ops:
 
     # ---- Sampling
 
+    def forbid(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
+        """sampling.forbid, in place. masks: int32[n, W], the host's, for n rows."""
+        numbers = torch.tensor(rows, dtype=torch.int32)[:, None]
+        packed = torch.cat((numbers, masks), 1)  # [n, 1 + W]: one copy to a GPU
+        packed = send(packed, logits.device)
+        return sampling.forbid(logits, packed[:, 0], packed[:, 1:])
+
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         """sampling.probabilities. logits: [B, V]. A backend that does not know a setting calls this
         one."""

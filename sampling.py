@@ -115,6 +115,24 @@ def normalized(probs: Tensor) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
+def forbid(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """Add −∞ to each logit of these rows whose bit is 0; in place.
+
+    logits: [B, V]; rows: int32[n]; masks: int32[n, ⌈V / 32⌉]. Token i has a bit in word i // 32,
+    the lowest first.
+    """
+    device = logits.device
+    numbers = torch.arange(256, device=device)
+    places = torch.arange(8, device=device)
+    bits = numbers[:, None] >> places & 1  # [256, 8]
+    table = bits.to(logits.dtype).log()  # 0 or −∞
+    each_byte = masks.contiguous().view(torch.uint8)  # [n, 4 ⌈V / 32⌉]
+    bias = F.embedding(each_byte.int(), table)
+    bias = bias.flatten(1)
+    V = logits.shape[1]
+    return logits.index_add_(0, rows, bias[:, :V])
+
+
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as a contiguous float64[B, 1]. rows: [B, V]."""
     B = len(rows)
@@ -179,8 +197,9 @@ def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[Toke
     best = logprobs.topk(min(num_top, logits.shape[1]))  # [n, num_top]
     entries = []
     for i, token in enumerate(tokens):
-        top = zip(best.indices[i].tolist(), best.values[i].tolist())
-        entries.append(TokenLogprob(token, own[i].item(), list(top)))
+        best_tokens = best.indices[i].tolist()
+        top = list(zip(best_tokens, best.values[i].tolist()))
+        entries.append(TokenLogprob(token, own[i].item(), top))
     return entries
 
 
@@ -285,7 +304,8 @@ class Keyed:
 
     def uniforms(self, k: int) -> Tensor:
         """float64[B, k] in [0, 1): a number for each drafted token."""
-        roles = torch.arange(accept_role(0), accept_role(k), 2, device=self.keys.device)
+        first = accept_role(0)
+        roles = torch.arange(first, accept_role(k), 2, device=self.keys.device)
         hashes = mix(self.keys ^ roles)
         return uniform(hashes)
 

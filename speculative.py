@@ -136,7 +136,7 @@ class Round:
         self.first_draft_coin = 0 if coupled else 1
         self.masks: Masks | None = None
         if any(request.grammar_state is not None for request in requests):
-            self.masks = Masks(requests, self.width, vocab_size)
+            self.masks = Masks(requests, self.width, vocab_size, self.ops)
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:

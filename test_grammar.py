@@ -20,6 +20,7 @@ from conftest import ROOT, write_tokenizer
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
+from kernels import Ops
 from kvcache import KVCache
 from proof import Law, Toy, Walk, distance, enumerate_law
 from request import OutputStream, Request, Settings
@@ -33,7 +34,7 @@ from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
-from grammar import Grammar, Grammars, GrammarState, Masks, mask_rows
+from grammar import Grammar, Grammars, GrammarState, Masks
 
 # ---- A vocabulary of four tokens, and what a grammar allows there, by definition
 
@@ -320,7 +321,7 @@ def test_an_error_in_the_worker_is_one_of_the_round():
     """Also if later work succeeds: a row without its mask would be drawn from."""
     request = Request([1], Settings(seed=0))
     request.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "ab"), [])
-    masks = Masks([request], 2, 4)
+    masks = Masks([request], 2, 4, Ops())
     masks.bits = masks.bits[:0]  # no room for the first mask
     masks.start()
     masks.works[0].exception()
@@ -330,24 +331,13 @@ def test_an_error_in_the_worker_is_one_of_the_round():
         masks.apply(torch.zeros(2, 4), [0, 0], 0)
 
 
-def test_masks_leave_rows_without_a_grammar_alone():
-    """Bits beyond the vocabulary are padding; the rows of other texts are those that came."""
-    V = 77
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, V, generator=generator)
-    bits = torch.randint(-(2**31), 2**31 - 1, (5, 3), generator=generator, dtype=torch.int32)
-    words = bits.long() & (2**32 - 1)
-    for rows in ([0, 1, 2, 3, 4], [1, 4]):
-        got = mask_rows(logits.clone(), torch.tensor(rows, dtype=torch.int32), bits[: len(rows)])
-        for row in range(5):
-            for i in range(V):
-                is_allowed = row not in rows or words[rows.index(row), i // 32] >> i % 32 & 1
-                assert got[row, i] == (logits[row, i] if is_allowed else -torch.inf)
+def test_texts_without_a_grammar_need_no_masks():
     free = Request([1], Settings(seed=0))
     masked = Request([1], Settings(seed=0, regex="a"))
     masked.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "a"), [])
     assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
-    masks = Masks([free, masked], 1, 4)
+    masks = Masks([free, masked], 1, 4, Ops())
+    logits = torch.zeros(5, 4)
     assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
 
 

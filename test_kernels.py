@@ -523,6 +523,34 @@ class Contract:
                 size = 4 * v.double().abs().amax() * (1 + q.double().abs().amax())
                 self.close(own_out, slow(q, k, v), dtype, size)
 
+    def test_forbidden_tokens(self):
+        """Bits beyond the vocabulary are padding; other rows are left alone, and NaN stays."""
+
+        @self.check([(3, 200), (2, 20_000)], st.integers(1, 5), st.integers(1, 200))
+        def body(B, V, dtype, seed):
+            random = Random(seed)
+            rows = random.sample(range(B), random.randint(1, B))
+            num_words = -(-V // 32)
+            words = []
+            for _ in rows:
+                kinds = [0, 2**32 - 1, random.getrandbits(32)]
+                words.append(random.choices(kinds, k=num_words))
+            masks = torch.tensor(words).to(torch.uint32).view(torch.int32)
+            logits = torch.randn(B, V).to(dtype)
+            logits[0, 0] = math.nan
+            wanted = logits.clone()
+            for row, mask in zip(rows, words):
+                for i in range(V):
+                    if not mask[i // 32] >> i % 32 & 1:
+                        wanted[row, i] -= math.inf
+            wide = torch.zeros(B, V + 3, dtype=dtype)  # rows that are apart
+            wide[:, :V] = logits
+            for x in (logits, wide[:, :V]):
+                got = self.ops.forbid(x, rows, masks)
+                assert got.data_ptr() == x.data_ptr()
+                torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
+            assert not wide[:, V:].any()
+
     def test_sampling(self, monkeypatch):
         @self.check(LOGITS, st.integers(1, 4), st.integers(1, 300), st.booleans(), st.booleans())
         def body(B, V, each_row, ties, dtype, seed):

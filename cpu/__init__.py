@@ -95,6 +95,11 @@ class CPU(Ops):
 
     # ---- Sampling
 
+    def forbid(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
+        if native.serves(logits) and logits.stride(1) == 1:
+            return native.mask_logits(logits, rows, masks)
+        return super().forbid(logits, rows, masks)
+
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         temperature = settings.get("temperature")
         lone = len(settings) == 1 and isinstance(temperature, (int, float))

@@ -374,6 +374,22 @@ PICK(f64, double)
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
+// −∞ is added to each logit of these n rows whose bit in a mask is 0. x: rows of V, which begin
+// `apart` from each other; masks: [n, words].
+void forbid(float *x, const int64_t *rows, const uint32_t *masks, long n, long V, long apart,
+            long words) {
+    #pragma omp parallel for if (n > 1 && n * V > 1 << 15)
+    for (long i = 0; i < n; i++) {
+        float *row = x + rows[i] * apart;
+        for (long at = 0; at < V; at += 32) {
+            uint32_t mask = masks[i * words + at / 32];
+            long count = least(V - at, 32);
+            if (mask == UINT32_MAX) continue;
+            for (long j = 0; j < count; j++) row[at + j] += mask >> j & 1 ? 0 : -INFINITY;
+        }
+    }
+}
+
 // softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
 // not finite (−∞ is).
 static float soften(const float *x, float *p, long V, float t) {

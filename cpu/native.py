@@ -44,6 +44,7 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,7 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
     lib.layers.argtypes = [POINTER] * 7 + [LONG, POINTER, LONG, POINTER]
+    lib.forbid.argtypes = [POINTER] * 3 + [LONG] * 4
     lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
@@ -336,6 +338,16 @@ def swiglu(x: Tensor) -> Tensor:
     y = torch.empty(T, width // 2)
     library().swiglu(x.data_ptr(), y.data_ptr(), T, width // 2)
     return y
+
+
+def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
+    """sampling.forbid, in place. logits: [B, V], whose rows may be apart; masks: int32[n, W]."""
+    numbers = torch.tensor(rows)
+    masks = masks.contiguous()
+    n, words = masks.shape
+    pointers = logits.data_ptr(), numbers.data_ptr(), masks.data_ptr()
+    library().forbid(*pointers, n, logits.shape[1], logits.stride(0), words)
+    return logits
 
 
 def softmax(logits: Tensor, temperature: float) -> Tensor:
