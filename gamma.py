@@ -138,8 +138,10 @@ class AutoGamma:
 
     def _choose_best(self, batch_size: int) -> None:
         """The γ of the largest gain, if the trial is over: a plain round and another are known."""
+        if self.round_seconds(batch_size, 0) is None:
+            return
         measured = self.measured(batch_size)
-        if 0 not in measured or len(measured) == 1:
+        if len(measured) == 1:
             return
         costs = self.costs(measured)
         gains = [expected_tokens(self.alpha, 1 + i) / cost for i, cost in enumerate(costs)]

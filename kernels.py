@@ -290,8 +290,8 @@ class Ops:
         """All drafts of a round: each pass drafts one token of every request that wants one more.
 
         -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
-        float[B, k, V]; in coupled mode None (speculative.py). unread: each request's tokens that
-        the cache lacks. cache_blocks: as for `Cache.extend`.
+        float[B, k + 1, V]; in coupled mode None (speculative.py). unread: each request's tokens
+        that the cache lacks. cache_blocks: as for `Cache.extend`.
         """
         drafted, q = round.empty_drafts()
         new_tokens = list(unread)

@@ -106,9 +106,8 @@ class AttentionMetadata:
     def _use(self, buffer: Tensor) -> None:
         T, B, M = self.shape
         self.buffer = buffer
-        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = buffer.split(
-            [T, T, B + 1, B, B * M]
-        )
+        parts = buffer.split_with_sizes([T, T, B + 1, B, B * M])
+        self.positions, self.slot_mapping, self.cu_seqlens, self.seq_lens, tables = parts
         self.block_tables = tables.view(B, M)
 
     def to(self, device: torch.device) -> AttentionMetadata:

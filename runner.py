@@ -307,20 +307,17 @@ class ModelRunner:
         """Show the drafter what the pass computed of the tokens that stay in the texts."""
         made = iter(round_tokens)
         observed = []
-        rows: list[int] = []  # of these tokens in the pass
-        first_row = 0
+        values = []  # of these tokens
+        first_row = 0  # of a text in the pass
         for item in scheduled:
             new = next(made) if item.samples else []
             start = self.cache.length(item.request.seq) - item.num_new_tokens
             count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
             following = item.request.tokens[start + 1 : start + count + 1] + new
             observed.append(Observed(item.request, start, following[:count]))
-            rows += range(first_row, first_row + count)
+            values.append(features.values[first_row : first_row + count])
             first_row += item.num_new_tokens
-        values = features.values
-        if len(rows) < len(values):
-            values = values[send(rows, self.target.device)]
-        self.drafter.observe(observed, values)
+        self.drafter.observe(observed, torch.cat(values))
 
     def _target_probabilities(
         self,

@@ -42,7 +42,8 @@ from request import Request
 from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
 
 # Drafted tokens, int64[B, k], −1 where a request has fewer; and the distributions q that they were
-# drawn from, float[B, k, V], 0 there. In coupled mode q is None: nobody reads it, and it is large.
+# drawn from, float[B, k + 1, V], 0 after the last draft; in coupled mode None: nobody reads it,
+# and it is large.
 Proposal = tuple[Tensor, Tensor | None]
 
 
@@ -57,26 +58,22 @@ class Coin(Protocol):
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """How many drafts are accepted, and the token after them. Never waits for the device.
 
-    p: float[B, k+1, V] of the target, k ≥ 1; q: float[B, k, V] of the draft; drafted: int64[B, k].
-    A row with fewer than k drafts is padded: q is 0 and drafted −1, so the padding is never
-    accepted, and its residual is p: the bonus. -> accepted: int64[B]; token: int64[B], correction
-    or bonus.
+    p and q: float[B, k + 1, V] of the target and of the draft, k ≥ 1; drafted: int64[B, k].
+    After the last draft of a row q is 0 and drafted −1: nothing more is accepted, and the residual
+    is p: the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
-    B, k, V = q.shape
+    B, k = drafted.shape
     index = drafted.clamp(min=0)[..., None]  # [B, k, 1]
     p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
-    q_x = q.gather(-1, index)[..., 0]
+    q_x = q[:, :k].gather(-1, index)[..., 0]
     ratio = torch.where(q_x > 0, p_x / q_x, 0)
     ratio = ratio.clamp(max=1)
     stands = coin.accept(ratio)
     accepted = count_leading(stands)
 
-    end = accepted[:, None, None].expand(B, 1, V)  # where the round ends
-    p_end = p.gather(1, end)[:, 0]  # [B, V]
-    q_end = q.gather(1, end.clamp(max=k - 1))[:, 0]
-    is_bonus = accepted[:, None] == k
-    q_end = torch.where(is_bonus, 0, q_end)
-    residual = p_end - q_end
+    rows = torch.arange(B, device=p.device)
+    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    residual = p_end - q[rows, accepted]
     residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
     probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
@@ -180,7 +177,8 @@ class Round:
         drafted = torch.full((B, k), -1, device=self.device)
         if self.coupled:
             return drafted, None
-        return drafted, torch.zeros(B, k, self.vocab_size, dtype=self.dtype, device=self.device)
+        shape = B, k + 1, self.vocab_size
+        return drafted, torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def setting(self, name: str) -> list[float | int | None]:
         """The value of a sampling setting for each request."""

@@ -111,7 +111,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     assert [drafter.max_drafts(request, 5) for request in requests] == [5, 0]
     drafted, q = drafter.propose(Round(requests, [2, 0], 6, CPU))
     assert drafted.tolist() == [[3, 1], [-1, -1]]
-    assert q.sum(-1).tolist() == [[1, 1], [0, 0]]
+    assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
 
 
@@ -158,7 +158,7 @@ def test_a_coupled_round_makes_no_distributions(B):
     texts = []
     for drafter in (*drafters, NgramDrafter()):
         _, q, largest = proposed(drafter, False, B, V)
-        assert q.shape == (B, 3, V) and largest >= q.numel()
+        assert q.shape == (B, 4, V) and largest >= q.numel()
         tokens, q, largest = proposed(drafter, True, B, V)
         assert q is None and largest < 2 * B * V
         texts.append(tokens)

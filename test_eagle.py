@@ -181,7 +181,7 @@ def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[in
 def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], Tensor]:
     round = Round([request], [k], runner.vocab_size, runner.target.device, torch.float64)
     drafted, q = runner.drafter.propose(round)
-    return drafted[0].tolist(), q[0]
+    return drafted[0].tolist(), q[0, :-1]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

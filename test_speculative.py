@@ -198,17 +198,16 @@ def planted(
     """A `verify` that is right but for one line."""
 
     def verify(p: Tensor, q: Tensor, drafted: Tensor, coin) -> tuple[Tensor, Tensor]:
-        B, k, V = q.shape
+        B, k = drafted.shape
         x = drafted.clamp(min=0)[..., None]
         p_x = p[:, :k].gather(-1, x)[..., 0]
-        q_x = q.gather(-1, x)[..., 0]
+        q_x = q[:, :k].gather(-1, x)[..., 0]
         ratio = (p_x / q_x.clamp(min=1e-300)).clamp(max=1)
         if accept:
             ratio = accept(p_x, q_x, ratio)
         stands = coin.accept(torch.where(drafted >= 0, ratio, 0))
         accepted = stands.long().cumprod(1).sum(1)
         rows = torch.arange(B)
-        q = torch.cat((q, torch.zeros(B, 1, V, dtype=q.dtype)), 1)
         p_end = p[rows, accepted]
         q_end = q[rows, accepted]
         is_bonus = (q_end.sum(-1) == 0)[:, None]
@@ -344,7 +343,7 @@ def distributions(rows: int, V: int) -> st.SearchStrategy:
 def test_verify_follows_p_and_accepts_the_overlap(data, V, k):
     """For any p and q: each token's law is p's, and a draft is accepted with Σ min(p, q)."""
     p = data.draw(distributions(k + 1, V))
-    q = p[:k].clone() if data.draw(st.booleans()) else data.draw(distributions(k, V))
+    q = p.clone() if data.draw(st.booleans()) else data.draw(distributions(k + 1, V))
     num_drafts = data.draw(st.integers(0, k))
     q[num_drafts:] = 0
 
@@ -382,7 +381,7 @@ def test_verify_survives_a_residual_without_mass():
             return probs.argmax(-1)
 
     p = torch.tensor([[[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]])
-    accepted, token = verify(p, p[:, :1], torch.tensor([[1]]), Rejects())  # q = p
+    accepted, token = verify(p, p, torch.tensor([[1]]), Rejects())  # q = p
     assert accepted.tolist() == [0] and token.tolist() == [1]
 
 
@@ -409,7 +408,8 @@ def test_roles_that_share_numbers_change_the_law():
         coin = Shared(seeds, positions)
         coin.accept_as = accept_as
         both = torch.stack((p, p)).expand(n, -1, -1)
-        accepted, token = verify(both, q.expand(n, 1, -1), drafted[:, None], coin)
+        proposed = torch.stack((q, torch.zeros(3))).expand(n, -1, -1)
+        accepted, token = verify(both, proposed, drafted[:, None], coin)
         first = torch.where(accepted > 0, drafted, token)
         return (torch.bincount(first, minlength=3) / n - p).abs().max().item()
 

@@ -296,15 +296,27 @@ typedef struct {
     float eps;
 } Model;
 
+// cos and sin of a step's tokens: [T, D], one after the other. angles: [positions, 2, D].
+static void angles_of(const float *angles, const Step *step, long T, long D, float *cos) {
+    float *sin = cos + T * D;
+    for (long t = 0; t < T; t++) {
+        const float *own = angles + step->positions[t] * 2 * D;
+        memcpy(cos + t * D, own, D * sizeof *own);
+        memcpy(sin + t * D, own + D, D * sizeof *own);
+    }
+}
+
 // x: [T, C], overwritten -> out: [T, C].
-// room: T times twice C, the widest product (q, k, v together; gate, up together) and what is
-// multiplied by the widest of the others.
+// room: T times twice C, twice D, the widest product (q, k, v together; gate, up together) and what
+// is multiplied by the widest of the others.
 // features: [T, wanted, C], x as it comes into these layers.
-void layers(const Model *m, float *x, float *out, float *room, const float *cos, const float *sin,
+void layers(const Model *m, float *x, float *out, float *room, const float *angles,
             const Step *step, long T, const long *feature_layers, long wanted, float *features) {
     const Layer *l = m->layers;
     long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *y = room, *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
+    float *cos = room, *sin = cos + T * m->D, *y = sin + T * m->D;
+    float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
+    angles_of(angles, step, T, m->D, cos);
     for (long i = 0; i < m->L; i++, l++) {
         add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
         for (long f = 0; f < wanted; f++) {
@@ -421,21 +433,20 @@ long soften_rows(const float *x, float *p, long B, long V, float t) {
 
 // k tokens of a sequence, each picked with its own stream before the next pass: drafted[k], −1
 // before. q: [k, V], or 0 where nobody reads what they were picked from. x: [T, C], of the tokens
-// before them; cos, sin, step: of T + k − 1 tokens. room: T · C, the logits, and that of `layers`.
-void drafts(const Model *m, float *x, float *room, const float *cos, const float *sin,
-            const Step *step, long T, float t, const int64_t *streams, int64_t *drafted,
-            float *q, long k, long V) {
-    long C = m->head->K, D = m->D;
+// before them; step: of T + k − 1 tokens. room: T · C, the logits, and that of `layers`.
+void drafts(const Model *m, float *x, float *room, const float *angles, const Step *step, long T,
+            float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+    long C = m->head->K;
     float *out = room, *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
-        layers(m, x, out, logits + m->head->N, cos, sin, &now, T, 0, 0, 0);
+        layers(m, x, out, logits + m->head->N, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
         soften(logits, p, V, t);
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
-        cos += T * D, sin += T * D, now.positions += T, now.slots += T, T = 1;
+        now.positions += T, now.slots += T, T = 1;
     }
 }
 
@@ -451,14 +462,16 @@ typedef struct {
 } Head;
 
 // EagleHead.rows. f: [T, C] -> z: [T, C], which may be f.
-// room: T times 4 C, the widest product and what is multiplied by the widest of the others.
+// room: T times 4 C, twice D, the widest product and what is multiplied by the widest of the
+// others.
 void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, float *room,
-               const float *cos, const float *sin, const Step *step, long T) {
+               const float *angles, const Step *step, long T) {
     const Model *m = &h->model;
     const Layer *l = m->layers;
     long C = m->head->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *pair = room, *y = pair + T * 2 * C, *delta = y + T * C, *a = delta + T * C;
-    float *b = a + T * wide;
+    float *cos = room, *sin = cos + T * m->D, *pair = sin + T * m->D, *y = pair + T * 2 * C;
+    float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
+    angles_of(angles, step, T, m->D, cos);
     rows(m->embed, tokens, y, T);
     for (long t = 0; t < T; t++) {
         float *token = pair + t * 2 * C, *feature = token + C;
@@ -479,13 +492,12 @@ void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, f
 }
 
 // k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten.
-// q: [k, V], zeros before, or 0. cos, sin, step: of k − 1 tokens; k = 1: none. room: C, the head's
-// logits, and that of `head_rows`.
-void head_drafts(const Head *h, float *z, float *room, const float *cos, const float *sin,
-                 const Step *step, float t, const int64_t *streams, int64_t *drafted, float *q,
-                 long k, long V) {
+// q: [k, V], zeros before, or 0. step: of k − 1 tokens; k = 1: none. room: C, the head's logits,
+// and that of `head_rows`.
+void head_drafts(const Head *h, float *z, float *room, const float *angles, const Step *step,
+                 float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     const Model *m = &h->model;
-    long C = m->head->K, D = m->D, n = m->head->N;
+    long C = m->head->K, n = m->head->N;
     float *y = room, *p = y + C, *rest = p + n;
     Step now = step ? *step : (Step){ 0 };
     for (long j = 0; j < k; j++) {
@@ -497,7 +509,7 @@ void head_drafts(const Head *h, float *z, float *room, const float *cos, const f
         if (picked < 0) break;                      // not finite
         drafted[j] = h->tokens[picked];
         if (j + 1 == k) break;
-        head_rows(h, z, drafted + j, z, rest, cos, sin, &now, 1);
-        cos += D, sin += D, now.positions++, now.slots++;
+        head_rows(h, z, drafted + j, z, rest, angles, &now, 1);
+        now.positions++, now.slots++;
     }
 }

@@ -138,15 +138,15 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]
     lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
-    lib.layers.argtypes = [POINTER] * 7 + [LONG, POINTER, LONG, POINTER]
+    lib.layers.argtypes = [POINTER] * 6 + [LONG, POINTER, LONG, POINTER]
     lib.forbid.argtypes = [POINTER] * 3 + [LONG] * 4
     lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.drafts.argtypes = [POINTER] * 6 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
-    lib.head_rows.argtypes = [POINTER] * 8 + [LONG]
-    lib.head_drafts.argtypes = [POINTER] * 6 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.drafts.argtypes = [POINTER] * 5 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.head_rows.argtypes = [POINTER] * 7 + [LONG]
+    lib.head_drafts.argtypes = [POINTER] * 5 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
 
@@ -475,6 +475,15 @@ def attend(
 # ---- All layers in one call --------------------------------------------------------------------
 
 
+def reach(model: NativeModel | NativeHead, llama: Llama, metadata: AttentionMetadata) -> None:
+    """Make the model's table of angles long enough for a step: cos and sin of each position,
+    float32[positions, 2, D]."""
+    longest = max(sequence.seq_len for sequence in metadata.sequences)
+    if longest > len(model.angles):
+        positions = torch.arange(2 * longest)
+        model.angles = torch.cat(llama.rope(positions), 1)
+
+
 class LayerWeights(ctypes.Structure):
     """model.Layer: addresses of tensors and of `Weight`s."""
 
@@ -546,20 +555,20 @@ class NativeModel(ctypes.Structure):
         first = llama.layers[0]
         widest_output = max(first.gate_up.N, first.qkv.N)
         widest_input = max(first.down.K, first.o.K)
-        native_model.scratch_of_token = 2 * first.qkv.K + widest_output + widest_input
+        sizes = first.qkv.K, config.head_dim
+        native_model.scratch_of_token = 2 * sum(sizes) + widest_output + widest_input
         native_model.num_logits = llama.head.N
+        native_model.angles = torch.empty(0)
         return native_model
 
     def run_layers(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         metadata: AttentionMetadata,
         features: Features | None,
     ) -> Tensor:
-        """The rows that the head multiplies. x: [T, C]; it is overwritten. cos, sin: [T, 1, D].
-        features: to be filled: contiguous."""
+        """The rows that the head multiplies. x: [T, C]; it is overwritten. features: to be filled:
+        contiguous."""
         T = len(x)
         out = torch.empty_like(x)
         scratch = torch.empty(T * self.scratch_of_token)
@@ -570,8 +579,7 @@ class NativeModel(ctypes.Structure):
             x.data_ptr(),
             out.data_ptr(),
             scratch.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            self.angles.data_ptr(),
             step_address(metadata),
             T,
             ctypes.addressof(feature_layers),
@@ -583,8 +591,6 @@ class NativeModel(ctypes.Structure):
     def draft(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         metadata: AttentionMetadata,
         temperature: float,
         streams: Tensor,
@@ -593,10 +599,10 @@ class NativeModel(ctypes.Structure):
         q: Tensor | None,
     ) -> None:
         """Fill in the next k tokens of a sequence, int64[1, k], all −1 before (and after, where
-        logits are not finite); and their distributions, float32[1, k, V], if they are wanted.
+        logits are not finite); and their distributions, float32[1, k + 1, V], if they are wanted.
 
-        x: [T, C], embeddings before; it is overwritten. cos, sin: [T + k − 1, 1, D]; metadata: of
-        T + k − 1 tokens; streams: int64[k, 1], contiguous, one for each pick.
+        x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens; streams:
+        int64[k, 1], contiguous, one for each pick.
         """
         T, C = x.shape
         scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
@@ -604,8 +610,7 @@ class NativeModel(ctypes.Structure):
             ctypes.addressof(self),
             x.data_ptr(),
             scratch.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            self.angles.data_ptr(),
             step_address(metadata),
             T,
             temperature,
@@ -649,16 +654,15 @@ class NativeHead(ctypes.Structure):
         native_head.scratch_of_row = model.scratch_of_token
         native_head.scratch_of_logits = head.config.hidden_size + model.num_logits
         native_head.largest_token = int(tokens.max())
+        native_head.angles = torch.empty(0)
         return native_head
 
     def drafts_from(self, V: int) -> bool:
         """Whether all tokens that the head can draft are below V."""
         return self.largest_token < V
 
-    def rows(
-        self, f: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]. cos, sin: [T, 1, D]."""
+    def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]."""
         T = len(f)
         f = f.contiguous()
         tokens = tokens.contiguous()
@@ -670,8 +674,7 @@ class NativeHead(ctypes.Structure):
             tokens.data_ptr(),
             z.data_ptr(),
             scratch.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            self.angles.data_ptr(),
             step_address(metadata),
             T,
         )
@@ -680,7 +683,6 @@ class NativeHead(ctypes.Structure):
     def draft(
         self,
         z: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
         metadata: AttentionMetadata | None,
         temperature: float,
         streams: Tensor,
@@ -690,17 +692,14 @@ class NativeHead(ctypes.Structure):
     ) -> None:
         """Fill in the next k tokens of a sequence, and their distributions, as `NativeModel.draft`.
 
-        z: [1, C], the newest row; it is overwritten. angles: cos and sin of k − 1 tokens, as
-        metadata; None where k is 1.
+        z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; None where k is 1.
         """
         scratch = torch.empty(self.scratch_of_logits + self.scratch_of_row)
-        cos, sin = angles or (None, None)
         library().head_drafts(
             ctypes.addressof(self),
             z.data_ptr(),
             scratch.data_ptr(),
-            address(cos),
-            address(sin),
+            self.angles.data_ptr(),
             step_address(metadata) if metadata else None,
             temperature,
             streams.data_ptr(),

@@ -323,9 +323,9 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     num_queries = []
     run_layers = native.NativeModel.run_layers
 
-    def counted(self, x, cos, sin, metadata, features):
+    def counted(self, x, metadata, features):
         num_queries.append(max(metadata.num_new_tokens))
-        return run_layers(self, x, cos, sin, metadata, features)
+        return run_layers(self, x, metadata, features)
 
     monkeypatch.setattr(native.NativeModel, "run_layers", counted)
     logits = logits_of(in_c, layout)

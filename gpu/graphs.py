@@ -248,7 +248,7 @@ class RecordedRound(NamedTuple):
     inputs: Inputs
     metadata: AttentionMetadata
     drafted: Tensor  # int64[B, k]
-    q: Tensor | None  # float[B, k, V]
+    q: Tensor | None  # float[B, k + 1, V]
     run: Recorded
 
 
@@ -312,7 +312,7 @@ class Drafts:
         if not round.coupled:
             shape = B, k, V, round.dtype
             if shape not in self.q:
-                self.q[shape] = torch.empty(B, k, V, dtype=round.dtype, device=device)
+                self.q[shape] = torch.zeros(B, k + 1, V, dtype=round.dtype, device=device)
             q = self.q[shape]
         drafted = torch.empty(B, k, dtype=torch.int64, device=device)
         zero = torch.zeros((), dtype=round.dtype, device=device)
