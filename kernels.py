@@ -265,6 +265,10 @@ class Ops:
         come -> int64[B]."""
         return sampling.pick(probs, streams)
 
+    def uniforms(self, keys: Tensor, k: int) -> Tensor:
+        """sampling.uniforms: what decides on k drafts. keys: int64[B, 1] -> float64[B, k]."""
+        return sampling.uniforms(keys, k)
+
     # ---- Whole passes, which a backend may do in one call
 
     def forward(

@@ -84,7 +84,7 @@ class ModelRunner:
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
         self.coupled = coupled
-        self.make_coin = make_coin or partial(Keyed, draw=target.ops.pick)
+        self.make_coin = make_coin or partial(Keyed, ops=target.ops)
         self.budget = budget
         self.multi_step = multi_step
         self.grammars = grammars

@@ -29,10 +29,9 @@ Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from copy import copy
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -276,12 +275,26 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
     return (probs / E).argmax(-1)
 
 
+def uniforms(keys: Tensor, k: int) -> Tensor:
+    """A number for each drafted token: float64[B, k] in [0, 1). keys: int64[B, 1]."""
+    first = accept_role(0)
+    roles = torch.arange(first, accept_role(k), 2, device=keys.device)
+    hashes = mix(keys ^ roles)
+    return uniform(hashes)
+
+
+class Draws:
+    """What a coin draws with. A backend does the same (`kernels.Ops`)."""
+
+    pick = staticmethod(pick)
+    uniforms = staticmethod(uniforms)
+
+
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; draw: how
-    `pick` draws (Ops.pick). `accept` decides on drafted token j in role accept_role(j).
-    `coin[rows]` is the coin of these rows.
+    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]. `accept` decides
+    on drafted token j in role accept_role(j). `coin[rows]` is the coin of these rows.
     """
 
     def __init__(
@@ -289,12 +302,12 @@ class Keyed:
         seeds: Tensor,
         positions: Tensor,
         role: int | Tensor = TEXT,
-        draw: Callable[[Tensor, Tensor], Tensor] = pick,
+        ops: Any = Draws,  # or a backend's
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
         self.keys = keys[:, None]  # int64[B, 1]; `accept` has a role for each draft
         self.streams = (keys ^ role)[:, None]  # int64[B, 1], of `pick`
-        self.draw = draw
+        self.ops = ops
 
     def __getitem__(self, rows: slice | list[int]) -> Keyed:
         part = copy(self)
@@ -302,21 +315,14 @@ class Keyed:
         part.streams = self.streams[rows]
         return part
 
-    def uniforms(self, k: int) -> Tensor:
-        """float64[B, k] in [0, 1): a number for each drafted token."""
-        first = accept_role(0)
-        roles = torch.arange(first, accept_role(k), 2, device=self.keys.device)
-        hashes = mix(self.keys ^ roles)
-        return uniform(hashes)
-
     def accept(self, prob: Tensor) -> Tensor:
         """prob: float[B, k] -> bool[B, k], True with that probability."""
-        u = self.uniforms(prob.shape[1])
+        u = self.ops.uniforms(self.keys, prob.shape[1])
         return u < prob
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities."""
-        return self.draw(probs, self.streams)
+        return self.ops.pick(probs, self.streams)
 
 
 def main() -> None:

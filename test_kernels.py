@@ -577,6 +577,7 @@ class Contract:
             coin = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
             for probs in (wanted, wanted.double() + 1e-9):
                 assert torch.equal(self.ops.pick(amid(probs), coin.streams), coin.pick(probs))
+            assert torch.equal(self.ops.uniforms(coin.keys, B), sampling.uniforms(coin.keys, B))
             if self.refuses:
                 logits[-1, -1] = math.nan
                 with pytest.raises(ValueError, match="not finite"):
@@ -652,7 +653,7 @@ class Contract:
         """The drafts of one round; the cache is then as before."""
         new = [list(range(7, 7 + n)) for n in unread]
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
-        coin = partial(Keyed, draw=self.ops.pick)
+        coin = partial(Keyed, ops=self.ops)
         round = Round(
             requests, num_drafts, 250, cache.device, make_coin=coin, coupled=coupled, ops=self.ops
         )

@@ -113,6 +113,11 @@ class CPU(Ops):
             return native.race(probs, streams)
         return super().pick(probs, streams)
 
+    def uniforms(self, keys: Tensor, k: int) -> Tensor:
+        if native.library():
+            return native.uniforms(keys, k)
+        return super().uniforms(keys, k)
+
     # ---- Attention
 
     def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -384,6 +384,13 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
+// u: [B, k]. Draft j is decided on in the role first_role + 2 j.
+void uniforms(const int64_t *keys, double *u, long B, long k, int64_t first_role) {
+    for (long b = 0; b < B; b++)
+        for (long j = 0; j < k; j++)
+            u[b * k + j] = (mix((uint64_t)(keys[b] ^ (first_role + 2 * j))) >> 12) * 0x1p-52;
+}
+
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
 // −∞ is added to each logit of these n rows whose bit in a mask is 0. x: rows of V, which begin

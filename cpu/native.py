@@ -56,7 +56,7 @@ from cpu.compiled import compile_library
 from errors import UserError
 from kernels import Linear
 from quant import Quantized, nf4, unpack4
-from sampling import NOT_FINITE
+from sampling import NOT_FINITE, accept_role
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -144,6 +144,7 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
+    lib.uniforms.argtypes = [POINTER] * 2 + [LONG] * 3
     lib.drafts.argtypes = [POINTER] * 5 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
     lib.head_rows.argtypes = [POINTER] * 7 + [LONG]
     lib.head_drafts.argtypes = [POINTER] * 5 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
@@ -373,6 +374,15 @@ def race(probs: Tensor, streams: Tensor) -> Tensor:
     pick = lib.pick_f64 if probs.dtype == torch.float64 else lib.pick_f32
     pick(probs.data_ptr(), streams.data_ptr(), picked.data_ptr(), B, V)
     return picked
+
+
+def uniforms(keys: Tensor, k: int) -> Tensor:
+    """sampling.uniforms. keys: int64[B, 1] -> float64[B, k]."""
+    B = len(keys)
+    keys = keys.contiguous()
+    u = torch.empty(B, k, dtype=torch.float64)
+    library().uniforms(keys.data_ptr(), u.data_ptr(), B, k, accept_role(0))
+    return u
 
 
 # ---- Attention ---------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class Launches(TorchDispatchMode):
 
 @cache
 def coin_of(ops: Ops) -> Callable[..., Keyed]:
-    return partial(Keyed, draw=ops.pick)
+    return partial(Keyed, ops=ops)
 
 
 def draft(
