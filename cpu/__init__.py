@@ -115,7 +115,7 @@ class CPU(Ops):
 
     def uniforms(self, keys: Tensor, k: int) -> Tensor:
         if native.library():
-            return native.uniforms(keys, k)
+            return native.decisions(keys, k)
         return super().uniforms(keys, k)
 
     # ---- Attention

@@ -376,7 +376,7 @@ def race(probs: Tensor, streams: Tensor) -> Tensor:
     return picked
 
 
-def uniforms(keys: Tensor, k: int) -> Tensor:
+def decisions(keys: Tensor, k: int) -> Tensor:
     """sampling.uniforms. keys: int64[B, 1] -> float64[B, k]."""
     B = len(keys)
     keys = keys.contiguous()
