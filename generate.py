@@ -51,7 +51,8 @@ from paged import PagedCache, blocks_that_fit
 from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, Settings
 from runner import ModelRunner
-from sampling import SETTINGS, Keyed, probabilities
+from sampling import Keyed, probabilities
+from settings import SETTINGS
 from tokenizer import Tokenizer
 
 BLOCK_SIZE = 16  # tokens

@@ -39,12 +39,13 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from errors import UserError, brief
+from settings import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from request import Request
     from tokenizer import Tokenizer
 
-NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
 REMEMBERED = 64  # compiled grammars
 # Without it, a mask would hold one token where the grammar forces some bytes: the tokenizer's own.
 HEADER = '%llguidance {"no_forcing": true}\n'
@@ -61,36 +61,6 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 # A comment, a string, a regular expression; or the beginning of a control token's name.
 LARK_WORDS = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|(?P<control><)')
-
-
-# ---- What is asked for ---------------------------------------------------------------------------
-
-
-class Grammar(NamedTuple):
-    """What a text must follow."""
-
-    notation: str  # of NOTATIONS
-    text: str | tuple[str, ...]
-
-
-def checked_schema(schema: Any) -> str:
-    """A JSON schema, an object or its text -> its text. UserError for anything else."""
-    try:
-        fields = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(fields, dict):
-            return json.dumps(fields)
-        wrong = "it is something else"
-    except (TypeError, ValueError, RecursionError) as error:
-        wrong = brief(error, 100)
-    rule = 'it must be a JSON object, such as {"type": "object"}'
-    raise UserError(f"schema is {brief(schema, 100)}: {rule} ({wrong})")
-
-
-def checked_text(notation: str, text: Any) -> str:
-    """UserError unless it is a text, not empty, that UTF-8 can spell."""
-    if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text):
-        return text
-    raise UserError(f"{notation} is {text!r}: it must be a text that is not empty")
 
 
 # ---- Compiled grammars ---------------------------------------------------------------------------

@@ -15,89 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from errors import UserError, check_names
-from grammar import NOTATIONS, Grammar, GrammarState, checked_schema, checked_text
-from sampling import SETTINGS, TokenLogprob, check_settings
+from grammar import GrammarState
+from sampling import TokenLogprob
+from settings import Settings
 from tokenizer import Tokenizer
 
-MAX_TOKENS = 512  # the default
-MAX_LOGPROBS = 20  # of other tokens
 Message = dict[str, str]  # {"role": …, "content": …}
 Show = Callable[[str, str], None]  # gets a piece of text, and how its last token came about
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one text is made. Of sampling settings None is what the model's makers recommend, of the
-    seed a random one (`generate.Model.complete`)."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int = MAX_TOKENS
-    stop: tuple[str, ...] = ()  # may be given as one string or a list
-    gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
-    logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
-    # At most one of these is given (grammar.py); a text then follows it.
-    schema: str | None = None  # a JSON schema; may be given as an object
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None  # may be given as one text or a list
-    grammar: str | None = None  # in Lark
-
-    def __new__(cls, *values: Any, **named: Any) -> Settings:
-        check_names(named, cls.__dataclass_fields__, "setting")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_settings(**{name: getattr(self, name) for name in SETTINGS})
-        if self.gamma == "auto":
-            object.__setattr__(self, "gamma", None)
-        object.__setattr__(self, "stop", checked_texts("stop", self.stop))
-        check_whole("max_tokens", self.max_tokens, 1, None)
-        if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.gamma is not None:
-            check_whole("gamma", self.gamma, 0, None, " or auto")
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.schema is not None:
-            object.__setattr__(self, "schema", checked_schema(self.schema))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", checked_texts("choice", self.choice or ""))
-        for notation in ("regex", "grammar"):
-            if getattr(self, notation) is not None:
-                checked_text(notation, getattr(self, notation))
-        self.follows  # UserError if there are several
-
-    @property
-    def follows(self) -> Grammar | None:
-        """The grammar of the text; None: the text is free. UserError if there are several."""
-        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
-        return Grammar(given[0], getattr(self, given[0])) if given else None
-
-
-def checked_texts(name: str, value: Any) -> tuple[str, ...]:
-    """One text or several, as a tuple. UserError for anything else."""
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, (list, tuple)):
-        if all(isinstance(text, str) and text for text in texts):
-            return tuple(texts)
-    rule = "it must be a text, or a list of texts, none of them empty"
-    raise UserError(f"{name} is {value!r}: {rule}")
-
-
-def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
-    """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
-    is_whole = type(value) is int
-    is_low = is_whole and value < low
-    is_high = is_whole and high is not None and value > high
-    if not is_whole or is_low or is_high:
-        rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
 
 
 class RoundStats(NamedTuple):

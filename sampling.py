@@ -40,13 +40,6 @@ from torch import Tensor
 from errors import UserError
 
 Setting = float | int | Tensor | None  # one value for all rows, or one for each; None: no filter
-SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
-RULES = {  # name -> smallest value, largest value, both in words
-    "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
-    "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
-    "top_p": (1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
-    "min_p": (0, 1, "between 0 (keeps all) and 1"),
-}
 
 
 # ---- Probabilities -------------------------------------------------------------------------------
@@ -61,11 +54,9 @@ def probabilities(
 ) -> Tensor:
     """logits: float[..., V] -> probabilities [..., V], float32 (float64 if the logits are float64).
 
-    A setting is a number, or a tensor [...] with a number for each row. UserError for a number out
-    of range. Tensors are not checked, because reading them would stall a GPU: who makes a tensor of
-    numbers has checked the numbers (request.Settings).
+    A setting is a number, or a tensor [...] with a number for each row. `Settings` has checked that
+    it is in its range.
     """
-    check_settings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     # In float64 the order of a sum over a large vocabulary changes bits that float32 cuts off.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
     probs = soften(rows, 1.0 if temperature is None else temperature)
@@ -141,19 +132,6 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     if len(values) not in (1, B):
         raise ValueError(f"a setting has {len(values)} values, and there are {B} rows of logits")
     return values.expand(B).contiguous()[:, None]
-
-
-def check_settings(**settings: Setting) -> None:
-    """UserError that names the setting, its value and its range. Tensors are skipped."""
-    for name, value in settings.items():
-        if value is None or isinstance(value, Tensor):
-            continue
-        low, high, rule = RULES[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise UserError(f"{name} is {value!r}: it must be {rule}")
-        if name == "top_k" and value % 1:
-            raise UserError(f"{name} is {value!r}: it must be {rule}")
 
 
 NOT_FINITE = (

@@ -39,7 +39,8 @@ from torch import Tensor
 from grammar import Masks
 from kernels import Ops, send
 from request import Request
-from sampling import SETTINGS, TEXT, Keyed, Setting, draft_role
+from sampling import TEXT, Keyed, Setting, draft_role
+from settings import SETTINGS
 
 # Drafted tokens, int64[B, k], −1 where a request has fewer; and the distributions q that they were
 # drawn from, float[B, k + 1, V], 0 after the last draft; in coupled mode None: nobody reads it,

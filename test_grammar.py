@@ -34,7 +34,8 @@ from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
-from grammar import Grammar, Grammars, GrammarState, Masks
+from grammar import Grammars, GrammarState, Masks
+from settings import Grammar
 
 # ---- A vocabulary of four tokens, and what a grammar allows there, by definition
 

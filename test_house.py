@@ -20,8 +20,8 @@ from generate import Engine, Model, load_draft
 from request import Request, Settings
 
 ORDER = (
-    "errors sampling quant parallel kernels kvcache paged model spm tokenizer grammar request "
-    "speculative drafters eagle gamma runner batcher proof generate serve"
+    "errors settings sampling quant parallel kernels kvcache paged model spm tokenizer grammar "
+    "request speculative drafters eagle gamma runner batcher proof generate serve"
 ).split()  # the root's: a page imports pages before it
 WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "model": {"checkpoint.load", "checkpoint.progress"},
@@ -33,7 +33,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "eagle": {"checkpoint.load"},
     "generate": {"checkpoint.eagle", "checkpoint.generation", "checkpoint.hub"},
 }
-BACKEND = {"errors", "kernels", "quant", "sampling", "kvcache"}
+BACKEND = {"errors", "settings", "kernels", "quant", "sampling", "kvcache"}
 MAY_IMPORT = {
     "checkpoint": {"checkpoint", *ORDER},
     "app": {"app", "checkpoint", *ORDER},

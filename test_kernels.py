@@ -20,7 +20,8 @@ from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
 from request import Request, Settings
-from sampling import SETTINGS, TEXT, Keyed, draft_role, probabilities
+from sampling import TEXT, Keyed, draft_role, probabilities
+from settings import SETTINGS
 from speculative import Round
 
 TOLERANCE = {

@@ -18,7 +18,8 @@ from paged import PagedCache
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
 from request import Request, Settings
 from runner import ModelRunner
-from sampling import RULES, SETTINGS, TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
+from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
+from settings import RULES, SETTINGS
 from speculative import Round, couple, verify
 
 CPU = torch.device("cpu")

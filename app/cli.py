@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from app.chat import Conversation, chat_settings, edit_lines
-from app.flags import generate_flags
+from app.flags import FILES, flagged_settings, generate_flags
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
 from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
@@ -40,7 +40,6 @@ from kernels import find_device
 from parallel import num_processes, shard_config
 from request import OutputStream, Request, Result, Settings, Show
 
-FILES = ("schema", "grammar")  # settings that are read from files
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
 
@@ -374,15 +373,6 @@ def verify_coupled(args: argparse.Namespace) -> None:
         if args.gamma in (None, "auto"):
             args.verify = "coupled"
             say("note: verifying in coupled mode, so that the seed decides the text")
-
-
-def flagged_settings(args: argparse.Namespace) -> Settings:
-    """The settings that flags give, but for those in files."""
-    given = {}
-    for name in Settings.__dataclass_fields__:
-        if name not in FILES and getattr(args, name) is not None:
-            given[name] = getattr(args, name)
-    return Settings(**given)
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -1,8 +1,6 @@
 """The flags of generate.py and of serve.py: what there are, and which exclude each other.
 
 Nothing slow is imported here, so that --help and a mistake in a flag are told at once.
-
-Not covered: the range of a number, which its own page knows (sampling.py, request.py).
 """
 
 import argparse
@@ -14,8 +12,10 @@ from typing import Any
 
 from app.shell import Parser, check_file, number_or_word, status
 from errors import UserError
+from settings import Settings
 
 KEY_VARIABLE = "LLAMA_API_KEY"
+FILES = ("schema", "grammar")  # settings that are read from files
 MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
 EXAMPLES = """\
@@ -227,8 +227,9 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """UserError for flags that exclude each other."""
+    """UserError for flags that exclude each other, or are out of range."""
     check_counts(args, "n", "max_batch")
+    flagged_settings(args)
     check_draft_flags(args, "gamma", "verify", "color")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
@@ -245,6 +246,15 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError("--logprobs is about JSON results: add --json, or use --prompts FILE")
     if args.color and args.json:
         raise UserError("--color is for text: leave it out, or --json")
+
+
+def flagged_settings(args: argparse.Namespace) -> Settings:
+    """The settings that flags give, but for those in files."""
+    given = {}
+    for name in Settings.__dataclass_fields__:
+        if name not in FILES and getattr(args, name) is not None:
+            given[name] = getattr(args, name)
+    return Settings(**given)
 
 
 def is_same_file(one: str, other: str) -> bool:
@@ -315,6 +325,7 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
 def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that make no server."""
     check_counts(args, "max_batch", "max_queue")
+    Settings(gamma=args.gamma)
     check_draft_flags(args, "gamma", "verify")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}: it must be from 0 to 65535")

@@ -23,9 +23,10 @@ from app.asgi import HttpError
 from checkpoint.files import parse_json
 from errors import brief
 from generate import Model
-from request import Message, OutputStream, Result, Settings, check_whole
+from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
+from settings import check_whole
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
 

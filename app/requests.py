@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import parse_json
 from errors import UserError, check_names
-from grammar import NOTATIONS
 from request import Request, Settings
+from settings import NOTATIONS
 
 if TYPE_CHECKING:
     from generate import Model

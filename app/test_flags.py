@@ -8,7 +8,7 @@ import sys
 
 from app import flags
 from conftest import ROOT
-from request import MAX_TOKENS
+from settings import MAX_TOKENS
 
 AT_ONCE = 0.3  # seconds of the processor: other programs do not count
 
@@ -25,6 +25,9 @@ MISTAKES = [
     (["--xyz", "Once"], "unrecognized arguments: --xyz (see --help)"),
     (["Once", "upon", "a", "time"], 'put the prompt in quotes, "Once upon a time"'),
     (["--n", "0", "Once"], "--n is 0"),
+    (["--temperature", "-1", "Once"], "temperature is -1.0: it must be from 0"),
+    (["--max-tokens", "0", "Once"], "max_tokens is 0"),
+    (["--regex", "a", "--choice", "b", "Once"], "regex and choice are given"),
     (["--gamma", "2", "Once"], "--gamma is about drafted tokens"),
     (["--verify", "maybe", "Once"], "invalid choice: 'maybe'"),
     (["--out", "/nowhere/at/all", "Once"], "/nowhere/at/all is not a file"),
@@ -36,6 +39,7 @@ CASES += [("generate.py", ["--help"], 0, "examples:"), ("serve.py", ["--help"], 
 CASES += [
     ("serve.py", ["--prot", "80"], 2, "(did you mean --port?)"),
     ("serve.py", ["--port", "-1"], 2, "--port is -1"),
+    ("serve.py", ["--gamma", "-1", "--draft", "ngram"], 2, "gamma is '-1'"),
 ]
 
 

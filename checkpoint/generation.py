@@ -15,7 +15,7 @@ from pathlib import Path
 from checkpoint.config import end_tokens
 from checkpoint.files import Json, read_json
 from errors import UserError, brief
-from sampling import SETTINGS, check_settings
+from settings import SETTINGS, check_settings
 
 # Settings of transformers that are missing here, each with the value that changes nothing.
 NEUTRAL: Json = {

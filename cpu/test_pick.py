@@ -130,5 +130,3 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         probs = CPU().probabilities(logits, **settings_)
         torch.testing.assert_close(probs, sampling.probabilities(logits, **settings_))
         assert bool(called) == in_c, settings_
-    with pytest.raises(ValueError, match="temperature is -1"):
-        CPU().probabilities(logits, temperature=-1)

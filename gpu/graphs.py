@@ -39,7 +39,7 @@ from torch import Tensor
 from gpu.tuning import FEW
 from kernels import recordings
 from kvcache import AttentionMetadata, SequenceSlice
-from sampling import SETTINGS
+from settings import SETTINGS
 
 if TYPE_CHECKING:
     from kvcache import Cache

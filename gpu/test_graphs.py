@@ -28,7 +28,7 @@ from drafters import ModelDrafter
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
-from grammar import Grammar, Grammars, GrammarState
+from grammar import Grammars, GrammarState
 from kernels import Ops, ops_for
 from kvcache import AttentionMetadata, Cache, KVCache, SequenceSlice
 from model import Llama
@@ -37,6 +37,7 @@ from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, seque
 from request import Request, Settings
 from runner import ModelRunner
 from sampling import Keyed
+from settings import Grammar
 from speculative import Round
 from test_drafters import proposed
 

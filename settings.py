@@ -1,0 +1,153 @@
+"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows.
+
+A setting of sampling has a line in `SETTINGS` and in `RULES`, a field of `Settings`, and its lines
+in sampling.py. Nothing slow is imported here, so that a command's mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from errors import UserError, brief, check_names
+
+MAX_TOKENS = 512  # the default
+MAX_LOGPROBS = 20  # of other tokens
+SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
+RULES = {  # name -> smallest value, largest value, both in words
+    "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
+    "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
+    "top_p": (1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
+    "min_p": (0, 1, "between 0 (keeps all) and 1"),
+}
+NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
+
+
+# ---- The settings of a text ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one text is made. Of sampling settings None is what the model's makers recommend, of the
+    seed a random one (`generate.Model.complete`)."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int = MAX_TOKENS
+    stop: tuple[str, ...] = ()  # may be given as one string or a list
+    gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
+    logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
+    # At most one of these is given (grammar.py); a text then follows it.
+    schema: str | None = None  # a JSON schema; may be given as an object
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None  # may be given as one text or a list
+    grammar: str | None = None  # in Lark
+
+    def __new__(cls, *values: Any, **named: Any) -> Settings:
+        check_names(named, cls.__dataclass_fields__, "setting")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_settings(**{name: getattr(self, name) for name in SETTINGS})
+        if self.gamma == "auto":
+            object.__setattr__(self, "gamma", None)
+        object.__setattr__(self, "stop", checked_texts("stop", self.stop))
+        check_whole("max_tokens", self.max_tokens, 1, None)
+        if self.seed is not None:
+            check_whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.gamma is not None:
+            check_whole("gamma", self.gamma, 0, None, " or auto")
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.schema is not None:
+            object.__setattr__(self, "schema", checked_schema(self.schema))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", checked_texts("choice", self.choice or ""))
+        for notation in ("regex", "grammar"):
+            if getattr(self, notation) is not None:
+                checked_text(notation, getattr(self, notation))
+        self.follows  # UserError if there are several
+
+    @property
+    def follows(self) -> Grammar | None:
+        """The grammar of the text; None: the text is free. UserError if there are several."""
+        given = [notation for notation in NOTATIONS if getattr(self, notation) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: a text follows one of them")
+        if not given:
+            return None
+        (notation,) = given
+        return Grammar(notation, getattr(self, notation))
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+def check_settings(**settings: Any) -> None:
+    """UserError that names the sampling setting, its value and its range. None: not set."""
+    for name, value in settings.items():
+        if value is None:
+            continue
+        low, high, rule = RULES[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise UserError(f"{name} is {value!r}: it must be {rule}")
+        if name == "top_k" and value % 1:
+            raise UserError(f"{name} is {value!r}: it must be {rule}")
+
+
+def checked_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple. UserError for anything else."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, (list, tuple)):
+        if all(isinstance(text, str) and text for text in texts):
+            return tuple(texts)
+    rule = "it must be a text, or a list of texts, none of them empty"
+    raise UserError(f"{name} is {value!r}: {rule}")
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: str = "") -> None:
+    """UserError unless the value is a whole number from `low` to `high` (None: no limit)."""
+    is_whole = type(value) is int
+    is_low = is_whole and value < low
+    is_high = is_whole and high is not None and value > high
+    if not is_whole or is_low or is_high:
+        rule = f"from {low} to {high}"
+        if high is None:
+            rule = f"of at least {low}"
+        raise UserError(f"{name} is {value!r}: it must be a whole number {rule}{otherwise}")
+
+
+# ---- What a text may follow: grammar.py ----------------------------------------------------------
+
+
+class Grammar(NamedTuple):
+    """What a text must follow."""
+
+    notation: str  # of NOTATIONS
+    text: str | tuple[str, ...]
+
+
+def checked_schema(schema: Any) -> str:
+    """A JSON schema, an object or its text -> its text. UserError for anything else."""
+    try:
+        fields = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(fields, dict):
+            return json.dumps(fields)
+        wrong = "it is something else"
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = brief(error, 100)
+    rule = 'it must be a JSON object, such as {"type": "object"}'
+    raise UserError(f"schema is {brief(schema, 100)}: {rule} ({wrong})")
+
+
+def checked_text(notation: str, text: Any) -> str:
+    """UserError unless it is a text, not empty, that UTF-8 can spell."""
+    if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text):
+        return text
+    raise UserError(f"{notation} is {text!r}: it must be a text that is not empty")
