@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "Continue, answer or chat with a Llama. Settings left out: its generation_config.json's.",
         EXAMPLES,
     )
+    p.usage = "generate.py [options] [prompt]"
     p.add_argument(
         "prompt",
         nargs="?",
@@ -286,6 +287,7 @@ def server_parser() -> argparse.ArgumentParser:
         "Serve a Llama to OpenAI's clients, and a page that shows the batch.",
         SERVER_EXAMPLES,
     )
+    p.usage = "serve.py [options]"
     add_model_flags(p.add_argument_group("models and drafts"))
     add_memory_flags(p.add_argument_group("batches, memory and the machine"))
     add_server_flags(p.add_argument_group("the server"))

@@ -145,6 +145,13 @@ def number_or_word(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Room for a flag and its value in one line with its help."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30)
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses in one line; no flag may be abbreviated. examples: lines after the flags."""
 
@@ -153,7 +160,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
             allow_abbrev=False,
         )
 
