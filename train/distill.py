@@ -140,14 +140,15 @@ class Hyperparameters:
 
 
 def make_optimizers(
-    student: Llama, matrices: Sequence[Tensor], decay: float, rate: float
+    student: Llama, matrices: Sequence[Tensor], rates: tuple[float, float], decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, with this weight decay; AdamW, at this rate, for all others."""
+    """Muon for these matrices, with this weight decay; AdamW for all others. rates: of both."""
+    matrix_rate, other_rate = rates
     ids = {id(matrix) for matrix in matrices}
     others = [weight for weight in student.parameters() if id(weight) not in ids]
     return [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=decay),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay),
+        torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -174,7 +175,7 @@ class Training:
         for layer in student.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 matrices.append(linear.weight)
-        self.optimizers = make_optimizers(student, matrices, decay=0.5, rate=0.004)
+        self.optimizers = make_optimizers(student, matrices, rates=(0.02, 0.004), decay=0.5)
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""

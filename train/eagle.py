@@ -258,7 +258,7 @@ class HeadTraining(Training):
         layer = head.layers[0]
         linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
         matrices = [linear.weight for linear in linears]
-        self.optimizers = make_optimizers(head, matrices, decay=0.1, rate=0.002)
+        self.optimizers = make_optimizers(head, matrices, rates=(0.06, 0.002), decay=0.1)
 
     def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""
