@@ -248,7 +248,6 @@ class EagleDrafter(Drafter):
         has_row = request in self.newest
         return wanted if has_row and len(request.tokens) > request.num_prompt_tokens else 0
 
-    @torch.inference_mode()
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """Make the rows of tokens that the target has read."""
         tokens: list[int] = []
@@ -268,7 +267,6 @@ class EagleDrafter(Drafter):
         if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
             self.close(request)
 
-    @torch.inference_mode()
     def propose(self, round: Round) -> Proposal:
         rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
         seqs = [request.seq for request in round.requests]
