@@ -249,7 +249,7 @@ class Ops:
     # ---- Sampling
 
     def forbid(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-        """sampling.forbid, in place. masks: int32[n, W], the host's, for n rows."""
+        """sampling.forbid, in place. masks: int32[n, ⌈V / 32⌉], the host's, for n rows."""
         numbers = torch.tensor(rows, dtype=torch.int32)[:, None]
         packed = torch.cat((numbers, masks), 1)  # [n, 1 + W]: one copy to a GPU
         packed = send(packed, logits.device)

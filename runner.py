@@ -307,7 +307,7 @@ class ModelRunner:
         """Show the drafter what the pass computed of the tokens that stay in the texts."""
         made = iter(round_tokens)
         observed = []
-        values = []  # of these tokens
+        kept = []  # features of the tokens that stay
         first_row = 0  # of a text in the pass
         for item in scheduled:
             new = next(made) if item.samples else []
@@ -315,9 +315,9 @@ class ModelRunner:
             count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
             following = item.request.tokens[start + 1 : start + count + 1] + new
             observed.append(Observed(item.request, start, following[:count]))
-            values.append(features.values[first_row : first_row + count])
+            kept.append(features.values[first_row : first_row + count])
             first_row += item.num_new_tokens
-        self.drafter.observe(observed, torch.cat(values))
+        self.drafter.observe(observed, torch.cat(kept))
 
     def _target_probabilities(
         self,

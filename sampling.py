@@ -54,8 +54,8 @@ def probabilities(
 ) -> Tensor:
     """logits: float[..., V] -> probabilities [..., V], float32 (float64 if the logits are float64).
 
-    A setting is a number, or a tensor [...] with a number for each row. `Settings` has checked that
-    it is in its range.
+    A setting is a number, or a tensor [...] with a number for each row. It must be in its
+    range, which is not checked here (settings.check_settings).
     """
     # In float64 the order of a sum over a large vocabulary changes bits that float32 cuts off.
     rows = logits.reshape(-1, logits.shape[-1]).double()  # [B, V]
@@ -262,7 +262,7 @@ def uniforms(keys: Tensor, k: int) -> Tensor:
 
 
 class Draws:
-    """What a coin draws with. A backend does the same (`kernels.Ops`)."""
+    """This page's `pick` and `uniforms`, for a coin without a backend (`kernels.Ops` has both)."""
 
     pick = staticmethod(pick)
     uniforms = staticmethod(uniforms)
@@ -272,7 +272,8 @@ class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
     seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]. `accept` decides
-    on drafted token j in role accept_role(j). `coin[rows]` is the coin of these rows.
+    on drafted token j in role accept_role(j). ops: what draws, `Draws` or a backend's.
+    `coin[rows]` is the coin of these rows.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     """How many drafts are accepted, and the token after them. Never waits for the device.
 
     p and q: float[B, k + 1, V] of the target and of the draft, k ≥ 1; drafted: int64[B, k].
-    After the last draft of a row q is 0 and drafted −1: nothing more is accepted, and the residual
-    is p: the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
+    After a request's last draft q is 0, and drafted −1: no more is accepted, and the residual is p:
+    the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
     B, k = drafted.shape
     index = drafted.clamp(min=0)[..., None]  # [B, k, 1]

@@ -541,9 +541,8 @@ class Contract:
             logits[0, 0] = math.nan
             wanted = logits.clone()
             for row, mask in zip(rows, words):
-                for i in range(V):
-                    if not mask[i // 32] >> i % 32 & 1:
-                        wanted[row, i] -= math.inf
+                bias = [0.0 if mask[i // 32] >> i % 32 & 1 else -math.inf for i in range(V)]
+                wanted[row] += torch.tensor(bias, dtype=dtype)
             wide = torch.zeros(B, V + 3, dtype=dtype)  # rows that are apart
             wide[:, :V] = logits
             for x in (logits, wide[:, :V]):

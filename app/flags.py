@@ -230,7 +230,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other, or are out of range."""
     check_counts(args, "n", "max_batch")
-    flagged_settings(args)
+    flagged_settings(args)  # UserError for a value out of range
     check_draft_flags(args, "gamma", "verify", "color")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
@@ -327,7 +327,7 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
 def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that make no server."""
     check_counts(args, "max_batch", "max_queue")
-    Settings(gamma=args.gamma)
+    Settings(gamma=args.gamma)  # UserError, too
     check_draft_flags(args, "gamma", "verify")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}: it must be from 0 to 65535")

@@ -160,8 +160,8 @@ class CPU(Ops):
         if model is None or len(tokens) > ONE_CALL or not attends_in_c(metadata):
             return super().forward(llama, tokens, metadata, logits_indices, features)
         x = llama.embed.rows(tokens)  # [T, C]
-        native.reach(model, llama, metadata)
-        x = model.run_layers(x, metadata, features)
+        angles = native.angles_for(model, llama, metadata)
+        x = model.run_layers(x, angles, metadata, features)
         if logits_indices is not None:
             x = x[logits_indices]
         return native.product(x, llama.head)
@@ -187,10 +187,10 @@ class CPU(Ops):
         k = round.num_drafts[0]
         metadata = cache.extend([(seqs[0], new_tokens + [0] * (k - 1))], cache_blocks)
         x = llama.embed.rows(torch.tensor(new_tokens))  # [T, C]
-        native.reach(model, llama, metadata)
+        angles = native.angles_for(model, llama, metadata)
         temperature, streams = draws(round)
         drafted, q = round.empty_drafts()
-        model.draft(x, metadata, temperature, streams, round.vocab_size, drafted, q)
+        model.draft(x, angles, metadata, temperature, streams, round.vocab_size, drafted, q)
         check_tokens(drafted[0].tolist())
         return drafted, q
 
@@ -200,8 +200,8 @@ class CPU(Ops):
         model = self.native_model(head, native.NativeHead)
         if model is None or len(f) > ONE_CALL or not attends_in_c(metadata):
             return super().head_rows(head, f, tokens, metadata)
-        native.reach(model, head, metadata)
-        return model.rows(f, tokens, metadata)
+        angles = native.angles_for(model, head, metadata)
+        return model.rows(f, tokens, angles, metadata)
 
     def head_drafts(
         self, head: EagleHead, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round
@@ -215,13 +215,14 @@ class CPU(Ops):
         ):
             return super().head_drafts(head, cache, seqs, z, round)
         k = round.num_drafts[0]
+        angles = None
         metadata = None
         if k > 1:
             metadata = cache.extend([(seqs[0], [0] * (k - 1))], cache_blocks=False)
-            native.reach(model, head, metadata)
+            angles = native.angles_for(model, head, metadata)
         drafted, q = round.empty_drafts()
         temperature, streams = draws(round)
-        model.draft(z, metadata, temperature, streams, round.vocab_size, drafted, q)
+        model.draft(z, angles, metadata, temperature, streams, round.vocab_size, drafted, q)
         check_tokens(drafted[0].tolist())
         return drafted, q
 

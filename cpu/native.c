@@ -296,13 +296,13 @@ typedef struct {
     float eps;
 } Model;
 
-// cos and sin of a step's tokens: [T, D], one after the other. angles: [positions, 2, D].
-static void angles_of(const float *angles, const Step *step, long T, long D, float *cos) {
-    float *sin = cos + T * D;
+// cos and sin of a step's tokens: [T, D] each. angles: [positions, 2, D], cos before sin.
+static void angles_of(const float *angles, const Step *step, long T, long D, float *cos,
+                      float *sin) {
     for (long t = 0; t < T; t++) {
-        const float *own = angles + step->positions[t] * 2 * D;
-        memcpy(cos + t * D, own, D * sizeof *own);
-        memcpy(sin + t * D, own + D, D * sizeof *own);
+        const float *both = angles + step->positions[t] * 2 * D;
+        memcpy(cos + t * D, both, D * sizeof *cos);
+        memcpy(sin + t * D, both + D, D * sizeof *sin);
     }
 }
 
@@ -316,7 +316,7 @@ void layers(const Model *m, float *x, float *out, float *room, const float *angl
     long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     float *cos = room, *sin = cos + T * m->D, *y = sin + T * m->D;
     float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D, cos);
+    angles_of(angles, step, T, m->D, cos, sin);
     for (long i = 0; i < m->L; i++, l++) {
         add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
         for (long f = 0; f < wanted; f++) {
@@ -384,7 +384,7 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
-// u: [B, k]. Draft j is decided on in the role first_role + 2 j.
+// sampling.uniforms. u: [B, k]. Draft j is decided on in the role first_role + 2 j.
 void uniforms(const int64_t *keys, double *u, long B, long k, int64_t first_role) {
     for (long b = 0; b < B; b++)
         for (long j = 0; j < k; j++)
@@ -393,8 +393,8 @@ void uniforms(const int64_t *keys, double *u, long B, long k, int64_t first_role
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
-// −∞ is added to each logit of these n rows whose bit in a mask is 0. x: rows of V, which begin
-// `apart` from each other; masks: [n, words].
+// sampling.forbid: in these n rows of x, −∞ is added to each logit whose bit in the row's mask is
+// 0. x: rows of V, which begin `apart` from each other; masks: [n, words].
 void forbid(float *x, const int64_t *rows, const uint32_t *masks, long n, long V, long apart,
             long words) {
     #pragma omp parallel for if (n > 1 && n * V > 1 << 15)
@@ -404,7 +404,7 @@ void forbid(float *x, const int64_t *rows, const uint32_t *masks, long n, long V
             uint32_t mask = masks[i * words + at / 32];
             long count = least(V - at, 32);
             if (mask == UINT32_MAX) continue;
-            for (long j = 0; j < count; j++) row[at + j] += mask >> j & 1 ? 0 : -INFINITY;
+            for (long j = 0; j < count; j++) row[at + j] += (mask >> j & 1) ? 0 : -INFINITY;
         }
     }
 }
@@ -478,7 +478,7 @@ void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, f
     long C = m->head->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
     float *cos = room, *sin = cos + T * m->D, *pair = sin + T * m->D, *y = pair + T * 2 * C;
     float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D, cos);
+    angles_of(angles, step, T, m->D, cos, sin);
     rows(m->embed, tokens, y, T);
     for (long t = 0; t < T; t++) {
         float *token = pair + t * 2 * C, *feature = token + C;

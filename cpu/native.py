@@ -342,7 +342,8 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-    """sampling.forbid, in place. logits: [B, V], whose rows may be apart; masks: int32[n, W]."""
+    """sampling.forbid, in place. logits: [B, V], whose rows may be apart; masks:
+    int32[n, ⌈V / 32⌉]."""
     numbers = torch.tensor(rows)
     masks = masks.contiguous()
     n, words = masks.shape
@@ -485,13 +486,19 @@ def attend(
 # ---- All layers in one call --------------------------------------------------------------------
 
 
-def reach(model: NativeModel | NativeHead, llama: Llama, metadata: AttentionMetadata) -> None:
-    """Make the model's table of angles long enough for a step: cos and sin of each position,
-    float32[positions, 2, D]."""
+def angles_for(
+    model: NativeModel | NativeHead, llama: Llama, metadata: AttentionMetadata
+) -> Tensor:
+    """cos and sin of each position of a step, and more: float32[positions, 2, D]. They are kept,
+    and made anew for a longer text."""
     longest = max(sequence.seq_len for sequence in metadata.sequences)
-    if longest > len(model.angles):
-        positions = torch.arange(2 * longest)
-        model.angles = torch.cat(llama.rope(positions), 1)
+    angles = model.angles
+    if longest > len(angles):
+        most = llama.config.max_position_embeddings
+        positions = torch.arange(max(longest, min(2 * longest, most)))
+        angles = torch.cat(llama.rope(positions), 1)
+        model.angles = angles
+    return angles
 
 
 class LayerWeights(ctypes.Structure):
@@ -574,6 +581,7 @@ class NativeModel(ctypes.Structure):
     def run_layers(
         self,
         x: Tensor,
+        angles: Tensor,
         metadata: AttentionMetadata,
         features: Features | None,
     ) -> Tensor:
@@ -589,7 +597,7 @@ class NativeModel(ctypes.Structure):
             x.data_ptr(),
             out.data_ptr(),
             scratch.data_ptr(),
-            self.angles.data_ptr(),
+            angles.data_ptr(),
             step_address(metadata),
             T,
             ctypes.addressof(feature_layers),
@@ -601,6 +609,7 @@ class NativeModel(ctypes.Structure):
     def draft(
         self,
         x: Tensor,
+        angles: Tensor,
         metadata: AttentionMetadata,
         temperature: float,
         streams: Tensor,
@@ -620,7 +629,7 @@ class NativeModel(ctypes.Structure):
             ctypes.addressof(self),
             x.data_ptr(),
             scratch.data_ptr(),
-            self.angles.data_ptr(),
+            angles.data_ptr(),
             step_address(metadata),
             T,
             temperature,
@@ -671,7 +680,9 @@ class NativeHead(ctypes.Structure):
         """Whether all tokens that the head can draft are below V."""
         return self.largest_token < V
 
-    def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def rows(
+        self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]."""
         T = len(f)
         f = f.contiguous()
@@ -684,7 +695,7 @@ class NativeHead(ctypes.Structure):
             tokens.data_ptr(),
             z.data_ptr(),
             scratch.data_ptr(),
-            self.angles.data_ptr(),
+            angles.data_ptr(),
             step_address(metadata),
             T,
         )
@@ -693,6 +704,7 @@ class NativeHead(ctypes.Structure):
     def draft(
         self,
         z: Tensor,
+        angles: Tensor | None,
         metadata: AttentionMetadata | None,
         temperature: float,
         streams: Tensor,
@@ -702,14 +714,15 @@ class NativeHead(ctypes.Structure):
     ) -> None:
         """Fill in the next k tokens of a sequence, and their distributions, as `NativeModel.draft`.
 
-        z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; None where k is 1.
+        z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; where k is 1, it is
+        None, as angles are.
         """
         scratch = torch.empty(self.scratch_of_logits + self.scratch_of_row)
         library().head_drafts(
             ctypes.addressof(self),
             z.data_ptr(),
             scratch.data_ptr(),
-            self.angles.data_ptr(),
+            address(angles),
             step_address(metadata) if metadata else None,
             temperature,
             streams.data_ptr(),

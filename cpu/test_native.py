@@ -281,17 +281,17 @@ def models() -> list[Any]:
 
 
 def logits_of(llama: Llama, layout: str) -> list[Tensor]:
-    """Of three sequences, read piece by piece."""
-    cache = KVCache.of(llama, 40, 3)
+    """Of three sequences, read piece by piece: longer than the first table of angles."""
+    cache = KVCache.of(llama, 60, 3)
     if layout == "paged":
         cache = PagedCache.of(llama, 40, 4, prefix_caching=False)
     texts = [
-        torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (30, 26, 9)
+        torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (47, 43, 9)
     ]
     seqs = [cache.open(())[0] for _ in texts]
     logits = []
     start = 0
-    for n in (20, 1, 3, 2, 1):
+    for n in (20, 1, 3, 20, 1):
         new = [
             (seq, text[start : start + n].tolist())
             for seq, text in zip(seqs, texts)
@@ -323,13 +323,13 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     num_queries = []
     run_layers = native.NativeModel.run_layers
 
-    def counted(self, x, metadata, features):
+    def counted(self, x, angles, metadata, features):
         num_queries.append(max(metadata.num_new_tokens))
-        return run_layers(self, x, metadata, features)
+        return run_layers(self, x, angles, metadata, features)
 
     monkeypatch.setattr(native.NativeModel, "run_layers", counted)
     logits = logits_of(in_c, layout)
-    assert num_queries == [20, 1, 3, 2, 1]
+    assert num_queries == [20, 1, 3, 20, 1]
     monkeypatch.setattr(CPU, "native_model", lambda *_: None)
     assert all(map(torch.equal, logits, logits_of(in_c, layout)))
     for one, wanted in zip(logits, logits_of(without_c, layout)):

@@ -130,3 +130,16 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         probs = CPU().probabilities(logits, **settings_)
         torch.testing.assert_close(probs, sampling.probabilities(logits, **settings_))
         assert bool(called) == in_c, settings_
+
+
+def test_masks_and_decisions_are_made_in_c(monkeypatch):
+    called = []
+    for name in ("mask_logits", "decisions"):
+        made = getattr(native, name)
+        monkeypatch.setattr(
+            native, name, lambda *args, made=made, name=name: called.append(name) or made(*args)
+        )
+    ops = CPU()
+    ops.forbid(torch.zeros(2, 40), [1], torch.zeros(1, 2, dtype=torch.int32))
+    Keyed(torch.tensor([1]), torch.tensor([2]), ops=ops).accept(torch.ones(1, 3))
+    assert called == ["mask_logits", "decisions"]

@@ -258,7 +258,7 @@ class Drafts:
     def __init__(self, llama: Llama):
         self.llama = llama
         self.rounds: dict[Any, RecordedRound] = {}
-        self.q: dict[Any, Tensor] = {}  # for each B, k, V and dtype
+        self.q: dict[Any, Tensor] = {}  # by shape and dtype
 
     def __call__(
         self,
@@ -310,10 +310,10 @@ class Drafts:
             return self.rounds[key]
         q = None
         if not round.coupled:
-            shape = B, k, V, round.dtype
-            if shape not in self.q:
-                self.q[shape] = torch.zeros(B, k + 1, V, dtype=round.dtype, device=device)
-            q = self.q[shape]
+            shape = B, k + 1, V
+            if (shape, round.dtype) not in self.q:  # row k stays 0: no draft fills it
+                self.q[shape, round.dtype] = torch.zeros(shape, dtype=round.dtype, device=device)
+            q = self.q[shape, round.dtype]
         drafted = torch.empty(B, k, dtype=torch.int64, device=device)
         zero = torch.zeros((), dtype=round.dtype, device=device)
         inputs = Inputs(B, k, device)

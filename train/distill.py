@@ -142,7 +142,8 @@ class Hyperparameters:
 def make_optimizers(
     student: Llama, matrices: Sequence[Tensor], rates: tuple[float, float], decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, with this weight decay; AdamW for all others. rates: of both."""
+    """Muon for these matrices, with this weight decay; AdamW for all others. rates: Muon's, then
+    AdamW's."""
     matrix_rate, other_rate = rates
     ids = {id(matrix) for matrix in matrices}
     others = [weight for weight in student.parameters() if id(weight) not in ids]
