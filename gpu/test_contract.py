@@ -56,6 +56,7 @@ class TestRecordings(Contract):
     test_attention_reads_what_is_stored = None
     test_attention_without_a_cache = None
     test_sampling = None
+    test_forbidden_tokens = None
     test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)
