@@ -265,9 +265,12 @@ class Ops:
         come -> int64[B]."""
         return sampling.pick(probs, streams)
 
-    def uniforms(self, keys: Tensor, k: int) -> Tensor:
-        """sampling.uniforms: what decides on k drafts. keys: int64[B, 1] -> float64[B, k]."""
-        return sampling.uniforms(keys, k)
+    def verify(
+        self, round: Round, p: Tensor, q: Tensor | None, drafted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How many drafts of each request are accepted, and the token after them (speculative.py):
+        int64[B] each."""
+        return round.verify(p, q, drafted)
 
     # ---- Whole passes, which a backend may do in one call
 

@@ -38,7 +38,7 @@ from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
 from sampling import Keyed, TokenLogprob, check_tokens, token_logprobs
-from speculative import Coin, Round, couple, verify
+from speculative import Coin, Round
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
 
@@ -84,7 +84,7 @@ class ModelRunner:
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
         self.coupled = coupled
-        self.make_coin = make_coin or partial(Keyed, ops=target.ops)
+        self.make_coin = make_coin or partial(Keyed, draw=target.ops.pick)
         self.budget = budget
         self.multi_step = multi_step
         self.grammars = grammars
@@ -254,10 +254,7 @@ class ModelRunner:
             picked = round.text_coin().pick(p[:, 0])  # [B]
             tokens = self.target.ops.agree(picked.tolist())  # here the host waits for a GPU
             return [[token] for token in check_tokens(tokens)], logits
-        if self.coupled:
-            accepted, token = couple(p, drafted, round.text_coin())
-        else:
-            accepted, token = verify(p, q, drafted, round.text_coin())
+        accepted, token = self.target.ops.verify(round, p, q, drafted)
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
         packed = self.target.ops.agree(packed.tolist())  # and here
         round_tokens = []

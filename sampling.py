@@ -29,9 +29,10 @@ Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thre
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -253,26 +254,11 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
     return (probs / E).argmax(-1)
 
 
-def uniforms(keys: Tensor, k: int) -> Tensor:
-    """A number for each drafted token: float64[B, k] in [0, 1). keys: int64[B, 1]."""
-    first = accept_role(0)
-    roles = torch.arange(first, accept_role(k), 2, device=keys.device)
-    hashes = mix(keys ^ roles)
-    return uniform(hashes)
-
-
-class Draws:
-    """This page's `pick` and `uniforms`, for a coin without a backend (`kernels.Ops` has both)."""
-
-    pick = staticmethod(pick)
-    uniforms = staticmethod(uniforms)
-
-
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]. `accept` decides
-    on drafted token j in role accept_role(j). ops: what draws, `Draws` or a backend's.
+    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; draw: how
+    `pick` draws (Ops.pick). `accept` decides on drafted token j in role accept_role(j).
     `coin[rows]` is the coin of these rows.
     """
 
@@ -281,12 +267,12 @@ class Keyed:
         seeds: Tensor,
         positions: Tensor,
         role: int | Tensor = TEXT,
-        ops: Any = Draws,  # or a backend's
+        draw: Callable[[Tensor, Tensor], Tensor] = pick,
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
         self.keys = keys[:, None]  # int64[B, 1]; `accept` has a role for each draft
         self.streams = (keys ^ role)[:, None]  # int64[B, 1], of `pick`
-        self.ops = ops
+        self.draw = draw
 
     def __getitem__(self, rows: slice | list[int]) -> Keyed:
         part = copy(self)
@@ -294,14 +280,21 @@ class Keyed:
         part.streams = self.streams[rows]
         return part
 
+    def uniforms(self, k: int) -> Tensor:
+        """float64[B, k] in [0, 1): a number for each drafted token."""
+        first = accept_role(0)
+        roles = torch.arange(first, accept_role(k), 2, device=self.keys.device)
+        hashes = mix(self.keys ^ roles)
+        return uniform(hashes)
+
     def accept(self, prob: Tensor) -> Tensor:
         """prob: float[B, k] -> bool[B, k], True with that probability."""
-        u = self.ops.uniforms(self.keys, prob.shape[1])
+        u = self.uniforms(prob.shape[1])
         return u < prob
 
     def pick(self, probs: Tensor) -> Tensor:
         """probs: float[B, V] -> int64[B], an index with these probabilities."""
-        return self.ops.pick(probs, self.streams)
+        return self.draw(probs, self.streams)
 
 
 def main() -> None:

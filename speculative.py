@@ -201,6 +201,12 @@ class Round:
             self.masks.push(j, rows, picked.tolist())
         return q, picked
 
+    def verify(self, p: Tensor, q: Tensor | None, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        """How many drafts of each request are accepted, and the token after them: int64[B]."""
+        if self.coupled:
+            return couple(p, drafted, self.text_coin())
+        return verify(p, q, drafted, self.text_coin())
+
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
         """logits [R, ≥ V] -> float[R, V]. rows: the request of each row.
 

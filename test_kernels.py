@@ -577,7 +577,6 @@ class Contract:
             coin = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
             for probs in (wanted, wanted.double() + 1e-9):
                 assert torch.equal(self.ops.pick(amid(probs), coin.streams), coin.pick(probs))
-            assert torch.equal(self.ops.uniforms(coin.keys, B), sampling.uniforms(coin.keys, B))
             if self.refuses:
                 logits[-1, -1] = math.nan
                 with pytest.raises(ValueError, match="not finite"):
@@ -601,6 +600,36 @@ class Contract:
             probs = self.ops.probabilities(logits, ban=4, **others)
             torch.testing.assert_close(probs, with_ban(logits, ban=4, **others))
             assert not probs[:, 4].any()
+
+    def test_verifying(self):
+        """Texts with fewer drafts than others; drafts whose q is 0; p that is q."""
+
+        @self.check(
+            [(3, 4, 200), (2, 1, 20_000)], st.integers(1, 4), st.integers(1, 4), st.integers(1, 60)
+        )
+        def body(B, k, V, dtype, seed):
+            random = Random(seed)
+            torch.manual_seed(seed)
+            num_drafts = [k, *(random.randint(0, k) for _ in range(B - 1))]
+            settings = [Settings(seed=random.getrandbits(50)) for _ in range(B)]
+            requests = [Request([1] * random.randint(1, 9), one) for one in settings]
+            coin = partial(Keyed, draw=self.ops.pick)
+            round = Round(
+                requests, num_drafts, V, torch.device("cpu"), make_coin=coin, ops=self.ops
+            )
+            numbers = torch.rand(2, B, k + 1, V)
+            numbers *= torch.rand(2, B, k + 1, V) < random.choice([0.3, 1])
+            numbers[..., -1] += 0.1  # no row is 0 everywhere
+            numbers = numbers.to(torch.promote_types(dtype, torch.float32))
+            q, other = numbers / numbers.sum(-1, keepdim=True)
+            p = torch.lerp(q, other, random.choice([0, 0.5]))
+            drafted = torch.randint(V, (B, k))
+            for b, n in enumerate(num_drafts):
+                drafted[b, n:] = -1
+                q[b, n:] = 0
+            accepted, token = self.ops.verify(round, p, q, drafted)
+            wanted = round.verify(p, q, drafted)
+            assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
     @torch.inference_mode()
     def test_whole_passes_and_all_drafts_of_a_round(self):
@@ -653,7 +682,7 @@ class Contract:
         """The drafts of one round; the cache is then as before."""
         new = [list(range(7, 7 + n)) for n in unread]
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
-        coin = partial(Keyed, ops=self.ops)
+        coin = partial(Keyed, draw=self.ops.pick)
         round = Round(
             requests, num_drafts, 250, cache.device, make_coin=coin, coupled=coupled, ops=self.ops
         )

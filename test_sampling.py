@@ -272,7 +272,7 @@ def test_coin_bits_are_those_of_splitmix64(rows, j):
         expected = [[stream(*row, role, i) for i in range(3)] for row in rows]
         assert pick_uniforms(Keyed(seeds, positions, role), 3).tolist() == expected
     expected = [[stream(*row, accept_role(i), None) for i in range(j + 1)] for row in rows]
-    assert sampling.uniforms(Keyed(seeds, positions).keys, j + 1).tolist() == expected
+    assert Keyed(seeds, positions).uniforms(j + 1).tolist() == expected
 
 
 def test_splitmix64_gives_the_published_sequence():
@@ -287,7 +287,7 @@ def test_every_key_has_a_stream_of_its_own():
     assert len(set(roles)) == len(roles)
     keys = torch.cartesian_prod(torch.arange(-4, 4), torch.arange(8))  # near seeds and positions
     draws = torch.stack([pick_uniforms(Keyed(*keys.T, role), 4) for role in roles]).flatten()
-    decisions = sampling.uniforms(Keyed(*keys.T).keys, 50).flatten()
+    decisions = Keyed(*keys.T).uniforms(50).flatten()
     assert len(draws) == 101 * 64 * 4 and len(decisions) == 50 * 64
     every = torch.cat((draws, decisions))
     assert len(every.unique()) == len(every)  # a chance coincidence: 2 in ten million

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import runner as runner_page
+import speculative
 from conftest import Cipher
 from drafters import ModelDrafter, SelfDrafter
 from kernels import Ops
@@ -260,10 +260,10 @@ def error_of(kind: Kind, **options) -> float:
 
 def test_enumeration_catches_every_planted_verify(monkeypatch):
     kind = Kind((1,), 2, 3, (0,))
-    monkeypatch.setattr(runner_page, "verify", planted())
+    monkeypatch.setattr(speculative, "verify", planted())
     assert error_of(kind) < 1e-12
     for bug, wrong in BUGS.items():
-        monkeypatch.setattr(runner_page, "verify", wrong)
+        monkeypatch.setattr(speculative, "verify", wrong)
         assert error_of(kind) > 1e-3, bug
 
 

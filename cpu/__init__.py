@@ -113,10 +113,13 @@ class CPU(Ops):
             return native.race(probs, streams)
         return super().pick(probs, streams)
 
-    def uniforms(self, keys: Tensor, k: int) -> Tensor:
-        if native.library():
-            return native.decisions(keys, k)
-        return super().uniforms(keys, k)
+    def verify(
+        self, round: Round, p: Tensor, q: Tensor | None, drafted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if round.coupled or type(round.coins) is not Keyed or not native.serves(p, q):
+            return super().verify(round, p, q, drafted)
+        coin = round.text_coin()
+        return native.verify_drafts(p, q, drafted, coin)
 
     # ---- Attention
 

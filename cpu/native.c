@@ -384,11 +384,30 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
-// sampling.uniforms. u: [B, k]. Draft j is decided on in the role first_role + 2 j.
-void uniforms(const int64_t *keys, double *u, long B, long k, int64_t first_role) {
-    for (long b = 0; b < B; b++)
-        for (long j = 0; j < k; j++)
-            u[b * k + j] = (mix((uint64_t)(keys[b] ^ (first_role + 2 * j))) >> 12) * 0x1p-52;
+// speculative.verify. p, q: [B, k + 1, V]; drafted: [B, k], decided on in the roles first_role,
+// first_role + 2, … of `keys`; streams: of the picks. ended: of each text how many drafts are
+// accepted, then of each the token after them. room: B · V.
+void verify_drafts(const float *p, const float *q, const int64_t *drafted, const int64_t *keys,
+            const int64_t *streams, int64_t *ended, float *room, long B, long k, long V,
+            int64_t first_role) {
+    #pragma omp parallel for if (B > 1 && B * V > 1 << 14)
+    for (long b = 0; b < B; b++) {
+        const float *p_j = p + b * (k + 1) * V, *q_j = q + b * (k + 1) * V;
+        float *residual = room + b * V;
+        long j = 0, has_mass = 0;
+        for (; j < k; j++, p_j += V, q_j += V) {
+            int64_t x = drafted[b * k + j], key = keys[b] ^ (first_role + 2 * j);
+            double u = (mix((uint64_t)key) >> 12) * 0x1p-52;
+            if (x < 0 || q_j[x] <= 0 || !(u < p_j[x] / q_j[x])) break;
+        }
+        for (long i = 0; i < V; i++) {
+            residual[i] = p_j[i] > q_j[i] ? p_j[i] - q_j[i] : 0;
+            has_mass |= p_j[i] > q_j[i];
+        }
+        // Not divided by its mass: what is picked depends on ratios alone.
+        ended[b] = j;
+        ended[B + b] = one_pick_f32(has_mass ? residual : p_j, 0, streams[b], V, 0);
+    }
 }
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------

@@ -56,7 +56,7 @@ from cpu.compiled import compile_library
 from errors import UserError
 from kernels import Linear
 from quant import Quantized, nf4, unpack4
-from sampling import NOT_FINITE, accept_role
+from sampling import NOT_FINITE, Keyed, accept_role
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -140,11 +140,11 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
     lib.layers.argtypes = [POINTER] * 6 + [LONG, POINTER, LONG, POINTER]
     lib.forbid.argtypes = [POINTER] * 3 + [LONG] * 4
+    lib.verify_drafts.argtypes = [POINTER] * 7 + [LONG] * 4
     lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.uniforms.argtypes = [POINTER] * 2 + [LONG] * 3
     lib.drafts.argtypes = [POINTER] * 5 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
     lib.head_rows.argtypes = [POINTER] * 7 + [LONG]
     lib.head_drafts.argtypes = [POINTER] * 5 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
@@ -377,13 +377,18 @@ def race(probs: Tensor, streams: Tensor) -> Tensor:
     return picked
 
 
-def decisions(keys: Tensor, k: int) -> Tensor:
-    """sampling.uniforms. keys: int64[B, 1] -> float64[B, k]."""
-    B = len(keys)
-    keys = keys.contiguous()
-    u = torch.empty(B, k, dtype=torch.float64)
-    library().uniforms(keys.data_ptr(), u.data_ptr(), B, k, accept_role(0))
-    return u
+def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[Tensor, Tensor]:
+    """speculative.verify. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
+    B, k = drafted.shape
+    V = p.shape[2]
+    ended = torch.empty(2, B, dtype=torch.int64)
+    residuals = torch.empty(B, V)
+    inputs = [p, q, drafted, coin.keys, coin.streams]
+    inputs = [x.contiguous() for x in inputs]
+    pointers = [x.data_ptr() for x in (*inputs, ended, residuals)]
+    library().verify_drafts(*pointers, B, k, V, accept_role(0))
+    accepted, token = ended
+    return accepted, token
 
 
 # ---- Attention ---------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import sampling
 from cpu import CPU, native
+from request import Request, Settings
 from sampling import GOLDEN, MIX1, MIX2, Keyed, draft_role, pick
+from speculative import Round
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
@@ -132,14 +134,17 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         assert bool(called) == in_c, settings_
 
 
-def test_masks_and_decisions_are_made_in_c(monkeypatch):
+def test_masks_and_verifying_are_c(monkeypatch):
     called = []
-    for name in ("mask_logits", "decisions"):
+    for name in ("mask_logits", "verify_drafts"):
         made = getattr(native, name)
         monkeypatch.setattr(
             native, name, lambda *args, made=made, name=name: called.append(name) or made(*args)
         )
     ops = CPU()
     ops.forbid(torch.zeros(2, 40), [1], torch.zeros(1, 2, dtype=torch.int32))
-    Keyed(torch.tensor([1]), torch.tensor([2]), ops=ops).accept(torch.ones(1, 3))
-    assert called == ["mask_logits", "decisions"]
+    round = Round([Request([1], Settings(seed=0))], [2], 5, torch.device("cpu"))
+    q = torch.ones(1, 3, 5) / 5
+    drafted = torch.tensor([[1, 2]])
+    ops.verify(round, q, q, drafted)
+    assert called == ["mask_logits", "verify_drafts"]

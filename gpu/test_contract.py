@@ -57,6 +57,7 @@ class TestRecordings(Contract):
     test_attention_without_a_cache = None
     test_sampling = None
     test_forbidden_tokens = None
+    test_verifying = None
     test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)

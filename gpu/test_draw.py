@@ -200,7 +200,7 @@ def test_a_gpu_samples_by_these_kernels(monkeypatch):
 
         monkeypatch.setattr(draw, name, spy)
     ops = GPU()
-    coin = Keyed(torch.arange(1, device=DEVICE), torch.arange(1, device=DEVICE), ops=ops)
+    coin = Keyed(torch.arange(1, device=DEVICE), torch.arange(1, device=DEVICE), draw=ops.pick)
     for dtype, result in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         probs = ops.probabilities(torch.zeros(1, 5, device=DEVICE, dtype=dtype), top_k=2)
         assert probs.dtype == result
@@ -218,7 +218,7 @@ def test_a_graph_of_it(monkeypatch):
     logits = torch.randn(4, 128256, device=DEVICE)
     ops = GPU()
     settings = dict(top_k=column(0, 50, 0, 7), top_p=column(0.9, 1, 0.5, 0.7))
-    coin = Keyed(torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE), ops=ops)
+    coin = Keyed(torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE), draw=ops.pick)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         probs = ops.probabilities(logits, temperature=0.7, **settings)

@@ -247,7 +247,7 @@ class Launches(TorchDispatchMode):
 
 @cache
 def coin_of(ops: Ops) -> Callable[..., Keyed]:
-    return partial(Keyed, ops=ops)
+    return partial(Keyed, draw=ops.pick)
 
 
 def draft(

@@ -199,7 +199,7 @@ def biased_seconds(
     """Seconds a token of each text, where drafts are accepted with probability alpha."""
     drafter = None if gamma == 0 else draft
     engine = random_engine(target, drafter, 2 * scale.context, num_texts)
-    engine.runner.make_coin = partial(BiasedCoin, alpha=alpha, ops=target.ops)
+    engine.runner.make_coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
     return stream_seconds(engine, scale, gamma, num_texts)
 
 

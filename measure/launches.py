@@ -119,7 +119,7 @@ def launches_a_token(llama: Llama, context: int = CONTEXT) -> float:
         llama.config.vocab_size,
         llama.device,
         llama.dtype,
-        partial(Keyed, ops=ops),
+        partial(Keyed, draw=ops.pick),
         True,
         ops,
     )
