@@ -10,10 +10,10 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
 over that of a plain one, both measured on real rounds: ALIKE plain rounds, a few with TRIAL drafts,
 and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
 shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
-measured lies on the line through those that were. α is a moving average over all requests, so all
-have the same γ; a new text begins with the acceptance of those before it. While γ is 0, drafts are
-tried again after PATIENCE times the plain rounds that a round with drafts would take; else, as
-rarely, a plain round.
+measured lies on the line through those that were, as far as twice the largest of them. α is a
+moving average over all requests, so all have the same γ; a new text begins with the acceptance of
+those before it. While γ is 0, drafts are tried again after PATIENCE times the plain rounds that a
+round with drafts would take; else, as rarely, a plain round.
 
 γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
 stays, but a seed may give another text. Steps that read a prompt are not measured.
@@ -144,6 +144,7 @@ class AutoGamma:
         if len(measured) == 1:
             return
         costs = self.costs(measured)
+        del costs[2 * max(measured) :]
         gains = [expected_tokens(self.alpha, 1 + i) / cost for i, cost in enumerate(costs)]
         best = gains.index(max(gains))
         self.best[batch_size.bit_length()] = (1 + best, costs[best])

@@ -109,6 +109,16 @@ def test_interrupted_plain_rounds_of_the_trial_do_not_stay():
     assert reached(simulate(auto, 0.1, 0.1, 1.0, 500)) > 0.97
 
 
+def test_a_line_through_near_gammas_does_not_lead_far():
+    """Two times that noise has made equal: no γ seems to cost more than another."""
+    auto = AutoGamma()
+    for _ in range(ALIKE):
+        for num_drafts, seconds in ((0, 1.0), (4, 1.5), (5, 1.5)):
+            auto.observe([num_drafts], [num_drafts], seconds)
+    auto._choose_best(1)
+    assert auto.best[1] == (10, 1.5)
+
+
 def test_choose_changes_nothing():
     auto = AutoGamma()
     for num_rounds in (0, 1, 2, 4, 300):
