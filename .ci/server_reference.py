@@ -1,9 +1,10 @@
 """The server against programs that other people wrote, and against many clients at once.
 
-    python .ci/server_reference.py [SECONDS] [CLIENTS]
+    python .ci/server_reference.py [SECONDS] [CLIENTS] [MODEL]
 
 SECONDS: of the many clients (default 30). CLIENTS: a folder of programs (a venv's bin) with the
-`openai` package and `guidellm`; what is not there is left out, and said.
+`openai` package and `guidellm`; what is not there is left out, and said. MODEL: the folder of a
+model whose throughput is measured beside tiny's.
 
 Texts are compared with those made alone: greedy, in float64. Speeds are ratios between runs in
 turns. The machine is shared: what misses the aim is measured again, up to four times.
@@ -387,11 +388,12 @@ def served(port: int, bodies: list[dict], clients: int) -> float:
     return time.perf_counter() - start
 
 
-def from_file(bodies: list[dict]) -> float:
+def from_file(target: str, bodies: list[dict]) -> float:
     """Seconds of the same requests by --prompts, as it tells them, loading aside."""
     lines = "\n".join(map(json.dumps, bodies))
+    flags = ["--target", target, "--raw", "--prompts", "-", "--max-batch", "16"]
     done = subprocess.run(
-        [sys.executable, "generate.py", "--prompts", "-", "--max-batch", "16"],
+        [sys.executable, "generate.py", *flags],
         cwd=ROOT,
         input=lines,
         capture_output=True,
@@ -400,22 +402,37 @@ def from_file(bodies: list[dict]) -> float:
     return float(re.search(r"tokens in ([\d.]+) s", done.stderr)[1])
 
 
-def check_throughput() -> None:
-    """16 clients over the same requests by --prompts, in tokens a second."""
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """This process, and those that it starts, have these cores alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def check_throughput(target: str, max_tokens: int, least: float) -> None:
+    """16 clients over the same requests by --prompts, in tokens a second. One core is the clients',
+    which would be on other machines."""
+    *cores, last = os.sched_getaffinity(0)
+    own = set(cores) or {last}
     bodies = []
-    for i in range(64):
+    for i in range(48):
         prompt = f"{OPENINGS[i % 6]} {i}"
-        bodies.append(dict(prompt=prompt, max_tokens=200, temperature=0.7, seed=i))
-    with server() as (_, port):
-        served(port, bodies[:16], 16)
+        bodies.append(dict(prompt=prompt, max_tokens=max_tokens, temperature=0.7, seed=i))
+    with on_cores(own), server("--target", target) as (_, port):
         best = 0.0
-        for _ in range(4):
-            ratio = from_file(bodies) / served(port, bodies, 16)
-            best = max(best, ratio)
+        for _ in range(5):
+            alone = from_file(target, bodies)
+            with on_cores({last}):
+                seconds = served(port, bodies, 16)
+            best = max(best, alone / seconds)
             if best >= 0.9:
                 break
-        # The aim is 0.9. Clients, event loop and engine share two cores here: 0.7 to 0.85.
-        require(best >= 0.65, f"16 clients: {best:.2f} times the tokens a second of --prompts")
+        told = f"{best:.2f} times the tokens a second of --prompts"
+        require(best >= least, f"{Path(target).name}, 16 clients: {told} (aim 0.9)")
 
 
 def check_first_token() -> None:
@@ -464,7 +481,9 @@ def main() -> int:
         check_guidellm(programs, port)
         asyncio.run(check_crowd(process, port, seconds, wanted))
     check_first_token()
-    check_throughput()
+    check_throughput("tiny", 200, 0.7)  # a token is as short as its way to a client
+    if len(sys.argv) > 3 and Path(sys.argv[3]).exists():
+        check_throughput(sys.argv[3], 64, 0.9)
     return 0
 
 
