@@ -205,9 +205,10 @@ def last_merge(token: str, numbers: Ranks) -> int | None:
     parts = list(token)
     number = -1
     while len(parts) > 1:
-        candidates = enumerate(zip(parts, parts[1:]))
-        number, i = min((numbers.get(pair, math.inf), i) for i, pair in candidates)
+        found = [numbers.get(pair, math.inf) for pair in zip(parts, parts[1:])]
+        number = min(found)
         if number == math.inf:
             return None
+        i = found.index(number)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return number

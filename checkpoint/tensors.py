@@ -2,8 +2,8 @@
 
 A safetensors file is a JSON header (name → dtype, shape, byte range), then the bytes. So names,
 shapes and dtypes are checked before a weight is read: the folder must hold each tensor of the
-model, and no other that might change its numbers. A file is mapped anew for each tensor: the peak
-of memory is the model and one tensor. No pickle is ever opened.
+model, and no other that might change its numbers. A file is mapped anew after MOST_MAPPED bytes:
+the peak of memory is the model, so many bytes and one tensor. No pickle is ever opened.
 
 Invariant: every tensor of the model is filled, or an error names it.
 """
@@ -25,6 +25,7 @@ from errors import UserError, brief
 
 __all__ = ["EXACT", "Checkpoint"]
 
+MOST_MAPPED = 2**22  # bytes of tensors that a mapping gives: what is read stays in memory
 HARMLESS = r".*\.rotary_emb\.inv_freq"  # in old checkpoints: computed from config.json here
 
 
@@ -44,6 +45,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.mapped: tuple[Path, Any] | None = None  # a file, open
+        self.num_mapped = 0  # bytes that were asked of it
         self.headers: dict[str, Header] = {}
         self.files: dict[str, Path] = {}  # the file of each tensor
         single = folder / "model.safetensors"
@@ -111,7 +114,14 @@ class Checkpoint:
                 )
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped: its bytes are read when they are used, and unmapped with its
-        last reference."""
-        with open_file(self.files[name]) as opened:
-            return opened.get_tensor(name)
+        """One tensor, memory-mapped: its bytes are read when they are used, and unmapped with the
+        last tensor of its mapping."""
+        file = self.files[name]
+        if self.mapped is None or self.mapped[0] != file:
+            self.mapped = file, open_file(file)
+            self.num_mapped = 0
+        tensor = self.mapped[1].get_tensor(name)
+        self.num_mapped += tensor.nbytes
+        if self.num_mapped > MOST_MAPPED:
+            self.mapped = None
+        return tensor
