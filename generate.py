@@ -267,7 +267,7 @@ def load_draft(
     if name in DRAFTS:
         return DRAFTS[name](model)
     if not isinstance(name, Model):
-        name = find_model(name)
+        name = find_model(name, DRAFTS)
         if is_eagle(name):
             head = EagleHead.load_for(name, model.llama)
             return Draft(None, False, lambda cache: EagleDrafter(head, cache), num_layers=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from errors import UserError, brief, check_names
@@ -34,6 +34,7 @@ class Settings:
     seed a random one (`generate.Model.complete`)."""
 
     temperature: float | None = None
+    _: KW_ONLY
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None

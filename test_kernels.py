@@ -150,7 +150,7 @@ LOGITS = [  # B, V, settings for each row, whole numbers
 
 WARM = Settings(0.8, seed=5)
 COLD = Settings(0.0, seed=6)
-PICKY = Settings(0.7, 9, 0.9, 0.01, seed=7)
+PICKY = Settings(0.7, top_k=9, top_p=0.9, min_p=0.01, seed=7)
 PASSES = [  # model, new tokens of each text, logits_indices
     (0, (20, 1, 3), None),
     (0, (1, 1, 1), None),
@@ -564,6 +564,7 @@ class Contract:
                 top_p=[0.3, 0.8, 1.0],
                 min_p=[0.0, 0.2],
             )
+            assert choices.keys() == SETTINGS.keys()
             chosen = {}
             for name, values in choices.items():
                 if each_row:

@@ -97,8 +97,11 @@ def test_code_in_the_tour_is_that_of_the_pages():
 
 def test_the_python_in_it_runs(capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    lines = block.splitlines()
+    if find_spec("llguidance") is None:
+        lines = [line for line in lines if "requirements-extra.txt" not in line]
     names: dict[str, object] = {}
-    exec(block, names)
+    exec("\n".join(lines), names)
     assert capsys.readouterr().out.strip()
     assert names["logits"].shape[0] == 3
 

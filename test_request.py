@@ -92,7 +92,9 @@ def test_settings_name_the_value_and_the_rule():
             with pytest.raises(UserError) as error:
                 Settings(**{name: value})
             assert str(error.value).startswith(f"{name} is ") and "must be" in str(error.value)
-    accepted = Settings(0, 0, 1, 1.0, -(2**63), 1, ["x", "y"], "auto")
+    accepted = Settings(
+        0, top_k=0, top_p=1, min_p=1.0, seed=-(2**63), max_tokens=1, stop=["x", "y"], gamma="auto"
+    )
     assert accepted.stop == ("x", "y") and accepted.gamma is None
     assert Settings(stop="x").stop == ("x",)
 

@@ -95,6 +95,7 @@ def test_probabilities_are_those_of_the_definition(row, choices):
     logits, dtype = row
     wide = dtype == torch.float64
     for chosen in choices:
+        assert chosen.keys() == SETTINGS.keys()
         if not is_clear(logits, **chosen):
             continue
         probs = probabilities(torch.tensor(logits, dtype=dtype), **chosen)

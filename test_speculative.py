@@ -152,6 +152,10 @@ def test_law_of_every_row_of_a_ragged_batch_is_the_targets(where):
         assert distance(law, kind.law()) < 1e-12, kind
 
 
+def test_every_setting_has_a_kind():
+    assert SETTINGS.keys() == {name for kind in KINDS for name in kind.settings}
+
+
 def test_law_of_coupled_mode_is_the_targets():
     """Whatever is drafted: the target picks. (That both pick with one noise: the next page.)"""
     kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[1:10:2]]

@@ -26,7 +26,7 @@ from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import check_whole
+from settings import SETTINGS, check_whole
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
 
@@ -37,7 +37,7 @@ MAX_STOP_CHARACTERS = 1000
 MAX_CHARACTERS_A_TOKEN = 32  # a longer prompt is refused before it is cut into tokens
 LEAST_LOGPROB = -9999.0  # JSON has no −∞
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING = (*SETTINGS, "seed")
 CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 # Fields that are not done here -> the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {

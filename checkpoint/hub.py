@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from errors import UserError, brief
@@ -22,10 +23,11 @@ UNWANTED = ["original/*.json", "*/*.safetensors", "consolidated*"]  # makers' la
 PART = r"-(?!00001)\d{5}-of-\d{5}\.gguf$"  # a file of a split, but the first
 
 
-def find_model(name: str | Path) -> Path:
+def find_model(name: str | Path, others: Iterable[str] = ()) -> Path:
     """A model's folder or its GGUF: an alias, an embedded model, a folder, FILE.gguf, or a Hub id
     (owner/name, owner/name:FILE.gguf), which is fetched. FileNotFoundError for what is none of
-    these, or cannot be fetched; UserError for a folder of several GGUFs."""
+    these, or cannot be fetched; UserError for a folder of several GGUFs. others: names that a
+    caller knows, too, for the message."""
     text = str(name)
     folder = Path(os.path.expanduser(text))
     if text in EMBEDDED:
@@ -36,7 +38,7 @@ def find_model(name: str | Path) -> Path:
         return folder
     repository, _, file = ALIASES.get(text, text).partition(":")
     if repository.count("/") != 1 or text.startswith(("/", ".", "~")):
-        names = ", ".join(ALIASES | EMBEDDED)
+        names = ", ".join([*ALIASES, *EMBEDDED, *others])
         raise FileNotFoundError(
             f"{text!r} is neither a folder, nor a Hub id (owner/name), nor a GGUF (FILE.gguf, or "
             f"owner/name:FILE.gguf), nor one of {names}"

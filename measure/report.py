@@ -160,15 +160,15 @@ TABLES = {
         },
     ),
     "peers": Table(
-        "Against others: the same prompts and weights, in turns; columns of prompts: times as fast "
-        "to the first token",
+        "Against others: the same prompts and weights, in turns. A prompt: times as fast to the "
+        "first token; sixteen texts: times the tokens a second, made together",
         {
             "model": "{target}",
             "ours": "{ours}",
             "theirs": "{peer}",
             "tokens/s: ours, theirs": "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}",
             "ratio": "{ratio:ratio}",
-            "of the memory bandwidth": "{bandwidth:.0%}",
+            "ours, of the memory bandwidth": "{bandwidth:.0%}",
             "same texts": "{same_texts} of {texts}",
         }
         | {f"prompt of {n}": f"{{prompt{n}:ratio}}" for n in PROMPTS}
