@@ -128,7 +128,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         prompt = PREFIX[: text["shared"]] + random_tokens(text["own"] + 1, i)
         chosen = Settings(
             text["temperature"],
-            text["top_k"],
+            top_k=text["top_k"],
             seed=i,
             max_tokens=text["count"],
             gamma=text["gamma"],

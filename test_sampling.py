@@ -29,7 +29,7 @@ NUMBER = {
 }
 CHOSEN = st.fixed_dictionaries(
     dict(
-        temperature=st.sampled_from([0, 1e-300, 1e-6, 0.3, 1, 2.5, 1e6]),
+        temperature=st.sampled_from([0, 1e-300, 1e-6, 0.3, 1, 1, 1, 2.5, 2.5, 1e6]),
         top_k=st.sampled_from([None, 0, 1, 2, 3, 11, 400, 2**31]),
         top_p=st.one_of(st.none(), st.sampled_from([1e-300, 1e-9, 0.5, 1]), st.floats(1e-3, 1)),
         min_p=st.one_of(st.none(), st.sampled_from([0, 0.05, 0.5, 1]), st.floats(0, 1)),
@@ -39,11 +39,13 @@ Number = float | None
 
 
 def rows_of(dtype: torch.dtype) -> st.SearchStrategy:
-    """Rows with ties, with impossible tokens, and with numbers of every size."""
+    """Rows with ties, with impossible tokens, and with numbers of every size; and rows of tokens
+    that are nearly as probable as each other, of which every filter keeps some."""
     special = st.sampled_from([0.0, 1.0, -math.inf])
     number = st.one_of(TIED, TIED, special, st.floats(-30, 30, width=32), NUMBER[dtype])
     row = st.lists(number, min_size=1, max_size=10).filter(lambda row: max(row) > -math.inf)
-    return st.tuples(row, st.just(dtype))
+    near = st.lists(st.integers(-16, 16).map(lambda n: n / 8), min_size=3, max_size=10)
+    return st.tuples(near | row, st.just(dtype))
 
 
 def reference(
