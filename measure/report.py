@@ -160,8 +160,8 @@ TABLES = {
         },
     ),
     "peers": Table(
-        "Against others: the same prompts and weights, in turns. A prompt: times as fast to the "
-        "first token; sixteen texts: times the tokens a second, made together",
+        "Against others: the same prompts and weights, in turns. Prompt of N: how many times sooner "
+        "the first token comes; sixteen texts: the ratio of tokens a second, of all together",
         {
             "model": "{target}",
             "ours": "{ours}",
@@ -212,7 +212,7 @@ def table_line(cells: Sequence[str]) -> str:
 def machine_line(results: Results) -> str:
     return (
         f"{results['machine']} ({results['instructions'] or 'GPU'}), {results['threads']} threads, "
-        f"torch {results['torch']}, {results['date']}; this machine reads "
+        f"torch {results['torch']}, {results['date']}; in that run this machine read "
         f"{results['read_bandwidth'] / 1e9:.3g} GB/s"
     )
 
