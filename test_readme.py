@@ -152,7 +152,7 @@ def test_commands_are_accepted():
     for command in commands():
         words = shlex.split(command.split("|")[-1].split("&&")[-1])
         if words[0] != "python" or words[1] == "-c":
-            known = ("python", "python3", "pytest", "printf", "echo", "pip")
+            known = (".", "python", "python3", "pytest", "printf", "echo", "pip")
             assert words[0] in known, command
             continue
         page, *flags = [word for word in words[1:] if word not in ("-m", "…", "--help")]

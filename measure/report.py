@@ -160,8 +160,9 @@ TABLES = {
         },
     ),
     "peers": Table(
-        "Against others: the same prompts and weights, in turns. Prompt of N: how many times sooner "
-        "the first token comes; sixteen texts: the ratio of tokens a second, of all together",
+        "Against others: the same model and prompts, in turns. Prompt of N: their time to the "
+        "first token over ours; sixteen texts: the ratio of tokens a second, all together; empty: "
+        "not measured",
         {
             "model": "{target}",
             "ours": "{ours}",
@@ -212,7 +213,7 @@ def table_line(cells: Sequence[str]) -> str:
 def machine_line(results: Results) -> str:
     return (
         f"{results['machine']} ({results['instructions'] or 'GPU'}), {results['threads']} threads, "
-        f"torch {results['torch']}, {results['date']}; in that run this machine read "
+        f"torch {results['torch']}, {results['date']}; then this machine read "
         f"{results['read_bandwidth'] / 1e9:.3g} GB/s"
     )
 
