@@ -213,8 +213,8 @@ def table_line(cells: Sequence[str]) -> str:
 def machine_line(results: Results) -> str:
     return (
         f"{results['machine']} ({results['instructions'] or 'GPU'}), {results['threads']} threads, "
-        f"torch {results['torch']}, {results['date']}; then this machine read "
-        f"{results['read_bandwidth'] / 1e9:.3g} GB/s"
+        f"torch {results['torch']}, {results['date']}; bandwidth of its "
+        f"last run: {results['read_bandwidth'] / 1e9:.3g} GB/s"
     )
 
 
