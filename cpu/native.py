@@ -55,7 +55,7 @@ from torch import Tensor
 from cpu.compiled import compile_library
 from errors import UserError
 from kernels import Linear
-from quant import Quantized, nf4, unpack4
+from quant import Quantized, nf4
 from sampling import NOT_FINITE, Keyed, accept_role
 
 if TYPE_CHECKING:
@@ -273,10 +273,18 @@ def interleave(packed: Tensor) -> Tensor:
     """Eight columns of 4 bits in an int32: 0, 2, 4 and 6 from its lowest bits on, the odd ones in
     its upper half. uint8[N, ⌈K / 2⌉] -> int32[N, ⌈K / 8⌉].
     """
-    padded = F.pad(packed, (0, -packed.shape[1] % 4))
-    q = unpack4(padded).view(len(packed), -1, 2, 2, 2)  # two pairs of columns a byte
-    halves = q[:, :, :, 0] | q[:, :, :, 1] << 4  # [N, units, 2, 2]: even columns, odd columns
-    return halves.transpose(2, 3).flatten(1).view(torch.int32)
+    padded = F.pad(packed, (0, -packed.shape[1] % 4)).contiguous()
+    columns = padded.view(torch.int32)  # 0, 1, 2, … from the lowest bits on
+    even = lower_halves(columns)
+    odd = lower_halves(columns >> 4)
+    return even | odd << 16
+
+
+def lower_halves(x: Tensor) -> Tensor:
+    """The lower halves of the four bytes of each int32, side by side in its lowest 16 bits."""
+    x = x & 0x0F0F0F0F
+    x = (x | x >> 4) & 0x00FF00FF
+    return (x | x >> 8) & 0xFFFF
 
 
 def panels(x: Tensor) -> Tensor:
