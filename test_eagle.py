@@ -256,7 +256,7 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
     V = target.config.vocab_size
     budget = draw(st.integers(4, 24))
     if draw(st.booleans()):
-        blocks = draw(st.integers(12, 40))
+        blocks = draw(st.integers(20, 40))  # the longest prompt has 17 tokens
         cache = PagedCache.of(target, blocks, draw(st.sampled_from([1, 2, 4])), 48, draft_layers=1)
     else:
         cache = KVCache.of(target, 48, 4, draft_layers=1)
