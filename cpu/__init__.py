@@ -103,8 +103,8 @@ class CPU(Ops):
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         temperature = settings.get("temperature")
-        lone = len(settings) == 1 and isinstance(temperature, (int, float))
-        if not lone or not logits.numel() or not native.serves(logits):
+        is_alone = len(settings) == 1 and temperature is not None
+        if not is_alone or not logits.numel() or not native.serves(logits):
             return super().probabilities(logits, **settings)
         return native.softmax(logits, temperature)
 

@@ -449,11 +449,11 @@ static float soften(const float *x, float *p, long V, float t) {
     return all;
 }
 
-// x, p: [B, V] -> how many rows are not finite.
-long soften_rows(const float *x, float *p, long B, long V, float t) {
+// x, p: [B, V]; t: [B] -> how many rows are not finite.
+long soften_rows(const float *x, float *p, const double *t, long B, long V) {
     long wrong = 0;
     #pragma omp parallel for reduction(+:wrong) if (B * V > 1 << 15)
-    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t));
+    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t[b]));
     return wrong;
 }
 

@@ -56,7 +56,7 @@ from cpu.compiled import compile_library
 from errors import UserError
 from kernels import Linear
 from quant import Quantized, nf4
-from sampling import NOT_FINITE, Keyed, accept_role
+from sampling import NOT_FINITE, Keyed, accept_role, column
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -141,7 +141,7 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.layers.argtypes = [POINTER] * 6 + [LONG, POINTER, LONG, POINTER]
     lib.forbid.argtypes = [POINTER] * 3 + [LONG] * 4
     lib.verify_drafts.argtypes = [POINTER] * 7 + [LONG] * 4
-    lib.soften_rows.argtypes = [POINTER] * 2 + [LONG, LONG, FLOAT]
+    lib.soften_rows.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
@@ -360,15 +360,16 @@ def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
     return logits
 
 
-def softmax(logits: Tensor, temperature: float) -> Tensor:
+def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
 
-    UserError if a row is not finite.
+    temperature: of all rows, or of each. UserError if a row is not finite.
     """
     B, V = logits.shape
     logits = logits.contiguous()
+    t = column(temperature, logits)
     probs = torch.empty(B, V)
-    if library().soften_rows(logits.data_ptr(), probs.data_ptr(), B, V, temperature):
+    if library().soften_rows(logits.data_ptr(), probs.data_ptr(), t.data_ptr(), B, V):
         raise UserError(NOT_FINITE)
     return probs
 

@@ -124,7 +124,7 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         (dict(temperature=0), True),
         (dict(temperature=0.7, top_k=3), False),
         (dict(temperature=0.7, top_p=0.8), False),
-        (dict(temperature=torch.tensor([0.5, 0.0])), False),
+        (dict(temperature=torch.tensor([0.5, 0.0])), True),
         (dict(min_p=0.1), False),
         (dict(), False),
     ):
