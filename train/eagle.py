@@ -18,6 +18,7 @@ In step s a row attends to the rows of step 0 up to its own, and to its own row 
 what the cache will hold when that draft is made.
 
 Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on.
+With --autocast the products are in bfloat16; weights, losses and the optimizers stay in float32.
 The folder is in the speculators layout, without the embedding, which is the target's.
 Not covered: several GPUs; features that are stored, to be read again.
 
@@ -187,16 +188,20 @@ def shifted(x: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def teach(head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target knows of a batch: features [T, n, C] and log p of the head's tokens
-    [B, N, Vd]."""
+def teach(head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the target knows of a batch: features [T, n, C] and log p of the head's tokens [B, N,
+    Vd]. −∞ where the next token is not the target's own."""
     target = head.target
+    tokens, starts = batch
     B, N = tokens.shape
+    positions = torch.arange(N, device=tokens.device)
+    is_predicted = (tokens >= 0) & (positions + 1 >= starts[:, None])
+    rows = is_predicted.flatten().nonzero()[:, 0]
     metadata = AttentionMetadata.without_cache(B, N).to(target.device)
     features = target.empty_features(head.feature_layers, B * N)
-    logits = target(tokens.clamp(min=0).flatten(), metadata, None, features).float()
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    log_p = logits[:, head.tokens] - normalizer
+    logits = target(tokens.clamp(min=0).flatten(), metadata, rows, features).float()
+    log_p = logits.new_full((B * N, len(head.tokens)), -torch.inf)
+    log_p[rows] = logits[:, head.tokens] - logits.logsumexp(-1, keepdim=True)
     return features.values, log_p.view(B, N, -1)
 
 
@@ -225,12 +230,16 @@ def unroll(
     return steps
 
 
-def losses(head: EagleHead, batch: Batch, num_steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Cross-entropy and acceptance, a mean for each step."""
-    features, log_p = teach(head, batch.tokens)
+def losses(
+    head: EagleHead, batch: Batch, num_steps: int, autocast: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Cross-entropy and acceptance, a mean for each step. autocast: with products in bfloat16."""
+    with torch.autocast(head.device.type, torch.bfloat16, enabled=autocast):
+        features, log_p = teach(head, batch)
+        steps = unroll(head, batch, features, num_steps)
     entropies = []
     alphas = []
-    for s, (logits, rows) in enumerate(unroll(head, batch, features, num_steps)):
+    for s, (logits, rows) in enumerate(steps):
         wanted = shifted(log_p, 1 + s).flatten(0, 1)[rows]  # of the token after the row's
         log_q = logits.float().log_softmax(-1)
         p = wanted.softmax(-1)
@@ -248,12 +257,18 @@ class HeadTraining(Training):
     """A head as the student, and batches of texts, in any order. num_steps: of the chain."""
 
     def __init__(
-        self, head: EagleHead, texts: Sequence[Batch], recipe: Hyperparameters, num_steps: int
+        self,
+        head: EagleHead,
+        texts: Sequence[Batch],
+        recipe: Hyperparameters,
+        num_steps: int,
+        autocast: bool = False,
     ):
         self.student = head.requires_grad_()
         self.texts = texts
         self.recipe = recipe
         self.num_steps = num_steps
+        self.autocast = autocast
         self.steps = 0  # done
         layer = head.layers[0]
         linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
@@ -270,7 +285,7 @@ class HeadTraining(Training):
     def loss(self, batch: Batch) -> Tensor:
         """Nats a token of each step of the chain, or 1 − α in the last steps of training."""
         recipe = self.recipe
-        terms, alphas = losses(self.student, batch, self.num_steps)
+        terms, alphas = losses(self.student, batch, self.num_steps, self.autocast)
         if self.steps >= (1 - recipe.overlap) * recipe.steps:
             terms = [1 - alpha for alpha in alphas]
         return sum(DECAY**s * term for s, term in enumerate(terms))
@@ -349,7 +364,6 @@ def train(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     device = find_device(args.device)
     model = Model.load(args.target, device, torch.float32, args.bits)
-    target = model.llama
     requests = requests_for(model, args)
     told = tell_texts(model, requests, out / "texts.jsonl", args.length)
     texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
@@ -357,6 +371,11 @@ def train(args: argparse.Namespace) -> None:
         texts = [Text(text[1:], 0) for text in told]  # without the end of the last
     num_tokens = sum(len(text.tokens) for text in texts)
     say(f"{len(texts):,} texts, {num_tokens:,} tokens")
+    target = model.llama
+    if args.autocast:  # its products are PyTorch's, of plain weights
+        del model
+        target = Llama.load(args.target, device, torch.float32, trainable=True)
+        target.requires_grad_(False)
     held_out = batches(texts[9::10], args.batch)
     learned = [text for i, text in enumerate(texts) if i % 10 != 9]
     if len(learned) < args.batch or not held_out:
@@ -369,7 +388,7 @@ def train(args: argparse.Namespace) -> None:
     per_epoch = batches(learned, args.batch)
     num_steps = args.epochs * len(per_epoch)
     recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
-    training = HeadTraining(head, per_epoch, recipe, args.unroll)
+    training = HeadTraining(head, per_epoch, recipe, args.unroll, args.autocast)
     checkpoint = out / "training.pt"
     if checkpoint.exists():
         training.resume(checkpoint)
@@ -392,6 +411,12 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--out", default="eagle", metavar="FOLDER", help="of the head and its checkpoint (eagle)")
     add("--bits", type=int, default=16, choices=(16, 8, 4), help="of the target's weights (16)")
+    add(
+        "--autocast",
+        action="store_true",
+        help="train with products in bfloat16: several times as fast where the machine has "
+        "instructions for them (AMX, a GPU); the target is loaded anew, without --bits",
+    )
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     counts = [
         ("--seed", 1, "of everything random (1)"),

@@ -11,7 +11,7 @@ from kernels import Ops
 from test_eagle import plain_chain, random_head
 from train import eagle
 from train.distill import Hyperparameters
-from train.eagle import HeadTraining, Text, batches, losses, new_head, teach, unroll
+from train.eagle import DECAY, HeadTraining, Text, batches, losses, new_head, teach, unroll
 
 TEXTS = [Text([5, 9, 200, 7, 7, 3, 100, 41, 6], 4), Text([8, 8, 1, 2, 30, 4], 0)]
 
@@ -30,9 +30,11 @@ def test_unrolled_steps_are_the_chain_of_drafts():
     (batch,) = batches(TEXTS, 2)
     tokens = batch.tokens
     assert tokens.tolist()[0][6:] == [-1] * 3
-    features, log_p = teach(head, tokens)
-    wanted = target(tokens.clamp(min=0)[1]).log_softmax(-1)[:, head.tokens]
-    assert torch.allclose(log_p[1], wanted.float(), atol=1e-5)
+    features, log_p = teach(head, batch)
+    for text, found in zip(reversed(TEXTS), log_p):  # the shorter one is first
+        wanted = target(torch.tensor(text.tokens)).log_softmax(-1)[:, head.tokens]
+        own = slice(max(0, text.start - 1), len(text.tokens))
+        assert torch.allclose(found[own], wanted[own].float(), atol=1e-5)
     num_steps = 3
     for s, (logits, rows) in enumerate(unroll(head, batch, features, num_steps)):
         assert len(rows) == sum(len(own_rows(text, s)) for text in TEXTS)
@@ -87,6 +89,16 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
     assert whole.loss(whole.batch()).item() < first
 
 
+def test_products_in_bfloat16_give_almost_the_same_losses():
+    run = training()
+    batch = run.batch()
+    exact, _ = losses(run.student, batch, 2)
+    cast, _ = losses(run.student, batch, 2, autocast=True)
+    assert all(0 < abs(a - b) < 0.02 * a for a, b in zip(exact, cast))
+    run.autocast = True
+    assert abs(run.loss(batch) - cast[0] - DECAY * cast[1]) < 1e-6
+
+
 def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     out = tmp_path / "head"
     data = tmp_path / "prompts.jsonl"
@@ -107,6 +119,7 @@ def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     assert eagle.main([*command.split(), "--data", str(data)]) == 0  # all is done already
     assert "going on after step 18" in capsys.readouterr().err
     assert (out / "texts.jsonl").read_text() == told
+    assert eagle.main([*command.split(), "--autocast", "--data", str(data)]) == 0
     data.write_text("\n".join(map(json.dumps, lines[1:])))
     assert eagle.main([*command.split(), "--data", str(data)]) == 2
     assert "texts of other prompts" in capsys.readouterr().err
