@@ -45,7 +45,7 @@ class Effort:
     num_texts: int = 16  # requests of the combined table
     longest: int = 96  # new tokens of the longest of these
     gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    draft_gammas: tuple[int, ...] = (2, 4, 6)  # where several drafts are compared
+    draft_gammas: tuple[int, ...] = (2, 3, 4, 6)  # where several drafts are compared
     num_tokens: int = 128  # new tokens of a text that measures a γ
     openings: tuple[str, ...] = OPENINGS
     num_short: int = 24  # short requests of the mixed load
