@@ -18,7 +18,8 @@ In step s a row attends to the rows of step 0 up to its own, and to its own row 
 what the cache will hold when that draft is made.
 
 Texts are kept in OUT/texts.jsonl, the state of training in OUT/training.pt: a killed run goes on.
-With --autocast the products are in bfloat16; weights, losses and the optimizers stay in float32.
+With --autocast the products of training are in bfloat16; weights, losses, the optimizers, the
+telling of texts and the evaluation stay as they were.
 The folder is in the speculators layout, without the embedding, which is the target's.
 Not covered: several GPUs; features that are stored, to be read again.
 
@@ -89,7 +90,8 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
 
 def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: int) -> list[list]:
     """The texts of these requests, from a file as far as it has them; the rest is made, and
-    appended to it. UserError if they are texts of other requests."""
+    appended to it. UserError if their prompts are others; target, settings and length are not
+    compared."""
     texts = {}
     told = file.read_text().splitlines(keepends=True) if file.exists() else []
     if told and not told[-1].endswith("\n"):  # a killed run has left a part of a line
@@ -336,7 +338,7 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
     offsets = tokens - torch.arange(len(tokens))
     head.offsets.copy_(offsets)
     head.norm.copy_(target.norm)
-    rows = target.ops.embed(tokens, target.head, target.dtype)
+    rows = target.ops.embed(tokens.to(target.device), target.head, target.dtype)
     head.head.weight.copy_(rows)
     return head
 
@@ -373,7 +375,7 @@ def train(args: argparse.Namespace) -> None:
     say(f"{len(texts):,} texts, {num_tokens:,} tokens")
     target = model.llama
     if args.autocast:  # its products are PyTorch's, of plain weights
-        del model
+        del model, target  # before it is loaded again
         target = Llama.load(args.target, device, torch.float32, trainable=True)
         target.requires_grad_(False)
     held_out = batches(texts[9::10], args.batch)
