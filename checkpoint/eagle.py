@@ -6,7 +6,7 @@
 `d2t` maps the head's smaller vocabulary: its token i is the target's token i + d2t[i]. A flag that
 the code lacks is refused by name. A head is checked against its target before memory is asked for.
 
-Not covered: pickles (pytorch_model.bin), of several layers, of other architectures than Llama.
+Not covered: pickles (pytorch_model.bin); heads of several layers, or of other architectures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkpoint.tensors import Checkpoint, open_file
 from errors import UserError, brief
 
 EMBEDDING = "embed_tokens.weight"
-UNUSED = "t2d"  # the inverse of d2t, for training
+UNUSED = "t2d"  # bool[V]: which of the target's tokens the head has; for training
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Flags that change no number here.
 HARMLESS = ("use_cache", "tie_word_embeddings", "embed_requires_grad", "use_aux_hidden_state")
@@ -164,7 +164,7 @@ class EagleConfig:
 
 
 def check_head_flags(settings: Json) -> None:
-    """UserError for a flag that is on, and not known; or known, and no flag."""
+    """UserError for an unknown flag that is on, or a known one that is neither true nor false."""
     for name, value in settings.items():
         if value is True and name not in (*FLAGS, *HARMLESS, *LAYER_FLAGS):
             raise UserError(f"{name} is on: heads with it are not covered; take another head")

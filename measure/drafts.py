@@ -62,7 +62,10 @@ def prompts_of(file: Path) -> list[str]:
     prompts = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
+            prompt = json.loads(line)["prompt"]
+            if not isinstance(prompt, str):
+                raise TypeError
+            prompts.append(prompt)
         except (ValueError, KeyError, TypeError):
             raise UserError(f'{file}, line {number}: it must be like {{"prompt": "…"}}') from None
     if not prompts:
@@ -103,23 +106,25 @@ def measure(
         for name, draft in loaded.items():
             for gamma in gammas:
                 told = Told(model, draft, prompt, settings(gamma=gamma))
-                runs.setdefault((name, gamma), []).append((plain, told))
+                if told.seconds_per_token is not None:
+                    runs.setdefault((name, gamma), []).append((plain, told))
     return [
         (name, gamma, row_of(gamma, temperature, texts)) for (name, gamma), texts in runs.items()
     ]
 
 
 def row_of(gamma: int | None, temperature: float, texts: Sequence[tuple[Told, Told]]) -> Row:
-    """The figures of one draft and γ: the gain is a median over texts, acceptance of all rounds."""
+    """The figures of one draft and γ: the gain is a median over texts, acceptance of all rounds.
+
+    draft_cost: of proposing alone, without the rows that a head makes of tokens that were read.
+    """
     rounds = [stats for _, told in texts for stats in told.rounds]
     mean_drafts = fmean(stats.num_drafts for stats in rounds)
     row = {
         "gamma": f"auto: {mean_drafts:.1f}" if gamma is None else str(gamma),
         "tokens_per_round": fmean(stats.num_accepted + 1 for stats in rounds),
         "speed_up": median(
-            plain.seconds_per_token / told.seconds_per_token
-            for plain, told in texts
-            if told.seconds_per_token
+            plain.seconds_per_token / told.seconds_per_token for plain, told in texts
         ),
     }
     if temperature == 0:

@@ -10,9 +10,11 @@ token (training-time test, section 3.2 of the paper). Row t of step s predicts t
     loss = Σ_s 0.8^s · mean over rows of −Σ_x p(x) log q_s(x)        p on the head's vocabulary,
                                                                      normalized there
     in the last steps of training 1 − α in its place,     α_s = Σ_x min(p(x), q_s(x))
+                                        (p not normalized: what the head cannot draft is rejected)
 
-Rows of a prompt are read, but only the target's own tokens are predicted. The optimizers are those
-of train/distill.py; the head begins with the target's last norm and rows of logits.
+Rows of a prompt are read, but only the target's own tokens, and what would follow the last, are
+predicted. The optimizers are those of train/distill.py; the head begins with the target's last norm
+and rows of logits.
 
 In step s a row attends to the rows of step 0 up to its own, and to its own row of each later step:
 what the cache will hold when that draft is made.
@@ -54,6 +56,8 @@ from torch import Tensor
 from app.requests import read_requests
 from app.shell import Parser, new_file, say, status
 from checkpoint.eagle import EagleConfig
+from checkpoint.hub import find_model
+from checkpoint.load import open_checkpoint
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
@@ -83,7 +87,8 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
     with args.data.open(encoding="utf-8") as lines:
         for line in read_requests(lines, model, chosen, args.length, None, None, lambda _: None):
             if line.error is not None:
-                raise UserError(f"{args.data}, line {line.number}: {line.error}")
+                problem = str(line.error).replace("--max-len", "--length")  # its name here
+                raise UserError(f"{args.data}, line {line.number}: {problem}")
             requests.append(line.request)
     return requests[: args.texts]
 
@@ -189,16 +194,24 @@ def shifted(x: Tensor, count: int) -> Tensor:
     return torch.cat((x[:, count:], missing), 1)
 
 
+def predicting_rows(batch: Batch, ahead: int) -> Tensor:
+    """Indices in [B · N] of the rows that predict the token `ahead` after their own: it is the
+    target's, or would follow the text's last."""
+    tokens, starts = batch
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    is_own = positions + ahead >= starts[:, None]  # [B, N]
+    is_told = shifted(tokens, ahead - 1) >= 0  # the token before it
+    return (is_own & is_told).flatten().nonzero()[:, 0]
+
+
 @torch.no_grad()
 def teach(head: EagleHead, batch: Batch) -> tuple[Tensor, Tensor]:
     """What the target knows of a batch: features [T, n, C] and log p of the head's tokens [B, N,
     Vd]. −∞ where the next token is not the target's own."""
     target = head.target
-    tokens, starts = batch
+    tokens = batch.tokens
     B, N = tokens.shape
-    positions = torch.arange(N, device=tokens.device)
-    is_predicted = (tokens >= 0) & (positions + 1 >= starts[:, None])
-    rows = is_predicted.flatten().nonzero()[:, 0]
+    rows = predicting_rows(batch, 1)
     metadata = AttentionMetadata.without_cache(B, N).to(target.device)
     features = target.empty_features(head.feature_layers, B * N)
     logits = target(tokens.clamp(min=0).flatten(), metadata, rows, features).float()
@@ -212,9 +225,8 @@ def unroll(
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each step the logits of the rows that predict the target's own tokens: [rows, Vd], and
     these rows' indices in [B · N]."""
-    tokens, starts = batch
+    tokens = batch.tokens
     B, N = tokens.shape
-    positions = torch.arange(N, device=tokens.device)
     head.ops = Unrolled()
     metadata = AttentionMetadata.without_cache(B, N).to(head.device)
     z = head.combine(features)
@@ -224,10 +236,7 @@ def unroll(
         step.positions = metadata.positions + s
         following = shifted(tokens, 1 + s).flatten()  # [T], −1: there is none
         z = head.rows(z, following.clamp(min=0), step)
-        is_own = positions + 2 + s >= starts[:, None]  # [B, N]
-        is_told = following >= 0
-        is_predicted = is_told & is_own.flatten()
-        rows = is_predicted.nonzero()[:, 0]
+        rows = predicting_rows(batch, 2 + s)
         steps.append((head.draft_logits(z[rows]), rows))
     return steps
 
@@ -365,8 +374,20 @@ def train(args: argparse.Namespace) -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     device = find_device(args.device)
+    if args.autocast:
+        stored, _ = open_checkpoint(find_model(args.target))
+        if stored.quantization is not None:
+            raise UserError(
+                f"{args.target} has quantized weights, and --autocast needs plain ones: "
+                "leave it out"
+            )
     model = Model.load(args.target, device, torch.float32, args.bits)
     requests = requests_for(model, args)
+    if len(requests) // 10 < args.batch:
+        raise UserError(
+            f"{len(requests)} texts are too few for a batch of {args.batch}, where every tenth is "
+            f"held out: give {10 * args.batch} (--texts, and lines of --data), or a smaller --batch"
+        )
     told = tell_texts(model, requests, out / "texts.jsonl", args.length)
     texts = [Text(text, request.num_prompt_tokens) for text, request in zip(told, requests)]
     if not args.data and not model.tokenizer.prompt(""):
@@ -380,11 +401,6 @@ def train(args: argparse.Namespace) -> None:
         target.requires_grad_(False)
     held_out = batches(texts[9::10], args.batch)
     learned = [text for i, text in enumerate(texts) if i % 10 != 9]
-    if len(learned) < args.batch or not held_out:
-        raise UserError(
-            f"{len(texts)} texts are too few for a batch of {args.batch}, where every tenth is "
-            "held out: ask for more --texts, or a smaller --batch"
-        )
     vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
     head = new_head(target, vocabulary, args.mlp, args.seed)
     per_epoch = batches(learned, args.batch)
@@ -416,12 +432,12 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--autocast",
         action="store_true",
-        help="train with products in bfloat16: several times as fast where the machine has "
-        "instructions for them (AMX, a GPU); the target is loaded anew, without --bits",
+        help="train with products in bfloat16, for machines with instructions for them (AMX, say); "
+        "the target is loaded anew, and --bits is only for its texts",
     )
     add("--device", metavar="NAME", help="default: a GPU if there is one")
     counts = [
-        ("--seed", 1, "of everything random (1)"),
+        ("--seed", 1, "of the head's first weights, and of each line of --data (1)"),
         ("--texts", 512, "texts that the target tells, at most; every tenth is held out (512)"),
         ("--length", 512, "tokens of a text, at most (512)"),
         ("--batch", 8, "texts of a step (8)"),

@@ -9,7 +9,7 @@ from conftest import random_llama
 from generate import Model, generate
 from kernels import Ops
 from test_eagle import plain_chain, random_head
-from train import eagle
+from train import eagle, quantize
 from train.distill import Hyperparameters
 from train.eagle import DECAY, HeadTraining, Text, batches, losses, new_head, teach, unroll
 
@@ -119,13 +119,35 @@ def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     assert eagle.main([*command.split(), "--data", str(data)]) == 0  # all is done already
     assert "going on after step 18" in capsys.readouterr().err
     assert (out / "texts.jsonl").read_text() == told
-    assert eagle.main([*command.split(), "--autocast", "--data", str(data)]) == 0
     data.write_text("\n".join(map(json.dumps, lines[1:])))
     assert eagle.main([*command.split(), "--data", str(data)]) == 2
     assert "texts of other prompts" in capsys.readouterr().err
     data.write_text("\n".join(map(json.dumps, lines)))
     assert eagle.main([*command.split(), "--texts", "3", "--data", str(data)]) == 2
     assert "too few" in capsys.readouterr().err
+    data.write_text(json.dumps({"prompt": "a" * 30}))
+    assert eagle.main([*command.split(), "--data", str(data)]) == 2
+    assert "raise --length" in capsys.readouterr().err
     data.write_text('{"prompt": 5}')
     assert eagle.main([*command.split(), "--data", str(data)]) == 2
     assert "line 1" in capsys.readouterr().err
+
+
+def test_autocast_trains_on_plain_weights(base, tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(HeadTraining, "run", lambda training, checkpoint: trained.append(training))
+    sizes = "--texts 20 --length 12 --batch 2 --vocab 100 --bits 8"
+    command = ["--target", str(base), "--out", str(tmp_path), *sizes.split()]
+    assert eagle.main(command) == eagle.main([*command, "--autocast"]) == 0
+    assert [training.autocast for training in trained] == [False, True]
+    kinds = [training.student.target.config.quantization for training in trained]
+    assert kinds[0] is not None and kinds[1] is None
+
+
+def test_autocast_refuses_quantized_weights_before_texts_are_told(base, tmp_path, capsys):
+    quantized = tmp_path / "int8"
+    assert quantize.main([str(base), "--bits", "8", "--out", str(quantized)]) == 0
+    command = ["--target", str(quantized), "--out", str(tmp_path / "head"), "--autocast"]
+    assert eagle.main(command) == 2
+    assert "leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "head" / "texts.jsonl").exists()
