@@ -10,6 +10,9 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
   - First come, first served: the oldest texts take from the budget first, but a round of each
     running text is reserved. A text is admitted only if its round can be reserved, too: so no
     running text ever waits.
+  - A client that asks for many texts at once does not keep the next one waiting for all of them:
+    each text has a turn, its number among the client's, counted from the turn that is on when it
+    comes (start-time fair queueing). The queue is in the order of turns.
   - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
     and goes back to the front of the queue. Later it is read again, and its random numbers are
     those it would have had: they depend on its seed and its positions alone (sampling.py).
@@ -47,7 +50,8 @@ class Batcher:
             raise UserError(f"max_batch is {max_batch}: it must be at least 1")
         self.runner = runner
         self.max_batch = max_batch
-        self.waiting = deque[Request]()  # oldest first
+        self.waiting = deque[Request]()  # in the order of turns, then oldest first
+        self.turn = 0  # of the text admitted last
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
         self.retry_at_step = 0  # when the first in the queue is tried again
@@ -69,11 +73,16 @@ class Batcher:
                 "draft fewer"
             )
 
-    def add(self, request: Request) -> None:
-        """Put a request into the queue. UserError, at once, if it could never be served."""
+    def add(self, request: Request, num_before: int = 0) -> None:
+        """Put a request into the queue. UserError, at once, if it could never be served.
+        num_before: texts of the same client that come before it."""
         self.check(request)
         request.arrived = time.perf_counter()
-        self.waiting.append(request)
+        request.turn = self.turn + num_before
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].turn > request.turn:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def step(self) -> dict[Request, list[int]]:
         """One pass over all running texts -> the new tokens of each. Finished texts leave."""
@@ -173,6 +182,7 @@ class Batcher:
                 self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         self.running.append(self.waiting.popleft())
+        self.turn = max(self.turn, request.turn)
         if not request.started:
             request.started = time.perf_counter()
             request.num_cached_tokens = self.runner.cache.length(request.seq)

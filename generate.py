@@ -195,15 +195,17 @@ class Model:
         also for a grammar that no text follows."""
         tokens = self.encode(prompt, system, chat)
         limit = self.max_total_tokens(max_len, kv_bits)
-        return self.request_of(tokens, settings, limit, self.uses_template(chat))
+        request = self.request_of(tokens, settings, limit, self.uses_template(chat))
+        if request.settings.follows is not None:
+            request.compiled = self.grammars.compile(request.settings.follows)
+        return request
 
     def request_of(
         self, tokens: list[int], settings: Settings, limit: int, is_reply: bool = False
     ) -> Request:
-        """`request`, of a prompt's tokens. limit: of prompt and answer."""
+        """`request`, of a prompt's tokens; its grammar is not compiled yet. limit: of prompt and
+        answer."""
         settings = self.complete(settings)
-        if settings.follows is not None:
-            self.grammars.compile(settings.follows)
         if not 0 < len(tokens) < limit:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "

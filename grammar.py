@@ -20,6 +20,11 @@ The automaton is that of the package llguidance. It keeps a state for each text,
 drafts back. Tokens are followed by their bytes: each token that spells what may follow is allowed,
 not only those that the tokenizer would write.
 
+A grammar comes from anybody, and compiling it, its masks and its memory are shared with others. So
+its size is bounded before work begins, the package's work for a mask by LIMITS, and a text whose
+masks delay a step of all texts ends (SLOW_MASK). A text with a grammar ends where its grammar ends,
+even if its request ignores end-of-text.
+
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Masks are made in threads of the package, while
 the target's pass runs; within a string of bounded length they cost most.
@@ -34,12 +39,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,13 +61,24 @@ if TYPE_CHECKING:
     from request import Request
     from tokenizer import Tokenizer
 
-REMEMBERED = 64  # compiled grammars
+REMEMBERED = 16  # compiled grammars, of up to some 20 MB each
+MAX_CHARACTERS = 2**17  # of a grammar
+MAX_PATTERN_CHARACTERS = 2**13  # of its regular expressions: compiling may take their square
+MAX_NAMES = 1000  # rules and terminals in Lark
+# The work of llguidance for one mask. What needs more ends its text.
+LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
+STACK = 2**26  # bytes, of the thread that compiles: llguidance recurses, up to once for each name
+SLOW_STEP = 0.03  # seconds for the masks of all texts: those of the next step are timed one by one,
+SLOW_MASK = 0.01  # and texts end whose own takes so long
 # Without it, a mask would hold one token where the grammar forces some bytes: the tokenizer's own.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # With white space at will, a small model may write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
 # A comment, a string, a regular expression; or the beginning of a control token's name.
-LARK_WORDS = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|(?P<control><)')
+LARK_WORDS = re.compile(
+    r'//.*|"(?:\\.|[^"\\])*"|(?P<pattern>/(?:\\.|[^/\\])*/)|(?P<control><)|(?P<name>\w\s*:)'
+    r"|(?P<inline>%(?:json|regex))"
+)
 
 
 # ---- Compiled grammars ---------------------------------------------------------------------------
@@ -100,7 +118,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]):
         self.tokenizer = tokenizer
         self.eos_token_ids = sorted(id for id in eos_token_ids if id < tokenizer.vocab_size)
-        self.compile = lru_cache(REMEMBERED)(self._compile)
+        self._compiled = lru_cache(REMEMBERED)(self._compile)
+        self.is_slow = False  # the worker's: the masks of the last step took long
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
@@ -118,13 +137,40 @@ class Grammars:
         """The thread that waits for them, and reads drafts: one, so its work is done in order."""
         return ThreadPoolExecutor(1, "masks")
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def submit(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Compile in a thread of its own, with a stack that no grammar within the bounds fills.
+        Nobody waits for the thread at the end of the program."""
+        future: Future[LLMatcher] = Future()
+        future.set_running_or_notify_cancel()  # from here on it is not to be cancelled
+
+        def work() -> None:
+            try:
+                future.set_result(self._compiled(grammar))
+            except BaseException as error:
+                future.set_exception(error)
+
+        before = threading.stack_size(STACK)
+        threading.Thread(target=work, name="compile", daemon=True).start()
+        threading.stack_size(before)
+        return future
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
         """The state before the first token, with its mask. UserError if no text follows the
-        grammar, or if it cannot be read."""
+        grammar, if it cannot be read, or if it is too large."""
+        return self.submit(grammar).result()
+
+    def forget(self) -> None:
+        """Texts of one grammar share what llguidance has found out of it, an error, too."""
+        self._compiled.cache_clear()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
             raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
-        matcher = llguidance.LLMatcher(self.vocabulary, HEADER + lark_of(grammar), log_level=0)
+        check_size(grammar)
+        limits = llguidance.LLParserLimits(**LIMITS)
+        lark = HEADER + lark_of(grammar)
+        matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if not matcher.is_error():
             return matcher
@@ -137,6 +183,49 @@ class Grammars:
         )
 
 
+def check_size(grammar: Grammar) -> None:
+    """UserError if the grammar is larger than what is compiled here."""
+    sizes = sizes_of(grammar)
+    bounds = (MAX_CHARACTERS, MAX_PATTERN_CHARACTERS, MAX_NAMES)
+    units = ("characters", "characters of regular expressions", "rules and terminals")
+    for size, bound, unit in zip(sizes, bounds, units):
+        if size > bound:
+            raise UserError(
+                f"{grammar.notation} {brief(grammar.text, 100)} has {size:,} {unit}: at most "
+                f"{bound:,} are compiled; shorten it"
+            )
+
+
+def sizes_of(grammar: Grammar) -> tuple[int, int, int]:
+    """Characters; those of regular expressions; names of rules and terminals."""
+    text = grammar.text
+    if grammar.notation == "choice":
+        return sum(map(len, text)), 0, 0
+    if grammar.notation == "regex":
+        return len(text), len(text), 0
+    if grammar.notation == "schema":
+        return len(text), sum(map(len, patterns_of(json.loads(text)))), 0
+    words = list(LARK_WORDS.finditer(text))
+    kinds = Counter(word.lastgroup for word in words)
+    patterns = sum(len(word["pattern"] or "") for word in words)
+    if kinds["inline"]:  # any of it may be one
+        patterns = len(text)
+    return len(text), patterns, kinds["name"]
+
+
+def patterns_of(schema: Any) -> Iterator[str]:
+    """The regular expressions of a JSON schema."""
+    if isinstance(schema, dict):
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str):
+            yield pattern
+        yield from schema.get("patternProperties") or ()
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from patterns_of(part)
+
+
 def lark_of(grammar: Grammar) -> str:
     """The grammar in Lark, which llguidance reads."""
     if grammar.notation == "schema":
@@ -146,7 +235,8 @@ def lark_of(grammar: Grammar) -> str:
         compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
         return json.loads(compiled)["grammars"][0]["lark_grammar"]
     if grammar.notation == "choice":
-        return "start: " + " | ".join(map(json.dumps, grammar.text))
+        # One terminal: as alternatives of a rule they would take an item each.
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
     if any(word["control"] for word in LARK_WORDS.finditer(grammar.text)):
         raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
     return grammar.text
@@ -156,13 +246,15 @@ def lark_of(grammar: Grammar) -> str:
 
 
 class GrammarState:
-    """How far a text has come in its grammar. tokens: its new ones so far."""
+    """How far a text has come in its grammar. start: the compiled grammar; tokens: the text's new
+    ones so far."""
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, tokens: Iterable[int]):
+    def __init__(self, grammars: Grammars, start: LLMatcher, tokens: Iterable[int]):
         self.grammars = grammars
-        self.start = grammars.compile(grammar)
+        self.start = start
         self.tokens: list[int] = []  # of the text, followed so far
-        self.has_failed = False  # no token is allowed, or the grammar has become too large
+        # No token is allowed, the grammar has become too large, or its masks take too long.
+        self.has_failed = False
         self._rewind()
         self._follow(tokens)
 
@@ -177,7 +269,7 @@ class GrammarState:
         for token in new:
             if token in self.grammars.eos_token_ids:
                 # Where no token is allowed, a mask holds end-of-text.
-                self.has_failed = not self.matcher.is_accepting()
+                self.has_failed |= not self.matcher.is_accepting()
                 return
             self.tokens.append(token)
             if not self.matcher.try_consume_tokens([token]):
@@ -200,10 +292,18 @@ class GrammarState:
         self.num_drafts = 0
         self.is_lost = False
         self._follow(new)
+        if self.has_failed:
+            self.grammars.forget()
 
     def restore(self) -> None:
         """A round was interrupted: wait for what the worker still reads, and take it back."""
         self.grammars.worker.submit(self._rewind).result()
+
+    def fill_timed(self, address: int, num_bytes: int) -> None:
+        """In the worker: fill the mask there, and end the text if that takes too long."""
+        start = time.thread_time()
+        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        self.has_failed |= time.thread_time() - start > SLOW_MASK
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
         """The first of these tokens, as many as may follow the text. Changes nothing."""
@@ -266,11 +366,17 @@ class Masks:
             if token is not None:
                 state.push(token)
             if not state.is_lost:
-                wanted.append((state.matcher, self.first_rows[b] + depth))
-        if wanted:
-            num_rows, words = self.bits.shape
-            address = self.bits.data_ptr()
-            self.grammars.executor.unsafe_compute_mask_ptr(wanted, address, 4 * words, num_rows)
+                wanted.append((state, self.first_rows[b] + depth))
+        num_rows, words = self.bits.shape
+        address = self.bits.data_ptr()
+        start = time.perf_counter()
+        if self.grammars.is_slow:
+            for state, row in wanted:
+                state.fill_timed(address + 4 * words * row, 4 * words)
+        elif wanted:
+            jobs = [(state.matcher, row) for state, row in wanted]
+            self.grammars.executor.unsafe_compute_mask_ptr(jobs, address, 4 * words, num_rows)
+        self.grammars.is_slow = time.perf_counter() - start > SLOW_STEP
 
     def apply(self, logits: Tensor, texts: Sequence[int], depth: int) -> Tensor:
         """The logits, in place, with −∞ for each token that its row's mask forbids.
@@ -298,7 +404,7 @@ def main() -> None:
     """The demonstration: how many tokens may follow, after each token of a text."""
     model = Model.load("tiny", "cpu")
     asked = Grammar("regex", "(Tom|Lily) saw [0-9]{1,2} dogs?\\.")
-    state = GrammarState(model.grammars, asked, [])
+    state = GrammarState(model.grammars, model.grammars.compile(asked), [])
     for token in model.encode("Tom saw 12 dogs."):
         state.settle([token])
         mask = int.from_bytes(state.matcher.compute_bitmask(), "little")

@@ -13,12 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grammar import GrammarState
 from sampling import TokenLogprob
 from settings import Settings
 from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Message = dict[str, str]  # {"role": …, "content": …}
 Show = Callable[[str, str], None]  # gets a piece of text, and how its last token came about
@@ -47,10 +50,12 @@ class Request:
     origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of each new token, if asked for
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
+    turn: int = 0  # in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, when first admitted
+    compiled: LLMatcher | None = None  # its grammar, if that was compiled early
     grammar_state: GrammarState | None = None  # while a runner has the request open
     error: str = ""  # why its text ended before its grammar did
     is_reply: bool = False  # to a conversation: its text does not continue the prompt's
@@ -63,7 +68,12 @@ class Request:
         """A request for another text of this prompt, with the seed i after this one's."""
         settings = replace(self.settings, seed=self.settings.seed + i)
         return Request(
-            self.tokens, settings, self.eos_token_ids, sibling=self, is_reply=self.is_reply
+            self.tokens,
+            settings,
+            self.eos_token_ids,
+            sibling=self,
+            compiled=self.compiled,
+            is_reply=self.is_reply,
         )
 
     @property

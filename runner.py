@@ -109,7 +109,9 @@ class ModelRunner:
             raise
         if request.settings.follows is not None:
             new = request.tokens[request.num_prompt_tokens :]
-            request.grammar_state = GrammarState(self.grammars, request.settings.follows, new)
+            start = request.compiled or self.grammars.compile(request.settings.follows)
+            request.grammar_state = GrammarState(self.grammars, start, new)
+            request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
         self.cache.free(request.seq)
@@ -400,7 +402,10 @@ class ModelRunner:
         if request.grammar_state is not None:
             request.grammar_state.settle(new)
             if request.grammar_state.has_failed:
-                request.error = "its grammar allows no token of this model here, or is too large"
+                request.error = (
+                    "its grammar allows no token of this model here, or takes too much work for a "
+                    "mask: simplify it"
+                )
         self.cache.commit(request.seq, request.tokens, len(new))
         if self.has_drafter:
             self.drafter.commit(request, len(new))

@@ -187,12 +187,12 @@ class BatchServer:
         self.num_texts += len(answer.streams)
         self.answers.add(answer)
         arrived = time.perf_counter()
-        for stream in answer.streams:
+        for i, stream in enumerate(answer.streams):
             pieces: list[tuple[str, str]] = []
             if answer.is_streamed:
                 stream.show = lambda *piece, pieces=pieces: pieces.append(piece)
             text = ServedText(answer, stream, pieces)
-            self.commands.put(partial(self._add, text, arrived))
+            self.commands.put(partial(self._add, text, arrived, i))
 
     def close(self, answer: Answer) -> None:
         """The client has all, or wants no more: cancel what is unfinished."""
@@ -302,10 +302,11 @@ class BatchServer:
         text.pieces.clear()
         return update
 
-    def _add(self, text: ServedText, arrived: float) -> None:
+    def _add(self, text: ServedText, arrived: float, num_before: int) -> None:
+        """num_before: texts of the same answer that come first."""
         request = text.stream.request
         try:
-            self.engine.batcher.add(request)
+            self.engine.batcher.add(request, num_before)
         except Exception as error:
             self._post(text.answer.fail, error)
             return

@@ -282,7 +282,7 @@ def test_a_mask_holds_the_tokens_that_spell_what_may_follow(vocabularies, texts,
     spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
     wanted = [text.encode() for text in texts]
     rule = Grammar("choice", tuple(texts))
-    state = GrammarState(grammars, rule, [])
+    state = GrammarState(grammars, grammars.compile(rule), [])
 
     def check_mask(so_far: bytes) -> list[int]:
         tokens = [
@@ -314,14 +314,14 @@ def test_a_mask_holds_the_tokens_that_spell_what_may_follow(vocabularies, texts,
         kept.append(token)
         forced = b"".join(spelled[token] for token in state.forced(20))
         assert any(text.startswith(so_far + forced) for text in wanted)
-    again = GrammarState(grammars, rule, kept)  # as after preemption
+    again = GrammarState(grammars, grammars.compile(rule), kept)  # as after preemption
     assert again.matcher.compute_bitmask() == state.matcher.compute_bitmask()
 
 
 def test_an_error_in_the_worker_is_one_of_the_round():
     """Also if later work succeeds: a row without its mask would be drawn from."""
     request = Request([1], Settings(seed=0))
-    request.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "ab"), [])
+    request.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "ab")), [])
     masks = Masks([request], 2, 4, Ops())
     masks.bits = masks.bits[:0]  # no room for the first mask
     masks.start()
@@ -335,7 +335,7 @@ def test_an_error_in_the_worker_is_one_of_the_round():
 def test_texts_without_a_grammar_need_no_masks():
     free = Request([1], Settings(seed=0))
     masked = Request([1], Settings(seed=0, regex="a"))
-    masked.grammar_state = GrammarState(GRAMMARS, Grammar("regex", "a"), [])
+    masked.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "a")), [])
     assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
     masks = Masks([free, masked], 1, 4, Ops())
     logits = torch.zeros(5, 4)
@@ -506,7 +506,7 @@ WRONG = [  # setting, value, what is told
     ("regex", "a(", "unclosed group"),
     ("regex", "", "not empty"),
     ("regex", "\ud800", "not empty"),
-    ("grammar", "start: " + '("a"|"b") ' * 66_000, "cannot be met"),
+    ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled"),
     ("choice", [], "must be a text"),
     ("choice", ["a", ""], "none of them empty"),
     ("grammar", "start: one", "cannot be met"),
@@ -539,7 +539,9 @@ def test_strings_of_a_grammar_may_look_like_tokens(model):
 def test_grammars_are_compiled_once(model):
     rule = Grammar("regex", "one, (two|three)")
     compiled = model.grammars.compile(rule)
-    assert GrammarState(model.grammars, Grammar(*rule), []).start is compiled
+    assert model.grammars.compile(Grammar(*rule)) is compiled
+    model.grammars.forget()
+    assert model.grammars.compile(Grammar(*rule)) is not compiled
 
 
 # ---- Random JSON schemas

@@ -26,7 +26,7 @@ from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import SETTINGS, check_whole
+from settings import SETTINGS, Grammar, check_whole
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
 
@@ -92,6 +92,11 @@ class Asked:
     continuous_usage: bool  # in every chunk
     shows_origins: bool
 
+    @property
+    def follows(self) -> Grammar | None:
+        """The grammar of all texts; None: they are free."""
+        return self.streams[0].request.settings.follows
+
 
 def bad(param: str, message: str, code: str | None = None, status: int = 400) -> HttpError:
     """The error of a field."""
@@ -99,7 +104,8 @@ def bad(param: str, message: str, code: str | None = None, status: int = 400) ->
 
 
 def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
-    """Read a request's body. HttpError or UserError for what is wrong."""
+    """Read a request's body; its grammar is not compiled. HttpError or UserError for what is
+    wrong."""
     body = read_object(data)
     for name, harmless in REFUSED.items():
         if name in body and body[name] not in harmless:
@@ -376,7 +382,7 @@ class Reply:
     ) -> Body:
         """The fields that every choice has. logprobs, result: None if there are none yet."""
         if result is not None and result.error:
-            raise HttpError(500, result.error, "server_error")
+            raise bad("structured_outputs", result.error)
         return {
             "index": index,
             "logprobs": None if logprobs is None else self._logprobs(index, logprobs),

@@ -2,13 +2,14 @@
 
 Trust. It listens on 127.0.0.1 unless told otherwise. There it answers only to the names of this
 machine, so that no web page reaches it under a name of its own (DNS rebinding); and a page of
-another origin is refused everywhere. With --api-key, /v1 and /state want the key. Texts, bodies,
-connections and watchers are bounded (QueueFull is 429), and so is the time of a client that does
-not read (asgi.py).
+another origin is refused everywhere. With --api-key, /v1 and /state want the key. All that clients
+share is bounded: texts (QueueFull is 429), bodies, watchers, grammars that are compiled, the time
+of a client that does not read (asgi.py), connections and their heads (connections.py). TOUR.md has
+the table.
 
-The end. SIGTERM and Ctrl-C close the door: what is open is finished, for up to --grace seconds, and
-then ends with an error; a second signal ends the program at once. An exception of a step ends all
-streams with an error, and the program with its traceback and status 1.
+The end. SIGTERM, SIGHUP and Ctrl-C close the door: what is open is finished, for up to --grace
+seconds, and then ends with an error; a second signal ends the program at once. An exception of a
+step ends all streams with an error, and the program with its traceback and status 1.
 
     0   never: a server ends by a signal (130, 143), an engine's failure (1) or a mistake (2)
 """
@@ -34,8 +35,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from app.asgi import ClientGone, Exchange, HttpError, Receive, Scope, Send
+from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
 from app.cli import show_warning, start_for_any
+from app.connections import MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
 from app.launch import torchrun_ranks
 from app.metrics import Metrics
@@ -50,10 +52,13 @@ from request import Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
 
 PAGE = Path(__file__).parent / "page.html"
-MAX_CONNECTIONS = 1000  # beside those of the texts
-MAX_BODIES = 64  # that are read at a time; others wait
+SMALL_BODY = 2**16  # bytes: it is read at once
+MAX_BODIES = 64  # larger ones, or of unknown size, that are read at a time; others wait
 MAX_WATCHERS = 32  # of /state
+MAX_COMPILING = 2  # grammars at a time; others wait
+COMPILE_SECONDS = 10.0
 SNAPSHOT_SECONDS = 0.1
+SIGNAL_SECONDS = 0.1  # until one is noticed
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
 CHUNK_SECONDS = 0.001
@@ -83,6 +88,7 @@ class Application:
         self.is_local = is_local
         self.started = int(time.time())
         self.bodies = asyncio.Semaphore(MAX_BODIES)
+        self.compiling: set[asyncio.Future[Any]] = set()
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -215,7 +221,8 @@ class Application:
 
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
         self.batch.check_room(1)
-        async with self.bodies:
+        size = int(exchange.headers.get("content-length", MAX_BODY))
+        async with nullcontext() if size <= SMALL_BODY else self.bodies:
             data = await exchange.read_body()
             asked = await asyncio.to_thread(read_request, data, is_chat, self.offer)
         if len(asked.streams) > self.batch.capacity:
@@ -225,6 +232,8 @@ class Application:
             )
         for stream in asked.streams:
             self.batch.engine.batcher.check(stream.request)
+        if asked.follows is not None:
+            await self.compile(asked)
         reply = Reply(asked, self.offer)
         answer = Answer(asked.streams, asked.is_streamed)
         try:
@@ -235,6 +244,24 @@ class Application:
                 await exchange.run(self._reply(exchange, answer, reply))
         finally:
             self.batch.close(answer)
+
+    async def compile(self, asked: Asked) -> None:
+        """Compile the grammar of the texts. HttpError if it, or those of others, take too long."""
+        try:
+            compiled = await asyncio.wait_for(self._compile(asked), COMPILE_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"the grammar was not compiled within {COMPILE_SECONDS:.0f} s"
+            raise Unavailable(f"{message}: simplify it, or try again later") from None
+        for stream in asked.streams:
+            stream.request.compiled = compiled
+
+    async def _compile(self, asked: Asked) -> Any:
+        while len(self.compiling) >= MAX_COMPILING:
+            await asyncio.wait(self.compiling, return_when="FIRST_COMPLETED")
+        compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
+        self.compiling.add(compiled)
+        compiled.add_done_callback(self.compiling.discard)
+        return await asyncio.shield(compiled)  # a thread is not to be cancelled
 
     async def _reply(self, exchange: Exchange, answer: Answer, reply: Reply) -> None:
         results = await answer.results()
@@ -374,50 +401,56 @@ def run_server(arguments: Sequence[str]) -> int:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS + batch.capacity,
+        http=bounded_protocol(files_for(MAX_CONNECTIONS + batch.capacity)),
         timeout_graceful_shutdown=args.grace + 5,  # for clients that do not read their error
     )
-    return asyncio.run(serve_until_signal(uvicorn.Server(config), listener, batch, args.grace))
-
-
-async def serve_until_signal(
-    server: Any, listener: socket.socket, batch: BatchServer, grace: float
-) -> int:
-    """Serve -> the exit status."""
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
     signals: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
         if signals:
             os._exit(128 + number)
         signals.append(number)
-        loop.call_soon_threadsafe(stopping.set)
 
+    server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # uvicorn's own handlers
-    with handled(SIGNALS, on_signal):
-        batch.start()
-        serving = asyncio.ensure_future(server.serve([listener]))
-        host, port, *_ = listener.getsockname()
-        host = f"[{host}]" if ":" in host else host
-        say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
-        waiting = [asyncio.ensure_future(event.wait()) for event in (stopping, batch.failed)]
-        await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
-        if signals:
-            word = "SIGTERM" if signals[0] == signal.SIGTERM else "Ctrl-C"
-            say(
-                f"{word}: open texts are finished ({batch.num_texts}); a second signal ends at once"
-            )
-        batch.refuse("the server stops")
-        server.should_exit = True
-        _, unfinished = await asyncio.wait([serving], timeout=grace)
-        if unfinished:
-            say(f"after {grace:g} s the texts that are still open end here ({batch.num_texts})")
-            batch.fail_all(Unavailable("the server stops"))
-        await serving
-        for task in waiting:
-            task.cancel()
-        batch.stop()
+    with handled((*SIGNALS, signal.SIGHUP), on_signal):
+        return asyncio.run(serve_until_signal(server, listener, batch, args.grace, signals))
+
+
+async def until_signal(signals: Sequence[int]) -> None:
+    while not signals:
+        await asyncio.sleep(SIGNAL_SECONDS)
+
+
+async def serve_until_signal(
+    server: Any,
+    listener: socket.socket,
+    batch: BatchServer,
+    grace: float,
+    signals: Sequence[int],
+) -> int:
+    """Serve -> the exit status. signals: that have come, as they come."""
+    batch.start()
+    serving = asyncio.ensure_future(server.serve([listener]))
+    host, port, *_ = listener.getsockname()
+    host = f"[{host}]" if ":" in host else host
+    say(f"serving: a page at http://{host}:{port}/, OpenAI's protocol at /v1; Ctrl-C ends")
+    waiting = [asyncio.ensure_future(until_signal(signals))]
+    waiting.append(asyncio.ensure_future(batch.failed.wait()))
+    await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
+    if signals:
+        word = "Ctrl-C" if signals[0] == signal.SIGINT else signal.Signals(signals[0]).name
+        say(f"{word}: open texts are finished ({batch.num_texts}); a second signal ends at once")
+    batch.refuse("the server stops")
+    server.should_exit = True
+    _, unfinished = await asyncio.wait([serving], timeout=grace)
+    if unfinished:
+        say(f"after {grace:g} s the texts that are still open end here ({batch.num_texts})")
+        batch.fail_all(Unavailable("the server stops"))
+    await serving
+    for task in waiting:
+        task.cancel()
+    batch.stop()
     if batch.error is not None:
         traceback.print_exception(batch.error)
         say("error: the engine has failed, and so the server ends")

@@ -340,7 +340,9 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     kv = PagedCache.of(llama, 30, 6, 40)
     requests = [Request([1], Settings(seed=seed)) for seed in range(2)]
     grammars = Grammars(tokenizer, {66})
-    requests[1].grammar_state = GrammarState(grammars, Grammar("regex", "[AB]C[DE]"), [])
+    requests[1].grammar_state = GrammarState(
+        grammars, grammars.compile(Grammar("regex", "[AB]C[DE]")), []
+    )
     seqs = [kv.open(())[0] for _ in requests]
     round = Round(requests, [3, 3], 67, DEVICE, torch.float32, coin_of(llama.ops), ops=llama.ops)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):

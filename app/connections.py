@@ -1,0 +1,105 @@
+"""Connections: what is bounded before there is a request.
+
+A request begins with its head: a line and headers. uvicorn, which reads it, bounds neither its
+bytes nor its time, and once too many connections are open it refuses all requests, though most of
+the connections may be silent. Here a connection is *silent* while it owes a whole head:
+
+    from ── its opening, or the end of an answer ──  to ── the last header of a request ──
+
+  - A connection that is silent for HEAD_SECONDS is closed.
+  - A head has at most MAX_HEAD bytes; the same holds for all else that is not the body: trailers,
+    the frames of a chunk. (One read of the network more, before it is noticed.)
+  - If there are too many connections, the one that has been silent for longest is closed. So silent
+    ones keep nobody out.
+
+A client that closes its sending side has gone, as if it had closed the connection.
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+MAX_CONNECTIONS = 1000  # beside those of the texts
+MAX_HEAD = 2**16  # bytes
+HEAD_SECONDS = 15.0
+OTHER_FILES = 128  # that a server may have open
+
+
+def files_for(wanted: int) -> int:
+    """Raise this process's limit of open files for so many connections -> how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard - OTHER_FILES)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return wanted
+
+
+def bounded_protocol(max_connections: int) -> Any:
+    """The class of uvicorn's connections, with these bounds."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Connection(HttpToolsProtocol):
+        silence: asyncio.TimerHandle | None = None  # its end; None: a request is under way
+        num_bytes = 0  # that came, and are no body
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.begin_silence()
+            if len(self.connections) > max_connections:
+                silent = [other for other in self.connections if other.silence is not None]
+                longest = min(silent, key=lambda other: other.silence.when())
+                longest.refuse("503 Service Unavailable", "too many connections are open")
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.end_silence()
+            super().connection_lost(error)
+
+        def data_received(self, data: bytes) -> None:
+            self.num_bytes += len(data)
+            super().data_received(data)
+            if self.num_bytes > MAX_HEAD:
+                status = "431 Request Header Fields Too Large"
+                self.refuse(
+                    status, f"the headers are too long: at most {MAX_HEAD:,} bytes are read"
+                )
+
+        def on_headers_complete(self) -> None:
+            self.end_silence()
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self.num_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.num_bytes = 0
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # no other request has come meanwhile
+                self.begin_silence()
+
+        def begin_silence(self) -> None:
+            self.end_silence()
+            self.silence = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+        def end_silence(self) -> None:
+            if self.silence is not None:
+                self.silence.cancel()
+            self.silence = None
+
+        def refuse(self, status: str, message: str) -> None:
+            """Answer without a request, and close."""
+            if self.transport.is_closing():
+                return
+            head = (
+                f"HTTP/1.1 {status}\r\ncontent-length: {len(message)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write((head + message).encode())
+            self.transport.close()
+            self.connections.discard(self)
+
+    return Connection
