@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -407,6 +408,15 @@ def test_ctrl_c_ends_with_what_there_is(base, capsys, monkeypatch):
     assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 3
 
 
+@pytest.fixture
+def ctrl_c_counts() -> Iterator[None]:
+    """Python hears SIGINT, even where it is ignored at the start, as in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_counts")
 def test_ctrl_c_while_a_result_is_printed_drops_no_result(base, capsys, monkeypatch, tmp_path):
     """The signal comes before, and after, the line of the second result is written."""
     lines = [dict(prompt="a", max_tokens=n, stop="zzz", seed=n) for n in (2, 3, 20, 21)]
