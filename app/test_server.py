@@ -6,6 +6,7 @@ Most of it calls the application as an HTTP server would (ASGI), so it needs non
 import asyncio
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -16,18 +17,20 @@ from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from app import asgi, openai, server
+from app import metrics as metrics_page
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
 from conftest import ROOT, heard
 from errors import UserError
 from generate import Engine, Model, generate
-from request import OutputStream, RoundStats, Settings
+from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
 
 PROMPT = "Once upon a time"
@@ -149,6 +152,12 @@ def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=N
     asyncio.run(play())
 
 
+def read(is_chat: bool, offer: Offer, **fields) -> openai.Asked:
+    """What is read from a body with these fields, and with a prompt."""
+    body = dict(prompt=PROMPT, messages=[dict(role="user", content=PROMPT)], **fields)
+    return openai.read_request(json.dumps(body).encode(), is_chat, offer)
+
+
 def alone(prompt: str = PROMPT, **settings):
     return generate(
         prompt, tiny(), max_len=300, chat=False, **{**dict(temperature=0, max_tokens=8), **settings}
@@ -194,9 +203,11 @@ def test_ends_of_text_can_be_ignored_and_added():
         long = await post(app, COMPLETE, **body, ignore_eos=True)
         assert long["usage"]["completion_tokens"] == 60
         assert long["choices"][0]["finish_reason"] == "length"
-        told = await post(app, COMPLETE, **GREEDY, stop_token_ids=[comma])
-        assert told["choices"][0]["finish_reason"] == "stop"
-        assert told["usage"]["completion_tokens"] == alone().tokens.index(comma) + 1
+        for ignore_eos in (False, True):  # the client's own ends count in any case
+            how = dict(stop_token_ids=[comma], ignore_eos=ignore_eos)
+            told = await post(app, COMPLETE, **GREEDY, **how)
+            assert told["choices"][0]["finish_reason"] == "stop"
+            assert told["usage"]["completion_tokens"] == alone().tokens.index(comma) + 1
 
     run(scenario)
 
@@ -212,6 +223,7 @@ def test_prompts_may_be_texts_or_tokens_one_or_several():
             assert answer["usage"]["prompt_tokens"] == count * len(tokens)
         asked = dict(prompt=[PROMPT, "Lily"], n=2, temperature=1, seed=5, max_tokens=6)
         answer = await post(app, COMPLETE, **asked)
+        assert answer["usage"]["prompt_tokens"] == len(tokens) + len(tiny().encode("Lily"))
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         texts = [choice["text"] for choice in answer["choices"]]
         seeds = [(PROMPT, 5), (PROMPT, 6), ("Lily", 5), ("Lily", 6)]
@@ -250,6 +262,10 @@ def test_a_chat_follows_the_template(instruct):
         assert answer["choices"][0]["message"]["content"] == alone().text
 
     run(without)
+    for target, is_chat in ((model, True), (model, False), (tiny(), True)):
+        asked = read(is_chat, Offer(target, "tiny", 90, Settings()), n=2)
+        is_reply = [stream.request.is_reply for stream in asked.streams]
+        assert is_reply == 2 * [is_chat and target is model]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
@@ -302,6 +318,9 @@ def test_logprobs_are_those_of_the_command_line():
         assert columns["text_offset"] == [
             len("".join(columns["tokens"][:i])) for i in range(len(wanted))
         ]
+        answer = await post(app, COMPLETE, **GREEDY, logprobs=2, n=2)
+        offsets = [choice["logprobs"]["text_offset"] for choice in answer["choices"]]
+        assert offsets == 2 * [columns["text_offset"]]  # of each text by itself
         chunks = await events(app, COMPLETE, **GREEDY, logprobs=2)
         streamed = {name: [] for name in columns}
         for chunk in chunks:
@@ -321,6 +340,7 @@ def test_logprobs_are_those_of_the_command_line():
         assert answer["choices"][0]["logprobs"] is None
 
     run(scenario)
+    json.dumps(openai.told(-math.inf), allow_nan=False)
 
 
 def test_a_constraint_becomes_settings_or_is_refused_by_name():
@@ -391,8 +411,10 @@ BAD = [
     (COMPLETE, {}, "prompt must be a text"),
     (COMPLETE, dict(prompt=[]), "prompt must have a token"),
     (COMPLETE, dict(prompt=[["a"]]), "prompt must be a text"),
-    (COMPLETE, dict(prompt=[1, 99999]), "tokens are from 0 to 4095"),
+    (COMPLETE, dict(prompt=[1, 4096]), "tokens are from 0 to 4095"),
     (COMPLETE, dict(prompt=[-1]), "tokens are from 0 to 4095"),
+    (COMPLETE, dict(prompt=[True]), "prompt must be a text"),
+    (COMPLETE, dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
     (COMPLETE, dict(prompt=["a"] * 200), "200 prompts: at most 128"),
     (COMPLETE, dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
     (COMPLETE, dict(prompt="a", n=17), "17 texts are asked for, and the server takes 16"),
@@ -414,9 +436,6 @@ BAD = [
     (COMPLETE, dict(prompt="a", stream_options=[]), "stream_options is []"),
     (COMPLETE, dict(prompt="a", logprobs=True), "logprobs is True"),
     (COMPLETE, dict(prompt="a", logprobs=21), "logprobs is 21"),
-    (COMPLETE, dict(prompt="a", frequency_penalty=0.5), "frequency_penalty is not done here"),
-    (COMPLETE, dict(prompt="a", echo=True), "echo is not done here"),
-    (COMPLETE, dict(prompt="a", best_of=3), "best_of is not done here"),
     (COMPLETE, dict(prompt="a", response_format={"type": []}), "type is []"),
     (COMPLETE, dict(prompt="a", response_format={"type": "json"}), "json is not done here"),
     (COMPLETE, dict(prompt="a", structured_outputs={"x": 1}), "x is not done here"),
@@ -425,10 +444,10 @@ BAD = [
     (CHAT, dict(messages=["a"]), "messages[0] must have a role"),
     (CHAT, user(role="tool"), "messages[0] must have a role: system, developer"),
     (CHAT, user(role=["user"]), "messages[0] must have a role"),
+    (CHAT, user("a" * 10_000), "10,000 characters, but prompt and answer"),
     (CHAT, user(content=None), "messages[0] has a content of type 'text'"),
     (CHAT, user(content=IMAGE), "messages[0] has a content of type 'image_url'"),
     (CHAT, user(tool_calls=[{}]), "messages[0] has tool_calls, which is not done here"),
-    (CHAT, user() | dict(tools=[{}]), "tools is not done here"),
     (CHAT, user() | dict(logprobs=2), "logprobs is 2: it must be of type bool"),
     (CHAT, user() | dict(top_logprobs=2), "top_logprobs needs logprobs"),
     (CHAT, user() | dict(logprobs=True, top_logprobs="3"), "logprobs is '3'"),
@@ -450,6 +469,24 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
 
     run(scenario)
     assert "Traceback" not in capsys.readouterr().err
+
+
+NOT_DONE = """
+    tools tool_choice functions function_call audio modalities prediction web_search_options
+    frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens suffix echo
+    use_beam_search bad_words allowed_token_ids prompt_logprobs best_of
+    guided_json guided_regex guided_choice guided_grammar
+""".split()
+
+
+def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing():
+    offer = Offer(tiny(), "tiny", 300, Settings())
+    for name in NOT_DONE:
+        for is_chat in (True, False):
+            with pytest.raises(asgi.HttpError, match=f"^{name} is not done here: leave it out$"):
+                read(is_chat, offer, **{name: ["x"]})
+            for harmless in (None, *openai.REFUSED[name]):
+                assert read(is_chat, offer, **{name: harmless})
 
 
 def test_other_paths_and_methods():
@@ -542,6 +579,27 @@ def test_the_key():
     run(scenario, api_key="sesame")
 
 
+@needs_uvicorn
+@pytest.mark.parametrize("flag, variable", [("a", "b"), (None, "a"), (None, ""), (None, None)])
+def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable, monkeypatch):
+    made = []
+
+    async def serve_once(http_server, listener, batch, grace):
+        made.append(http_server.config.app)
+        return 0
+
+    monkeypatch.setattr(server, "serve_until_signal", serve_once)
+    monkeypatch.setattr(server, "load_engine", lambda args: (tiny(), None, 300))
+    monkeypatch.delenv("LLAMA_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LLAMA_API_KEY", variable)
+    key_flags = ["--api-key", flag] if flag else []
+    for host, is_local in (("127.0.0.1", True), ("0.0.0.0", False)):
+        assert server.main(["--port", "0", "--host", host, *key_flags]) == 0
+        assert made[-1].is_local == is_local
+        assert made[-1].api_key == (flag or variable or None)
+
+
 # ---- Clients that go, wait, or come too many
 
 
@@ -588,6 +646,10 @@ def test_a_full_queue_is_429():
             assert status == 429 and headers["retry-after"] == "1"
             assert json.loads(text)["error"]["type"] == "rate_limit_error"
             await post(app, COMPLETE, **GREEDY)  # one is left
+            with pytest.MonkeyPatch.context() as patch:  # not "try again": it never could be
+                patch.setattr(app.batch.engine.batcher, "check", cannot)
+                status, _ = await refused(app, COMPLETE, GREEDY | dict(n=2))
+                assert status == 400
         await post(app, COMPLETE, **GREEDY, n=2)
 
     run(scenario, capacity=3)
@@ -691,18 +753,43 @@ def test_metrics_have_the_names_of_vllm():
     run(scenario)
 
 
-def test_metrics_of_speculation_are_those_of_the_rounds():
+def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
+    """A text of four rounds, at 1, 2, 4 and 8 seconds."""
+    clock = iter((1.0, 2.0, 4.0, 8.0, 8.0))
+    monkeypatch.setattr(metrics_page, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     metrics = Metrics('a "b"\\')
-    stream = OutputStream(tiny().tokenizer, tiny().request(PROMPT, Settings()), PROMPT)
-    request = stream.request
+    request = Request([1] * 7, Settings(seed=0), num_cached_tokens=2, num_preemptions=3)
     for drafts, accepted in [(0, 0), (3, 2), (3, 3), (2, 0)]:
         request.rounds.append(RoundStats(drafts, accepted))
         metrics.observe({request: [1] * (accepted + 1)}, {})
-    engine = Engine(tiny(), None, 100, 100)
-    lines = metrics.render(engine.batcher).splitlines()
+    times = dict(seconds_queued=0.25, seconds_to_first_token=0.75, seconds=2.0)
+    metrics.observe({}, {request: Result("", [1], 0, finish_reason="stop", **times)})
+    lines = metrics.render(Engine(tiny(), None, 100, 100).batcher).splitlines()
     label = 'model_name="a \\"b\\"\\\\"'
-    for name, value in [("drafts", 3), ("draft_tokens", 8), ("accepted_tokens", 5)]:
-        assert f"vllm:spec_decode_num_{name}_total{{{label}}} {value}" in lines
+    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    wanted = {
+        "generation_tokens_total": 9,
+        "prompt_tokens_total": 7,
+        "prefix_cache_queries_total": 7,
+        "prefix_cache_hits_total": 2,
+        "num_preemptions_total": 3,
+        "spec_decode_num_drafts_total": 3,
+        "spec_decode_num_draft_tokens_total": 8,
+        "spec_decode_num_accepted_tokens_total": 5,
+        "inter_token_latency_seconds_count": 3 + 4 + 1,  # one a token after the first round
+        "inter_token_latency_seconds_sum": 7.0,
+        "time_to_first_token_seconds_sum": 0.75,
+        "e2e_request_latency_seconds_sum": 2.0,
+        "request_queue_time_seconds_sum": 0.25,
+        "request_prefill_time_seconds_sum": 0.5,
+        "request_decode_time_seconds_sum": 1.25,
+    }
+    for name, value in wanted.items():
+        assert float(numbers[f"vllm:{name}{{{label}}}"]) == value, name
+    buckets = [("0.25", 0), ("0.5", 7), ("2.5", 7), ("5", 8), ("+Inf", 8)]  # 3 of 1/3, 4 of 1/2
+    for bound, count in buckets:
+        name = f'vllm:inter_token_latency_seconds_bucket{{{label},le="{bound}"}}'
+        assert int(numbers[name]) == count, bound
     places = [line.split()[-1] for line in lines if "per_pos_total{" in line]
     assert places == ["2", "2", "1"]
 
@@ -836,8 +923,8 @@ def test_the_model_is_loaded_in_a_thread_that_ends():
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
     with pytest.raises(UserError, match="no such model"):
-        server.in_passing_thread(fail_to_load)
+        server.in_passing_thread(cannot)
 
 
-def fail_to_load() -> None:
+def cannot(*arguments) -> None:
     raise UserError("no such model")
