@@ -1,4 +1,4 @@
-"""Stop strings are cut exactly and cost little; settings refuse what they cannot mean; results."""
+"""Stop strings are cut exactly and cost little; how requests end, and what results tell."""
 
 import time
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 import test_spm
 from conftest import ROOT
-from errors import UserError
 from generate import Model
 from request import (
     OutputStream,
@@ -20,6 +19,7 @@ from request import (
     StopStrings,
     fallback_table,
 )
+from sampling import TokenLogprob
 from tokenizer import Tokenizer
 
 # ---- Stop strings
@@ -74,32 +74,17 @@ def test_long_stop_strings_cost_nothing_noticeable():
     assert time.process_time() - start < 10  # a comparison at each character takes minutes
 
 
-# ---- Settings
-
-
-def test_settings_name_the_value_and_the_rule():
-    for name, values in dict(
-        temperature=[-1.0, float("nan"), float("inf"), "hot"],
-        top_k=[-1, 1.5],
-        top_p=[0.0, 1.1],
-        min_p=[-0.1, 2.0],
-        max_tokens=[0, 2.5, True],
-        seed=[2**63, "x", True],
-        gamma=[-1, False, 1.5, "all"],
-        stop=[("",), (3,), 3, {"a": 1}, ""],
-    ).items():
-        for value in values:
-            with pytest.raises(UserError) as error:
-                Settings(**{name: value})
-            assert str(error.value).startswith(f"{name} is ") and "must be" in str(error.value)
-    accepted = Settings(
-        0, top_k=0, top_p=1, min_p=1.0, seed=-(2**63), max_tokens=1, stop=["x", "y"], gamma="auto"
-    )
-    assert accepted.stop == ("x", "y") and accepted.gamma is None
-    assert Settings(stop="x").stop == ("x",)
-
-
 # ---- Requests and results
+
+
+def feed(stream: OutputStream, tokens: list[int]) -> None:
+    """What a step does: all of these tokens come at once."""
+    request = stream.request
+    request.tokens += tokens
+    request.origins += ["plain"] * len(tokens)
+    if request.settings.logprobs is not None:
+        request.logprobs += [TokenLogprob(token, -0.5, []) for token in tokens]
+    stream.feed(tokens)
 
 
 def test_request_finishes_by_its_ends_and_its_limit():
@@ -147,12 +132,11 @@ def test_a_reply_has_no_space_that_a_continued_text_keeps(instruct, tmp_path):
     tokenizer = test_spm.load(tmp_path, test_spm.tokenizer_json())
     ids = tokenizer.encode("the cat")
     for is_reply, text in ((True, "the cat"), (False, " the cat")):
-        request = Request([1], Settings(seed=1), is_reply=is_reply)
-        stream = OutputStream(tokenizer, request, "")
-        request.tokens += ids
-        request.origins += ["plain"] * len(ids)
-        stream.feed(ids)
-        assert stream.finish().text == text
+        first = Request([1], Settings(seed=1), is_reply=is_reply)
+        for request in (first, first.sibling_text(1)):
+            stream = OutputStream(tokenizer, request, "")
+            feed(stream, ids)
+            assert stream.finish().text == text
 
 
 def test_a_whole_text_is_not_called_interrupted():
@@ -164,6 +148,27 @@ def test_a_whole_text_is_not_called_interrupted():
         request.origins += ["plain"] * 2
         stream.feed([400, 401][:num_fed])
         assert stream.finish("interrupted").finish_reason == reason
+
+
+def test_a_result_has_a_logprob_for_each_of_its_tokens():
+    """Tokens that came with a stop string, and after it, are none of them."""
+    tokenizer = Tokenizer.load(ROOT / "models" / "tiny")
+    ids = tokenizer.encode("Once upon a time")
+    request = Request([1], Settings(stop="upon", seed=1, logprobs=0))
+    stream = OutputStream(tokenizer, request, "")
+    feed(stream, ids)
+    result = stream.finish()
+    assert (result.text, result.finish_reason) == ("Once ", "stop")
+    assert [entry.token for entry in result.logprobs] == result.tokens == ids[:2]
+
+
+@pytest.mark.parametrize("started, seconds", [(0.0, 0.0), (7.25, 2.25)])
+def test_the_queue_is_left_when_a_text_is_admitted(started, seconds):
+    """A text that was cancelled before has no time of its own there."""
+    tokenizer = Tokenizer.load(ROOT / "models" / "tiny")
+    request = Request([1], Settings(seed=1), arrived=5.0, started=started)
+    result = OutputStream(tokenizer, request, "").finish("interrupted")
+    assert (result.seconds_queued, result.finish_reason) == (seconds, "interrupted")
 
 
 def test_result_has_a_rate_only_after_the_first_round():
