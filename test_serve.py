@@ -1,9 +1,10 @@
 """Serving: texts are those made alone; clients that go, wait or fail disturb nobody."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
-from threading import current_thread
+from threading import Event, current_thread
 
 import pytest
 import torch
@@ -53,6 +54,8 @@ def run(scenario: Callable[[BatchServer], Awaitable[None]], capacity: int = 8, d
         finally:
             server.stop()
         assert not server.thread.is_alive()
+        with pytest.raises(Unavailable):  # nobody is left who could answer
+            await asyncio.wait_for(server.ask(lambda: 1), 5)
 
     asyncio.run(play())
 
@@ -130,7 +133,7 @@ def test_a_client_that_goes_frees_its_blocks_within_a_step():
 
 def test_a_slow_client_holds_nobody_up_and_costs_its_text():
     async def scenario(server: BatchServer) -> None:
-        slow = make_answer(PROMPTS[0], max_tokens=60)
+        slow = make_answer(PROMPTS[0], max_tokens=60, logprobs=1)
         server.submit(slow)
         for prompt in PROMPTS:
             quick = make_answer(prompt)
@@ -141,6 +144,8 @@ def test_a_slow_client_holds_nobody_up_and_costs_its_text():
         assert len(slow.waiting) == 1
         (update,) = await read(slow)
         assert "".join(piece for piece, _ in update.pieces) == update.result.text
+        assert update.logprobs == update.result.logprobs and len(update.logprobs) == 60
+        assert update.num_tokens == 60
         server.close(slow)
 
     run(scenario)
@@ -196,6 +201,7 @@ def test_an_exception_about_one_text_is_that_answers_alone(monkeypatch):
         told = await asyncio.gather(*map(read, answers), return_exceptions=True)
         assert isinstance(told[1], ZeroDivisionError)
         assert told[0][-1].result and told[2][-1].result
+        assert await server.ask(lambda: len(server.served)) == 0  # before any client closes
         for answer in answers:
             server.close(answer)
 
@@ -208,9 +214,22 @@ def test_an_exception_of_a_step_ends_all(monkeypatch):
         for answer in answers:
             server.submit(answer)
         await until(lambda: answers[0].waiting)
-        monkeypatch.setattr(server.engine.batcher, "step", lambda: 1 / 0)
+        begun, may_fail = Event(), Event()
+
+        def fails() -> None:
+            begun.set()
+            may_fail.wait(10)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(server.engine.batcher, "step", fails)
+        await until(begun.is_set)
+        question = asyncio.ensure_future(server.ask(lambda: 1))  # during the step that fails
+        await until(lambda: server.asked)
+        may_fail.set()
         told = await asyncio.gather(*map(read, answers), return_exceptions=True)
         assert all(isinstance(error, Unavailable) for error in told)
+        with pytest.raises(Unavailable, match="the engine has failed"):
+            await asyncio.wait_for(question, 5)
         await server.failed.wait()
         assert isinstance(server.error, ZeroDivisionError)
         for answer in answers:
@@ -271,6 +290,22 @@ def test_a_server_that_stops_finishes_what_is_open():
         with pytest.raises(Unavailable, match="the time is over"):
             await read(late)
         server.close(late)
+
+    run(scenario)
+
+
+def test_a_text_waits_from_its_arrival():
+    """Not from the end of the step that the engine was in."""
+
+    async def scenario(server: BatchServer) -> None:
+        busy = asyncio.ensure_future(server.ask(lambda: time.sleep(0.1)))
+        await until(lambda: server.asked)
+        answer = make_answer(PROMPTS[0], max_tokens=2)
+        server.submit(answer)
+        (result,) = await answer.results()
+        assert 0.05 < result.seconds_queued < result.seconds_to_first_token < result.seconds
+        server.close(answer)
+        await busy
 
     run(scenario)
 
