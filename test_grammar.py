@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -332,6 +333,25 @@ def test_an_error_in_the_worker_is_one_of_the_round():
         masks.apply(torch.zeros(2, 4), [0, 0], 0)
 
 
+def test_a_state_survives_its_drafts():
+    """An error of the package within them, and an interruption while the worker still reads one."""
+    state = GrammarState(GRAMMARS, Grammar("regex", "abab"), [0])
+    mask = state.matcher.compute_bitmask()
+    state.push(1)
+    state.matcher.consume_token(1)
+    assert state.matcher.is_error()
+    state.settle([])
+    assert state.matcher.compute_bitmask() == mask
+
+    may_read = Event()
+    GRAMMARS.worker.submit(may_read.wait, 10)
+    late = GRAMMARS.worker.submit(state.push, 1)
+    Timer(0.05, may_read.set).start()
+    state.restore()
+    assert late.done() and state.num_drafts == 0
+    assert state.matcher.compute_bitmask() == mask
+
+
 def test_texts_without_a_grammar_need_no_masks():
     free = Request([1], Settings(seed=0))
     masked = Request([1], Settings(seed=0, regex="a"))
@@ -529,6 +549,14 @@ def test_what_a_vocabulary_cannot_spell_or_end_is_refused():
         GRAMMARS.compile(Grammar("regex", "c+"))
     with pytest.raises(UserError, match="no end-of-text"):
         Grammars(Letters(), {99}).compile(Grammar("regex", "a"))
+
+
+def test_a_schema_has_white_space_only_where_it_says_so(model):
+    spaced = model.tokenizer.encode("\n1", is_first=False)
+    first = model.tokenizer.encode("[", is_first=False)
+    for more, count in (({}, 0), ({"x-guidance": {"whitespace_flexible": True}}, len(spaced))):
+        rule = Grammar("schema", json.dumps({"type": "array"} | more))
+        assert len(GrammarState(model.grammars, rule, first).allowed(spaced)) == count
 
 
 def test_strings_of_a_grammar_may_look_like_tokens(model):
