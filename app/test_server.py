@@ -287,6 +287,13 @@ def test_a_stream_has_the_role_first_and_the_reason_last(path):
         if is_chat:
             roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
             assert roles == ["assistant"] + [None] * (len(chunks) - 1)
+        begun = {}  # each text's first chunk
+        for chunk in await events(app, path, **body, n=2):
+            (choice,) = chunk["choices"]
+            begun.setdefault(choice["index"], choice)
+        assert begun.keys() == {0, 1}
+        if is_chat:
+            assert all(choice["delta"]["role"] == "assistant" for choice in begun.values())
         pieces = [piece for chunk in chunks for piece in chunk["origins"]]
         assert "".join(text for text, _ in pieces) == wanted.text
         assert {origin for _, origin in pieces} == {"plain"}
@@ -650,7 +657,7 @@ def test_a_full_queue_is_429():
                 patch.setattr(app.batch.engine.batcher, "check", cannot)
                 status, _ = await refused(app, COMPLETE, GREEDY | dict(n=2))
                 assert status == 400
-        await post(app, COMPLETE, **GREEDY, n=2)
+        await post(app, COMPLETE, **GREEDY, n=3)
 
     run(scenario, capacity=3)
 
