@@ -67,7 +67,7 @@ MAX_PATTERN_CHARACTERS = 2**13  # of its regular expressions: compiling may take
 MAX_NAMES = 1000  # rules and terminals in Lark
 # The work of llguidance for one mask. What needs more ends its text.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
-STACK = 2**26  # bytes, of the thread that compiles: llguidance recurses, up to once for each name
+STACK = 2**27  # bytes, of the thread that compiles: llguidance recurses, up to once for each name
 SLOW_STEP = 0.03  # seconds for the masks of all texts: those of the next step are timed one by one,
 SLOW_MASK = 0.01  # and texts end whose own takes so long
 # Without it, a mask would hold one token where the grammar forces some bytes: the tokenizer's own.
@@ -268,8 +268,9 @@ class GrammarState:
     def _follow(self, new: Iterable[int]) -> None:
         for token in new:
             if token in self.grammars.eos_token_ids:
-                # Where no token is allowed, a mask holds end-of-text.
-                self.has_failed |= not self.matcher.is_accepting()
+                # Where no token is allowed, or after an error, a mask holds end-of-text.
+                self.matcher.compute_bitmask()
+                self.has_failed |= self.matcher.is_error() or not self.matcher.is_accepting()
                 return
             self.tokens.append(token)
             if not self.matcher.try_consume_tokens([token]):

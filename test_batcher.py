@@ -313,6 +313,33 @@ def test_slots_are_taken_at_once_first_come_first_served():
     assert all(r.arrived <= r.started for r in requests)
 
 
+def test_a_client_of_many_texts_does_not_keep_others_waiting_for_all_of_them():
+    """Turns: a text that comes later is behind those with its number, and before higher ones; so no
+    text waits for more than one turn of each client that comes after it."""
+    runner = ModelRunner(LLAMA, KVCache.of(LLAMA, 300, 1), V)
+    batcher = Batcher(runner, 1)
+    order = []
+
+    def add(name: str, n: int) -> None:
+        for i in range(n):
+            request = Request([1], Settings(seed=0, max_tokens=1))
+            request.name = f"{name}{i}"
+            batcher.add(request, i)
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            order.extend(request.name for request in batcher.step())
+
+    add("a", 5)
+    step(2)  # a0, a1: the turn of a1 is on
+    add("b", 3)
+    add("c", 1)
+    step(3)
+    add("d", 2)
+    step(6)
+    assert " ".join(order) == "a0 a1 b0 c0 a2 b1 d0 a3 b2 d1 a4"
+
+
 def test_youngest_is_preempted_and_goes_on_before_those_who_wait():
     batcher = make_batcher(blocks=8, max_batch=2, sharing=False)
     requests = [make_request(10, 14, i) for i in range(3)]

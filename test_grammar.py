@@ -335,7 +335,7 @@ def test_an_error_in_the_worker_is_one_of_the_round():
 
 def test_a_state_survives_its_drafts():
     """An error of the package within them, and an interruption while the worker still reads one."""
-    state = GrammarState(GRAMMARS, Grammar("regex", "abab"), [0])
+    state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "abab")), [0])
     mask = state.matcher.compute_bitmask()
     state.push(1)
     state.matcher.consume_token(1)
@@ -459,6 +459,32 @@ def test_coupled_drafts_leave_a_masked_text_as_it_is(name, model):
     assert drafted.speculation.acceptance > 0.1
 
 
+@pytest.mark.parametrize("coupled", [False, True], ids=["exact", "coupled"])
+def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, model):
+    """Each kind of grammar, each drafter: behind a drafted end-of-text nothing is made."""
+
+    def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
+        gamma = None if draft is None else 3
+        options = dict(max_batch=8, coupled=coupled)
+        engine = Engine(model, load_draft(draft, model), 600, 100, **options)
+        requests = []
+        for i, rule in enumerate(RULES):
+            for ends in ((), model.eos_token_ids):
+                temperature = 1.0 if coupled else 0.0
+                chosen = Settings(temperature, seed=i, max_tokens=40, gamma=gamma, **rule)
+                requests.append(Request(model.encode("Once upon a time"), chosen, ends))
+        list(engine.batcher.run(requests))
+        return [(new_tokens(request), request.finish_reason) for request in requests]
+
+    plain = texts_of(None)
+    for i, rule in enumerate(RULES):
+        ignoring, listening = plain[2 * i : 2 * i + 2]
+        assert (ignoring == listening) or not rule
+    assert [reason for _, reason in plain].count("stop") >= 2
+    for draft in ("tiny-draft", "tiny-eagle", "ngram", "self"):
+        assert texts_of(draft) == plain, draft
+
+
 def test_ngrams_draft_what_the_grammar_forces(model):
     forced = "There was nothing in the text before that looks like this."
     for draft in (None, "ngram"):
@@ -556,7 +582,8 @@ def test_a_schema_has_white_space_only_where_it_says_so(model):
     first = model.tokenizer.encode("[", is_first=False)
     for more, count in (({}, 0), ({"x-guidance": {"whitespace_flexible": True}}, len(spaced))):
         rule = Grammar("schema", json.dumps({"type": "array"} | more))
-        assert len(GrammarState(model.grammars, rule, first).allowed(spaced)) == count
+        start = model.grammars.compile(rule)
+        assert len(GrammarState(model.grammars, start, first).allowed(spaced)) == count
 
 
 def test_strings_of_a_grammar_may_look_like_tokens(model):
@@ -570,6 +597,111 @@ def test_grammars_are_compiled_once(model):
     assert model.grammars.compile(Grammar(*rule)) is compiled
     model.grammars.forget()
     assert model.grammars.compile(Grammar(*rule)) is not compiled
+
+
+# ---- Bounds
+
+
+def chain(n: int) -> dict:
+    """A schema of n definitions, each of which requires the next."""
+    schemas = {"d0": {}}
+    for i in range(1, n):
+        reference = {"$ref": f"#/$defs/d{i - 1}"}
+        schemas[f"d{i}"] = {"properties": {"a": reference}, "required": ["a"]}
+    return {"$defs": schemas, "$ref": f"#/$defs/d{n - 1}"}
+
+
+def rules(n: int) -> str:
+    """A Lark grammar of n rules and terminals."""
+    names = ["start", *(f"r{i}" for i in range(n - 2)), "LAST"]
+    lines = [f"{name}: {following}" for name, following in zip(names, names[1:])]
+    return "\n".join([*lines, 'LAST: "a: b" // c: d'])
+
+
+LETTERS, PATTERN, NAMES = (
+    grammar_page.MAX_CHARACTERS,
+    grammar_page.MAX_PATTERN_CHARACTERS,
+    grammar_page.MAX_NAMES,
+)
+PADDING = "a" * (PATTERN - 20)
+BOUNDS = [  # what is compiled; what is one more than that; what is told of it
+    (dict(choice="a" * LETTERS), dict(choice=["a" * LETTERS, "b"]), "characters:"),
+    (dict(regex="a" * PATTERN), dict(regex="a" * (PATTERN + 1)), "of regular expressions"),
+    (dict(grammar=rules(NAMES)), dict(grammar=rules(NAMES + 1)), "rules and terminals"),
+    (
+        dict(grammar=f'start: /{PADDING}/ "{"/" * PATTERN}"'),
+        dict(grammar=f"start: /{PADDING}/ /{'a' * 20}/"),
+        "of regular expressions",
+    ),
+    (
+        dict(grammar='start: "a"'),
+        dict(grammar='start: %json {"pattern": "' + "a" * PATTERN + '"}'),
+        "of regular expressions",
+    ),
+    (
+        dict(schema={"const": {"pattern": [], "patternProperties": None, "a": "b" * PATTERN}}),
+        dict(schema={"anyOf": [{"pattern": PADDING}, {"patternProperties": {"b" * 21: {}}}]}),
+        "of regular expressions",
+    ),
+    (dict(schema=chain(1500)), dict(schema=chain(3000)), "characters:"),
+]
+
+
+@pytest.mark.parametrize("within, beyond, told", BOUNDS, ids=range(len(BOUNDS)))
+def test_a_grammar_is_bounded_before_it_is_compiled(within, beyond, told, model, monkeypatch):
+    """At the bound it compiles: however deep it is, it does not fill the thread's stack."""
+    model.grammars.compile(Settings(**within).follows)
+    monkeypatch.setattr(grammar_page, "lark_of", lambda grammar: pytest.fail("compiled"))
+    with pytest.raises(UserError, match=f"{told}.* at most [0-9,]+ are compiled; shorten it$"):
+        model.grammars.compile(Settings(**beyond).follows)
+
+
+def test_many_choices_and_properties_are_compiled(model):
+    choices = [f"{i} of many" for i in range(5000)]
+    assert generate("Once", model, choice=choices, temperature=1.0).text in choices
+    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(1000)}, "type": "object"}
+    assert generate("Once", model, schema=schema, max_tokens=9).finish_reason != "error"
+
+
+AMBIGUOUS = 'start: s\ns: s s | s s s | /[a-z ,.A-Z\\n"!?]/ | ""'
+
+
+def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
+    """The clock is set so that all masks are slow, then none: what is left is the package's own
+    limit. What the package has found out of a grammar that failed is forgotten."""
+
+    def texts(slow_mask: float) -> list[Request]:
+        monkeypatch.setattr(grammar_page, "SLOW_MASK", slow_mask)
+        engine = Engine(model, load_draft("ngram", model), 2000, 300, 4)
+        grammars = (None, AMBIGUOUS, None)
+        requests = [
+            Request(model.encode("Once"), Settings(0, grammar=lark, seed=0, max_tokens=60))
+            for lark in grammars
+        ]
+        list(engine.batcher.run(requests))
+        return requests
+
+    monkeypatch.setattr(grammar_page, "SLOW_STEP", 0.0)
+    monkeypatch.setitem(grammar_page.LIMITS, "step_max_items", 2000)
+    free, slow, other = texts(0.0)
+    assert slow.finish_reason == "error" and "too much work for a mask" in slow.error
+    assert len(new_tokens(slow)) <= 3  # the first masks are not timed
+    assert free.finish_reason == other.finish_reason == "length"
+    compiled = model.grammars.compile(Grammar("grammar", AMBIGUOUS))
+    again, limited, _ = texts(1000.0)
+    assert new_tokens(again) == new_tokens(free) == new_tokens(other)
+    assert len(new_tokens(limited)) > 3 and limited.finish_reason == "error"
+    assert model.grammars.compile(Grammar("grammar", AMBIGUOUS)) is not compiled
+
+
+def test_a_request_keeps_its_grammar(model, monkeypatch):
+    """The engine compiles none that was compiled early: not at admission, not after preemption."""
+    first = model.request("Once", Settings(0, regex="[a-z ]+", seed=0, max_tokens=20), max_len=50)
+    requests = [first, first.sibling_text(1)]
+    cannot = lambda *arguments: pytest.fail("compiled")  # noqa: E731
+    monkeypatch.setattr(Grammars, "submit", cannot)
+    list(Engine(model, None, 200, 50, 2).batcher.run(requests))
+    assert all(request.finish_reason for request in requests)
 
 
 # ---- Random JSON schemas

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import grammar as grammar_page
 from app import asgi, openai, server
 from app import metrics as metrics_page
 from app.metrics import Metrics
@@ -30,8 +32,10 @@ from app.server import Application
 from conftest import ROOT, heard
 from errors import UserError
 from generate import Engine, Model, generate
+from grammar import Grammars
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
+from settings import Grammar
 
 PROMPT = "Once upon a time"
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
@@ -591,7 +595,7 @@ def test_the_key():
 def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable, monkeypatch):
     made = []
 
-    async def serve_once(http_server, listener, batch, grace):
+    async def serve_once(http_server, listener, batch, grace, signals):
         made.append(http_server.config.app)
         return 0
 
@@ -662,6 +666,91 @@ def test_a_full_queue_is_429():
     run(scenario, capacity=3)
 
 
+def test_grammars_are_compiled_apart(monkeypatch):
+    """As many at a time as MAX_COMPILING; plain requests pass; who waits too long hears it, and a
+    compile that nobody waits for any more keeps its place until it ends."""
+    grammars = tiny().grammars
+    compiles: list[Future] = []
+
+    def submit(grammar):
+        compiles.append(Future())
+        compiles[-1].set_running_or_notify_cancel()
+        return compiles[-1]
+
+    monkeypatch.setattr(grammars, "submit", submit)
+    monkeypatch.setattr(server, "COMPILE_SECONDS", 0.3)
+
+    async def scenario(app):
+        asked = GREEDY | dict(structured_outputs={"choice": ["yes"]})
+        both = [asyncio.ensure_future(refused(app, COMPLETE, asked)) for _ in range(2)]
+        while len(compiles) < server.MAX_COMPILING:
+            await asyncio.sleep(0.001)
+        await post(app, COMPLETE, **GREEDY)
+        for status, error in await asyncio.gather(*both):
+            assert status == 503 and "not compiled within" in error["message"]
+        waits = asyncio.ensure_future(refused(app, COMPLETE, asked))
+        assert (await waits)[0] == 503 and len(compiles) == 2  # nobody has begun with it
+        monkeypatch.setattr(server, "COMPILE_SECONDS", 10)
+        waits = asyncio.ensure_future(post(app, COMPLETE, **asked))
+        await asyncio.sleep(0.05)
+        compiles[0].set_exception(UserError("not any more"))
+        while len(compiles) < 3:
+            await asyncio.sleep(0.001)
+        compiles[2].set_result(Grammars.submit(grammars, Grammar("choice", ("yes",))).result())
+        assert (await waits)["choices"][0]["text"] == "yes"
+
+    run(scenario)
+
+
+def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
+    monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
+    monkeypatch.setattr(grammar_page, "SLOW_MASK", -1.0)
+
+    async def scenario(app):
+        asked = GREEDY | dict(max_tokens=40, structured_outputs={"regex": "[a-z ]{30}"})
+        status, error = await refused(app, COMPLETE, asked)
+        assert status == 400 and "simplify it" in error["message"]
+        assert error["param"] == "structured_outputs"
+        status, text, _ = await ask(app, "POST", COMPLETE, asked | dict(stream=True))
+        assert status == 200 and "simplify it" in text and text.endswith("data: [DONE]\n\n")
+
+    run(scenario)
+    assert capsys.readouterr().err == ""
+
+
+def test_small_bodies_pass_large_ones(monkeypatch):
+    """Bodies beyond SMALL_BODY, or of unknown size, wait for each other while they are read."""
+    monkeypatch.setattr(server, "MAX_BODIES", 1)
+
+    async def scenario(app):
+        def asks(spaces: int, is_chunked: bool = False) -> Client:
+            body = json.dumps(GREEDY).encode()
+            body += b" " * (spaces - len(body))
+            length = None if is_chunked else str(len(body))
+            return Client(app, "POST", COMPLETE, body, {"content-length": length})
+
+        slow = asks(server.SMALL_BODY + 1)
+        may_send = asyncio.Event()
+        receive = slow.receive
+
+        async def waits():
+            await may_send.wait()
+            return await receive()
+
+        slow.receive = waits
+        async with slow, asks(server.SMALL_BODY + 1) as large, asks(99, True) as chunked:
+            async with asks(server.SMALL_BODY) as small:
+                await asyncio.wait({small.task}, timeout=10)
+            assert small.status == 200
+            await asyncio.sleep(0.05)
+            assert large.status == chunked.status == 0
+            may_send.set()
+            await asyncio.wait({slow.task, large.task, chunked.task}, timeout=10)
+        assert slow.status == large.status == chunked.status == 200
+
+    run(scenario)
+
+
 def test_an_exception_is_that_requests_500(monkeypatch, capsys):
     feed = OutputStream.feed
 
@@ -722,7 +811,7 @@ def test_the_engines_failure_is_the_programs(capsys):
                 await asyncio.sleep(0.01)
 
     with server.listen("127.0.0.1", 0) as listener:
-        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0))
+        status = asyncio.run(server.serve_until_signal(HTTPServer(), listener, batch, 1.0, []))
     err = capsys.readouterr().err
     assert status == 1 and "ZeroDivisionError" in err
     assert err.endswith("error: the engine has failed, and so the server ends\n")
@@ -858,7 +947,7 @@ def opened(port: int, **body) -> http.client.HTTPResponse:
 
 
 @needs_uvicorn
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_amid_streams(number, capsys):
     """What is open is finished; the door is closed; a second server cannot have the port."""
     with running() as (process, port):
@@ -896,7 +985,7 @@ def test_grace_is_limited_and_a_second_signal_ends_at_once():
         process.terminate()
         process.stderr.readline()
         process.terminate()
-        assert process.wait(timeout=20) == 143
+        assert process.wait(timeout=5) == 143
 
 
 def test_mistakes_are_one_line(monkeypatch, capsys):

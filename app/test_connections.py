@@ -1,0 +1,198 @@
+"""Connections: heads and silences are bounded, and silent clients keep nobody out."""
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+
+import pytest
+
+from app import connections
+from app.connections import MAX_HEAD, OTHER_FILES, bounded_protocol, files_for
+from app.server import listen
+
+uvicorn = pytest.importorskip("uvicorn", reason="requirements-extra.txt is not installed")
+pytestmark = pytest.mark.skipif(not find_spec("httptools"), reason="needs httptools")
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def answers(scope, receive, send) -> None:
+    """An application: it reads the body, waits as long as the path says, and answers its size."""
+    size = 0
+    message = await receive()
+    while message.get("more_body"):
+        size += len(message["body"])
+        message = await receive()
+    await asyncio.sleep(float(scope["path"].strip("/") or 0))
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"x-size", b"%d" % size)]}
+    )
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+class Client:
+    """A connection to the server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self, within: float = 5.0) -> bytes:
+        """Up to the end of an answer, or of the connection."""
+        data = b""
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            try:
+                part = await asyncio.wait_for(self.reader.read(2**16), within)
+            except ConnectionError:
+                break
+            if not part:
+                break
+            data += part
+        return data
+
+
+def play(
+    scenario: Callable[[Callable[[], Awaitable[Client]]], Awaitable[None]], most: int = 100
+) -> None:
+    """Play it against a server that takes `most` connections."""
+
+    async def run() -> None:
+        config = uvicorn.Config(
+            answers, lifespan="off", ws="none", log_level="critical", http=bounded_protocol(most)
+        )
+        server = uvicorn.Server(config)
+        opened = []
+
+        async def connect() -> Client:
+            opened.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+            return opened[-1]
+
+        with listen("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            config.load()
+            server.lifespan = config.lifespan_class(config)
+            await server.startup(sockets=[listener])
+            try:
+                await scenario(connect)
+            finally:
+                for client in opened:
+                    client.writer.close()
+                await server.shutdown(sockets=[listener])
+
+    asyncio.run(run())
+
+
+def test_what_is_no_body_has_a_bound():
+    """A head, one header or many; a chunk's frame; what follows the chunks. Bodies have another."""
+    letters = b"a" * (MAX_HEAD - 1000)
+    many = b"a: b\r\n" * (MAX_HEAD // 6 - 100)
+    chunks = (b"%x\r\n" % 2**18 + b"a" * 2**18 + b"\r\n") * 4
+    small = b"1\r\na\r\n" * MAX_HEAD
+    within = [
+        GET + b"x: " + letters + b"\r\n\r\n",
+        GET + many + b"\r\n",
+        POST + b"1;" + letters + b"\r\na\r\n0\r\n\r\n",
+        POST + b"0\r\nx: " + letters + b"\r\n\r\n",
+        POST + chunks + b"0\r\n\r\n",
+        POST + small + b"0\r\n\r\n",
+    ]
+    more = b"b" * 2**20
+    beyond = [
+        GET + b"x: " + more,
+        GET + b"a: b\r\n" * 2**17,
+        POST + b"1;" + more,
+        POST + b"0\r\nx: " + more,
+        b"GET /" + more,
+    ]
+
+    async def scenario(connect):
+        for data in within:
+            client = await connect()
+            client.send(data)
+            assert (await client.answer()).startswith(b"HTTP/1.1 200"), data[:80]
+            client.send(data)  # the next request has the bound for itself
+            assert (await client.answer()).startswith(b"HTTP/1.1 200"), data[:80]
+        for data in beyond:
+            client = await connect()
+            client.send(data)
+            told = await client.answer()
+            assert told == b"" or told.startswith((b"HTTP/1.1 431", b"HTTP/1.1 200")), data[:80]
+            assert client.reader.at_eof() or client.reader.exception(), data[:80]
+        client = await connect()
+        for i in range(MAX_HEAD // 1000 + 2):  # in parts, so that the answer is read
+            client.send((GET if i == 0 else b"") + b"x%d: " % i + b"a" * 1000 + b"\r\n")
+            await client.writer.drain()
+            await asyncio.sleep(0.001)
+        told = await client.answer()
+        assert told.startswith(b"HTTP/1.1 431") and b"at most 65,536 bytes" in told
+
+    play(scenario)
+
+
+def test_a_silent_connection_is_closed(monkeypatch):
+    """One that sends nothing, half a head, or nothing after its answer; not one that waits."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+
+    async def scenario(connect):
+        clients = [await connect() for _ in range(4)]
+        for client, data in zip(clients, (b"", GET, b"\r\n\r\n", GET + b"\r\n")):
+            client.send(data)
+        patient = await connect()
+        patient.send(GET.replace(b"/ ", b"/0.5 ") + b"\r\n")
+        assert (await clients[3].answer()).startswith(b"HTTP/1.1 200")
+        for client in clients:
+            assert await asyncio.wait_for(client.reader.read(), 2) == b""
+        assert (await patient.answer()).startswith(b"HTTP/1.1 200")
+
+    play(scenario)
+
+
+def test_silent_connections_make_room():
+    """The oldest of them goes; if all wait for their answers, the newest does."""
+
+    async def scenario(connect):
+        silent = [await connect() for _ in range(3)]
+        await asyncio.sleep(0.05)
+        silent[0].send(GET.replace(b"/ ", b"/1 ") + b"\r\n")
+        await asyncio.sleep(0.05)
+        waiting = [await connect() for _ in range(2)]
+        for client in waiting:
+            client.send(GET.replace(b"/ ", b"/1 ") + b"\r\n")
+        for client in silent[1:]:
+            assert b"503" in await client.answer()
+        await asyncio.sleep(0.05)
+        late = await connect()
+        assert b"too many connections are open" in await late.answer()
+        for client in (silent[0], *waiting):
+            assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        again = await connect()
+        again.send(GET + b"\r\n")
+        assert (await again.answer()).startswith(b"HTTP/1.1 200")
+
+    play(scenario, most=3)
+
+
+def test_a_client_that_closes_its_sending_side_has_gone():
+    async def scenario(connect):
+        client = await connect()
+        client.send(GET.replace(b"/ ", b"/0.2 ") + b"\r\n")
+        client.writer.write_eof()
+        assert await client.answer() == b""
+
+    play(scenario)
+
+
+def test_files_are_counted(monkeypatch):
+    limits = [(100, 5000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    assert files_for(1000) == 1000 and limits[-1] == (1000 + OTHER_FILES, 5000)
+    assert files_for(900) == 900 and len(limits) == 2  # never lowered
+    assert files_for(9000) == 5000 - OTHER_FILES and limits[-1] == (5000, 5000)
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert files_for(9000) == 9000 and len(limits) == 4
