@@ -1,11 +1,13 @@
 """A C source becomes a library: compiled once, kept in the user's cache folder, loaded.
 
-    $XDG_CACHE_HOME/llama-native/<hash>.so      (~/.cache where that is not set)
+    $XDG_CACHE_HOME/llama-native/<hash>-<size>.so      (~/.cache where that is not set)
 
 The hash is of the source, the command and the CPU's features: `-march=native` compiles for them,
 and unlike machines may share a home folder. A library is compiled under a temporary name in that
-folder, then renamed: other processes see all of it or nothing. Processes that begin at once all
-compile, and the last rename wins. Whoever can write to the folder can run code here, so it is this
+folder, written to the disk, loaded, then renamed: other processes see all of it or nothing.
+Processes that begin at once all compile, and the last rename wins. A library that was cut later
+has not the size in its name: its first use would end the program (SIGBUS), so it is compiled again,
+as is one that cannot be loaded. Whoever can write to the folder can run code here, so it is this
 user's alone.
 
     CC             the compiler, with arguments if need be: "ccache gcc". Default: gcc
@@ -21,11 +23,15 @@ import ctypes
 import hashlib
 import os
 import shutil
+import signal
 import stat
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+TIMEOUT = 120  # seconds for each of the compiler's two steps
 
 
 def compile_library(
@@ -37,10 +43,12 @@ def compile_library(
     command = [*compiler, f"-march={march}"]
     depends = repr((source, command, [*flags], [*linked], cpu_features()))
     name = hashlib.sha256(depends.encode()).hexdigest()[:32]
-    library = private_folder() / f"{name}.so"
-    if not library.exists():
-        compile_to(library, source, command, flags, linked)
-    return ctypes.CDLL(str(library))
+    folder = private_folder()
+    for library in folder.glob(f"{name}-*.so"):
+        with suppress(OSError):  # it cannot be loaded
+            if library.name == f"{name}-{library.stat().st_size}.so":
+                return ctypes.CDLL(str(library))
+    return compile_into(folder, name, source, command, flags, linked)
 
 
 def cpu_features() -> str:
@@ -63,28 +71,57 @@ def private_folder() -> Path:
     return folder
 
 
-def compile_to(
-    library: Path, source: str, command: list[str], flags: Sequence[str], linked: Sequence[str]
-) -> None:
-    """Compile the source to this file, which appears at once and complete."""
-    with TemporaryDirectory(prefix="building-", dir=library.parent) as scratch:
+def compile_into(
+    folder: Path,
+    name: str,
+    source: str,
+    command: list[str],
+    flags: Sequence[str],
+    linked: Sequence[str],
+) -> ctypes.CDLL:
+    """The compiled source, loaded, and kept under this name: its file appears at once, complete."""
+    with TemporaryDirectory(prefix="building-", dir=folder) as scratch:
         unlinked = f"{scratch}/library.o"
         finished = f"{scratch}/library.so"
-        run_compiler([*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked], source)
+        compile_only = [*command, *flags, "-fPIC", "-x", "c", "-c", "-", "-o", unlinked]
+        run_compiler(compile_only, scratch, source)
         # Without the flags: -fopenmp would link an OpenMP of the compiler's choice.
-        run_compiler([*command, "-shared", "-Wl,-z,defs", unlinked, *linked, "-o", finished])
-        os.replace(finished, library)
+        link = [*command, "-shared", "-Wl,-z,defs", unlinked, *linked, "-o", finished]
+        run_compiler(link, scratch)
+        with open(finished, "rb") as file:
+            os.fsync(file.fileno())  # a full disk may only be told here
+        library = ctypes.CDLL(finished)
+        size = os.stat(finished).st_size
+        os.replace(finished, folder / f"{name}-{size}.so")
+    return library
 
 
-def run_compiler(command: list[str], source: str = "") -> None:
-    """Run a compiler. OSError with its first error, in one line."""
+def run_compiler(command: list[str], scratch: str, source: str = "") -> None:
+    """Run a compiler, whose temporary files go to `scratch`. OSError with its first error, in one
+    line; or if it takes too long. After that, or Ctrl-C, the programs that it started end with it.
+    """
     if shutil.which(command[0]) is None:
-        raise OSError(f"no C compiler: there is no {command[0]} (gcc, or what CC names)")
-    english = os.environ | {"LC_ALL": "C"}
-    process = subprocess.run(
-        command, input=source, env=english, capture_output=True, text=True, errors="replace"
+        raise OSError(f"no C compiler: there is no {command[0]} (install it, or set CC to another)")
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"LC_ALL": "C", "TMPDIR": scratch},
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a process group of its own
     )
+    try:
+        _, messages = process.communicate(source, TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"the C compiler has not ended after {TIMEOUT} seconds") from None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=1)  # until all have ended
     if process.returncode:
-        lines = [line for line in process.stderr.splitlines() if "error:" in line]
+        lines = [line for line in messages.splitlines() if "error:" in line]
         lines.append(f"{command[0]} ended with status {process.returncode}")
         raise OSError(f"the C compiler failed: {lines[0].split('error: ')[-1].strip()}")

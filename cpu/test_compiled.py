@@ -4,10 +4,13 @@ nothing."""
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -17,9 +20,14 @@ pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or shutil.which("gcc") is None, reason="no gcc here"
 )
 SOURCE = "int more(int x) { return x + MORE; }"
-PROGRAM = (
-    f"import compiled; print(compiled.compile_library({SOURCE!r}, ['-O0', '-DMORE=1']).more(1))"
-)
+PROGRAM = f"""
+import compiled
+try:
+    print(compiled.compile_library({SOURCE!r}, ("-O0", "-DMORE=1")).more(1))
+except OSError as error:
+    print(error)
+"""
+FRESH = dict(cwd=Path(compiled.__file__).parent, stdout=subprocess.PIPE, text=True)
 
 
 def more(n: int = 1, *linked: str) -> int:
@@ -98,7 +106,9 @@ def test_a_folder_that_others_can_write_to_is_refused(folder, tmp_path, monkeypa
 
 
 COMPILERS = {
-    "/no/such/compiler": "no C compiler: there is no /no/such/compiler (gcc, or what CC names)",
+    "/no/such/compiler": (
+        "no C compiler: there is no /no/such/compiler (install it, or set CC to another)"
+    ),
     "false": "the C compiler failed: false ended with status 1",
     "true": "No such file",
     "gcc --no-such-flag": "the C compiler failed: unrecognized command-line option",
@@ -121,30 +131,69 @@ def test_what_does_not_compile_is_one_line_and_leaves_nothing(folder, monkeypatc
     assert more() == 1
 
 
-def test_an_interrupt_leaves_nothing_and_the_next_compiles(folder, monkeypatch):
-    run = compiled.run_compiler
+def test_a_damaged_library_is_compiled_again(folder):
+    """One that was cut would end the program by a signal: the size is in the name."""
+    assert more() == 1
+    (library,) = files(folder)
+    whole = library.read_bytes()
+    for damaged in (b"", whole[:9000], bytes(len(whole))):  # zeros: as after a power cut
+        library.unlink()
+        library.write_bytes(damaged)
+        again = subprocess.run([sys.executable, "-c", PROGRAM], **FRESH)
+        assert again.stdout == "2\n" and again.returncode == 0
+        assert files(folder) == [library] and library.read_bytes() == whole
 
-    def interrupted(command, *source):
-        run(command, *source)
-        if "-shared" in command:
-            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled, "run_compiler", interrupted)
+def compiler(path: Path, script: str) -> str:
+    """A command that is gcc, but for what this script does first."""
+    path.write_text(f'#!/bin/sh\n{script}\nexec gcc "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize("step", ["-c", "-shared"])
+@pytest.mark.parametrize("end", ["too long", "Ctrl-C"])
+def test_a_compiler_that_hangs_ends_with_all_that_it_started(
+    step, end, folder, tmp_path, monkeypatch
+):
+    child = tmp_path / "child"
+    temporary = tmp_path / "temporary"  # where a compiler that is killed would leave its files
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    hang = f"touch $TMPDIR/left; sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
+    script = f'case " $* " in *" {step} "*) {hang};; esac'
+    monkeypatch.setenv("CC", compiler(tmp_path / "slow", script))
+
+    def interrupt() -> None:
+        while not child.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if end == "too long":
+        monkeypatch.setattr(compiled, "TIMEOUT", 0.4)
+        assert reason() == "the C compiler has not ended after 0.4 seconds"
+    else:
+        thread = Thread(target=interrupt)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             more()
-    assert not files(folder) and more() == 1
+        thread.join()
+    assert not files(folder) and not files(temporary)
+    state = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not state.exists() or ") Z " in state.read_text()  # nobody has asked how it ended
+    monkeypatch.delenv("CC")
+    assert more() == 1
 
 
-def test_processes_that_begin_at_once_leave_one_library(folder):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            cwd=Path(compiled.__file__).parent,
-            stdout=-1,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    assert [process.communicate()[0] for process in processes] == ["2\n"] * 3
-    assert len(files(folder)) == 1
+def test_processes_that_begin_at_once_leave_one_library_or_none(folder, tmp_path, monkeypatch):
+    """None where there is no room: no half of a file either. Later there is."""
+    for script in ("ulimit -f 1", "true"):
+        monkeypatch.setenv("CC", compiler(tmp_path / "narrow", script))
+        processes = [subprocess.Popen([sys.executable, "-c", PROGRAM], **FRESH) for _ in range(3)]
+        printed = [process.communicate()[0] for process in processes]
+        if script == "true":
+            assert printed == ["2\n"] * 3 and len(files(folder)) == 1
+        else:
+            assert not files(folder)
+            for text in printed:
+                assert text.startswith("the C compiler failed: ") and len(text.splitlines()) == 1
