@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from weakref import finalize
 
 TIMEOUT = 120  # seconds for each of the compiler's two steps
 
@@ -98,7 +99,7 @@ def compile_into(
 
 def run_compiler(command: list[str], scratch: str, source: str = "") -> None:
     """Run a compiler, whose temporary files go to `scratch`. OSError with its first error, in one
-    line; or if it takes too long. After that, or Ctrl-C, the programs that it started end with it.
+    line; or if it takes too long: then, and after Ctrl-C, the programs that it started end with it.
     """
     if shutil.which(command[0]) is None:
         raise OSError(f"no C compiler: there is no {command[0]} (install it, or set CC to another)")
@@ -112,15 +113,18 @@ def run_compiler(command: list[str], scratch: str, source: str = "") -> None:
         errors="replace",
         start_new_session=True,  # a process group of its own
     )
+    # Also when the program ends while a thread of it compiles.
+    kill_all = finalize(process, os.killpg, process.pid, signal.SIGKILL)
     try:
         _, messages = process.communicate(source, TIMEOUT)
     except subprocess.TimeoutExpired:
         raise OSError(f"the C compiler has not ended after {TIMEOUT} seconds") from None
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_all()
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=1)  # until all have ended
+        kill_all.detach()
     if process.returncode:
         lines = [line for line in messages.splitlines() if "error:" in line]
         lines.append(f"{command[0]} ended with status {process.returncode}")
