@@ -29,6 +29,7 @@ from app.shell import (
     Terminated,
     refuse,
     say,
+    show_warning,
     status,
     write,
 )
@@ -399,10 +400,6 @@ def run_command(arguments: Sequence[str]) -> int:
             if prompt is not None:
                 return one_prompt(args, settings, model, draft, prompt)
             return chat(args, settings, model, draft)
-
-
-def show_warning(message: Warning | str, *details: Any) -> None:
-    say(f"note: {message}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ def begin() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="replace")
+    warnings.showwarning = show_warning
 
 
 def say(message: str, end: str = "\n") -> None:
@@ -52,6 +54,11 @@ def say(message: str, end: str = "\n") -> None:
         print(message, end=end, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
+
+
+def show_warning(message: Warning | str, *details: Any) -> None:
+    """What Python shows of a warning: one line."""
+    say(f"note: {message}")
 
 
 def write(text: str) -> None:

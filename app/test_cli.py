@@ -111,10 +111,17 @@ def test_unsupported_settings_of_the_model_are_noted(tmp_path, capsys):
     assert "repetition_penalty 1.2" in err and "num_beams" not in err
 
 
-def test_it_runs_as_a_program():
-    done = program("generate.py", "--max-tokens", "3", "--seed", "1", "Hi")
+def test_it_runs_as_a_program_and_tells_once_that_there_is_no_c(monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    done = program("generate.py", "--device", "cpu", "--max-tokens", "3", "--seed", "1", "Hi")
     assert done.returncode == 0 and done.stdout.endswith("\n")
     assert "seed 1" in done.stderr and "Traceback" not in done.stderr
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    if importlib.util.find_spec("cpu") and os.environ.get("LLAMA_NATIVE") != "0":
+        (note,) = notes
+        assert "5 times slower" in note and "there is no /no/such/compiler" in note
+    else:
+        assert not notes
 
 
 # ---- Drafts

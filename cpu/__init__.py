@@ -56,7 +56,8 @@ class CPU(Ops):
     def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
         """For float32 x, bfloat16 weights stay bfloat16: half the bytes, the same products to the
         bit."""
-        if dtype == torch.float32 and stored == [torch.bfloat16] and native.library():
+        has_c = native.library() is not None  # before a model is loaded: it may tell why not
+        if has_c and dtype == torch.float32 and stored == [torch.bfloat16]:
             return torch.bfloat16
         return dtype
 

@@ -44,6 +44,7 @@ import ctypes
 import functools
 import os
 import platform
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from model import Features, Layer, Llama
 
 SOURCES = ("blocks.c", "products.c", "native.c")
+WITHOUT = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 FP8 = torch.float8_e4m3fn
@@ -91,25 +93,32 @@ def why_not() -> str:
 
 @functools.cache
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The library and, if it is None, the reason."""
+    """The library and, if it is None, the reason. It is told, unless the user wants no library."""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return None, "LLAMA_NATIVE=0"
-    if platform.system() != "Linux":
-        return None, f"{platform.system()} is not Linux"
     try:
-        openmp = openmp_library()
-        if openmp is None:
-            return None, "this PyTorch has no OpenMP threads to share"
-        flags = ["-O3", "-fopenmp", "-fno-math-errno"]
-        if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
-            flags.append("-DGNU_THREADS")
-        folder = Path(__file__).parent
-        source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
-        lib = compile_library(source, flags, (openmp, "-lm"))
+        return build_library(), ""
     except OSError as error:
-        return None, " ".join(str(error).split())
+        reason = " ".join(str(error).split())
+        warnings.warn(f"{WITHOUT}: {reason}")
+        return None, reason
+
+
+def build_library() -> ctypes.CDLL:
+    """OSError: why there is none."""
+    if platform.system() != "Linux":
+        raise OSError(f"{platform.system()} is not Linux")
+    openmp = openmp_library()
+    if openmp is None:
+        raise OSError("this PyTorch has no OpenMP threads to share")
+    flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+    if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
+        flags.append("-DGNU_THREADS")
+    folder = Path(__file__).parent
+    source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+    lib = compile_library(source, flags, (openmp, "-lm"))
     declare(lib)
-    return lib, ""
+    return lib
 
 
 def openmp_library() -> str | None:
@@ -749,6 +758,7 @@ class NativeHead(ctypes.Structure):
 
 def main() -> None:
     """The demonstration: whether there is C here."""
+    warnings.simplefilter("ignore")  # it is told below
     reason = why_not()
     if reason:
         print(f"there is no C here: {reason}. Everything runs as PyTorch does it.")

@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import signal
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -404,18 +405,20 @@ def test_why_there_is_no_library(environment, why, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    lib, reason = native.load_library.__wrapped__()
+    with warnings.catch_warnings(record=True) as told:
+        lib, reason = native.load_library.__wrapped__()
     assert lib is None and reason.startswith(why) and len(reason.splitlines()) == 1
+    wanted = [] if "LLAMA_NATIVE" in environment else [f"{native.WITHOUT}: {reason}"]
+    assert [str(warning.message) for warning in told] == wanted
 
 
 def test_where_there_are_no_threads_to_share(monkeypatch):
     monkeypatch.setattr(native, "openmp_library", lambda: None)
-    assert native.load_library.__wrapped__() == (
-        None,
-        "this PyTorch has no OpenMP threads to share",
-    )
+    with pytest.raises(OSError, match="^this PyTorch has no OpenMP threads to share$"):
+        native.build_library()
     monkeypatch.setattr(native.platform, "system", lambda: "Plan 9")
-    assert native.load_library.__wrapped__() == (None, "Plan 9 is not Linux")
+    with pytest.raises(OSError, match="^Plan 9 is not Linux$"):
+        native.build_library()
 
 
 def test_the_threads_are_those_of_pytorch(tmp_path):
