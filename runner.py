@@ -23,7 +23,8 @@ may lack more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from kernels import send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
-from sampling import Keyed, TokenLogprob, check_tokens, token_logprobs
+from sampling import Keyed, NotFinite, TokenLogprob, check_tokens, token_logprobs
 from speculative import Coin, Round
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
@@ -56,6 +57,15 @@ class ScheduledRequest(NamedTuple):
     def num_new_tokens(self) -> int:
         """Its rows in the target's pass, which its cache stores."""
         return self.num_tokens + self.num_drafts
+
+
+@contextmanager
+def named_as_draft() -> Iterator[None]:
+    """In the block, logits are a draft's."""
+    try:
+        yield
+    except NotFinite:
+        raise NotFinite("the draft", "fetch it again, or leave out --draft") from None
 
 
 class ModelRunner:
@@ -246,7 +256,8 @@ class ModelRunner:
             return self._decode_multi_step(rounds, counts), torch.empty(0)
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
-        drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
+        with named_as_draft():
+            drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
         if round.masks is not None:
             round.masks.push_all(drafted.tolist())
         p, logits = self._target_probabilities(scheduled, drafted, round, features)
@@ -261,7 +272,9 @@ class ModelRunner:
         packed = self.target.ops.agree(packed.tolist())  # and here
         round_tokens = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
-            check_tokens([*row[:n], last])
+            check_tokens([last])
+            with named_as_draft():
+                check_tokens(row[:n])
             round_tokens.append([*row[:num_accepted], last])
         return round_tokens, logits
 

@@ -135,26 +135,31 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     return values.expand(B).contiguous()[:, None]
 
 
-NOT_FINITE = (
-    "the model's logits are not finite: its weights are damaged (fetch it again), "
-    "or need a wider --dtype"
-)
+class NotFinite(UserError):
+    """Logits are not finite: the model's, unless the runner knows better."""
+
+    def __init__(self, whose: str = "the model", way_out: str = "fetch it again"):
+        super().__init__(
+            f"{whose}'s logits are not finite: its weights are damaged ({way_out}), "
+            "or need a wider --dtype"
+        )
 
 
-def check_finite(x: Tensor) -> Tensor:
-    """Return x: [B, V], logits or probabilities. UserError if a row's maximum is NaN or
-    infinite."""
+def check_finite(x: Tensor, masked: bool = True) -> Tensor:
+    """Return x: [B, V], logits or probabilities. NotFinite if a number of it is NaN or infinite;
+    masked: some numbers of a row may be −∞."""
     if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: then all terms are
         return x
-    if not x.amax(-1).isfinite().all():  # the sum may have overflowed, or logits may be −∞
-        raise UserError(NOT_FINITE)
+    numbers = x.amax(-1) if masked else x
+    if not numbers.isfinite().all():  # else the sum has overflowed
+        raise NotFinite
     return x
 
 
 def check_tokens(tokens: list[int]) -> list[int]:
-    """Return the tokens. UserError for −1: so a backend says that logits are not finite."""
+    """Return the tokens. NotFinite for −1: so a backend says that logits are not finite."""
     if min(tokens, default=0) < 0:
-        raise UserError(NOT_FINITE)
+        raise NotFinite
     return tokens
 
 

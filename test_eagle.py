@@ -1,6 +1,7 @@
 """EAGLE heads: drafts beside plain formulas, rows beside those of whole texts, the law."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from checkpoint.eagle import EagleConfig
 from conftest import random_llama
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
-from generate import Engine, Model, load_draft
+from generate import Engine, Model, generate, load_draft
 from kernels import Ops
 from kvcache import AttentionMetadata, KVCache
 from model import Llama
@@ -465,6 +466,19 @@ def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv
 
 
 # ---- What is refused
+
+
+def test_a_damaged_head_is_named_and_the_target_is_not(base, tmp_path, compiler):
+    model = Model.load(base, "cpu", torch.float32)
+    for name in ("fc.weight", "norm.weight", "lm_head.weight"):
+        for value in (math.nan, math.inf):
+            head = random_head(model.llama, dtype=torch.float32)
+            head.named_tensors()[name].fill_(value)
+            folder = write_head(tmp_path / f"{name} {value}", head)
+            for temperature, verify in ((0.0, "exact"), (1.0, "coupled")):
+                how = dict(draft=folder, verify=verify, gamma=3, temperature=temperature, seed=1)
+                with pytest.raises(UserError, match="^the draft's logits .* leave out --draft"):
+                    generate("a word", model, **how)
 
 
 def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pair):

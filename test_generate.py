@@ -257,6 +257,17 @@ def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):
     assert [len(each.tokens) for each in results] == [20, 20]
 
 
+def test_a_damaged_draft_is_named(base, compiler):
+    model = Model.load(base, "cpu", torch.float32)
+    damaged = Model.load(base, "cpu", torch.float32)
+    damaged.llama.norm[3] = math.nan
+    for temperature in (0.0, 1.0):
+        for prompts, verify in ((["a word"], "coupled"), (["a word", "b"], "exact")):
+            settings = dict(temperature=temperature, verify=verify, seed=1, gamma=2)
+            with pytest.raises(UserError, match="^the draft's logits .* leave out --draft"):
+                generate(prompts, model, draft=damaged, **settings)
+
+
 def test_int4_copy_needs_a_folder_of_16_bits(model, base):
     homeless = Model(model.llama, model.tokenizer)
     with pytest.raises(UserError, match="this model has none"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import runner as runner_page
 from drafters import ModelDrafter, NgramDrafter, SelfDrafter
+from errors import UserError
 from gamma import ALIKE, MEASURED, TRIAL
 from generate import Engine, Model, load_draft
 from kernels import Ops
@@ -399,6 +400,22 @@ def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
     text = [*request.tokens[:-1], 0, 0, 0, 0, 0]
     _, num_cached = cache.open(text)
     assert num_cached == 2 * (lengths[0] // 2)
+
+
+def test_a_token_of_minus_one_says_whose_logits_are_not_finite():
+    """As a GPU tells it. Where the target's are not, the draft may have read them."""
+    for token, whose in ((1, "draft"), (-1, "model")):
+        runner = scripted_runner(TRUTH, TRUTH)
+        request = Request(TRUTH[:2], Settings(seed=3, max_tokens=8, gamma=2), ())
+        runner.open(request)
+        runner.step([runner.schedule(request)])
+        ended = torch.tensor([0]), torch.tensor([token])
+        with (
+            mock.patch.object(ModelDrafter, "propose", lambda self, round: round.empty_drafts()),
+            mock.patch.object(Ops, "verify", lambda *inputs: ended),
+            pytest.raises(UserError, match=f"^the {whose}'s logits are not finite"),
+        ):
+            runner.step([runner.schedule(request)])
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():

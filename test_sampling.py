@@ -231,6 +231,10 @@ def test_logits_that_are_not_finite_are_refused():
             check_finite(torch.tensor([[0.0, 1.0], [0.0, wrong]]))
     with pytest.raises(UserError, match="logits are not finite"):
         check_finite(torch.full((1, 4), -math.inf))
+    masked = torch.tensor([[0.0, -math.inf], [3e38, 3e38]])
+    assert check_finite(masked) is masked and check_finite(large, masked=False) is large
+    with pytest.raises(UserError, match="logits are not finite"):
+        check_finite(masked, masked=False)
     assert check_tokens([3, 0]) == [3, 0] and check_tokens([]) == []
     with pytest.raises(UserError, match="logits are not finite"):
         check_tokens([3, -1])

@@ -54,10 +54,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu.compiled import compile_library
-from errors import UserError
 from kernels import Linear
 from quant import Quantized, nf4
-from sampling import NOT_FINITE, Keyed, accept_role, column
+from sampling import Keyed, NotFinite, accept_role, column
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -372,14 +371,14 @@ def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
 def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
 
-    temperature: of all rows, or of each. UserError if a row is not finite.
+    temperature: of all rows, or of each. NotFinite if a row is not finite.
     """
     B, V = logits.shape
     logits = logits.contiguous()
     t = column(temperature, logits)
     probs = torch.empty(B, V)
     if library().soften_rows(logits.data_ptr(), probs.data_ptr(), t.data_ptr(), B, V):
-        raise UserError(NOT_FINITE)
+        raise NotFinite
     return probs
 
 
