@@ -202,6 +202,7 @@ class Ops:
             x = x + delta
         wide = x.float() if x.dtype.itemsize == 2 else x
         mean_square = wide.square().mean(-1, keepdim=True)
+        mean_square = mean_square.nan_to_num(math.nan, math.nan)  # ∞, too, whose rsqrt is 0
         normed = wide * torch.rsqrt(mean_square + eps)
         return x, normed.to(x.dtype) * weight
 
@@ -224,7 +225,8 @@ class Ops:
         H = qkv.shape[1] - 2 * G
         qk, v = qkv.split((H + G, G), dim=1)
         q, k = self.rotate(qk, cos, sin).split((H, G), dim=1)
-        return self.store_and_attend(q, k, v, metadata, layer)
+        out = self.store_and_attend(q, k, v, metadata, layer)
+        return out + (0 * qkv).sum()  # NaN or ∞, which PyTorch's attention may make 0
 
     def store_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
@@ -254,6 +256,10 @@ class Ops:
         packed = torch.cat((numbers, masks), 1)  # [n, 1 + W]: one copy to a GPU
         packed = send(packed, logits.device)
         return sampling.forbid(logits, packed[:, 0], packed[:, 1:])
+
+    def check_logits(self, logits: Tensor) -> None:
+        """NotFinite unless all logits of the target are finite. Later they may be masked by −∞."""
+        check_finite(logits, masked=False)
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         """sampling.probabilities. logits: [B, V]. A backend that does not know a setting calls this

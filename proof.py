@@ -153,7 +153,8 @@ class Toy:
         weights[kinds == 1] = 0.25  # ties
         weights[weights.sum(-1) == 0, seed % V] = 1  # not all are impossible
         self.V = V
-        self.table = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
+        logs = (weights / weights.sum(-1, keepdim=True)).log()  # [codes, V]
+        self.table = logs.clamp(min=-1000)  # e^-1000 is 0, and logits are finite
 
     def code(self, text: Sequence[int]) -> int:
         """The row of a text in the table (of a toy without shift)."""

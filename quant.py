@@ -63,6 +63,7 @@ def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
     high = grouped.amax(-1)  # both are quicker than `aminmax` of a dimension
     scale = high / 15 - low / 15  # high − low may be beyond float32
     farthest = torch.maximum(high, -low)
+    farthest.nan_to_num_(math.nan, math.nan)  # ∞, too: no clamp is to hide it
     scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
     # Near float32's end the grid might reach half a step beyond x, to infinity: there it is
     # coarser, with 7 steps from 0 to LARGEST on either side.
@@ -75,6 +76,7 @@ def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
 def symmetric_scale(x: Tensor, steps: int) -> Tensor:
     """The scale of a grid with max |x| at `steps`: [..., K] -> bfloat16[..., 1]."""
     largest = x.abs().amax(-1, keepdim=True).float()
+    largest.nan_to_num_(math.nan, math.nan)  # ∞, too: no clamp is to hide it
     return safe_scale(largest / steps, steps)
 
 

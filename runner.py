@@ -386,6 +386,7 @@ class ModelRunner:
         logits = self.target(tokens, self.cache.extend(to_store), wanted, features)
         if not logits_indices:  # chunks only
             return logits, logits
+        self.target.ops.check_logits(logits[:, : self.vocab_size])
         kept = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:

@@ -218,6 +218,15 @@ def test_unknown_bits_and_numbers_that_are_not_finite_are_refused():
 # ---- Keys and values
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_vector_that_is_not_finite_is_read_as_nan(wrong):
+    """No clamp hides it: the weights it came from are damaged."""
+    x = numbers("plain", 3, 32, 0)
+    x[1, 5] = wrong
+    for stored in (from_int8(*int8(x)), from_int4(*int4(x)), from_int4(*int4(x, 16), group=16)):
+        assert stored[1, :16].isnan().all() and stored[[0, 2]].isfinite().all()
+
+
 @settings(max_examples=100)
 @given(
     KIND,

@@ -44,7 +44,7 @@ class Scripted:
         positions = metadata.positions.tolist()
         self.calls.append(list(zip(positions, tokens.tolist())))
         following = torch.tensor([self.script[position + 1] for position in positions])
-        logits = torch.full((len(tokens), 10), -torch.inf, dtype=torch.float64)
+        logits = torch.full((len(tokens), 10), -1000.0, dtype=torch.float64)
         logits.scatter_(1, following[:, None], 0)
         return logits if logits_indices is None else logits[logits_indices]
 
@@ -492,7 +492,7 @@ class Large(Scripted):
 
     def __call__(self, tokens: Tensor, metadata, logits_indices=None, features=None) -> Tensor:
         logits = super().__call__(tokens, metadata, logits_indices)
-        return torch.nn.functional.pad(logits, (0, 128_000 - 10), value=-torch.inf).float()
+        return torch.nn.functional.pad(logits, (0, 128_000 - 10), value=-1000.0).float()
 
 
 def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkeypatch):

@@ -45,7 +45,7 @@ void add_norm(const float *x, const float *delta, const float *weight, float *to
             #pragma omp simd reduction(+:square)
             for (long i = 0; i < C; i++) square += a[i] * a[i];
         }
-        float by = 1 / sqrtf(square / C + eps);
+        float by = 1 / sqrtf(square / C + eps + 0 * square);   // ∞ becomes NaN
         const float *z = delta ? s : a;
         for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
     }

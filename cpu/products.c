@@ -53,11 +53,15 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
 }
 
 // bfloat16: the scale of a vector whose largest number becomes `top`, 127 in INT8, 448 in FP8
-// (quant.int8, round_fp8).
+// (quant.int8, round_fp8). NaN, if a number is not finite.
 INLINE uint16_t row_scale(const float *x, long n, float top) {
-    float most = 0;
-    #pragma omp simd reduction(max:most)
-    for (long i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+    float most = 0, bad = 0;
+    #pragma omp simd reduction(max:most) reduction(+:bad)
+    for (long i = 0; i < n; i++) {
+        most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        bad += 0 * x[i];
+    }
+    if (bad != bad) return 0x7FC0;
     float most_scale = top > 127 ? 7.58e35f : 2.679e36f;
     union { float f; uint32_t i; } u = { most / top };
     u.f = u.f < 1e-30f ? 1e-30f : u.f > most_scale ? most_scale : u.f;

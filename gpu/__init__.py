@@ -180,6 +180,9 @@ class GPU(Ops):
             arrivals=arrivals,
         )
 
+    def check_logits(self, logits: Tensor) -> None:
+        """The host would wait for the device: it finds the token −1 later, but no single −∞."""
+
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         if settings.keys() <= draw.SUPPORTED:
             return draw.draw_probabilities(logits, **settings)
