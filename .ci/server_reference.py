@@ -2,9 +2,9 @@
 
     python .ci/server_reference.py [SECONDS] [CLIENTS] [MODEL]
 
-SECONDS: of the many clients (default 30). CLIENTS: a folder of programs (a venv's bin) with the
-`openai` package and `guidellm`; what is not there is left out, and said. MODEL: the folder of a
-model whose throughput is measured beside tiny's.
+SECONDS: of the many clients, hostile ones among them (default 60). CLIENTS: a folder of programs (a
+venv's bin) with the `openai` package and `guidellm`; what is not there is left out, and said.
+MODEL: the folder of a model whose throughput is measured beside tiny's.
 
 Texts are compared with those made alone: greedy, in float64. Speeds are ratios between runs in
 turns. The machine is shared: what misses the aim is measured again, up to four times.
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -135,21 +135,45 @@ def memory(process: subprocess.Popen) -> float:
 # ---- Many clients
 
 
-class Crowd:
-    """64 clients of seven kinds, until a time is over."""
+Asked = tuple[str, int, str]  # a prompt, max_tokens, and what the text follows: a field's name
+RULES = {
+    "": {},
+    "regex": {"regex": "[A-Z][a-z ,]{5,60}\\."},
+    "choice": {"choice": ["Tom", "Tom ran", "the end", " a"]},
+    "json": {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 4}},
+    "grammar": {"grammar": 'start: ("the " NOUN)+\nNOUN: "dog " | /[a-z]{3,6}/ " "'},
+}
+CHAIN = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(3000)}
+HOSTILE = [  # texts may follow
+    {"grammar": 'start: s\ns: s s | s s s | /[a-z ,.A-Z\\n"!?]/ | ""'},
+    {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000))},
+    {"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}},
+    {"json": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
+    {"regex": "[^a]*[^b]*" * 800},
+    {"regex": "(a|b)?" * 9000},
+    {"choice": [f"choice {i} of many" for i in range(100_000)]},
+    *({"json": {"enum": [f"value {i} of {j}" for i in range(4000)]}} for j in range(24)),
+]
 
-    def __init__(self, port: int, wanted: dict[tuple[str, int], str], seconds: float):
+
+class Crowd:
+    """Clients of several kinds, until a time is over."""
+
+    def __init__(self, port: int, wanted: dict[Asked, str], seconds: float):
         self.port = port
         self.wanted = wanted
         self.end = time.monotonic() + seconds
         self.done = Counter()
         self.wrong: list[str] = []
+        self.gaps: list[float] = []  # between two chunks of a text
         self.random = random.Random(1)
 
-    def body(self, stream: bool = True) -> tuple[tuple[str, int], bytes]:
+    def body(self, stream: bool = True) -> tuple[Asked, bytes]:
         key = self.random.choice(list(self.wanted))
-        prompt, max_tokens = key
+        prompt, max_tokens, rule = key
         body = dict(prompt=prompt, max_tokens=max_tokens, temperature=0, stream=stream)
+        if rule:  # it ends with its grammar, whatever it ignores
+            body |= dict(structured_outputs=RULES[rule], ignore_eos=self.random.random() < 0.5)
         return key, json.dumps(body).encode()
 
     def expect(self, kind: str, holds: bool, what: object) -> None:
@@ -176,6 +200,19 @@ class Crowd:
             data = await connection.reader.read()
             text = json.loads(data[data.index(b"{") : data.rindex(b"}") + 1])["choices"][0]["text"]
             self.expect("whole", status == 200 and text == self.wanted[key], (key, status, text))
+
+    async def watching(self) -> None:
+        """Like `reading`, and measures the gaps."""
+        body = dict(prompt=OPENINGS[0], max_tokens=150, temperature=0, stream=True)
+        async with Connection(self.port) as connection:
+            await connection.post(json.dumps(body).encode())
+            last = time.monotonic()
+            async for line in connection.reader:
+                now = time.monotonic()
+                if line.startswith(b"data: {"):
+                    self.gaps.append(now - last)
+                last = now
+            self.done["watching"] += 1
 
     async def slow(self) -> None:
         key, body = self.body()
@@ -214,15 +251,61 @@ class Crowd:
             self.expect("mistaken", status == 400, status)
         await asyncio.sleep(0.1)
 
+    # ---- Hostile ones
+
+    async def compiling(self) -> None:
+        """A grammar that is large, deep or slow; the client may leave before its answer."""
+        rule = self.random.choice(HOSTILE)
+        body = dict(prompt="Once", max_tokens=20, n=4, temperature=0, structured_outputs=rule)
+        async with Connection(self.port) as connection:
+            work = connection.post(json.dumps(body).encode())
+            with suppress(asyncio.TimeoutError):
+                status = await asyncio.wait_for(work, self.random.choice([0.05, 0.5, 30]))
+                self.expect("compiling", status in (200, 400, 503), (status, list(rule)))
+
+    async def greedy(self) -> None:
+        body = dict(prompt="a", max_tokens=5, n=64)
+        async with Connection(self.port) as connection:
+            status = await connection.post(json.dumps(body).encode())
+            self.expect("greedy", status == 200, status)
+
+    async def endless(self) -> None:
+        """A head, or trailers, without an end."""
+        begin = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\n"
+        chunked = begin + "Transfer-Encoding: chunked\r\n\r\n0\r\n"
+        async with Connection(self.port) as connection:
+            connection.writer.write(self.random.choice([begin, chunked]).encode())
+            for _ in range(200):
+                connection.writer.write(b"X: " + b"a" * 10_000 + b"\r\n")
+                with suppress(ConnectionError):
+                    await connection.writer.drain()
+            with suppress(ConnectionError):
+                self.expect("endless", await connection.status() in (0, 431), "no 431")
+
+    async def silent(self) -> None:
+        """Nothing, half a head, or a body in chunks that does not end."""
+        begin = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\n"
+        chunked = begin + "Transfer-Encoding: chunked\r\n\r\n1\r\n \r\n"
+        async with Connection(self.port) as connection:
+            connection.writer.write(self.random.choice(["", begin, chunked]).encode())
+            await asyncio.sleep(2)
+            self.done["silent"] += 1
+
 
 KINDS = ["reading"] * 32 + ["whole"] * 8 + ["slow"] * 8 + ["leaving"] * 10
 KINDS += ["broken"] * 2 + ["oversized"] * 2 + ["mistaken"] * 2
 
 
-async def check_crowd(process: subprocess.Popen, port: int, seconds: float, wanted: dict) -> None:
-    """Nothing lost, nothing wrong, memory flat, blocks free."""
-    crowd = Crowd(port, wanted, min(5, seconds / 4))
-    await asyncio.gather(*map(crowd.client, KINDS))  # to warm up: caches of texts grow
+ENEMIES = ["reading"] * 8 + ["whole"] * 4 + ["watching", "slow", "leaving", "broken"]
+ENEMIES += ["compiling"] * 3 + ["greedy"] + ["endless"] * 2 + ["silent"] * 100
+
+
+async def check_crowd(
+    process: subprocess.Popen, port: int, seconds: float, wanted: dict, kinds: list[str]
+) -> None:
+    """Nothing lost, nothing wrong, memory flat, blocks free, nobody kept waiting."""
+    crowd = Crowd(port, wanted, min(20, seconds / 4))
+    await asyncio.gather(*map(crowd.client, kinds))  # to warm up: caches of texts grow
     before = memory(process)
     crowd = Crowd(port, wanted, seconds)
     sizes = []
@@ -232,13 +315,17 @@ async def check_crowd(process: subprocess.Popen, port: int, seconds: float, want
             await asyncio.sleep(1)
             sizes.append(memory(process))
 
-    await asyncio.gather(watch(), *map(crowd.client, KINDS))
+    await asyncio.gather(watch(), *map(crowd.client, kinds))
     for wrong in crowd.wrong[:5]:
         print("     ", wrong)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(crowd.done.items()))
-    require(not crowd.wrong, f"{len(KINDS)} clients for {seconds:.0f} s: {told}")
+    require(not crowd.wrong, f"{len(kinds)} clients for {seconds:.0f} s: {told}")
     grown = median(sizes[-5:]) - before
-    require(grown < 20, f"memory: {before:.0f} MB, and {grown:+.1f} MB at the end")
+    require(grown < 40, f"memory: {before:.0f} MB, and {grown:+.1f} MB at the end")
+    if crowd.gaps:
+        gaps = sorted(crowd.gaps)
+        told = f"{gaps[len(gaps) // 2]:.3f} s, at most {gaps[-1]:.2f}"
+        require(gaps[-1] < 1.0, f"gaps between two chunks of a text, in the median {told}")
     await asyncio.sleep(0.2)
     numbers = await metrics(port)
     idle = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -464,7 +551,7 @@ def check_first_token() -> None:
 
 
 def main() -> int:
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
     programs = Path(sys.argv[2] if len(sys.argv) > 2 else sys.executable).absolute()
     if programs.is_file():
         programs = programs.parent
@@ -472,14 +559,19 @@ def main() -> int:
     wanted = {}
     for i, max_tokens in enumerate([4, 12, 30, 60, 100, 150] * 4):
         prompt = f"{OPENINGS[i % 6]}{' and' * (i // 6)}"
-        result = generate(prompt, model, temperature=0, max_tokens=max_tokens)
-        wanted[prompt, max_tokens] = result.text
+        for name, rule in RULES.items():
+            follows = {"schema" if kind == "json" else kind: value for kind, value in rule.items()}
+            result = generate(prompt, model, temperature=0, max_tokens=max_tokens, **follows)
+            wanted[prompt, max_tokens, name] = result.text
     alone = generate(OPENINGS[0], model, temperature=0, max_tokens=12).text
     with server("--dtype", "float64") as (process, port):
         check_openai(programs, port, alone)
         check_curl(port, alone)
         check_guidellm(programs, port)
-        asyncio.run(check_crowd(process, port, seconds, wanted))
+        free = {key: text for key, text in wanted.items() if not key[2]}
+        asyncio.run(check_crowd(process, port, min(15, seconds), free, KINDS))
+    with server("--dtype", "float64", "--draft", "tiny-eagle") as (process, port):
+        asyncio.run(check_crowd(process, port, seconds, wanted, ENEMIES))
     check_first_token()
     check_throughput("tiny", 200, 0.7)  # a token is as short as its way to a client
     if len(sys.argv) > 3 and Path(sys.argv[3]).exists():
