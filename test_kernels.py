@@ -20,7 +20,7 @@ from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
 from request import Request, Settings
-from sampling import TEXT, Keyed, draft_role, probabilities
+from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
 from speculative import Round
 
@@ -552,7 +552,9 @@ class Contract:
             assert not wide[:, V:].any()
 
     def test_sampling(self, monkeypatch):
-        @self.check(LOGITS, st.integers(1, 4), st.integers(1, 300), st.booleans(), st.booleans())
+        """A token that is forbidden, as a grammar forbids it, has a probability of just 0."""
+
+        @self.check(LOGITS, st.integers(1, 4), st.integers(2, 300), st.booleans(), st.booleans())
         def body(B, V, each_row, ties, dtype, seed):
             random = Random(seed)
             torch.manual_seed(seed)
@@ -571,10 +573,14 @@ class Contract:
                     chosen[name] = torch.tensor(random.choices(values, k=B), dtype=torch.float64)
                 elif random.random() < 0.8:
                     chosen[name] = random.choice([None, *values])
-            wanted = probabilities(logits, **chosen)
+            forbidden = random.randrange(V)
+            logits[:, forbidden] = -math.inf
             atol, rtol = (1e-12, 1e-12) if dtype == torch.float64 else (1e-6, 1e-5)
-            probs = self.ops.probabilities(logits, **chosen)
-            torch.testing.assert_close(probs, wanted, atol=atol, rtol=rtol)
+            for how in ({"temperature": 0.7}, chosen):
+                wanted = probabilities(logits, **how)
+                probs = self.ops.probabilities(logits, **how)
+                torch.testing.assert_close(probs, wanted, atol=atol, rtol=rtol)
+                assert not probs[:, forbidden].any()
             coin = Keyed(torch.arange(2 * B) + seed, torch.arange(2 * B))[::2]
             for probs in (wanted, wanted.double() + 1e-9):
                 assert torch.equal(self.ops.pick(amid(probs), coin.streams), coin.pick(probs))
@@ -602,35 +608,60 @@ class Contract:
             torch.testing.assert_close(probs, with_ban(logits, ban=4, **others))
             assert not probs[:, 4].any()
 
+    def verifying_round(self, num_drafts: list[int], V: int, random: Random) -> Round:
+        """A round of texts with seeds and lengths of their own."""
+        settings = [Settings(seed=random.getrandbits(50)) for _ in num_drafts]
+        requests = [Request([1] * random.randint(1, 9), one) for one in settings]
+        coin = partial(Keyed, draw=self.ops.pick)
+        return Round(requests, num_drafts, V, torch.device("cpu"), make_coin=coin, ops=self.ops)
+
     def test_verifying(self):
-        """Texts with fewer drafts than others; drafts whose q is 0; p that is q."""
+        """Texts with fewer drafts than others; drafts that were drawn from q, and some whose q is
+        0; distributions with zeros, in every second text; p that is q."""
 
         @self.check(
-            [(3, 4, 200), (2, 1, 20_000)], st.integers(1, 4), st.integers(1, 4), st.integers(1, 60)
+            [(14, 4, 30, 0.5), (3, 4, 200, 0.0), (2, 1, 20_000, 0.5)],
+            st.integers(1, 4),
+            st.integers(1, 4),
+            st.integers(1, 60),
+            st.sampled_from([0.0, 0.5]),
         )
-        def body(B, k, V, dtype, seed):
+        def body(B, k, V, apart, dtype, seed):
             random = Random(seed)
             torch.manual_seed(seed)
             num_drafts = [k, *(random.randint(0, k) for _ in range(B - 1))]
-            settings = [Settings(seed=random.getrandbits(50)) for _ in range(B)]
-            requests = [Request([1] * random.randint(1, 9), one) for one in settings]
-            coin = partial(Keyed, draw=self.ops.pick)
-            round = Round(
-                requests, num_drafts, V, torch.device("cpu"), make_coin=coin, ops=self.ops
-            )
+            round = self.verifying_round(num_drafts, V, random)
             numbers = torch.rand(2, B, k + 1, V)
-            numbers *= torch.rand(2, B, k + 1, V) < random.choice([0.3, 1])
+            numbers[:, ::2] *= torch.rand_like(numbers[:, ::2]) < 0.3
             numbers[..., -1] += 0.1  # no row is 0 everywhere
             numbers = numbers.to(torch.promote_types(dtype, torch.float32))
             q, other = numbers / numbers.sum(-1, keepdim=True)
-            p = torch.lerp(q, other, random.choice([0, 0.5]))
-            drafted = torch.randint(V, (B, k))
+            p = torch.lerp(q, other, apart)
+            drafted = q[:, :k].flatten(0, 1).multinomial(1).view(B, k)
+            impossible = torch.where(q > 0, 0, p).argmax(-1)  # q is 0, p as large as can be
+            drafted[::4, 0] = impossible[::4, 0]
             for b, n in enumerate(num_drafts):
                 drafted[b, n:] = -1
                 q[b, n:] = 0
             accepted, token = self.ops.verify(round, p, q, drafted)
             wanted = round.verify(p, q, drafted)
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
+
+    def test_each_draft_is_accepted_by_its_own_number(self):
+        """That of accept_role(j). In text b, p / q of draft b is just below its number, and that of
+        the other drafts is just above theirs."""
+        k = 6
+        round = self.verifying_round([k] * (k + 1), 2, Random(0))
+        roles = torch.tensor([accept_role(j) for j in range(k)])
+        numbers = uniform(mix(round.text_coin().keys ^ roles))  # [k + 1, k]
+        below = torch.eye(k + 1, k, dtype=torch.bool)
+        ratio = torch.where(below, numbers * (1 - 1e-6), numbers * (1 + 1e-6))
+        p, q = torch.zeros(2, k + 1, k + 1, 2)
+        p[:, :k, 0] = ratio
+        p[:, :, 1] = 1 - p[:, :, 0]
+        q[:, :k, 0] = 1
+        accepted, _ = self.ops.verify(round, p, q, torch.zeros(k + 1, k, dtype=torch.int64))
+        assert accepted.tolist() == [*range(k + 1)]
 
     @torch.inference_mode()
     def test_whole_passes_and_all_drafts_of_a_round(self):

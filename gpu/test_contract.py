@@ -58,6 +58,7 @@ class TestRecordings(Contract):
     test_sampling = None
     test_forbidden_tokens = None
     test_verifying = None
+    test_each_draft_is_accepted_by_its_own_number = None
     test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)
