@@ -545,7 +545,8 @@ class Contract:
                 wanted[row] += torch.tensor(bias, dtype=dtype)
             wide = torch.zeros(B, V + 3, dtype=dtype)  # rows that are apart
             wide[:, :V] = logits
-            for x in (logits, wide[:, :V]):
+            by_column = logits.T.contiguous().T
+            for x in (logits, wide[:, :V], by_column):
                 got = self.ops.forbid(x, rows, masks)
                 assert got.data_ptr() == x.data_ptr()
                 torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
