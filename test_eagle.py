@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batcher import Batcher
-from checkpoint.eagle import EagleConfig
+from checkpoint.eagle import EagleConfig, is_eagle
 from conftest import random_llama
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
@@ -24,8 +24,9 @@ from paged import PagedCache
 from proof import distance, enumerate_law
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
-from sampling import probabilities
+from sampling import Setting, probabilities
 from speculative import Round
+from test_kernels import num_found
 from test_speculative import Kind, PaddedCoin, new_tokens, play
 
 LAYERS = (1, 0)  # whose inputs the head reads: not in their order
@@ -193,23 +194,33 @@ def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout):
     drafted = range(261) if flags.get("has_offsets") is False else range(0, 261, 2)
     plain = random_head(target, drafted, **flags)
     folder = write_head(tmp_path / "head", plain, layout)
+    assert is_eagle(folder) and not is_eagle(tmp_path)
     head = EagleHead.load_for(folder, target)
+    assert head.logits(torch.zeros(1, 24, dtype=torch.float64)).isfinite().all()
     check_drafts(head, plain, target)
 
 
 def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
+    """The prompt takes 3 steps; the last of them also makes a token. No other text finds a block
+    that holds the 0 of a draft."""
     cache = PagedCache.of(target, 20, 4, draft_layers=1)
     drafter = EagleDrafter(head, cache)
     runner = ModelRunner(target, cache, target.config.vocab_size, drafter, budget=6)
     chosen = Settings(1.0, seed=3, max_tokens=20, gamma=3)
-    request = Request(list(range(40, 53)), chosen)
+    request = Request(list(range(40, 56)), chosen)
     runner.open(request)
+    num_steps = 0
     while not request.finish_reason:
         if len(request.tokens) > request.num_prompt_tokens:
+            placeholders = request.tokens[:-1] + [0] * 9
+            found = num_found(cache, placeholders)
             drafted, q = proposed(runner, request, 4)
+            assert num_found(cache, placeholders) == found
             logits = plain_chain(plain, target, request.tokens, drafted)
             assert (q - logits.softmax(-1)).abs().max() < 1e-6  # angles are float32
         runner.step([runner.schedule(request)])
+        num_steps += 1
+        assert len(request.rounds) == max(0, num_steps - 2)
     assert max(stats.num_drafts for stats in request.rounds) == 3
 
 
@@ -290,6 +301,7 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
         alone = Request(request.tokens[: request.num_prompt_tokens], request.settings, (7,))
         list(Batcher(plain, 1).run([alone]))
         assert request.tokens == alone.tokens
+    assert not runner.drafter.newest
 
 
 def check_texts(pair) -> None:
@@ -385,6 +397,58 @@ def test_planted_bugs_are_caught(pair, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize("after, stays", [("propose", True), ("observe", False)])
+def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after, stays):
+    """The newest row stays if it is still the row of the text's last token that was read."""
+    target, head = pair
+    cache = PagedCache.of(target, 20, 4, draft_layers=1)
+    drafter = EagleDrafter(head, cache)
+    runner = ModelRunner(target, cache, target.config.vocab_size, drafter)
+    request = Request([1, 2, 3, 4], Settings(0.0, seed=0, max_tokens=9, gamma=3))
+    runner.open(request)
+    runner.step([runner.schedule(request)])
+    right = getattr(EagleDrafter, after)
+
+    def interrupted(self, *arguments):
+        right(self, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EagleDrafter, after, interrupted)
+        runner.step([runner.schedule(request)])
+    assert (request in drafter.newest) == stays
+    check_rows(runner, [request], head)
+    while not request.finish_reason:
+        runner.step([runner.schedule(request)])
+        assert drafter.newest[request].length == cache.length(request.seq)
+        check_rows(runner, [request], head)
+
+
+class LikeAGPU(Ops):
+    """Logits that are not finite are told by token −1, because a GPU would have to wait."""
+
+    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+        return probabilities(logits, **settings)
+
+    def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
+        return torch.where(probs.isnan().any(-1), -1, super().pick(probs, streams))
+
+
+def test_drafts_that_are_not_finite_are_told():
+    """Neither the head nor the target looks up token −1."""
+    target = random_llama(1, ops=LikeAGPU())
+    head = random_head(target)
+    head.norm.fill_(torch.nan)
+    cache = KVCache.of(target, 20, 2, draft_layers=1)
+    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    requests = []
+    for seed in range(2):
+        requests.append(Request([1, 2, seed], Settings(1.0, seed=seed, max_tokens=9, gamma=3)))
+    with pytest.raises(UserError, match="not finite"):
+        play(runner, requests)
+    assert all(len(request.tokens) == 4 for request in requests)
 
 
 # ---- The law
@@ -520,6 +584,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pai
     damaged = [
         (tensors | {"d2t": offsets + 200}, "d2t"),
         (tensors | {"d2t": -torch.arange(len(offsets))}, "d2t"),
+        (tensors | {"d2t": offsets - (offsets == 0).long()}, "d2t"),  # token 0 becomes −1
         (tensors | {"d2t": offsets.int()}, "d2t"),
         (tensors | {"layers.1.mlp.weight": offsets.clone()}, "no place"),
         ({name: x for name, x in tensors.items() if name != "fc.weight"}, "fc.weight"),
@@ -529,3 +594,9 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pai
         save_file(changed, folder / "model.safetensors")
         with pytest.raises(UserError, match=message):
             EagleHead.load_for(folder, target)
+
+
+def test_layers_where_the_config_names_none_are_those_of_the_authors():
+    target = random_llama(1).config
+    unnamed = replace(random_head(random_llama(1)).eagle, feature_layers=None)
+    assert unnamed.layers_of(replace(target, num_hidden_layers=32)) == (2, 16, 29)

@@ -161,7 +161,12 @@ def test_drafts_without_c_and_of_no_request_are_made_one_by_one(monkeypatch):
 
 
 def head_round(
-    head: EagleHead, one_call: bool, k: int, coupled: bool, temperature: float | None
+    head: EagleHead,
+    one_call: bool,
+    k: int,
+    coupled: bool,
+    temperature: float | None,
+    V: int = SMALL["vocab_size"],
 ) -> list[torch.Tensor]:
     """Rows of two texts, then k drafts of the first -> all that this computes and stores."""
     cache = PagedCache.of(head.target, 20, 4, draft_layers=1, prefix_caching=False)
@@ -177,7 +182,6 @@ def head_round(
     generator = torch.Generator().manual_seed(1)
     f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
     request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20))
-    V = head.eagle.layer.vocab_size
     round = Round([request], [k], V, head.device, torch.float32, coupled=coupled)
     native_model = CPU.native_model if one_call else lambda *_: None
     with (
@@ -210,3 +214,13 @@ def test_a_head_in_one_call_is_that_operation_by_operation(flags):
             torch.testing.assert_close(x, wanted, atol=1e-4, rtol=1e-4)
         num_different += len(set(made[0][0].tolist()))
     assert num_different > 9  # not one token all the time
+
+
+@torch.inference_mode()
+def test_a_head_that_drafts_the_first_token_of_the_padding_writes_no_other_row():
+    """Its tokens are 1 to 250, and the vocabulary has 250."""
+    head = random_head(scaled_llama(), range(1, 251), dtype=torch.float32).pack_weights()
+    drafted, *_, q = head_round(head, True, 3, False, 1.0, 250)
+    wanted_drafted, *_, wanted_q = head_round(head, False, 3, False, 1.0, 250)
+    assert torch.equal(drafted, wanted_drafted) and not q[0, :, 0].any()
+    torch.testing.assert_close(q, wanted_q, atol=1e-4, rtol=1e-4)
