@@ -16,7 +16,7 @@ from errors import UserError
 from gamma import ALIKE, MEASURED, TRIAL
 from generate import Engine, Model, load_draft
 from kernels import Ops
-from kvcache import KVCache
+from kvcache import CacheFull, KVCache
 from paged import PagedCache
 from proof import Walk, distance, enumerate_law
 from request import Request, RoundStats, Settings
@@ -229,10 +229,14 @@ def test_draft_that_lags_catches_up_in_chunks():
     request = Request([1] * 5, Settings(1.0, seed=3, max_tokens=60))
     wanted = iter([0] * 29 + [2] * 40)  # for the second round, the third, ...
     runner.auto_gamma.choose = lambda batch_size: next(wanted)
+    timed = []
+    runner.auto_gamma.observe = lambda num_drafts, *_: timed.append(num_drafts[0])
     play(runner, [request])
     assert new_tokens(request) == (1,) * 60
     assert sizes(runner.drafter.llama)[:5] == [10, 10, 10, 8, 1]
-    assert [stats.num_drafts for stats in request.rounds][30:35] == [0, 0, 0, 2, 2]
+    num_drafts = [stats.num_drafts for stats in request.rounds]
+    assert num_drafts[30:35] == [0, 0, 0, 2, 2]
+    assert timed == num_drafts[1:30] + num_drafts[33:]  # not the prompt's, nor those that catch up
 
     request = Request([1] * 5, Settings(1.0, seed=3, max_tokens=60, gamma=2))
     runner = scripted_runner([1] * 90, [1] * 90, budget=10)
@@ -326,6 +330,18 @@ def test_logprobs_are_those_of_a_plain_pass(pair, coupled):
     assert requests[0].finish_reason == "stop"
     origins = {origin for request in requests for origin in request.origins}
     assert origins == {"plain", "accepted", "corrected", "bonus"}
+
+
+def test_logprobs_beside_a_grammar_are_those_of_the_model(pair):
+    """Not those of the logits that are masked."""
+    pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+    requests = []
+    for gamma in (0, 3):
+        requests.append(pair_request(pair, PROMPTS[0], logprobs=2, gamma=gamma, regex="[ab]*"))
+    play(pair_runner(pair, 2), requests)
+    for request in requests:
+        assert {*new_tokens(request)} <= {*b"ab", *request.eos_token_ids}
+        check_logprobs(pair[0], request)
 
 
 @pytest.mark.parametrize("where", ["target", "draft"])
@@ -432,6 +448,16 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
     item = runner.schedule(request)
     assert runner.num_pending(request) == 20 and not item.samples
     assert item.num_tokens == item.num_catch_up == 8
+
+
+def test_a_request_that_the_targets_cache_refuses_takes_no_room_in_the_drafts():
+    drafter = ModelDrafter(COPY, KVCache(1, 1, 1, 20, 3, dtype=torch.float64))
+    runner = ModelRunner(TARGET, KVCache(1, 1, 1, 20, 1, dtype=torch.float64), 3, drafter)
+    first, second = (Request([1, 2], Settings(seed=seed)) for seed in range(2))
+    runner.open(first)
+    with pytest.raises(CacheFull):
+        runner.open(second)
+    assert drafter.seqs.keys() == {first}
 
 
 # ---- Several tokens in one look
