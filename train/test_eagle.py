@@ -11,7 +11,18 @@ from kernels import Ops
 from test_eagle import plain_chain, random_head
 from train import eagle, quantize
 from train.distill import Hyperparameters
-from train.eagle import DECAY, HeadTraining, Text, batches, losses, new_head, teach, unroll
+from train.eagle import (
+    DECAY,
+    HeadTraining,
+    Text,
+    batches,
+    commonest,
+    evaluate_head,
+    losses,
+    new_head,
+    teach,
+    unroll,
+)
 
 TEXTS = [Text([5, 9, 200, 7, 7, 3, 100, 41, 6], 4), Text([8, 8, 1, 2, 30, 4], 0)]
 
@@ -27,7 +38,7 @@ def test_unrolled_steps_are_the_chain_of_drafts():
     target = random_llama(1, ops=Ops())
     head = random_head(target)
     plain = random_head(target)
-    (batch,) = batches(TEXTS, 2)
+    (batch,) = batches([*TEXTS, Text([1] * 20, 0)], 2)  # the third is left over
     tokens = batch.tokens
     assert tokens.tolist()[0][6:] == [-1] * 3
     features, log_p = teach(head, batch)
@@ -82,11 +93,42 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
     going_on = training(decay=1.0)
     going_on.resume(tmp_path / "training.pt")
     going_on.run(tmp_path / "training.pt")
+    start = training(decay=1.0).student.named_tensors()
     for name, tensor in whole.student.named_tensors().items():
         assert torch.equal(tensor, going_on.student.named_tensors()[name])
+        assert torch.equal(tensor, start[name]) == (name == "d2t")  # all weights learn
     alone = training(overlap=0.0)
     assert abs(alone.loss(alone.batch()).item() - first) < 1e-6
     assert whole.loss(whole.batch()).item() < first
+
+
+def test_every_epoch_has_all_batches_in_an_order_of_its_own():
+    run = training()
+    n = len(run.texts)
+    orders = []
+    for epoch in range(3):
+        order = []
+        for i in range(n):
+            run.steps = epoch * n + i
+            order.append(int(run.batch().tokens[0, 0]))
+        orders.append(order)
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_the_commonest_tokens_are_in_the_order_of_their_ids():
+    texts = [Text([7, 3, 3, 9], 0), Text([9, 9, 5, 3, 7], 2)]
+    assert commonest(texts, 12, 3).tolist() == [3, 7, 9]
+    assert commonest(texts, 12, 6).tolist() == [0, 1, 3, 5, 7, 9]
+
+
+def test_a_draft_counts_if_those_before_it_are_accepted(monkeypatch):
+    """By the means of two batches: 1 + 0.5 + 0.5 · 0.4."""
+    head = training().student
+    alphas = iter([[0.4, 0.3], [0.6, 0.5]])
+    monkeypatch.setattr(eagle, "losses", lambda *_: ([], list(map(torch.tensor, next(alphas)))))
+    said = evaluate_head(head, batches(TEXTS, 1), 2)
+    assert said == "acceptance 0.500 0.400; tokens a round of 2 drafts: 1.70"
 
 
 def test_products_in_bfloat16_give_almost_the_same_losses():
