@@ -266,6 +266,20 @@ def test_no_text_merges_into_a_control_token(tmp_path):
     assert tok.encode("<s>") == [vocab[SPACE], 900, 901]
 
 
+def test_a_piece_with_a_space_behind_a_letter_merges_across_words(tmp_path):
+    """Though it is the only one."""
+    pieces = [*SPECIALS, *BYTES, SPACE, "a", "b", f"a{SPACE}"]
+    vocab = {text: id for id, text in enumerate(pieces)}
+    content = tokenizer_json("none", vocab=vocab, merges=[["a", SPACE]])
+    assert load(tmp_path, content).encode("a b") == [vocab[f"a{SPACE}"], vocab["b"]]
+
+
+def test_of_a_field_that_is_there_twice_the_last_value_counts(tmp_path):
+    piece = field(1, b"<first>") + field(1, b"<last>") + field(3, 1) + field(3, 4)
+    tok = load(tmp_path, tokenizer_model() + field(1, piece))
+    assert tok.encode("<last>") == [len(vocabulary())]
+
+
 def test_tokens_and_names_may_stand_in_files_of_their_own(tmp_path):
     """added_tokens.json, special_tokens_map.json; null is as if it were left out."""
     id = len(vocabulary())

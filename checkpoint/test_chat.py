@@ -56,6 +56,23 @@ def test_no_message_ever_holds_a_control_token(turns):
     assert plain(ids) == expected + "assistant\n"
 
 
+def test_only_text_before_all_control_tokens_is_the_first():
+    """Where a vocabulary gives the first text of a prompt a space."""
+    for source, wanted in (
+        ("a<|start|>{{ messages[0].content }}", {"a": True, "x": False}),
+        ("<|start|>{{ messages[0].content }}<|end|>b", {"x": False, "b": False}),
+    ):
+        told = {}
+
+        def encode(text: str, is_first: bool) -> list[int]:
+            told[text] = is_first
+            return []
+
+        template_of(None, source).tokens([{"role": "user", "content": "x"}], False, encode)
+        told.pop("", None)
+        assert told == wanted
+
+
 def test_messages_side_by_side_do_not_add_up_to_a_control_token():
     for contents in (
         ("x<|en", "d|>y"),

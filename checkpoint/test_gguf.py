@@ -159,6 +159,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path, version, alignment):
         assert info.offset % alignment == 0 and info.type == name.split()[0]
 
 
+def test_the_padding_behind_a_header_of_any_length(tmp_path):
+    for n in range(32):
+        file = write(tmp_path / f"{n}.gguf", [("key", string("a" * n))], [("a", SMALL)])
+        assert GGUF.open(file).read("a").tolist() == [1, 2, 3]
+
+
 def test_a_tensor_is_mapped_and_let_go(tmp_path):
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(str(file))
@@ -216,6 +222,13 @@ def test_a_split_is_one_model(tmp_path):
         assert opened.metadata.items() >= EXPECTED.items()
         assert [info.file for info in opened.tensors.values()] == files[1:]
         assert opened.read("tensor 2").tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1])  # 0: a split that was merged
+def test_a_split_of_one_file_may_have_any_name(tmp_path, count):
+    metadata = [("split.count", number("H", count))]
+    file = write(tmp_path / "merged.gguf", metadata, [("a", SMALL)])
+    assert GGUF.open(file).read("a").tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +309,7 @@ def array(type: int, count: int, data: bytes = b"") -> bytes:
         (with_tensor("Q2_K", [256], 84), "b has type Q2_K; it must be one of F32, .*, Q6_K"),
         (with_tensor("F64", [1], 8), "b has type F64; it must be one of F32"),
         (with_tensor("F32", [1], 8, number=4), "b has type 4; it must be one of F32"),
+        (with_tensor("F32", [1], 8, number=len(TYPES)), "has type 31; it must be one of F32"),
         (with_tensor("F32", [1], 8, number=2**32 - 1), "has type 4294967295; it must be one of"),
         (with_tensor("Q8_0", [8, 33], 272), "rows of 33 weights; of Q8_0 .* a multiple of 32"),
         (with_tensor("Q6_K", [2, 128], 210), "rows of 128 weights; of Q6_K .* a multiple of 256"),

@@ -109,13 +109,14 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
 
 
 MIXED = {"v_proj": "Q6_K", "gate_proj": "Q4_K", "down": "Q5_0", "embed": "Q6_K", "": "Q4_K"}
+NOT_WHOLE = {"v_proj": "Q4_1", "": "Q4_0"}  # zeros of a part of a product are no whole numbers
 HALF = {"0.self_attn.k": "F16", "": "Q8_0"}  # a product of which a part is not quantized
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
     "types",
-    [*({"": type} for type in (*BLOCK_FORMATS, *PLAIN)), MIXED, HALF],
+    [*({"": type} for type in (*BLOCK_FORMATS, *PLAIN)), MIXED, NOT_WHOLE, HALF],
     ids=str,
 )
 def test_logits_are_those_of_the_stored_numbers(tmp_path, types, is_tied):
@@ -138,15 +139,31 @@ def quantized_matrices(file: Path) -> list[Any]:
     return [linear for linear in linears if not isinstance(linear.weight, Tensor)]
 
 
+def tensors_of(file: Path) -> list[tuple[str, Stored]]:
+    """To be written again."""
+    gguf = GGUF.open(file)
+    tensors = []
+    for name, info in gguf.tensors.items():
+        tensors.append((name, Stored(info.type, list(info.shape), raw(gguf.read(name)))))
+    return tensors
+
+
+def test_a_file_that_names_no_kv_heads_has_as_many_as_query_heads(tmp_path):
+    file = tmp_path / "model.gguf"
+    wanted = write_model(file, {"": "F32"}, num_key_value_heads=8)(torch.arange(30))
+    metadata = settings_of(SHAPE)
+    del metadata["llama.attention.head_count_kv"]
+    write(file, list(metadata.items()), tensors_of(file))
+    logits = Llama.load(file, "cpu", torch.float64)(torch.arange(30))
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_frequencies_are_divided_as_the_file_says(tmp_path):
     """By linear scaling, under each of its names; by numbers of each pair; by both."""
     file = tmp_path / "model.gguf"
     write_model(file, {"": "F32"})
     plain = Llama.load(file, "cpu").frequencies
-    gguf = GGUF.open(file)
-    tensors = []
-    for name, info in gguf.tensors.items():
-        tensors.append((name, Stored(info.type, list(info.shape), raw(gguf.read(name)))))
+    tensors = tensors_of(file)
     ones = torch.ones(16)
     factors = torch.rand(16) + 1
     four = number("f", 4.0)
@@ -165,6 +182,12 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path):
             write(file, list((settings_of(SHAPE) | metadata).items()), stored)
             divided = Llama.load(file, "cpu").frequencies
             torch.testing.assert_close(divided * pairs.repeat(2) * divisor, plain)
+    for wrong in (0.0, -1.0, 1e7, torch.nan):
+        factors[5] = wrong
+        damaged = ("rope_freqs.weight", Stored("F32", [16], raw(factors)))
+        write(file, list(settings_of(SHAPE).items()), [damaged, *tensors])
+        with pytest.raises(UserError, match="must hold 16 numbers between 0.1 and 1e6"):
+            Llama.load(file, "cpu")
 
 
 def test_a_sliding_window_is_the_longest_text(tmp_path):
@@ -262,6 +285,8 @@ def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
     for sample in ("the cat  sat", " naïve é😀", "", "</s>"):
         assert tok.prompt(sample) == wanted.prompt(sample) == [1, *tok.encode(sample)]
     assert tok.chat([{"role": "user", "content": "the"}]) == [1, *tok.encode("the")]
+    unused = Tokenizer.load(spm_gguf(tmp_path / "unused.gguf", {"bm": 5}))
+    assert unused.encode("mbm") == tok.encode("mbm")  # b and m do not merge
     no_bos = {"tokenizer.ggml.add_bos_token": number("?", False)}
     unspaced = {"tokenizer.ggml.add_space_prefix": number("?", False)}
     plain = Tokenizer.load(spm_gguf(tmp_path / "b.gguf", **no_bos, **unspaced))
