@@ -224,3 +224,15 @@ def test_a_head_that_drafts_the_first_token_of_the_padding_writes_no_other_row()
     wanted_drafted, *_, wanted_q = head_round(head, False, 3, False, 1.0, 250)
     assert torch.equal(drafted, wanted_drafted) and not q[0, :, 0].any()
     torch.testing.assert_close(q, wanted_q, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_logits_of_a_head_that_are_not_finite_are_refused():
+    head = random_head(scaled_llama(), dtype=torch.float32).pack_weights()
+    head.norm.fill_(torch.nan)
+    # What lies in memory before the head's tokens is a token, too: C must not read it.
+    head.tokens = torch.cat((torch.tensor([5]), head.tokens))[1:]
+    for temperature in (0, 1.0):
+        for coupled in (False, True):
+            with pytest.raises(ValueError, match="not finite"):
+                head_round(head, True, 3, coupled, temperature)
