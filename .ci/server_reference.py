@@ -275,12 +275,13 @@ class Crowd:
         chunked = begin + "Transfer-Encoding: chunked\r\n\r\n0\r\n"
         async with Connection(self.port) as connection:
             connection.writer.write(self.random.choice([begin, chunked]).encode())
-            for _ in range(200):
-                connection.writer.write(b"X: " + b"a" * 10_000 + b"\r\n")
-                with suppress(ConnectionError):
-                    await connection.writer.drain()
             with suppress(ConnectionError):
-                self.expect("endless", await connection.status() in (0, 431), "no 431")
+                for _ in range(200):
+                    connection.writer.write(b"X: " + b"a" * 10_000 + b"\r\n")
+                    await connection.writer.drain()
+                    await asyncio.sleep(0.01)
+                self.expect("endless", False, "2 MB were read")
+            self.done["endless"] += 1
 
     async def silent(self) -> None:
         """Nothing, half a head, or a body in chunks that does not end."""
@@ -557,7 +558,7 @@ def main() -> int:
         programs = programs.parent
     model = Model.load("tiny", "cpu", torch.float64)
     wanted = {}
-    for i, max_tokens in enumerate([4, 12, 30, 60, 100, 150] * 4):
+    for i, max_tokens in enumerate([4, 12, 30, 60, 100, 150] * 2):
         prompt = f"{OPENINGS[i % 6]}{' and' * (i // 6)}"
         for name, rule in RULES.items():
             follows = {"schema" if kind == "json" else kind: value for kind, value in rule.items()}
