@@ -25,7 +25,13 @@ from checkpoint.bytelevel import GPT2_SPLIT, alphabet, compile_split
 from errors import UserError
 
 END = "<|endoftext|>"
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+FILES = (  # of a tokenizer, byte-level or SentencePiece's
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 Pair = tuple[bytes, bytes]
 
 

@@ -95,8 +95,12 @@ def test_the_folder_has_what_the_model_had(tmp_path):
     folder = write_model(
         tmp_path / "plain", template="{{ messages }}", generation={"temperature": 0.5}
     )
+    files = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    others = ["tokenizer.model", "added_tokens.json", "chat_template.jinja"]  # of other makers
+    for name in others:
+        (folder / name).write_text(name)
     run(folder, "--bits", 4, "--out", tmp_path / "out")
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for file in files + others:
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     recipe = dict(
