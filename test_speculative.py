@@ -375,6 +375,8 @@ def test_verify_follows_p_and_accepts_the_overlap(data, V, k):
 
 
 def test_verify_survives_a_residual_without_mass():
+    """And takes one with little mass for what it is."""
+
     class Rejects:
         """Picks what is most probable."""
 
@@ -388,6 +390,8 @@ def test_verify_survives_a_residual_without_mass():
     p = torch.tensor([[[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]])
     accepted, token = verify(p, p, torch.tensor([[1]]), Rejects())  # q = p
     assert accepted.tolist() == [0] and token.tolist() == [1]
+    q = p + torch.tensor([-1e-6, 1e-6, 0.0])
+    assert verify(p, q, torch.tensor([[1]]), Rejects())[1].tolist() == [0]
 
 
 def test_roles_that_share_numbers_change_the_law():
@@ -479,6 +483,17 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
     assert round.text_coin().pick(probs).tolist() == picks(keys, probs)
 
 
+def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
+    """In 16 bits they would be others, and the text would not follow the target."""
+    for dtype, kept in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        round = Round([Request([1], Settings(seed=0))], [2], 5, CPU, dtype)
+        assert round.empty_drafts()[1].dtype == kept
+
+
 def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatch):
     """A new setting needs a line in SETTINGS and one in Settings; a backend may not know it."""
     asked = {}
@@ -496,8 +511,8 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
 
     round_of(Settings(0.5), Settings(0.5))
     assert asked == {"temperature": 0.5}
-    round_of(Settings(0.5, top_k=2), Settings(1.0))
-    assert asked["temperature"].tolist() == [0.5, 1.0]
+    round_of(Settings(0.7, top_k=2), Settings(1.0))
+    assert asked["temperature"].tolist() == [0.7, 1.0]  # to the bit, as for a text alone
     assert asked["top_k"].tolist() == [2, 0] and len(asked) == 2  # 0: keeps all
     monkeypatch.setitem(SETTINGS, "coming", 1.0)
     monkeypatch.setitem(RULES, "coming", (0, 1, "between 0 and 1"))

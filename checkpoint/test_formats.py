@@ -111,7 +111,10 @@ def gptq(draws: random.Random, N: int, K: int, how: dict[str, Any], order: list[
             put(qweight, (k // per, n), q[n][k], bits, k % per)
         for m in range(M):
             put(qzeros, (m, n // per), zero[n][m], bits, n % per)
-    if how.get("checkpoint_format") != "gptq_v2":  # a zero of 0 borrows from the next
+    if "gptq_v2" not in (
+        how.get("checkpoint_format"),
+        how.get("format"),
+    ):  # a zero of 0 borrows from the next
         qzeros = (qzeros - sum(1 << bits * field for field in range(per))) % 2**32
     return dict(
         qweight=signed(qweight),
@@ -464,7 +467,24 @@ def add(folder: Path, suffix: str, beside: str, new: Any) -> None:
     save_file(tensors | written, folder / "model.safetensors")
 
 
+def configure(folder: Path, setting: str, new: str) -> None:
+    """Put `new` in the place of a setting in config.json."""
+    config = (folder / "config.json").read_text()
+    assert config.count(setting) == 1
+    (folder / "config.json").write_text(config.replace(setting, new))
+
+
 ODD: list[tuple[Any, Any]] = [
+    (settings_of("gptq", 4, 16, format="gptq_v2"), lambda f: None),
+    (settings_of("gptq", 4, 16), lambda f: configure(f, '"sym": false, ', "")),
+    (
+        settings_of("compressed-tensors", 4, 16, True),
+        lambda f: configure(f, '"symmetric": true, ', ""),
+    ),
+    (
+        settings_of("compressed-tensors", 4, 16, True, True),
+        lambda f: configure(f, '"actorder": "group"', '"actorder": "dynamic"'),
+    ),
     (settings_of("gptq", 4, 16), lambda f: change(f, "g_idx", None)),
     (settings_of("gptq", 4, -1, ordered=True), lambda f: None),
     (
@@ -504,6 +524,12 @@ def recipe(**more: Any) -> dict[str, Any]:
     how = settings_of("compressed-tensors", 4, 8)
     how["config_groups"]["group_0"]["weights"] |= more
     return how
+
+
+def inputs_of(sym: bool = True, **more: Any) -> dict[str, Any]:
+    """compressed-tensors in INT8, with other settings of its inputs."""
+    inputs = IN8 | more
+    return settings_of("compressed-tensors", 8, -1, sym, format="int-quantized", inputs=inputs)
 
 
 GPTQ4 = settings_of("gptq")
@@ -552,6 +578,15 @@ NOT_HONOURED: list[tuple[Any, str]] = [
     (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
     (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"),
     (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
+    (CT4 | dict(config_groups=dict(a={}, b={})), "it must be one recipe for all layers"),
+    (
+        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], output_activations=IN8))),
+        "output_activations is",
+    ),
+    (
+        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], format="int-quantized"))),
+        "format is 'int-quantized'; it must be None or 'pack-quantized'",
+    ),
     (
         CT4 | dict(config_groups=dict(W4A16=["Linear"])),
         "config_groups is ['Linear']; it must be an object",
@@ -574,28 +609,11 @@ NOT_HONOURED: list[tuple[Any, str]] = [
         settings_of("compressed-tensors", 4, 8, inputs=IN8),
         "need weights of 8 bits that are symmetric and not packed",
     ),
-    (
-        settings_of(
-            "compressed-tensors",
-            8,
-            -1,
-            True,
-            format="int-quantized",
-            inputs=IN8 | dict(dynamic=False),
-        ),
-        "dynamic is False",
-    ),
-    (
-        settings_of(
-            "compressed-tensors",
-            8,
-            -1,
-            True,
-            format="int-quantized",
-            inputs=IN8 | dict(symmetric=False),
-        ),
-        "symmetric is False",
-    ),
+    (inputs_of(dynamic=False), "dynamic is False"),
+    (inputs_of(symmetric=False), "symmetric is False"),
+    (inputs_of(num_bits=4), "num_bits is 4"),
+    (inputs_of(strategy="tensor"), "strategy is 'tensor'"),
+    (inputs_of(sym=False), "need weights of 8 bits that are symmetric and not packed"),
     (
         settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8),
         "type is 'int'; it must be 'float'",

@@ -4,11 +4,14 @@ import pytest
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
-from checkpoint.hub import ALIASES, UNWANTED, WANTED, find_model
+from checkpoint.hub import ALIASES, find_model
 
 
-def test_a_folder_is_found_as_it_is(tmp_path):
+def test_a_folder_is_found_as_it_is_from_anywhere(tmp_path, monkeypatch):
     assert find_model(tmp_path) == tmp_path == find_model(str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert find_model(f"~/{tmp_path.name}") == tmp_path
+    monkeypatch.chdir(tmp_path)
     assert (find_model("tiny") / "config.json").is_file()
 
 
@@ -33,14 +36,15 @@ def test_what_the_hub_refuses_is_one_line_with_a_way_out(monkeypatch):
         (RuntimeError("connection\nbroke"), r"refuses it \(RuntimeError: connection broke\)"),
         (bare(errors.HfHubHTTPError), "go online once"),
     ):
+        for of_cache in (errors.LocalEntryNotFoundError("not cached"), refusal):
 
-        def refuse(repository, local_files_only=False, refusal=refusal, **how):
-            raise errors.LocalEntryNotFoundError("not cached") if local_files_only else refusal
+            def refuse(repository, local_files_only=False, **how):
+                raise of_cache if local_files_only else refusal
 
-        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-        with pytest.raises(FileNotFoundError, match=says) as error:
-            find_model("owner/name")
-        assert "\n" not in str(error.value) and "owner/name" in str(error.value)
+            monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+            with pytest.raises(FileNotFoundError, match=says) as error:
+                find_model("owner/name")
+            assert "\n" not in str(error.value) and "owner/name" in str(error.value)
 
 
 def test_an_alias_fetches_its_repository_and_an_offline_cache_works(monkeypatch, tmp_path):
@@ -60,7 +64,7 @@ def test_an_alias_fetches_its_repository_and_an_offline_cache_works(monkeypatch,
     assert asked[-2:] == [(ALIASES["8B"], False), (ALIASES["8B"], True)]
 
 
-def test_only_what_is_needed_is_fetched():
+def test_only_what_is_needed_is_fetched(monkeypatch, tmp_path):
     needed = [
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -79,5 +83,12 @@ def test_only_what_is_needed_is_fetched():
         "pytorch_model.bin",
         "README.md",
     ]
-    fetched = filter_repo_objects(needed + others, allow_patterns=WANTED, ignore_patterns=UNWANTED)
-    assert list(fetched) == needed
+    fetched = []
+
+    def download(repository, **how):
+        fetched.extend(filter_repo_objects(needed + others, **how))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_model("owner/name") == tmp_path
+    assert fetched == needed

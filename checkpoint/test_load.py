@@ -11,10 +11,12 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from conftest import SMALL, peak, write_model
+from eagle import EagleHead
 from errors import UserError
 from kernels import ops_for
 from model import Llama
 from quant import Quantized, quantize
+from test_eagle import random_head, write_head
 
 
 def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
@@ -111,6 +113,11 @@ def test_weights_larger_than_memory_are_refused_before_any_is_asked_for(tmp_path
     monkeypatch.setattr("checkpoint.load.free_memory", lambda device: needed - 1)
     with pytest.raises(UserError, match="needs 0.0 GB for its weights, and cpu has 0.0 GB free"):
         Llama.load(folder, "cpu", torch.float32)
+    target = Llama(Config(**SMALL))
+    head = write_head(tmp_path / "head", random_head(target))
+    monkeypatch.setattr("checkpoint.load.free_memory", lambda device: 0)
+    with pytest.raises(UserError, match="head needs 0.0 GB for its weights"):
+        EagleHead.load_for(head, target)
 
 
 def test_quantized_weights_are_not_trained_or_quantized_again(tmp_path):

@@ -1,6 +1,8 @@
 """Drafts in one call are those that are made one by one; and where one call cannot make them, they
 are made one by one."""
 
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -117,11 +119,25 @@ def test_drafts_in_one_call_are_those_one_by_one(layout, kind):
 @torch.inference_mode()
 def test_logits_that_are_not_finite_are_refused():
     llama = scaled_llama()
-    llama.norm.fill_(torch.nan)
+    head = random_head(scaled_llama(), dtype=torch.float32).pack_weights()
+    for damaged in (llama, head):
+        damaged.norm.fill_(torch.nan)
     for temperature in (0, 1.0):
         for coupled in (False, True):
             with pytest.raises(ValueError, match="not finite"):
                 drafts(llama, False, coupled=coupled, temperature=temperature)
+            with pytest.raises(ValueError, match="not finite"):
+                head_round(head, True, 2, coupled, temperature)
+
+
+def test_a_model_that_nobody_has_any_more_is_not_kept():
+    llama = scaled_llama()
+    ops = llama.ops
+    assert ops.native_model(llama) is not None
+    gone = weakref.ref(llama)
+    del llama
+    gc.collect()
+    assert gone() is None and not ops._models
 
 
 CASES = [
@@ -168,8 +184,9 @@ def head_round(
     temperature: float | None,
     V: int = SMALL["vocab_size"],
 ) -> list[torch.Tensor]:
-    """Rows of two texts, then k drafts of the first -> all that this computes and stores."""
-    cache = PagedCache.of(head.target, 20, 4, draft_layers=1, prefix_caching=False)
+    """Rows of two texts, then k drafts of the first -> all that this computes and stores. What
+    drafts store is for no other text to find."""
+    cache = PagedCache.of(head.target, 20, 4, draft_layers=1)
     tokens = TEXT + TEXT[:4]
     spans = []
     for text in (TEXT, TEXT[:4]):
@@ -191,7 +208,9 @@ def head_round(
         plain.side_effect = EAGLE_ROWS
         z = head.rows(f, torch.tensor(tokens), cache.stored(spans))
         newest = z[len(TEXT) - 1 :][:1]
+        before = dict(cache.pool.cached)
         drafted, q = head.ops.head_drafts(head, cache, [seq], newest.clone(), round)
+        assert cache.pool.cached == before
     assert plain.called != one_call
     assert cache.length(seq) == len(TEXT) + k - 1
     made = [drafted, z, cache.keys.parts[0][-1], cache.values.parts[0][-1]]

@@ -148,3 +148,7 @@ def test_masks_and_verifying_are_c(monkeypatch):
     drafted = torch.tensor([[1, 2]])
     ops.verify(round, q, q, drafted)
     assert called == ["mask_logits", "verify_drafts"]
+    coupled = Round(round.requests, [2], 5, round.device, coupled=True)
+    accepted, token = ops.verify(coupled, q, None, drafted)  # there is no q
+    wanted = coupled.verify(q, None, drafted)
+    assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
