@@ -182,6 +182,7 @@ def test_the_trial_ends_where_some_texts_find_nothing_to_draft():
         assert auto.choose(4) in (0, TRIAL)
         auto.observe([TRIAL, 0, 0, 0], [0] * 4, 3.0)
     assert auto.choose(4) == 0
+    assert auto.round_seconds(4, 1) == 3.0  # by the mean: TRIAL drafts each would take longer
 
 
 def test_alpha_is_a_mean_over_examined_drafts():

@@ -9,7 +9,7 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from conftest import SMALL
 from errors import UserError
-from kernels import Ops
+from kernels import Linear, Ops
 from model import Llama
 from quant import Quantized, dequantize, quantize, rounded_product, unpack4
 from train import calibrate
@@ -26,6 +26,7 @@ from train.calibrate import (
     next_input,
     observe,
     quantize_model,
+    relative_loss,
     smooth,
     unshared,
 )
@@ -141,6 +142,17 @@ def test_errors_are_those_of_the_output():
     torch.testing.assert_close(errors(w - q, 2 * x.T @ x), (x @ (w - q).T).square().sum(0))
 
 
+def test_a_loss_that_is_told_is_that_of_the_weights_or_of_the_output():
+    x, w = inputs(50, 8, 0, torch.float32), weight(3, 8, 0, torch.float32)
+    small = Linear(quantize(w, 4, 8))
+    off = w - dequantize(*small.weight)
+    for hessian, told in (
+        (None, off.norm() / w.norm()),
+        (2 * x.T @ x, (x @ off.T).norm() / (x @ w.T).norm()),
+    ):
+        assert relative_loss(Linear(w), small, hessian) == pytest.approx(told.item(), rel=1e-4)
+
+
 def test_moments_add_up():
     x, m = inputs(50, 7, 0, torch.float32), Moments(7)
     for part in x.split(13):
@@ -148,6 +160,8 @@ def test_moments_add_up():
     x = x.bfloat16().float()
     torch.testing.assert_close(m.hessian, 2 * x.T @ x)
     torch.testing.assert_close(m.magnitude, x.abs().sum(0))
+    assert torch.equal(m.largest, x.abs().amax(0))  # of all texts, not of the last
+    assert torch.equal(m.sample, torch.cat([part[::8] for part in x.split(13)]))
 
 
 def test_only_4_and_8_bits():

@@ -89,6 +89,14 @@ def test_the_last_steps_raise_alpha_itself(monkeypatch) -> None:
     assert acceptance(p, q - 0.1 * q.grad).mean() > acceptance(p, q).mean()
 
 
+def test_a_share_of_the_steps_is_on_texts_of_the_target() -> None:
+    for share in (0.0, 0.3, 0.5, 1.0):
+        run = training(target=new_model(CONFIG, 3), sampled=share)
+        sampled = [run.corpus(step) is run.sampled for step in range(40)]
+        for tenth in range(0, 40, 10):  # evenly
+            assert sum(sampled[tenth : tenth + 10]) == 10 * share
+
+
 def test_a_model_agrees_with_itself() -> None:
     llama = new_model(CONFIG, 3)
     logits = llama(torch.arange(50))
@@ -229,6 +237,35 @@ def test_from_text_to_a_target_to_a_draft_to_fewer_heads(
     captured = capsys.readouterr()
     assert "going on after step 4" in captured.err and "step     6 of 6" in captured.err
     assert "acceptance" in captured.out
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_what_is_measured_on_is_not_what_is_learned_from(
+    tmp_path: Path, stories: str, base: Path, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """Held-out stories, or texts of the target with other seeds; and flags reach the training."""
+    runs: list[Training] = []
+    measured: list[Corpus] = []
+    monkeypatch.setattr(Training, "run", lambda run, checkpoint: runs.append(run))
+    monkeypatch.setattr(distill, "evaluate", lambda _, text, __: measured.append(text) or {})
+    shares = ["--own", "0.3", "--decay", "0.2", "--overlap", "0.1"]
+    data = [] if tells else ["--data", stories]
+    command = ["--target", str(base), "--out", str(tmp_path / "out"), "--tales", "4", *data]
+    assert distill.main([*command, *SIZES, *SHAPE, *shares]) == 0
+    (run,) = runs
+    assert run.recipe == Hyperparameters(batch=2, length=16, sampled=0.3, decay=0.2, overlap=0.1)
+    assert run.student.config.vocab_size == 261  # the target's: its tokenizer has fewer tokens
+
+    def texts(corpus: Corpus | None) -> set[bytes]:
+        if corpus is None:
+            return set()
+        parts = corpus.tokens.tensor_split(corpus.starts[1:])
+        return {str(part.tolist()) for part in parts if len(part) > 4}
+
+    held_out = texts(measured[0])
+    assert held_out and texts(run.sampled)
+    assert not held_out & (texts(run.text) | texts(run.sampled))
+    assert len(texts(run.text)) == (0 if tells else 22)
 
 
 def test_bad_flags_are_one_line(

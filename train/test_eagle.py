@@ -1,13 +1,17 @@
 """Training a head: the unrolled steps beside the chain of drafts, resuming, the command line."""
 
 import json
+from itertools import count
+from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file
 
 from checkpoint.eagle import is_eagle
 from conftest import random_llama
 from generate import Model, generate
 from kernels import Ops
+from request import Request, Settings
 from test_eagle import plain_chain, random_head
 from train import eagle, quantize
 from train.distill import Hyperparameters
@@ -151,6 +155,9 @@ def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "20 texts" in said and "tokens a round of 3 drafts" in said
     assert is_eagle(out)
+    tensors = load_file(out / "model.safetensors")
+    offsets = tensors["d2t"]  # for other programs: which of the target's tokens are drafted
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], offsets + torch.arange(len(offsets)))
     model = Model.load(base, "cpu", torch.float64)
     options = dict(temperature=0, max_tokens=20)
     text = generate("abc", model, draft=out, gamma=2, **options)
@@ -175,15 +182,42 @@ def test_the_command_makes_a_head_that_drafts(base, tmp_path, capsys):
     assert "line 1" in capsys.readouterr().err
 
 
-def test_autocast_trains_on_plain_weights(base, tmp_path, monkeypatch):
+def test_flags_reach_the_training_and_autocast_trains_on_plain_weights(base, tmp_path, monkeypatch):
     trained = []
+    measured = []
     monkeypatch.setattr(HeadTraining, "run", lambda training, checkpoint: trained.append(training))
-    sizes = "--texts 20 --length 12 --batch 2 --vocab 100 --bits 8"
+    monkeypatch.setattr(eagle, "evaluate_head", lambda _, texts, __: measured.extend(texts))
+    sizes = "--texts 20 --length 12 --batch 2 --vocab 100 --bits 8 --overlap 0.5 --epochs 3"
     command = ["--target", str(base), "--out", str(tmp_path), *sizes.split()]
     assert eagle.main(command) == eagle.main([*command, "--autocast"]) == 0
+    assert trained[0].recipe == Hyperparameters(steps=3 * 9, decay=1.0, overlap=0.5)
+    learned = [batch.tokens.tolist() for batch in trained[0].texts]
+    texts = {str(text) for batch in learned for text in batch}
+    assert len(texts) == 18  # each with a seed of its own
+    assert not texts & {str(text) for batch in measured for text in batch.tokens.tolist()}
     assert [training.autocast for training in trained] == [False, True]
     kinds = [training.student.target.config.quantization for training in trained]
     assert kinds[0] is not None and kinds[1] is None
+
+
+def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch):
+    """A run that is killed loses none."""
+    file = tmp_path / "texts.jsonl"
+    kept = []
+    clock = SimpleNamespace(monotonic=count(0, 30).__next__)  # so that each step is told
+    monkeypatch.setattr(eagle, "time", clock)
+    monkeypatch.setattr(
+        eagle, "say", lambda told: kept.append((told[0], file.read_text().count("\n")))
+    )
+    requests = [Request([1], Settings(1.0, seed=i, max_tokens=3 * i)) for i in range(1, 4)]
+    eagle.tell_texts(Model.load(base), requests, file, 12)
+    assert {*kept} == {("0", 0), ("1", 1), ("2", 2), ("3", 3)}
+
+
+def test_the_vocabulary_of_a_head_is_what_the_target_says_most_often():
+    texts = [Text([7, 7, 7, 2, 5, 5], 0), Text([7, 9, 2, 5], 1)]  # 7: 4 times; 5: 3; 2: 2; 9: 1
+    for size, tokens in ((1, [7]), (2, [5, 7]), (3, [2, 5, 7]), (5, [0, 2, 5, 7, 9])):
+        assert eagle.commonest(texts, 10, size).tolist() == tokens
 
 
 def test_autocast_refuses_quantized_weights_before_texts_are_told(base, tmp_path, capsys):
