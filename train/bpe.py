@@ -4,7 +4,8 @@ Cut the text into pieces (words with the space before them), spell each piece in
 until there are enough tokens: find the pair of neighbours that occurs most often and make it one
 token. The list of these merges, in order, *is* the tokenizer. Of equally frequent pairs the one
 with the larger bytes wins. Equal pieces are stored once, with their count, and a merge changes only
-the pieces that hold its pair.
+the pieces that hold its pair. No two merges make the same token: how the bytes of a token are
+merged does not depend on what stands around them.
 
     Invariant: pairs[a, b] = Σ over distinct pieces of (count of the piece) · (times a, b in it)
 
@@ -53,13 +54,11 @@ def learn(texts: Iterable[str], size: int) -> list[Pair]:
     for i, weight in enumerate(weights):
         add_pairs(i, weight)
     merges = []
-    tokens = set()
-    while pairs and 256 + len(tokens) < size:
+    while pairs and 256 + len(merges) < size:
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         if pairs[best] == 0:
             break
         merges.append(best)
-        tokens.add(b"".join(best))
         for i in holders.pop(best):
             add_pairs(i, -weights[i])
             pieces[i] = merge(pieces[i], best)
@@ -110,7 +109,7 @@ def save_tokenizer(folder: Path, merges: list[Pair]) -> None:
     for pair in merges:
         left, right = ("".join(letters[byte] for byte in token) for token in pair)
         lines.append(f"{left} {right}")
-        vocab.setdefault(left + right, len(vocab))  # two merges can make the same token
+        vocab[left + right] = len(vocab)
     end = dict(id=len(vocab), content=END, special=True, normalized=False)
     end |= dict(single_word=False, lstrip=False, rstrip=False)
     split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
