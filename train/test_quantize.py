@@ -235,6 +235,7 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
     out = ["--out", tmp_path / "out"]
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "letter.txt").write_text("a")
     calibrated = [plain, *out, "--method", "awq", "--data"]
     activations = ["--activations", 8]
     for arguments, says in [
@@ -253,6 +254,7 @@ def test_bad_flags_are_one_line(small, tmp_path, capsys):
         ([*calibrated, tmp_path / "none"], "No such file"),
         ([*calibrated, tmp_path / "bytes.txt"], "bytes.txt cannot be read as UTF-8 text"),
         ([*calibrated, tmp_path / "empty.txt"], "empty.txt holds no text"),
+        ([*calibrated, tmp_path / "letter.txt"], "letter.txt holds no text"),
         ([plain, *out, "--bits", 5], "--bits"),
         ([plain, *out, "--group", 16], "--group"),
     ]:
@@ -341,6 +343,31 @@ def test_pieces_of_a_text_and_of_stories(tmp_path, small):
     train = torch.cat(quantize.pieces(file, tokenizer, 6, 100, calibrate=True))
     assert held_out.tolist() == [57] * 5 + ([256] + [57] * 5) * 3
     assert 57 not in train and 256 in train
+
+
+def test_no_text_is_measured_on_that_was_calibrated_with(tmp_path, small, monkeypatch):
+    """And no longer ones than the model knows; without calibration only what needs none."""
+    file = tmp_path / "stories"
+    file.write_text("<|endoftext|>\n".join(str(i % 10) * 50 for i in range(40)))
+    plain = small / "plain"
+    read = ["--data", file]
+    store = Mock()
+    table = Mock()
+    monkeypatch.setattr(quantize, "store", store)
+    monkeypatch.setattr(quantize.perplexity, "table", table)
+    run(plain, *read, "--method", "smoothquant", "--out", tmp_path / "out")
+    _, _, how, calibration = store.call_args.args
+    assert how == Quantization(8, method="smoothquant", activations=8)
+    held_out = ord("9")  # every tenth story
+    assert held_out not in torch.cat(calibration)
+    for data in ([], read):
+        run(plain, "--table", file, *data)
+        _, texts, calibration, recipes, _ = table.call_args.args
+        tokens = torch.cat(texts)
+        assert len(tokens) == 4 * 51 - 1 and held_out in tokens and ord("8") not in tokens
+        assert max(map(len, texts)) == Config.load(plain).max_position_embeddings == 96
+        methods = {recipe.how.method for recipe in recipes if recipe.how}
+        assert (methods == {"rtn"}) == (not calibration) == (not data)
 
 
 def test_the_size_of_a_model_is_that_of_its_file(small):

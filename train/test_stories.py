@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenizer import Tokenizer
 from train.bpe import END
 from train.stories import Corpus, hold_out, read_stories
 
@@ -26,17 +27,19 @@ def test_stories_are_what_stands_between_ends(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "says", "name"),
     [
-        (b"one story", "1 stories; at least 10"),
-        (b"\xff\xfe", "cannot be read as UTF-8"),
-        (None, "No such file"),
+        (b"one story", "1 stories; at least 10", "a.txt"),
+        (b"\xff\xfe", "cannot be read as UTF-8", "a.txt"),
+        (lzma.compress(b"story" * 99)[:-9], "cannot be read as UTF-8", "a.txt.xz"),  # cut
+        (None, "No such file", "a.txt"),
     ],
+    ids=["few", "no text", "cut", "none"],
 )
 def test_what_is_no_file_of_stories_is_refused(
-    tmp_path: Path, content: bytes | None, says: str
+    tmp_path: Path, content: bytes | None, says: str, name: str
 ) -> None:
-    file = tmp_path / "a.txt"
+    file = tmp_path / name
     if content is not None:
         file.write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=says):
@@ -46,6 +49,12 @@ def test_what_is_no_file_of_stories_is_refused(
 def test_every_tenth_is_held_out() -> None:
     heard, unheard = hold_out(STORIES)
     assert unheard == [STORIES[9], STORIES[19]] and sorted(heard + unheard) == sorted(STORIES)
+
+
+def test_a_corpus_is_stories_with_an_end_after_each(base: Path) -> None:
+    corpus = Corpus.encode(["größe", "b"], Tokenizer.load(base), 256)
+    assert corpus.tokens.tolist() == [*"größe".encode(), 256, *b"b", 256]
+    assert corpus.bytes == 8 and corpus.starts.tolist() == [0, 8, 10]
 
 
 def test_crops_depend_on_the_step_alone_and_lie_in_the_text() -> None:
@@ -71,6 +80,9 @@ def test_half_of_the_crops_begin_a_story() -> None:
 
 
 def test_windows_predict_each_token_once() -> None:
+    assert torch.equal(TEXT.windows(16, 3), TEXT.windows(16, 1000)[:3])
+    short = Corpus(torch.arange(16), 256)
+    assert torch.equal(short.windows(16, 3), torch.arange(16)[None])
     windows = TEXT.windows(16, 1000)
     assert (
         torch.equal(windows[:, 1:].flatten(), TEXT.tokens[1 : 1 + 16 * len(windows)])
