@@ -10,10 +10,13 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.launch import handle_signal, read_once, waiting_signals
+from app.launch import follow, handle_signal, joined, others, read_once, waiting_signals
 from app.shell import handled
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
-from conftest import ROOT, SMALL, write_model
+from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
 from generate import Engine, Model, load_draft
 from kernels import ops_for
@@ -48,6 +51,7 @@ QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
 def work(rank: int, folder: str, calls: Connection) -> None:
     """Call what is sent, in a group of the first n processes, until the connection is closed."""
     torch.set_num_threads(1)
+    heard()
     size = 0
     while True:
         try:
@@ -105,6 +109,64 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "biased": write_model(folder / "biased", seed=1, **biased),
         "wide": write_model(folder / "wide", seed=2, **WIDE),  # two shards of groups of 128
     }
+
+
+# ---- Signals and time
+
+
+def test_a_signal_waits_for_the_end_of_the_outer_block():
+    reached = []
+    before = signal.signal(signal.SIGINT, handle_signal)
+    try:
+        with pytest.raises(KeyboardInterrupt), waiting_signals():
+            with waiting_signals():
+                reached.append("inner")
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("outer")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached == ["inner", "outer"]
+
+
+def test_processes_wait_for_each_other_without_a_limit(monkeypatch):
+    """The first one may wait for its reader."""
+    asked = {}
+    monkeypatch.setattr("app.launch.others", lambda n, arguments: nullcontext())
+    monkeypatch.setattr(dist, "init_process_group", lambda **how: asked.update(how))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with joined(2, torch.device("cpu"), []) as device:
+        assert device.type == "cpu"
+    assert asked["world_size"] == 2 and asked["timeout"] > timedelta(days=30)
+
+
+def test_when_the_first_process_leaves_the_others_end_in_silence(monkeypatch):
+    started = []
+    said = []
+    monkeypatch.setattr("app.launch.PROGRAM", "-c")
+    monkeypatch.setattr("app.launch.say", said.append)
+    monkeypatch.setattr(os, "_exit", said.append)
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **how: started.append(popen(*args, **how)) or started[-1]
+    )
+    before = {*threading.enumerate()}
+    num_threads = torch.get_num_threads()
+    with others(3, ["import time; time.sleep(20)"]):
+        watching = {*threading.enumerate()} - before
+    torch.set_num_threads(num_threads)
+    assert [process.wait(timeout=10) for process in started] == [-signal.SIGKILL] * 2
+    for thread in watching:
+        thread.join(timeout=10)
+    assert len(watching) == 2 and not said
+
+
+def test_an_interrupt_is_told_by_the_first_process_alone(monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    for stream in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    assert follow(interrupted) == 0
 
 
 # ---- The same texts
@@ -492,6 +554,7 @@ def at_a_terminal() -> dict[str, Any]:
         cwd=ROOT,
         env=QUIET,
         start_new_session=True,
+        preexec_fn=heard,
     )
     os.close(theirs)
     said = ""
@@ -542,6 +605,7 @@ def amid_beginning() -> tuple[str, int]:
         text=True,
         cwd=ROOT,
         start_new_session=True,
+        preexec_fn=heard,
         env=QUIET,
     ) as first:
         while first.poll() is None and not children(first.pid):

@@ -1,6 +1,7 @@
 """A mistake is one line on standard error and status 2; a bug keeps its traceback."""
 
 import ast
+import io
 import os
 import signal
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.shell import Parser, new_file, status
+from app.shell import Parser, begin, handled, new_file, raise_signal, status, write
 from conftest import PAGES, ROOT, heard
 from errors import UserError
 
@@ -41,6 +42,7 @@ def test_the_status_says_how_it_went(capsys):
         UserError("it is 3:\n  it must be 4"),
         FileNotFoundError(2, "No such file", "x"),
         RuntimeError("[enforce fail] can't allocate memory: you tried"),
+        RuntimeError("Storage size calculation overflowed with sizes=[1000, 1000]"),
         torch.OutOfMemoryError("CUDA out of memory. Tried"),
         MemoryError(),
     ):
@@ -53,6 +55,21 @@ def test_the_status_says_how_it_went(capsys):
     for bug in (ValueError("x"), ZeroDivisionError(), RuntimeError("x"), KeyError("x")):
         with pytest.raises(type(bug)):
             status(lambda: raising(bug))
+
+
+def test_what_the_parent_ignores_stays_ignored_and_any_text_can_be_shown(monkeypatch):
+    """As in a shell's background, and where the locale is C."""
+    stream = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, "ascii"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        begin()
+        with handled([signal.SIGINT], raise_signal):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    write("größe")
+    assert stream.getvalue() == b"gr??e"
 
 
 def test_a_flag_that_is_not_there_is_one_line(capsys):
