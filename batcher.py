@@ -12,7 +12,8 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
     running text ever waits.
   - A client that asks for many texts at once does not keep the next one waiting for all of them:
     each text has a turn, its number among the client's, counted from the turn that is on when it
-    comes (start-time fair queueing). The queue is in the order of turns.
+    comes. The queue is in the order of turns. A turn is over when its texts are admitted, or as
+    many texts as run at a time: so nobody waits without end (start-time fair queueing).
   - If the caches have no room for a step, the youngest text is preempted: it gives up its sequences
     and goes back to the front of the queue. Later it is read again, and its random numbers are
     those it would have had: they depend on its seed and its positions alone (sampling.py).
@@ -51,7 +52,7 @@ class Batcher:
         self.runner = runner
         self.max_batch = max_batch
         self.waiting = deque[Request]()  # in the order of turns, then oldest first
-        self.turn = 0  # of the text admitted last
+        self.turn = 0.0  # that is on
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
         self.retry_at_step = 0  # when the first in the queue is tried again
@@ -182,7 +183,7 @@ class Batcher:
                 self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         self.running.append(self.waiting.popleft())
-        self.turn = max(self.turn, request.turn)
+        self.turn = max(self.turn + 1 / self.max_batch, request.turn)
         if not request.started:
             request.started = time.perf_counter()
             request.num_cached_tokens = self.runner.cache.length(request.seq)

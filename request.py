@@ -50,7 +50,7 @@ class Request:
     origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of each new token, if asked for
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
-    turn: int = 0  # in the queue (batcher.py)
+    turn: float = 0.0  # in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
     started: float = 0.0  # when first admitted (batcher.py)
     num_preemptions: int = 0

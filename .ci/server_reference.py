@@ -208,10 +208,9 @@ class Crowd:
             await connection.post(json.dumps(body).encode())
             last = time.monotonic()
             async for line in connection.reader:
-                now = time.monotonic()
                 if line.startswith(b"data: {"):
-                    self.gaps.append(now - last)
-                last = now
+                    self.gaps.append(time.monotonic() - last)
+                    last = time.monotonic()
             self.done["watching"] += 1
 
     async def slow(self) -> None:

@@ -160,7 +160,7 @@ def test_silent_connections_make_room():
         await asyncio.sleep(0.05)
         silent[0].send(GET.replace(b"/ ", b"/1 ") + b"\r\n")
         await asyncio.sleep(0.05)
-        waiting = [await connect() for _ in range(2)]
+        waiting = await asyncio.gather(connect(), connect())  # at once: both make room
         for client in waiting:
             client.send(GET.replace(b"/ ", b"/1 ") + b"\r\n")
         for client in silent[1:]:
