@@ -102,17 +102,11 @@ class Request:
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first.
-
-    Each stop string is followed as Knuth, Morris & Pratt do it: num_matched of its characters end
-    the text so far, and after a mismatch its fallback table says how many still do. To match a
-    character costs a constant, on average, however long the stop strings are.
-    """
+    """Cuts a stream of text before the stop string that is complete first; of those that end
+    together, before the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.fallbacks = [fallback_table(stop) for stop in self.stops]
-        self.num_matched = [0] * len(self.stops)
         self.held = ""  # a suffix of the text that could begin a stop string
         self.is_complete = False
 
@@ -120,48 +114,25 @@ class StopStrings:
         """The text that can be shown now that `piece` has come."""
         if self.is_complete:
             return ""
-        if not self.stops:
-            return piece
         text = self.held + piece
-        for i in range(len(self.held), len(text)):
-            matched = self._advance(text[i])
-            if matched:  # characters of a whole stop string, which end here
-                self.is_complete = True
-                self.held = ""
-                return text[: i + 1 - matched]
-        num_held = max(self.num_matched)
+        found = [
+            (text.find(stop) + len(stop), text.find(stop)) for stop in self.stops if stop in text
+        ]
+        if found:
+            self.is_complete = True
+            self.held = ""
+            _, start = min(found)
+            return text[:start]
+        num_held = max((self._num_begun(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
-    def _advance(self, character: str) -> int:
-        """Follow one character -> the length of the longest stop string that ends with it, or 0."""
-        longest = 0
-        for i, stop in enumerate(self.stops):
-            n = self.num_matched[i]
-            while n and stop[n] != character:
-                n = self.fallbacks[i][n]
-            if stop[n] == character:
-                n += 1
-            self.num_matched[i] = n
-            if n == len(stop):
-                longest = max(longest, n)
-        return longest
-
-
-def fallback_table(stop: str) -> list[int]:
-    """fallback[n]: the length of the longest proper suffix of stop[:n] that is also a prefix of it.
-
-    For "abab": [0, 0, 0, 1, 2].
-    """
-    fallback = [0, 0]
-    n = 0
-    for character in stop[1:]:
-        while n and stop[n] != character:
-            n = fallback[n]
-        if stop[n] == character:
-            n += 1
-        fallback.append(n)
-    return fallback
+    def _num_begun(self, text: str, stop: str) -> int:
+        """The length of the longest suffix of the text that begins this stop string."""
+        for start in range(max(0, len(text) - len(stop) + 1), len(text)):
+            if stop.startswith(text[start:]):
+                return len(text) - start
+        return 0
 
 
 class Speculation(NamedTuple):

@@ -17,7 +17,6 @@ from request import (
     Settings,
     Speculation,
     StopStrings,
-    fallback_table,
 )
 from sampling import TokenLogprob
 from tokenizer import Tokenizer
@@ -51,11 +50,6 @@ def test_text_is_cut_before_the_stop_string_that_is_complete_first(text, stops, 
         longest = max(len(stop) for stop in stops if text[:n].endswith(stop))
         assert shown == text[: n - longest] and cutter.held == ""
         assert cutter.feed("more") == ""
-
-
-def test_fallback_table_by_hand():
-    assert fallback_table("abacabab") == [0, 0, 0, 1, 0, 1, 2, 3, 2]
-    assert fallback_table("aaaa") == [0, 0, 1, 2, 3]
 
 
 def test_long_stop_strings_cost_nothing_noticeable():
