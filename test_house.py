@@ -53,8 +53,8 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 102_000
-NODES_OF_THE_ROOT = 31_000
+NODES = 103_000
+NODES_OF_THE_ROOT = 31_100
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100

@@ -10,6 +10,9 @@ from importlib.util import find_spec
 
 import pytest
 
+import grammar
+import settings
+from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
@@ -43,6 +46,34 @@ def test_tables_and_pictures_are_those_of_the_results():
         assert f"results/{name}.svg" in README + TOUR
     files = {f"results/{path.name}" for path in (ROOT / "results").glob("*.json")}
     assert files == set(named)
+
+
+def test_the_table_of_bounds_is_that_of_the_code():
+    """A row's numbers, in order. At each bound, and beyond it, there is a test of its page."""
+    table = TOUR.partition("<!-- bounds -->")[2].partition("<!-- end of bounds -->")[0]
+    rows = [line.split("|")[1:3] for line in table.strip().splitlines()[2:]]
+    told = []
+    for cells in rows:
+        numbers = re.findall(r"\d[\d,]*", " ".join(cells))
+        told.append([int(number.replace(",", "")) for number in numbers])
+    assert told == [
+        [connections.MAX_HEAD],
+        [connections.HEAD_SECONDS],
+        [connections.MAX_CONNECTIONS],
+        [asgi.MAX_BODY, asgi.PATIENCE],
+        [server.SMALL_BODY, server.MAX_BODIES],
+        [asgi.PATIENCE],
+        [],
+        [openai.MAX_CHOICES],
+        [openai.MAX_CHARACTERS_A_TOKEN],
+        [openai.MAX_STOPS, openai.MAX_STOP_CHARACTERS],
+        [settings.MAX_LOGPROBS],
+        [grammar.MAX_CHARACTERS, grammar.MAX_PATTERN_CHARACTERS, grammar.MAX_NAMES],
+        [server.MAX_COMPILING, server.COMPILE_SECONDS],
+        [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
+        [grammar.REMEMBERED],
+        [server.MAX_WATCHERS],
+    ]
 
 
 # ---- Links and the map

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -29,7 +28,6 @@ from app.shell import (
     Terminated,
     refuse,
     say,
-    show_warning,
     status,
     write,
 )
@@ -406,7 +404,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """arguments: of the command line; None: this program's."""
     if arguments is None:
         arguments = sys.argv[1:]
-    warnings.showwarning = show_warning
     try:
         rank, _, _ = torchrun_ranks()
     except UserError as error:

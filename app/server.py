@@ -24,7 +24,6 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -36,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 
 from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
-from app.cli import show_warning, start_for_any
+from app.cli import start_for_any
 from app.connections import MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
 from app.launch import torchrun_ranks
@@ -460,6 +459,5 @@ async def serve_until_signal(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """arguments: of the command line; None: this program's."""
-    warnings.showwarning = show_warning
     given = sys.argv[1:] if arguments is None else arguments
     return status(lambda: run_server(given))
