@@ -13,29 +13,24 @@ Added tokens that the template knows (<|im_start|>) count as control tokens here
 Invariant: no control token of a rendered template begins inside a message, not even one that the
 next message would complete.
 
-The template is foreign code. It runs in jinja2's sandbox, with the additions of transformers: it
-reaches no file and no object, but it may take long. Not covered: a template that rewrites messages
+The template is foreign code, which sandbox.py runs. Not covered: a template that rewrites messages
 (changes their case, cuts out their middle) could assemble a control token, while trimming and
 repeating cannot.
 """
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from checkpoint.files import Json, read_bounded
+from checkpoint.sandbox import renderer
 from checkpoint.vocabulary import Vocabulary, added_pattern
 from errors import UserError, brief
 
-FIRST_SURROGATE = 0xD800  # of 2,048
+# Of 1,024. (The 1,024 before them may not stand before these: in JSON such a pair is a character.)
+FIRST_SURROGATE = 0xDC00
 
 
 def replace_surrogates(text: str) -> str:
@@ -61,24 +56,6 @@ def checked_template(file: Path, template: Any) -> str | None:
     return template
 
 
-def sandbox() -> ImmutableSandboxedEnvironment:
-    """jinja2's sandbox, as transformers sets it up, but for {% generation %}."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
 class ChatTemplate:
     """A template, and the tokens of the vocabulary that it is for."""
 
@@ -93,10 +70,7 @@ class ChatTemplate:
         self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
         self._pattern = added_pattern(self.ids)
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        return sandbox().from_string(self.source)
+        self._renderer = renderer()
 
     def tokens(
         self,
@@ -112,7 +86,8 @@ class ChatTemplate:
             if part in self.ids:
                 ids.append(self.ids[part])
             else:
-                ids += encode(part.translate(self._restore), n == 0)
+                text = replace_surrogates(part.translate(self._restore))
+                ids += encode(text, n == 0)
         return ids
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
@@ -123,20 +98,22 @@ class ChatTemplate:
             {"role": self._inert(message["role"]), "content": self._inert(message["content"])}
             for message in messages
         ]
-        try:
-            return self._template.render(
+        text, problem = self._renderer.render(
+            self.source,
+            {
                 **self.vocabulary.named,
-                messages=inert,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # a template is foreign code: it may raise anything
-            problem = brief(f"{type(error).__name__}: {error}".translate(self._restore))
+                "messages": inert,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+        )
+        if problem:
             raise UserError(
-                f"{self.vocabulary.file}: the chat template fails on this conversation: {problem}; "
-                "change the messages, or use --raw"
-            ) from error
+                f"{self.vocabulary.file}: the chat template fails on this conversation: "
+                f"{brief(problem.translate(self._restore))}; change the messages, or use --raw"
+            )
+        return text
 
     def _inert(self, text: str) -> str:
         """The message with a stand-in wherever a control token begins, or could begin if other text

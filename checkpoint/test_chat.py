@@ -1,6 +1,7 @@
 """Templates lay conversations out as transformers does; no message ever holds a control token."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -128,6 +129,15 @@ def test_templates_find_what_transformers_gives_them():
 
 def test_a_lone_surrogate_is_a_replacement_character():
     assert layout(None, "\udc80" + TRIMMED, ("user", "a\ud800b")) == encode("\ufffda\ufffdb")
+    assert layout(None, r"{{ '\udfff' }}", ("user", "a")) == encode("\ufffd")
+
+
+def test_control_tokens_may_begin_with_a_thousand_letters():
+    letters = [chr(0x4E00 + n) for n in range(1500)]
+    vocabulary = replace(template_of(None, "").vocabulary, special=dict.fromkeys(letters, 1004))
+    text = letters[0] + letters[1100]
+    turns = [{"role": "user", "content": text}]
+    assert ChatTemplate(vocabulary, TRIMMED).tokens(turns, False, encode) == encode(text)
 
 
 def test_templates_that_fail_are_one_line(tmp_path):
@@ -138,6 +148,7 @@ def test_templates_that_fail_are_one_line(tmp_path):
         ("{{ nobody.x.y }}", "UndefinedError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages[0].content * 10**10 }}", "it needs more than 1024 MiB of memory"),
     ):
         with pytest.raises(UserError, match="the chat template fails") as error:
             layout(tmp_path, source, ("user", "<|end|>"))
