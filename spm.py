@@ -40,8 +40,9 @@ class SentencePieceBPE:
         self.merges = merges
         self._remembered = lru_cache(REMEMBERED)(self._encode_word)
 
-    def encode(self, text: str, is_first: bool) -> list[int]:
-        """The ids of a text without added tokens. is_first: nothing comes before it."""
+    def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
+        """The ids of a text without added tokens. is_first: nothing comes before it. ends: for
+        tokenizer.py's patterns."""
         ids: list[int] = []
         for word in self.merges.words.findall(self._with_space(text, is_first)):
             if len(word) <= LONGEST_REMEMBERED:

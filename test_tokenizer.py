@@ -2,8 +2,10 @@
 
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.bytelevel import GPT2_SPLIT, compile_split
+import tokenizer
+from checkpoint import bytelevel
+from checkpoint.bytelevel import GPT2_SPLIT, LINEAR, LLAMA3_SPLIT, compile_split
 from conftest import byte_alphabet
 from errors import UserError
 from tokenizer import Tokenizer
@@ -25,10 +29,6 @@ CORPUS = (
 # letters that merge in every which way: here the order of merges matters
 CORPUS += "".join(random.Random(0).choices("aab ", k=600))
 ALPHABET = byte_alphabet()
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIALS = ["<|end|>", "<|start|>", "<|endless|>"]
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 
@@ -321,7 +321,9 @@ def test_patterns_of_well_known_models_are_plain(tmp_path):
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}{1,3}",
         "[一-龥]+",
     ):
-        assert "".join(compile_split(tmp_path, pattern)(SENTENCE)) == SENTENCE
+        assert (
+            "".join(compile_split(tmp_path, pattern)(SENTENCE, time.thread_time() + 9)) == SENTENCE
+        )
 
 
 def test_added_tokens_that_are_no_control_tokens_are_matched_in_any_text(tmp_path):
@@ -524,6 +526,67 @@ def test_patterns_that_other_engines_read_another_way_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match="tokenizer.json: the split pattern"):
             compile_split(tmp_path / "tokenizer.json", pattern)
+
+
+def test_patterns_are_not_too_long_with_their_repeats_written_out(tmp_path):
+    for pattern in ("a" * 100_000, "a" * 93 + "a{1000}", "a{2}" * 11):
+        compile_split(tmp_path, pattern)
+    for pattern in ("a" * 100_001, "a" * 94 + "a{1000}", "a{2}" * 12, "(?:(?:a{99}){99}){0,99}"):
+        with pytest.raises(UserError, match="repeats written out, is too long; at most 100,000"):
+            compile_split(tmp_path, pattern)
+    vocab = {c: id for id, c in enumerate(ALPHABET)}
+    steps = [digits(True)] * 15
+    assert load(tmp_path, vocab, [], dict(type="Sequence", pretokenizers=[*steps, ALONE]))
+    with pytest.raises(UserError, match="has 17 steps; at most 16 make sense"):
+        pre = dict(type="Sequence", pretokenizers=[*steps, *steps[:1], ALONE])
+        load(tmp_path, vocab, [], pre)
+
+
+# Each a doubles the ways to fail. (`regex` sees at once that a text without b or c fails.)
+BACKTRACKING = "(?:a|a)*[bc]{2}"
+
+
+def test_patterns_have_their_seconds_for_all_parts_of_a_text(tmp_path, monkeypatch):
+    """Whether one part takes them, or many do together; and the next text has its own."""
+    monkeypatch.setattr(tokenizer, "SECONDS", 0.2)
+    vocab = {c: id for id, c in enumerate(ALPHABET)}
+    pre = dict(type="Sequence", pretokenizers=[by_pattern(BACKTRACKING), ALONE])
+    config = dict(chat_template="{{ messages[0].content }}")
+    tok = load(tmp_path, vocab, [], pre, plain={"<x>": 300}, config=config)
+    for text in ("a" * 30_000 + "b", "a" * 40 + "b\n", ("a" * 18 + "b<x>") * 3000):
+        for encode in (tok.encode, lambda text: tok.chat([dict(role="user", content=text)])):
+            start = time.thread_time()
+            with pytest.raises(UserError, match="tokenizer.json: the split pattern .* takes more"):
+                encode(text)
+            assert 0.15 < time.thread_time() - start < 2
+            assert tok.decode(encode("abba")) == "abba"
+
+
+def test_other_threads_go_on_while_a_pattern_backtracks(tmp_path):
+    split = compile_split(tmp_path, BACKTRACKING)
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(lambda: split("a" * 40 + "b", time.thread_time() + 0.4))
+        for _ in range(20):
+            time.sleep(0.001)
+        assert not late.done()
+        assert isinstance(late.exception(), UserError)
+
+
+def test_the_time_of_other_threads_counts_for_no_pattern(tmp_path, monkeypatch):
+    """As if fifty computed: `regex` counts their time, too."""
+    monkeypatch.setattr(bytelevel, "thread_time", lambda: time.thread_time() / 50)
+    text = "ab " * 200_000
+    ends = bytelevel.thread_time() + 0.04
+    assert "".join(compile_split(tmp_path, "[a-z]+")(text, ends)) == text
+
+
+@pytest.mark.parametrize("pattern", LINEAR)
+def test_patterns_that_are_not_timed_are_linear(pattern, tmp_path):
+    split = compile_split(tmp_path, pattern)
+    for text in (" ", "\n", " \n", "a", "1", "!", "'", "a1", "é!", " '"):
+        start = time.thread_time()
+        assert "".join(split(text * 50_000 + "\u200b", 0.0)) == text * 50_000 + "\u200b"
+        assert time.thread_time() - start < 1
 
 
 def test_json_that_is_none(tmp_path):

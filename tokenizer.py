@@ -21,11 +21,13 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from time import thread_time
 
 import tiktoken
 
-from checkpoint.bytelevel import ByteLevel, read_byte_level
+from checkpoint.bytelevel import SECONDS, ByteLevel, read_byte_level
 from checkpoint.chat import ChatTemplate, checked_template, load_template, replace_surrogates
 from checkpoint.files import Json, read_json
 from checkpoint.gguf import GGUF
@@ -55,11 +57,12 @@ class ByteLevelBPE:
         self._ids = list(merges.merged.values())
         self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
-    def encode(self, text: str, is_first: bool) -> list[int]:
-        """The ids of a text without added tokens: cut into pieces, then merge each."""
+    def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
+        """The ids of a text without added tokens: cut into pieces, then merge each. ends: when
+        patterns have had their time (checkpoint/bytelevel.py), as of `thread_time`."""
         pieces = [text]
         for split in self.merges.splits:
-            pieces = [part for piece in pieces for part in split(piece) if part]
+            pieces = [part for piece in pieces for part in split(piece, ends) if part]
         ids = []
         for piece in pieces:
             word = piece.encode()
@@ -140,13 +143,14 @@ class Tokenizer:
         is_first: nothing comes before this text; some models then put a space before it.
         """
         ids = []
+        ends = thread_time() + SECONDS
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
         for n, part in enumerate(self._added_pattern.split(replace_surrogates(text))):
             if part in self._vocabulary.added:
                 ids.append(self._vocabulary.added[part])
             else:
-                ids += self._bpe.encode(part, is_first and n == 0)
+                ids += self._bpe.encode(part, is_first and n == 0, ends)
         return ids
 
     def prompt(self, text: str) -> list[int]:
@@ -161,7 +165,8 @@ class Tokenizer:
                 f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
                 "a chat_template.jinja"
             )
-        return self._chat.tokens(messages, add_generation_prompt, self._bpe.encode)
+        encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
+        return self._chat.tokens(messages, add_generation_prompt, encode)
 
     # ---- Tokens to text
 

@@ -10,6 +10,9 @@ and a token that no merge completes has no rank. Why: while nothing merges acros
 stretch of bytes, it is merged in a text as it is alone; so two neighbours that spell a token came
 about by that token's own merges.
 
+A pattern may backtrack without end: a stranger wrote it. For one text it gets SECONDS of a thread,
+and none is longer than LONGEST_PATTERN with its repeats written out.
+
 Cost: every token is merged alone, once.
 Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
@@ -20,7 +23,9 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from time import thread_time
 from typing import Any, NamedTuple
 
 import regex  # tiktoken brings it
@@ -39,6 +44,16 @@ from checkpoint.vocabulary import (
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}  # they take a time like a text's length
+
+SECONDS = 5.0
+LONGEST_PATTERN = 100_000  # characters
+MOST_STEPS = 16  # of a pre_tokenizer
+
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
 CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
@@ -54,33 +69,63 @@ ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honou
 )
 
 
+# A text, and when this thread's time for it ends -> pieces
+Split = Callable[[str, float], list[str]]
+
+
 class ByteLevel(NamedTuple):
     """How a text becomes tokens: cut into pieces, then merged from bytes."""
 
     merged: dict[bytes, int]  # tokens that merging makes -> id, in the order of their ranks
     # pieces that are a token without merging (`ignore_merges`) -> id
     whole_pieces: dict[bytes, int]
-    splits: list[Callable[[str], list[str]]]
+    splits: list[Split]
 
 
 # ---- Pieces
 
 
-def compile_split(file: Path, pattern: str) -> Callable[[str], list[str]]:
+def compile_split(file: Path, pattern: str) -> Split:
     """A function that cuts a text by this pattern. UserError for syntax of uncertain meaning."""
+    counts = [int(count) for count in re.findall(r"[{,](\d{1,9})", pattern)]
+    if len(pattern) * math.prod(filter(None, counts)) > LONGEST_PATTERN:
+        wrong = f"the split pattern {pattern!r}, its repeats written out, is too long"
+        reject(file, wrong, f"at most {LONGEST_PATTERN:,} characters make sense")
     try:
         if re.fullmatch(PLAIN_SYNTAX, pattern):
-            return regex.compile(f"({pattern})").split
+            return timed_split(file, pattern)
         wrong = f"the split pattern {pattern!r} is not plain"
-    except (regex.error, OverflowError, RecursionError) as error:
+    except (regex.error, RecursionError) as error:
         wrong = f"the split pattern {pattern!r} does not compile ({error})"
     rule = r"supported are (?:..), (?i:..), looking around, [..], \p{..}, \s, \r, \n, \t, repeats"
     reject(file, wrong, rule)
 
 
-def read_splits(file: Path, node: Json) -> list[Callable[[str], list[str]]]:
+def timed_split(file: Path, pattern: str) -> Split:
+    """UserError names the pattern, once the time of its thread has come."""
+    compiled = regex.compile(f"({pattern})")
+    if pattern in LINEAR:
+        return lambda text, ends: compiled.split(text)
+
+    def split(text: str, ends: float) -> list[str]:
+        threads = 1
+        while thread_time() < ends:  # the timeout is of the time that all threads take together
+            with suppress(TimeoutError):
+                timeout = (ends - thread_time()) * threads
+                return compiled.split(text, concurrent=True, timeout=timeout)
+            threads *= 2
+        wrong = f"the split pattern {pattern!r} takes more than {SECONDS} s for this text"
+        reject(file, wrong, "change the text, or use another tokenizer")
+
+    return split
+
+
+def read_splits(file: Path, node: Json) -> list[Split]:
     """The steps of a `pre_tokenizer`, in order. UserError for steps that are not covered."""
     steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
+    if len(steps) > MOST_STEPS:
+        wrong = f"the pre_tokenizer has {len(steps)} steps"
+        reject(file, wrong, f"at most {MOST_STEPS} make sense")
     *first_steps, last = steps
     patterns = [split_pattern(file, step) for step in first_steps]
     last = {"add_prefix_space": True, "use_regex": True} | last
@@ -128,7 +173,7 @@ def make_byte_level(
     vocab: Ids,
     merges: list[Any],
     added_tokens: tuple[Ids, Ids],
-    splits: list[Callable[[str], list[str]]],
+    splits: list[Split],
     ignore_merges: bool,
     prefix: list[int],
     named: dict[str, str],

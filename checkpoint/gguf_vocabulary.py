@@ -15,7 +15,7 @@ Not covered, and refused by name: other models and patterns; tokens after a text
 
 from typing import Any
 
-from checkpoint.bytelevel import GPT2_SPLIT, compile_split, make_byte_level
+from checkpoint.bytelevel import GPT2_SPLIT, LLAMA3_SPLIT, compile_split, make_byte_level
 from checkpoint.gguf import GGUF
 from checkpoint.sentencepiece import (
     CONTROL,
@@ -27,10 +27,6 @@ from checkpoint.sentencepiece import (
 from checkpoint.vocabulary import Vocabulary, read_added, reject
 from errors import UserError
 
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 PATTERNS = {
     **dict.fromkeys(LLAMA3, [LLAMA3_SPLIT]),

@@ -14,6 +14,7 @@ alphabet and the split.
 """
 
 import json
+import math
 import shutil
 import sys
 from collections import Counter, defaultdict
@@ -71,7 +72,7 @@ def count_pieces(texts: Iterable[str]) -> Counter[str]:
     split = compile_split(Path("bpe.py"), GPT2_SPLIT)
     counts = Counter()
     for text in texts:
-        counts.update(split(text))
+        counts.update(split(text, math.inf))
     del counts[""]
     return counts
 
