@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 REMEMBERED = 16  # compiled grammars, of up to some 20 MB each
-MAX_CHARACTERS = 2**17  # of a grammar
-MAX_PATTERN_CHARACTERS = 2**13  # of its regular expressions: compiling may take their square
+# Of a grammar (its characters: settings.py).
+MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
 MAX_NAMES = 1000  # rules and terminals in Lark
 # The work of llguidance for one mask. What needs more ends its text.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
@@ -167,7 +167,7 @@ class Grammars:
         llguidance = load_llguidance()
         if not self.eos_token_ids:
             raise UserError(f"this model has no end-of-text, and a {grammar.notation} needs one")
-        check_size(grammar)
+        check_cost(grammar)
         limits = llguidance.LLParserLimits(**LIMITS)
         lark = HEADER + lark_of(grammar)
         matcher = llguidance.LLMatcher(self.vocabulary, lark, log_level=0, limits=limits)
@@ -183,34 +183,31 @@ class Grammars:
         )
 
 
-def check_size(grammar: Grammar) -> None:
-    """UserError if the grammar is larger than what is compiled here."""
-    sizes = sizes_of(grammar)
-    bounds = (MAX_CHARACTERS, MAX_PATTERN_CHARACTERS, MAX_NAMES)
-    units = ("characters", "characters of regular expressions", "rules and terminals")
-    for size, bound, unit in zip(sizes, bounds, units):
-        if size > bound:
-            raise UserError(
-                f"{grammar.notation} {brief(grammar.text, 100)} has {size:,} {unit}: at most "
-                f"{bound:,} are compiled; shorten it"
-            )
-
-
-def sizes_of(grammar: Grammar) -> tuple[int, int, int]:
-    """Characters; those of regular expressions; names of rules and terminals."""
+def check_cost(grammar: Grammar) -> None:
+    """UserError if it takes too long to compile, or too deep a stack."""
     text = grammar.text
-    if grammar.notation == "choice":
-        return sum(map(len, text)), 0, 0
+    num_names = 0
+    num_characters = 0  # of regular expressions
     if grammar.notation == "regex":
-        return len(text), len(text), 0
+        num_characters = len(text)
     if grammar.notation == "schema":
-        return len(text), sum(map(len, patterns_of(json.loads(text)))), 0
-    words = list(LARK_WORDS.finditer(text))
-    kinds = Counter(word.lastgroup for word in words)
-    patterns = sum(len(word["pattern"] or "") for word in words)
-    if kinds["inline"]:  # any of it may be one
-        patterns = len(text)
-    return len(text), patterns, kinds["name"]
+        num_characters = sum(map(len, patterns_of(json.loads(text))))
+    if grammar.notation == "grammar":
+        words = list(LARK_WORDS.finditer(text))
+        kinds = Counter(word.lastgroup for word in words)
+        num_names = kinds["name"]
+        num_characters = sum(len(word["pattern"] or "") for word in words)
+        if kinds["inline"]:  # any of it may be one
+            num_characters = len(text)
+    for size, most, unit in (
+        (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
+        (num_names, MAX_NAMES, "rules and terminals"),
+    ):
+        if size > most:
+            raise UserError(
+                f"{grammar.notation} {brief(text, 100)} has {size:,} {unit}: at most {most:,} are "
+                "compiled; shorten it"
+            )
 
 
 def patterns_of(schema: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from errors import UserError, brief, check_names
 
 MAX_TOKENS = 512  # the default
 MAX_LOGPROBS = 20  # of other tokens
+MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
 RULES = {  # name -> smallest value, largest value, both in words
     "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
@@ -72,6 +73,8 @@ class Settings:
         for notation in ("regex", "grammar"):
             if getattr(self, notation) is not None:
                 checked_text(notation, getattr(self, notation))
+        for notation in NOTATIONS:
+            check_size(notation, getattr(self, notation) or "")
         self.follows  # UserError if there are several
 
     @property
@@ -134,8 +137,20 @@ class Grammar(NamedTuple):
     text: str | tuple[str, ...]
 
 
+def check_size(notation: str, text: str | tuple[str, ...]) -> None:
+    """UserError if there is more than is compiled."""
+    size = sum(map(len, text))
+    if size > MAX_GRAMMAR:
+        raise UserError(
+            f"{notation} {brief(text, 100)} has {size:,} characters: at most {MAX_GRAMMAR:,} are "
+            "compiled; shorten it"
+        )
+
+
 def checked_schema(schema: Any) -> str:
     """A JSON schema, an object or its text -> its text. UserError for anything else."""
+    if isinstance(schema, str):
+        check_size("schema", schema)  # before it is read
     try:
         fields = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(fields, dict):

@@ -36,7 +36,7 @@ from tokenizer import Tokenizer
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
 from grammar import Grammars, GrammarState, Masks
-from settings import Grammar
+from settings import MAX_GRAMMAR, Grammar
 
 # ---- A vocabulary of four tokens, and what a grammar allows there, by definition
 
@@ -552,7 +552,7 @@ WRONG = [  # setting, value, what is told
     ("regex", "a(", "unclosed group"),
     ("regex", "", "not empty"),
     ("regex", "\ud800", "not empty"),
-    ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled"),
+    ("grammar", "start: " + '("a"|"b") ' * 66_000, "at most 131,072 are compiled; shorten it"),
     ("choice", [], "must be a text"),
     ("choice", ["a", ""], "none of them empty"),
     ("grammar", "start: one", "cannot be met"),
@@ -619,7 +619,7 @@ def rules(n: int) -> str:
 
 
 LETTERS, PATTERN, NAMES = (
-    grammar_page.MAX_CHARACTERS,
+    MAX_GRAMMAR,
     grammar_page.MAX_PATTERN_CHARACTERS,
     grammar_page.MAX_NAMES,
 )
