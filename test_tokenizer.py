@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 import tokenizer
 from checkpoint import bytelevel
-from checkpoint.bytelevel import GPT2_SPLIT, LINEAR, LLAMA3_SPLIT, compile_split
+from checkpoint.bytelevel import GPT2_SPLIT, LINEAR, LLAMA3_SPLIT, ByteLevel, compile_split
+from checkpoint.chat import ChatTemplate
+from checkpoint.vocabulary import LONGEST_TOKEN, Finder, Vocabulary
 from conftest import byte_alphabet
 from errors import UserError
 from tokenizer import Tokenizer
@@ -326,6 +329,28 @@ def test_patterns_of_well_known_models_are_plain(tmp_path):
         )
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.sets(st.text("ab^]-", min_size=1, max_size=3)), st.text("ab^]-c", max_size=20))
+def test_added_tokens_are_found_longest_first(tokens, text):
+    by_length = sorted(tokens, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, by_length)) or "(?!)"
+    assert Finder(tokens).split(text) == re.split(f"({pattern})", text)
+
+
+def test_many_added_tokens_take_no_longer():
+    tokens = ["a" * n + chr(0x100 + i) for n in range(1, 200) for i in range(400)]
+    text = "a" * 4000
+    start = time.thread_time()
+    assert Finder(tokens).split(text) == [text]
+    none = ByteLevel({}, {}, [])
+    special = {token: 300 + n for n, token in enumerate(tokens)}
+    vocabulary = Vocabulary(Path("tokenizer.json"), {}, special, {}, [], {}, none)
+    template = ChatTemplate(vocabulary, "{{ messages[0].content }}")
+    turns = [dict(role="user", content=text)]
+    assert template.tokens(turns, False, lambda text, is_first: [len(text)]) == [4000]
+    assert time.thread_time() - start < 2
+
+
 def test_added_tokens_that_are_no_control_tokens_are_matched_in_any_text(tmp_path):
     vocab = {c: id for id, c in enumerate(ALPHABET)}
     tok = load(tmp_path, vocab, [], plain={"<tool": 300, "<tool>": 301}, special={"<|end|>": 400})
@@ -587,6 +612,14 @@ def test_patterns_that_are_not_timed_are_linear(pattern, tmp_path):
         start = time.thread_time()
         assert "".join(split(text * 50_000 + "\u200b", 0.0)) == text * 50_000 + "\u200b"
         assert time.thread_time() - start < 1
+
+
+def test_added_tokens_are_not_too_long(tmp_path):
+    vocab = {c: id for id, c in enumerate(ALPHABET)}
+    longest = "x" * LONGEST_TOKEN
+    assert load(tmp_path, vocab, [], special={longest: 300}).specials == {longest: 300}
+    with pytest.raises(UserError, match="is an added token of 257 characters; at most 256"):
+        load(tmp_path, vocab, [], special={longest + "x": 300})
 
 
 def test_json_that_is_none(tmp_path):

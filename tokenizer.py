@@ -36,8 +36,8 @@ from checkpoint.hub import is_gguf
 from checkpoint.sentencepiece import read_sentencepiece_json, read_sentencepiece_model
 from checkpoint.vocabulary import (
     LARGEST_VOCABULARY,
+    Finder,
     Vocabulary,
-    added_pattern,
     read_tokenizer_config,
     reject,
 )
@@ -104,7 +104,7 @@ class Tokenizer:
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
-        self._added_pattern = added_pattern(vocabulary.added)
+        self._finder = Finder(vocabulary.added)
         is_byte_level = isinstance(vocabulary.merges, ByteLevel)
         bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
         self._bpe = bpe(vocabulary.merges)
@@ -146,7 +146,7 @@ class Tokenizer:
         ends = thread_time() + SECONDS
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
-        for n, part in enumerate(self._added_pattern.split(replace_surrogates(text))):
+        for n, part in enumerate(self._finder.split(replace_surrogates(text))):
             if part in self._vocabulary.added:
                 ids.append(self._vocabulary.added[part])
             else:

@@ -19,6 +19,7 @@ repeating cannot.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 
 from checkpoint.files import Json, read_bounded
 from checkpoint.sandbox import renderer
-from checkpoint.vocabulary import Vocabulary, added_pattern
+from checkpoint.vocabulary import Finder, Vocabulary
 from errors import UserError, brief
 
 # Of 1,024. (The 1,024 before them may not stand before these: in JSON such a pair is a character.)
@@ -65,11 +66,12 @@ class ChatTemplate:
         self.ids = vocabulary.special | vocabulary.added
         named = vocabulary.named.values()
         inert = (text for text in vocabulary.added if text in source or text in named)
-        self.controls = (*vocabulary.special, *inert)
+        self.controls = sorted({*vocabulary.special, *inert})
+        self._controls = Finder(self.controls)
         first_letters = sorted({text[0] for text in self.controls})
         self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
-        self._pattern = added_pattern(self.ids)
+        self._finder = Finder(self.ids)
         self._renderer = renderer()
 
     def tokens(
@@ -81,7 +83,7 @@ class ChatTemplate:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
         added tokens, and whether it is the first."""
         ids = []
-        parts = self._pattern.split(self._render(messages, add_generation_prompt))
+        parts = self._finder.split(self._render(messages, add_generation_prompt))
         for n, part in enumerate(parts):
             if part in self.ids:
                 ids.append(self.ids[part])
@@ -125,10 +127,11 @@ class ChatTemplate:
         for i, letter in enumerate(text):
             if letter not in self._stand_in:
                 continue
-            begins = text.startswith(self.controls, i)
+            begins = bool(self._controls.token_at(text, i))
             if not begins and 0 < end - i < longest:
                 rest = text[i:end]
-                begins = any(control.startswith(rest) for control in self.controls)
+                n = bisect_left(self.controls, rest)  # of those that begin with it, the first
+                begins = any(control.startswith(rest) for control in self.controls[n : n + 1])
             if begins:
                 letters[i] = self._stand_in[letter]
         return "".join(letters)

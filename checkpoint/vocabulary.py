@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from checkpoint.bytelevel import ByteLevel
     from checkpoint.sentencepiece import SentencePiece
 
+LONGEST_TOKEN = 256  # characters of an added one
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
 
 Ids = dict[str, int]  # text of a token -> id
@@ -77,10 +78,32 @@ def named_tokens(config: Json) -> dict[str, str]:
     return named
 
 
-def added_pattern(added: Iterable[str]) -> re.Pattern[str]:
-    """A pattern whose `split` cuts a text at added tokens, longest first: text, token, text, …"""
-    longest_first = sorted(added, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+class Finder:
+    """Finds added tokens in a text, whatever their number: a place costs a look-up for each length
+    of a token, where `re` would try one token after the other."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._tokens = {*tokens}
+        self._lengths = sorted({*map(len, self._tokens)}, reverse=True)
+        letters = "".join({token[0] for token in self._tokens})
+        self._first = re.compile(f"[{re.escape(letters)}]" if letters else "(?!)")
+
+    def token_at(self, text: str, i: int) -> str:
+        """The longest token that begins at this letter, or nothing."""
+        parts = (text[i : i + length] for length in self._lengths)
+        return next((part for part in parts if part in self._tokens), "")
+
+    def split(self, text: str) -> list[str]:
+        """Text, token, text, …"""
+        parts = []
+        end = 0
+        for found in self._first.finditer(text):
+            i = found.start()
+            token = self.token_at(text, i) if i >= end else ""
+            if token:
+                parts += [text[end:i], token]
+                end = i + len(token)
+        return [*parts, text[end:]]
 
 
 def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
@@ -91,6 +114,9 @@ def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
     ids = dict(vocab)
     for entry in entries:
         text = entry["content"]
+        if len(text) > LONGEST_TOKEN:
+            wrong = f"{text!r} is an added token of {len(text):,} characters"
+            reject(file, wrong, f"at most {LONGEST_TOKEN} make sense")
         if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
             wrong = f"{text!r} sets lstrip, rstrip or single_word"
             reject(file, wrong, "only plain matching is supported")
