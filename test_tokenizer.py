@@ -351,6 +351,25 @@ def test_many_added_tokens_take_no_longer():
     assert time.thread_time() - start < 2
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.lists(WORDS | st.characters(exclude_categories=["Cs"]), max_size=12).map("".join))
+def test_long_pieces_are_merged_like_short_ones(loaded, text):
+    for kind in KINDS:
+        encode = loaded[kind]._bpe.encode
+        expected = encode(text, True, time.thread_time() + 9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer, "LONG_PIECE", 0)
+            assert encode(text, True, time.thread_time() + 9) == expected
+
+
+def test_other_threads_go_on_while_a_long_piece_is_merged(loaded):
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(lambda: loaded["gpt2"].encode("ab" * 500_000))
+        for _ in range(20):
+            time.sleep(0.001)
+        assert not late.done()
+
+
 def test_added_tokens_that_are_no_control_tokens_are_matched_in_any_text(tmp_path):
     vocab = {c: id for id, c in enumerate(ALPHABET)}
     tok = load(tmp_path, vocab, [], plain={"<tool": 300, "<tool>": 301}, special={"<|end|>": 400})

@@ -44,6 +44,8 @@ from checkpoint.vocabulary import (
 from errors import UserError
 from spm import SentencePieceBPE
 
+LONG_PIECE = 10_000  # bytes, whose merging other threads feel
+
 
 class ByteLevelBPE:
     """Texts to ids, with the merges of a vocabulary."""
@@ -51,9 +53,11 @@ class ByteLevelBPE:
     def __init__(self, merges: ByteLevel) -> None:
         self.merges = merges
         # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
-        # With these ranks that is the same (checkpoint/bytelevel.py). Its pat_str is not used.
+        # With these ranks that is the same (checkpoint/bytelevel.py). Its pattern cuts nothing.
         ranks = {word: rank for rank, word in enumerate(merges.merged)}
-        self._bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+        self._bpe = tiktoken.Encoding(
+            "bpe", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={}
+        )
         self._ids = list(merges.merged.values())
         self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
@@ -71,7 +75,11 @@ class ByteLevelBPE:
                 continue
             if self.missing_bytes:
                 word = word.translate(None, self.missing_bytes)
-            if word:  # tiktoken panics on b"", and on a missing byte
+            if len(word) > LONG_PIECE:
+                ids += [
+                    self._ids[rank] for rank in self._bpe._encode_bytes(word)
+                ]  # without the GIL
+            elif word:  # tiktoken panics on b"", and on a missing byte
                 ids += [self._ids[rank] for rank in self._bpe._encode_single_piece(word)]
         return ids
 

@@ -112,7 +112,7 @@ def timed_split(file: Path, pattern: str) -> Split:
         while thread_time() < ends:  # the timeout is of the time that all threads take together
             with suppress(TimeoutError):
                 timeout = (ends - thread_time()) * threads
-                return compiled.split(text, concurrent=True, timeout=timeout)
+                return compiled.split(text, timeout=timeout)  # without the GIL
             threads *= 2
         wrong = f"the split pattern {pattern!r} takes more than {SECONDS} s for this text"
         reject(file, wrong, "change the text, or use another tokenizer")
