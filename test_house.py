@@ -53,7 +53,7 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 103_000
+NODES = 103_200
 NODES_OF_THE_ROOT = 31_200
 PAIRS = 60
 WALRUSES = 30

@@ -14,6 +14,7 @@ import grammar
 import settings
 from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
+from checkpoint import bytelevel, sandbox
 from conftest import FOLDERS, PAGES, ROOT, program
 from test_house import ORDER, tree
 
@@ -72,6 +73,8 @@ def test_the_table_of_bounds_is_that_of_the_code():
         [server.MAX_COMPILING, server.COMPILE_SECONDS],
         [grammar.LIMITS["step_max_items"], 1000 * grammar.SLOW_MASK, 1000 * grammar.SLOW_STEP],
         [grammar.REMEMBERED],
+        [sandbox.SECONDS, sandbox.MEMORY / 2**20, sandbox.LONGEST],
+        [bytelevel.SECONDS],
         [server.MAX_WATCHERS],
     ]
 
