@@ -106,7 +106,7 @@ class TokenBytes:
         self.tokenizer = tokenizer
         self.eos_token_id = eos_token_ids[0]
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted({*eos_token_ids, *tokenizer.specials.values()})
+        self.special_token_ids = list(eos_token_ids)  # the other ones spell nothing: b""
 
     def __call__(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, is_first=False)

@@ -40,6 +40,7 @@ from settings import Grammar
 PROMPT = "Once upon a time"
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
 needs_uvicorn = pytest.mark.skipif(not find_spec("uvicorn"), reason="needs uvicorn")
 
 
@@ -373,7 +374,7 @@ def test_a_constraint_becomes_settings_or_is_refused_by_name():
         assert openai.read_constraint(body) == settings
 
 
-@pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
+@needs_llguidance
 def test_an_answer_follows_its_schema():
     fields = {"a": {"type": "boolean"}}
     schema = dict(type="object", properties=fields, required=["a"], additionalProperties=False)
@@ -666,6 +667,7 @@ def test_a_full_queue_is_429():
     run(scenario, capacity=3)
 
 
+@needs_llguidance
 def test_grammars_are_compiled_apart(monkeypatch):
     """As many at a time as MAX_COMPILING; plain requests pass; who waits too long hears it, and a
     compile that nobody waits for any more keeps its place until it ends."""
@@ -702,6 +704,7 @@ def test_grammars_are_compiled_apart(monkeypatch):
     run(scenario)
 
 
+@needs_llguidance
 def test_a_grammar_that_fails_is_that_requests_mistake(monkeypatch, capsys):
     monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
     monkeypatch.setattr(grammar_page, "SLOW_MASK", -1.0)

@@ -151,14 +151,15 @@ class EagleConfig:
                     f"the head is for another target: its {name} is {own}, and this target has "
                     f"{wanted}; take the head that was trained for it"
                 )
-        if min(layers) < 0 or max(layers) >= target.num_hidden_layers:
+        if max(layers) >= target.num_hidden_layers:
             raise UserError(
                 f"the head reads layers {layers}, and this target has {target.num_hidden_layers}; "
                 "take the head that was trained for it"
             )
 
     def layers_of(self, target: Config) -> tuple[int, ...]:
-        """The layers of the target whose inputs the head reads."""
+        """The layers of the target whose inputs the head reads. None of them is negative, unless
+        another is beyond the last."""
         L = target.num_hidden_layers
         return self.feature_layers or (2, L // 2, L - 3)
 
