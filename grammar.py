@@ -150,8 +150,10 @@ class Grammars:
                 future.set_exception(error)
 
         before = threading.stack_size(STACK)
-        threading.Thread(target=work, name="compile", daemon=True).start()
-        threading.stack_size(before)
+        try:
+            threading.Thread(target=work, name="compile", daemon=True).start()
+        finally:
+            threading.stack_size(before)
         return future
 
     def compile(self, grammar: Grammar) -> LLMatcher:
@@ -211,16 +213,18 @@ def check_cost(grammar: Grammar) -> None:
 
 
 def patterns_of(schema: Any) -> Iterator[str]:
-    """The regular expressions of a JSON schema."""
-    if isinstance(schema, dict):
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str):
-            yield pattern
-        yield from schema.get("patternProperties") or ()
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for part in schema:
-            yield from patterns_of(part)
+    """The regular expressions of a JSON schema, and what else looks like one."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if isinstance(part, dict):
+            parts += part.values()
+            candidates = [part.get("pattern")]
+            if isinstance(part.get("patternProperties"), dict):
+                candidates += part["patternProperties"]
+            yield from (text for text in candidates if isinstance(text, str))
 
 
 def lark_of(grammar: Grammar) -> str:

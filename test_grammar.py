@@ -545,6 +545,7 @@ WRONG = [  # setting, value, what is told
     ("schema", "[1]", "it is something else"),
     ("schema", "[" * 100_000, "must be a JSON object"),
     ("schema", {"type": "strange"}, "Invalid type: strange"),
+    ("schema", {"patternProperties": [5], "pattern": {}}, "cannot be met"),
     ("schema", {"not": {"type": "null"}}, "Unimplemented keys"),
     ("schema", {"type": "integer", "minimum": 3, "maximum": 2}, "cannot be met"),
     ("schema", {"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
@@ -692,6 +693,18 @@ def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
     assert new_tokens(again) == new_tokens(free) == new_tokens(other)
     assert len(new_tokens(limited)) > 3 and limited.finish_reason == "error"
     assert model.grammars.compile(Grammar("grammar", AMBIGUOUS)) is not compiled
+
+
+def test_so_many_grammars_stay_compiled(model):
+    def compiled(i: int) -> object:
+        return model.grammars.compile(Grammar("regex", f"a{i}"))
+
+    first, second = compiled(0), compiled(1)
+    for i in range(2, grammar_page.REMEMBERED):
+        compiled(i)
+    assert compiled(0) is first
+    compiled(grammar_page.REMEMBERED)
+    assert compiled(0) is first and compiled(1) is not second
 
 
 def test_a_request_keeps_its_grammar(model, monkeypatch):
