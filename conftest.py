@@ -216,8 +216,10 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heard() -> None:
-    """In the new process: Ctrl-C counts, though it is ignored here, as in a shell's background."""
+    """In the new process: Ctrl-C counts, though it is ignored here, as in a shell's background; and
+    the terminal's end, which nohup ignores."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def program(*arguments: Any) -> subprocess.CompletedProcess[str]:
