@@ -109,11 +109,12 @@ def timed_split(file: Path, pattern: str) -> Split:
 
     def split(text: str, ends: float) -> list[str]:
         threads = 1
-        while thread_time() < ends:  # the timeout is of the time that all threads take together
-            with suppress(TimeoutError):
-                timeout = (ends - thread_time()) * threads
-                return compiled.split(text, timeout=timeout)  # without the GIL
+        left = ends - thread_time()
+        while left > 0:
+            with suppress(TimeoutError):  # this counts the time of all threads together
+                return compiled.split(text, timeout=left * threads)  # without the GIL
             threads *= 2
+            left = ends - thread_time()
         wrong = f"the split pattern {pattern!r} takes more than {SECONDS} s for this text"
         reject(file, wrong, "change the text, or use another tokenizer")
 
