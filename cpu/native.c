@@ -439,12 +439,19 @@ static float soften(const float *x, float *p, long V, float t) {
             all += p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);
         return all;
     }
-    #pragma omp simd reduction(+:all)
-    for (long i = 0; i < V; i++) {
-        float z = (x[i] - most) / t, e = exponential(z);
-        p[i] = z < -87 ? 0 : e;
-        all += p[i];
+    double total = 0;   // of sums of 512: in a long sum of float32, small numbers are lost
+    for (long at = 0; at < V; at += 512) {
+        long end = least(V, at + 512);
+        float sum = 0;
+        #pragma omp simd reduction(+:sum)
+        for (long i = at; i < end; i++) {
+            float z = (x[i] - most) / t, e = exponential(z);
+            p[i] = z < -87 ? 0 : e;
+            sum += p[i];
+        }
+        total += sum;
     }
+    all = total;
     for (long i = 0; i < V; i++) p[i] /= all;
     return all;
 }
