@@ -11,7 +11,7 @@ The end. SIGTERM, SIGHUP and Ctrl-C close the door: what is open is finished, fo
 seconds, and then ends with an error; a second signal ends the program at once. An exception of a
 step ends all streams with an error, and the program with its traceback and status 1.
 
-    0   never: a server ends by a signal (130, 143), an engine's failure (1) or a mistake (2)
+    0   never: a server ends by a signal (129, 130, 143), an engine's failure (1) or a mistake (2)
 """
 
 import argparse
