@@ -267,3 +267,10 @@ def meanwhile(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """For tests that still name a function in a mark: it is called here, once."""
     function, *arguments = request.node.get_closest_marker("meanwhile").args
     return cache(partial(function, *arguments))
+
+
+def attend(
+    ops: Ops, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any, layer: int
+) -> torch.Tensor:
+    """Attention of q, k and v that are rotated already."""
+    return ops.attend(torch.cat((q, k, v), 1), k.shape[1], None, metadata, layer)

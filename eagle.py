@@ -109,16 +109,17 @@ class EagleHead(Llama):
         G = self.config.num_key_value_heads
         D = self.config.head_dim
         eps = self.config.rms_norm_eps
-        cos, sin = self.rope(metadata.positions)
-        _, token = ops.add_norm(self.embedding(tokens), None, layer.input_norm, eps)
+        rope = self.rope(metadata.positions)
+        _, token = ops.add_norm(self.token_embedding(tokens), None, layer.input_norm, eps)
         _, normed = ops.add_norm(f, None, self.hidden_norm, eps)
         qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
-        heads = ops.attend(qkv.unflatten(1, (-1, D)), G, cos, sin, metadata, self.cache_layer)
-        attn_out = ops.linear(heads.flatten(1), layer.o)
+        heads = ops.attend(qkv.unflatten(1, (-1, D)), G, rope, metadata, self.cache_layer)
+        attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         if self.eagle.norm_before_residual:
             f = normed
         y, normed = ops.add_norm(f, attn_out, layer.post_norm, eps)
-        z = y + ops.linear(ops.swiglu(normed, layer.gate_up), layer.down)
+        hidden = ops.swiglu(normed, layer.gate_up)
+        z = y + self.group.sum(ops.linear(hidden, layer.down))
         if self.eagle.norm_output:
             _, z = ops.add_norm(z, None, self.norm, eps)
         return z
@@ -127,7 +128,7 @@ class EagleHead(Llama):
         """[R, C] -> [R, Vd]."""
         if not self.eagle.norm_output:
             _, z = self.ops.add_norm(z, None, self.norm, self.config.rms_norm_eps)
-        return self.ops.linear(z, self.head)
+        return self.group.gather(self.ops.linear(z, self.head), self.config.vocab_size)
 
     def logits(self, z: Tensor) -> Tensor:
         """The same by the target's tokens: [R, C] -> [R, V].
@@ -165,10 +166,12 @@ class EagleHead(Llama):
         """The target's token for each of the head's: int64[Vd]."""
         return self.offsets + torch.arange(len(self.offsets), device=self.device)
 
-    def embedding(self, tokens: Tensor) -> Tensor:
-        """int64[T] -> [T, C]."""
-        model = self if self.eagle.has_embedding else self.target
-        return model.ops.embed(tokens, model.embed, self.dtype)
+    def token_embedding(self, tokens: Tensor) -> Tensor:
+        """int64[T] -> [T, C], from the head's own rows, which all processes have, or from the
+        target's."""
+        if self.eagle.has_embedding:
+            return self.ops.embed(tokens, self.embed, self.dtype)
+        return self.target.embedding(tokens)
 
     # ---- The weights
 

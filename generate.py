@@ -135,7 +135,7 @@ class Model:
         seed = settings.seed
         if seed is None:
             drawn = int.from_bytes(os.urandom(4), "little")
-            (seed,) = self.llama.ops.agree([drawn])  # of several processes the first one's
+            (seed,) = self.llama.group.agree([drawn])  # of several processes the first one's
         return replace(settings, seed=seed, **self.recommended.complete(asked))
 
     def uses_template(self, chat: bool | None) -> bool:

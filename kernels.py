@@ -1,7 +1,8 @@
 """The operations of a forward pass in plain torch: the specification, which backends override.
 
-`Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ each offer a
-subclass that overrides what its machine does faster, and calls super() for the rest. `find_device`
+`Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ and the page
+flash.py each offer a subclass that overrides what its machine does faster, and calls super() for
+the rest. `find_device`
 chooses the device, `ops_for` its operations: the other pages of a forward pass do not ask what the
 machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
 
@@ -16,12 +17,9 @@ H key/value heads, H / G on each: the cache shrinks by that.
 and values as they are *stored*, also those of the new tokens, so a result does not depend on how a
 prompt was split into chunks, but for rounding.
 
-`Flash` is attention as a GPU computes it (Dao et al. 2022, arXiv:2205.14135): the scores never
-leave the chip.
-
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
     C hidden_size · F intermediate_size · V vocab_size · L layers · S tokens of a block of the cache
-    W [N, K] a matrix, N outputs and K inputs · R logits asked for; in `_flash` R = H / G
+    W [N, K] a matrix, N outputs and K inputs · R logits asked for
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
@@ -44,25 +40,17 @@ from torch import Tensor
 
 import sampling
 from errors import UserError
-from parallel import Parallel, num_processes
+from parallel import group_for
 from quant import Quantized, rounded_product
 from sampling import Setting, check_finite, check_tokens
 
 if TYPE_CHECKING:
-    from checkpoint.config import Config
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache
-    from model import Features, Llama
+    from model import Features, Llama, Rope
     from speculative import Proposal, Round
 
-# Triton exists for Linux only, and its import is slow: only for a GPU, for its interpreter, or if a
-# caller has imported it, to compile for a GPU that is not here.
-triton = None
-if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") or "triton" in sys.modules:
-    with suppress(ImportError):
-        import triton
-        import triton.language as tl
-
+BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
 recordings: WeakSet[Any] = WeakSet()  # CUDA graphs of a backend (app/launch.py drops them)
 
@@ -89,9 +77,12 @@ def send(
 
 def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The pieces end to end: int64[T]; and the index of each piece's last token."""
-    ends = accumulate(len(piece) for piece in pieces)
-    last = [end - 1 for end in ends]
-    return send([*chain(*pieces)], device), send(last, device)
+    tokens = []
+    last = []
+    for piece in pieces:
+        tokens += piece
+        last.append(len(tokens) - 1)
+    return send(tokens, device), send(last, device)
 
 
 def free_memory(device: torch.device) -> int:
@@ -104,7 +95,7 @@ def free_memory(device: torch.device) -> int:
         free = 1024 * int(available.split()[0])
     else:
         free = sys.maxsize  # unknown: an allocation that fails will say so
-    return ops_for(device).shard_memory(free, device)
+    return group_for(device).memory(free, device)
 
 
 def find_device(name: torch.device | str | None = None) -> torch.device:
@@ -142,6 +133,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Turn the pairs (i, i + D/2) of x, [T, heads, D], by the angles of `Llama.rope`."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    return torch.cat((turned_a, turned_b), dim=-1)
+
+
+def rotated(qkv: Tensor, G: int, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; with rope q and k are rotated."""
+    H = qkv.shape[1] - 2 * G
+    qk, v = qkv.split((H + G, G), dim=1)
+    if rope is not None:
+        qk = rotate(qk, rope)
+    q, k = qk.split((H, G), dim=1)
+    return q, k, v
 
 
 class Ops:
@@ -206,47 +216,31 @@ class Ops:
         normed = wide * torch.rsqrt(mean_square + eps)
         return x, normed.to(x.dtype) * weight
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the pairs (i, i + D/2) of x: [T, heads, D]. cos, sin: [T, 1, D], the first half of
-        sin negated."""
-        half = x.shape[-1] // 2
-        return torch.addcmul(x * cos, x.roll(half, -1), sin)
-
     def swiglu(self, x: Tensor, gate_up: Any) -> Tensor:
         """silu(gate) · up, the two halves of gate_up's product: [T, C] -> [T, F]."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def attend(
-        self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, metadata: AttentionMetadata, layer: int
+        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        """Rotate q and k, store k and v, and attend within each sequence. qkv: [T, H + 2 G, D] ->
-        [T, H, D]."""
-        H = qkv.shape[1] - 2 * G
-        qk, v = qkv.split((H + G, G), dim=1)
-        q, k = self.rotate(qk, cos, sin).split((H, G), dim=1)
-        out = self.store_and_attend(q, k, v, metadata, layer)
-        return out + (0 * qkv).sum()  # NaN or ∞, which PyTorch's attention may make 0
-
-    def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
-    ) -> Tensor:
-        """Store k and v: [T, G, D]; then attention of q: [T, H, D] -> [T, H, D]."""
+        """Rotate q and k, store k and v, then attend within each sequence. qkv: [T, H + 2 G, D] ->
+        [T, H, D]. rope None: q and k are rotated already."""
+        q, k, v = rotated(qkv, G, rope)
         cache = metadata.cache
+        nothing = (0 * qkv).sum()  # or NaN: attention may make 0 of NaN or ∞
         if cache is None:  # sequences of one length: one call for all
             B = len(metadata.sequences)
             q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).flatten(0, 1)
-        slot_mapping = metadata.slot_mapping.long()
-        cache.keys.write(layer, slot_mapping, k)
-        cache.values.write(layer, slot_mapping, v)
+            return out.transpose(1, 2).flatten(0, 1) + nothing
+        cache.write(layer, metadata.slot_mapping.long(), k, v)
         outputs = []
         for queries, slots in zip(q.split(metadata.num_new_tokens), metadata.slots):
             keys = cache.keys.read(layer, slots, q.dtype)
             values = cache.values.read(layer, slots, q.dtype)
             outputs.append(attention(queries, keys, values))
-        return torch.cat(outputs)
+        return torch.cat(outputs) + nothing
 
     # ---- Sampling
 
@@ -338,160 +332,22 @@ class Ops:
         """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that
         tokens are drawn from."""
 
-    # ---- Other processes: here there are none (parallel.py)
-
-    def shard_config(self, config: Config) -> Config:
-        """The model that this process computes."""
-        return config
-
-    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part of a checkpoint's tensor that fills a tensor of this shape."""
-        return tensor
-
-    def shard_memory(self, free: int, device: torch.device) -> int:
-        """The bytes that each process may take, where `free` are free on the device of this one."""
-        return free
-
-    def agree(self, numbers: Any) -> Any:
-        """Numbers of the first process, for every process, on the host."""
-        return numbers
-
-
-# ---- Flash attention -----------------------------------------------------------------------------
-
-if triton is not None:
-    # Triton compiles a further variant where a number is 1 or a multiple of 16, or an address a
-    # multiple of 16. From step to step max_blocks changes, and so do the addresses of the three
-    # tables, views in one buffer: no variants for these.
-    @triton.jit(
-        do_not_specialize=["max_blocks"],
-        do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
-    )
-    def _flash(
-        q,
-        k,
-        v,
-        out,
-        block_tables,
-        cu_seqlens,
-        seq_lens,
-        scale,
-        max_blocks,
-        S,
-        G: tl.constexpr,
-        R: tl.constexpr,
-        D: tl.constexpr,
-        WIDE: tl.constexpr,
-        ROWS: tl.constexpr,
-        KEYS: tl.constexpr,
-    ):
-        """Attention of ROWS rows of one sequence: new tokens times the R heads of a key/value head.
-
-        It walks over the keys in tiles and keeps for each row the largest score `top`, the sum l
-        of the weights, and the weighted sum o of the values; at the end the result is o / l. With
-        the scores s = q · k · scale, where scale = 1 / (√D ln 2), since 2^(x / ln 2) = e^x:
-
-            higher = max(top, max_j s_j)      p_j = 2^(s_j − higher)      fade = 2^(top − higher)
-            l = fade · l + Σ_j p_j
-            o = fade · o + Σ_j p_j · v_j
-        """
-        b = tl.program_id(0) // G
-        g = tl.program_id(0) % G
-        first = tl.load(cu_seqlens + b)
-        seq_len = tl.load(seq_lens + b)
-        n = tl.load(cu_seqlens + b + 1) - first  # new tokens, the last n of seq_len
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        d = tl.arange(0, WIDE)
-        token = first + row // R  # [ROWS], in the step
-        position = seq_len - n + row // R  # [ROWS], in the sequence
-        head = g * R + row % R
-        is_row = (row < n * R)[:, None] & (d < D)[None, :]
-        offset = (token * G * R + head).to(tl.int64)[:, None] * D + d[None, :]
-        x = tl.load(q + offset, is_row, 0)  # [ROWS, WIDE]
-        o = tl.zeros((ROWS, WIDE), tl.float32)
-        l = tl.zeros((ROWS,), tl.float32)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        last = tl.max(position, axis=0)
-        for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # rows of padding lie beyond
-            j = start + tl.arange(0, KEYS)  # a tile of keys, of any blocks
-            block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
-            slot = block * S + j % S
-            kv_offset = (slot * G + g)[:, None] * D + d[None, :]
-            is_key = (j < seq_len)[:, None] & (d < D)[None, :]
-            keys = tl.load(k + kv_offset, is_key, 0)
-            values = tl.load(v + kv_offset, is_key, 0)
-            s = tl.dot(x, tl.trans(keys), input_precision="tf32x3")  # float32's precision, nearly
-            s = s * scale
-            s = tl.where(j[None, :] <= position[:, None], s, float("-inf"))  # bottom-right
-            higher = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - higher[:, None])
-            fade = tl.exp2(top - higher)
-            weights = p.to(v.dtype.element_ty)
-            o = tl.dot(weights, values, o * fade[:, None], input_precision="tf32x3")
-            l = l * fade + tl.sum(p, 1)
-            top = higher
-        tl.store(out + offset, (o / l[:, None]).to(out.dtype.element_ty), is_row)
-
-
-class Flash(Ops):
-    """What a GPU runs without the folder gpu/: attention reads 16- and 32-bit keys and values where
-    they are stored."""
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        return stored
-
-    def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
-    ) -> Tensor:
-        cache = metadata.cache
-        if cache is None or cache.dtype != q.dtype or q.dtype == torch.float64:
-            return super().store_and_attend(q, k, v, metadata, layer)
-        if cache.keys.bits < 16 or cache.values.bits < 16:  # 16: as they are, in any dtype
-            return super().store_and_attend(q, k, v, metadata, layer)
-        slot_mapping = metadata.slot_mapping.long()
-        cache.keys.write(layer, slot_mapping, k)
-        cache.values.write(layer, slot_mapping, v)
-        _, H, D = q.shape
-        G = k.shape[1]
-        R = H // G
-        longest = max(metadata.num_new_tokens)
-        rows = 16 if longest * R <= 16 else 64
-        grid = len(metadata.sequences) * G, triton.cdiv(longest * R, rows)
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        _flash[grid](
-            q,
-            cache.keys.parts[0][layer],
-            cache.values.parts[0][layer],
-            out,
-            metadata.block_tables,
-            metadata.cu_seqlens,
-            metadata.seq_lens,
-            scale=D**-0.5 / math.log(2),
-            max_blocks=metadata.block_tables.shape[1],
-            S=metadata.block_size,
-            G=G,
-            R=R,
-            D=D,
-            WIDE=max(16, triton.next_power_of_2(D)),  # what `tl.dot` can multiply
-            ROWS=rows,
-            KEYS=32,
-        )
-        return out
-
 
 # ---- The choice ----------------------------------------------------------------------------------
 
 
 def ops_for(device: torch.device | str) -> Ops:
-    """The fastest operations for this device: from cpu/ or gpu/, or plain; and for this process's
-    shard."""
+    """The fastest operations for this device: of a folder or page that is here, or plain."""
     device = torch.device(device)
-    ops = fastest_ops(device)
-    # A model on "meta" stands for the whole checkpoint, to check its shapes (checkpoint/load.py).
-    if num_processes() > 1 and device.type != "meta":
-        return Parallel(ops)
-    return ops
+    make_current(device)
+    if os.environ.get("LLAMA_PLAIN") == "1":
+        return Ops()
+    for name in BACKENDS.get(device.type, ()):
+        if find_spec(name):
+            ops = import_module(name).ops()
+            if ops is not None:  # it has what it needs
+                return ops
+    return Ops()
 
 
 def make_current(device: torch.device) -> None:
@@ -500,24 +356,11 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def fastest_ops(device: torch.device) -> Ops:
-    """The operations of one process."""
-    make_current(device)
-    if device.type not in ("cpu", "cuda") or os.environ.get("LLAMA_PLAIN") == "1":
-        return Ops()
-    folder = "gpu" if device.type == "cuda" else "cpu"
-    if find_spec(folder):
-        ops = import_module(folder).ops()
-        if ops is not None:
-            return ops
-    return Flash() if device.type == "cuda" and triton else Ops()
-
-
 def main() -> None:
     """The demonstration: what a mask aligned top-left makes of a cache."""
     n = 3
     m = 10
-    q = torch.randn(n, 1, 16)
+    q = torch.randn(n, 1, 16)  # [tokens, heads, head size]
     k = torch.randn(m, 1, 16)
     v = torch.randn(m, 1, 16)
     top_left = torch.ones(n, m, dtype=torch.bool).tril()

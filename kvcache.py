@@ -403,6 +403,11 @@ class Cache:
             slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
         return AttentionMetadata(slices, self.block_size, self).to(self.device)
 
+    def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v: [T, G, D] in their slots: int64[T]."""
+        self.keys.write(layer, slot_mapping, k)
+        self.values.write(layer, slot_mapping, v)
+
     def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
         """Give each sequence the blocks that its new tokens need; a contiguous one has its own."""
 

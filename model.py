@@ -32,6 +32,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,12 +44,13 @@ from checkpoint.load import load_llama
 from checkpoint.progress import do_each
 from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata
+from parallel import ROW_PARALLEL, group_for
 from quant import Kind, Quantized
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D] each
+Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D / 2] each
 
 
 class Features(NamedTuple):
@@ -91,8 +93,9 @@ class Llama:
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
         # Of several processes (parallel.py) each holds a part of every matrix, and a smaller config
-        # says how large; the parts of the logits are gathered. One process: shard is config.
-        shard = self.ops.shard_config(config)
+        # says how large. One process: shard is config.
+        self.group = group_for(self.device)
+        shard = self.group.shard(config)
         self.vocab_rows = shard.vocab_size
         self.config = replace(shard, vocab_size=config.vocab_size)
         C = config.hidden_size
@@ -102,10 +105,7 @@ class Llama:
         self.head = self.embed
         if not config.tie_word_embeddings:
             self.head = self._linear("head", self.vocab_rows, C)
-        # A pair (a, b) turns to (a cos − b sin, b cos + a sin). `Ops.rotate` takes −sin for the
-        # first half of dimensions: the sine of a negative angle, whose cosine is the same.
-        frequencies = rope_frequencies(config)
-        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)  # [D]
+        self.frequencies = rope_frequencies(config).to(device)  # [D / 2]
         if seed is not None:
             self._randomize(seed)
 
@@ -136,7 +136,7 @@ class Llama:
     ) -> Tensor:
         """The plain loop over the layers."""
         rope = self.rope(metadata.positions)
-        x = self.ops.embed(tokens, self.embed, self.dtype)  # [T, C]
+        x = self.embedding(tokens)  # [T, C]
         mlp_out = None
         for i, layer in enumerate(self.layers):
             if features is not None and i in features.layers:
@@ -146,7 +146,12 @@ class Llama:
             x = x[logits_indices]  # [R, C]
             mlp_out = mlp_out[logits_indices]
         _, normed = self.ops.add_norm(x, mlp_out, self.norm, self.config.rms_norm_eps)
-        return self.ops.linear(normed, self.head)
+        return self.group.gather(self.ops.linear(normed, self.head), self.config.vocab_size)
+
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """int64[T] -> [T, C]."""
+        embed = partial(self.ops.embed, weight=self.embed, dtype=self.dtype)
+        return self.group.embed(tokens, self.vocab_rows, embed)
 
     def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
         """To be filled by a pass over T tokens."""
@@ -154,7 +159,8 @@ class Llama:
         return Features(layers, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def rope(self, positions: Tensor) -> Rope:
-        """cos and sin for `Ops.rotate`: int[T] -> [T, 1, D] each, the first half of sin negated."""
+        """By how much a pair (a, b) of dimensions turns, to (a cos − b sin, b cos + a sin):
+        int[T] -> cos and sin, [T, 1, D / 2] each."""
         angles = torch.outer(positions, self.frequencies)[:, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
@@ -172,14 +178,13 @@ class Llama:
         G = self.config.num_key_value_heads
         D = self.config.head_dim
         eps = self.config.rms_norm_eps
-        cos, sin = rope
         x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # x + mlp_out, and its norm
         qkv = ops.linear(normed, layer.qkv).unflatten(1, (-1, D))  # [T, H + 2 G, D]
-        heads = ops.attend(qkv, G, cos, sin, metadata, i)  # [T, H, D]
-        attn_out = ops.linear(heads.flatten(1), layer.o)
+        heads = ops.attend(qkv, G, rope, metadata, i)  # [T, H, D]
+        attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         x, normed = ops.add_norm(x, attn_out, layer.post_norm, eps)
         hidden = ops.swiglu(normed, layer.gate_up)  # [T, F]
-        mlp_out = ops.linear(hidden, layer.down)
+        mlp_out = self.group.sum(ops.linear(hidden, layer.down))
         return x, mlp_out
 
     # ---- The weights
@@ -265,6 +270,8 @@ class Llama:
         def pack(place: tuple[Layer, str]) -> list[int]:
             layer, role = place
             linear = getattr(layer, role)
+            if role in ROW_PARALLEL and self.group.rank > 0:  # what is summed has a bias once
+                linear = linear._replace(bias=None)
             setattr(layer, role, self.ops.pack_weight(linear, self.dtype, role))
             return [linear.weight.nbytes]
 

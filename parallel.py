@@ -14,8 +14,9 @@ second matrix is *row-parallel*, cut by inputs:
     vocabulary-parallel    embed, head      tokens of other processes embed as 0, and an all-reduce
                                             fills them in; the head's logits are gathered
 
-With fewer key/value heads than processes, several processes hold a replica of one head. A process
-has a smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
+`Group` has these sums and gathers; where there is one process, they do nothing. With fewer
+key/value heads than processes, several processes hold a replica of one head. A process has a
+smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
 scheduler: their logits are equal to the bit. At the end of a step the host takes drawn tokens and
 times from the first process (`agree`), and with them comes the order to stop.
 
@@ -33,9 +34,9 @@ Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,9 @@ from torch import Tensor
 from errors import UserError
 
 if TYPE_CHECKING:
-    from kernels import Linear, Ops
-    from model import Config
+    from checkpoint.config import Config
 
 ROW_PARALLEL = ("o", "down")
-VOCABULARY_PARALLEL = ("embed", "head")  # a tied head has the role "embed"
 
 
 def num_processes() -> int:
@@ -136,83 +135,81 @@ def traffic(config: Config, n: int, itemsize: int) -> tuple[int, int]:
     return itemsize * reduced, itemsize * gathered
 
 
-# ---- Operations ----------------------------------------------------------------------------------
+# ---- The processes -------------------------------------------------------------------------------
 
 
-class Shard(NamedTuple):
-    """A process's part of a packed weight."""
+class Group:
+    """The processes that share a model, as one of them sees them: alone, the identity."""
 
-    weight: Any
-    role: str
+    rank = 0
+    n = 1
 
+    def shard(self, config: Config) -> Config:
+        """The model that this process computes."""
+        return config
 
-class Parallel:
-    """The operations `ops` of one process of several, and sums and gathers over processes."""
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """The part of a checkpoint's tensor that fills a tensor of this shape."""
+        return tensor
 
-    def __init__(self, ops: Ops):
-        self.ops = ops
-        self.rank = dist.get_rank()
-        self.n = dist.get_world_size()
-        self.vocab_size = 0  # of the whole model, and
-        self.vocab_rows = 0  # of a shard: `shard_config` sets both
+    def memory(self, free: int, device: torch.device) -> int:
+        """The bytes that each process may take, where `free` are free on the device of this one."""
+        return free
 
-    def __getattr__(self, name: str) -> Any:
-        """Attention, norms, sampling: as in one process, on this process's heads."""
-        return getattr(self.ops, name)
-
-    def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Shard:
-        """The process's shard. Only the first process adds a bias that is summed over processes."""
-        if role in ROW_PARALLEL and self.rank > 0:
-            weight = weight._replace(bias=None)
-        return Shard(self.ops.pack_weight(weight, dtype, role), role)
-
-    def linear(self, x: Tensor, shard: Shard) -> Tensor:
-        """x Wᵀ + b: [T, K] -> [T, N]; x is a shard of the columns where W is row-parallel."""
-        y = self.ops.linear(x, shard.weight)
-        if shard.role in ROW_PARALLEL:
-            dist.all_reduce(y)
-        if shard.role in VOCABULARY_PARALLEL:
-            shards = [torch.empty_like(y) for _ in range(self.n)]  # [T, ⌈V / n⌉] each
-            dist.all_gather(shards, y)
-            y = torch.cat(shards, dim=-1)[:, : self.vocab_size]
+    def sum(self, y: Tensor) -> Tensor:
+        """The sum over processes, where each has the product with its columns of W."""
         return y
 
-    def swiglu(self, x: Tensor, shard: Shard) -> Tensor:
-        """silu(gate) · up: [T, C] -> [T, F / n]."""
-        return self.ops.swiglu(x, shard.weight)
+    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """embed(tokens): int64[T] -> [T, C], where each process holds num_rows rows."""
+        return embed(tokens)
 
-    def embed(self, tokens: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
-        """Rows of W: int64[T] -> [T, C]."""
-        row = tokens - self.rank * self.vocab_rows
-        elsewhere = (row < 0) | (row >= self.vocab_rows)  # bool[T]: in another process
-        x = self.ops.embed(row.masked_fill(elsewhere, 0), shard.weight, dtype)
-        x = x.masked_fill(elsewhere[:, None], 0)
-        dist.all_reduce(x)
-        return x
+    def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[R, ⌈V / n⌉] of each process -> [R, V]."""
+        return logits
 
-    # ---- What the processes know of each other
+    def agree(self, numbers: Any) -> Any:
+        """The first process's numbers, in every process, on the host."""
+        return numbers
 
-    def shard_config(self, config: Config) -> Config:
-        """The model that this process computes."""
-        shard = shard_config(config, self.n)
-        self.vocab_size = config.vocab_size
-        self.vocab_rows = shard.vocab_size
-        return shard
 
-    def shard_tensor(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part of a checkpoint's tensor that fills a tensor of this shape."""
+class Processes(Group):
+    """Several of them, which torch.distributed has joined."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.n = dist.get_world_size()
+
+    def shard(self, config: Config) -> Config:
+        return shard_config(config, self.n)
+
+    def cut(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return shard_tensor(tensor, shape, self.rank, self.n)
 
-    def shard_memory(self, free: int, device: torch.device) -> int:
-        """The bytes that each process may take, where `free` are free on the device of this one."""
+    def memory(self, free: int, device: torch.device) -> int:
         if device.type == "cpu":  # which all processes share
             free //= self.n
         smallest = torch.tensor(free)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
 
+    def sum(self, y: Tensor) -> Tensor:
+        dist.all_reduce(y)
+        return y
+
+    def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        row = tokens - self.rank * num_rows
+        elsewhere = (row < 0) | (row >= num_rows)  # bool[T]: in another process
+        x = embed(row.masked_fill(elsewhere, 0))
+        return self.sum(x.masked_fill(elsewhere[:, None], 0))
+
+    def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
+        shards = [torch.empty_like(logits) for _ in range(self.n)]
+        dist.all_gather(shards, logits)
+        return torch.cat(shards, dim=-1)[:, :vocab_size]  # the last shard is padded
+
     def agree(self, numbers: Any) -> Any:
-        """The first process's numbers, in every process. If its stop flag is set, all stop."""
+        """If the first process's stop flag is set, all stop."""
         mine = torch.tensor(numbers)
         error = stop_flag.error
         stop = mine.new_tensor([error is not None])
@@ -222,3 +219,9 @@ class Parallel:
             stop_flag.error = None
             raise error or KeyboardInterrupt
         return packed[:-1].view(mine.shape).tolist()
+
+
+def group_for(device: torch.device) -> Group:
+    """The processes that share models on this device. (A model on "meta" stands for the whole
+    checkpoint, to check its shapes: checkpoint/load.py.)"""
+    return Processes() if num_processes() > 1 and device.type != "meta" else Group()

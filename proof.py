@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels import Ops
+from parallel import Group
 
 if TYPE_CHECKING:
     from kvcache import AttentionMetadata
@@ -140,6 +141,7 @@ class Toy:
     device = torch.device("cpu")
     dtype = torch.float64
     ops = Ops()
+    group = Group()
     # Added to the tokens that are stored. A drafter of another shift, in the target's cache, stores
     # other numbers: the law is right only if the target stores its own over them.
     shift = 0
@@ -172,7 +174,8 @@ class Toy:
         digits = (tokens + self.shift) % self.V + 1
         counts = (digits * (self.V + 1) ** positions)[:, None, None]  # [T, 1, 1]
         zeros = torch.zeros_like(counts)
-        mean = self.ops.store_and_attend(zeros, zeros, counts, metadata, 0).flatten()
+        qkv = torch.cat((zeros, zeros, counts), dim=1)
+        mean = self.ops.attend(qkv, 1, None, metadata, 0).flatten()
         codes = (mean * (positions + 1)).round().long()
         if logits_indices is not None:
             codes = codes[logits_indices]

@@ -229,7 +229,7 @@ class ModelRunner:
             self._observe(scheduled, round_tokens, features)
         seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
-            (seconds,) = self.target.ops.agree([seconds])  # the first process's
+            (seconds,) = self.target.group.agree([seconds])  # the first process's
             if is_typical:
                 num_drafts = [item.num_drafts for item in rounds]
                 num_accepted = [len(new) - 1 for new in round_tokens]
@@ -265,11 +265,11 @@ class ModelRunner:
             return [], logits
         if not any(num_drafts):
             picked = round.text_coin().pick(p[:, 0])  # [B]
-            tokens = self.target.ops.agree(picked.tolist())  # here the host waits for a GPU
+            tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
             return [[token] for token in check_tokens(tokens)], logits
         accepted, token = self.target.ops.verify(round, p, q, drafted)
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.ops.agree(packed.tolist())  # and here
+        packed = self.target.group.agree(packed.tolist())  # and here
         round_tokens = []
         for n, (*row, num_accepted, last) in zip(num_drafts, packed):
             check_tokens([last])
@@ -457,7 +457,7 @@ class ModelRunner:
         seqs = [item.request.seq for item in rounds]
         pending = [item.request.tokens[-1:] for item in rounds]
         drafted, _ = self.target.ops.draft(self.target, self.cache, seqs, pending, round)
-        rows = self.target.ops.agree(drafted.tolist())
+        rows = self.target.group.agree(drafted.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]
 
     # ---- The clock

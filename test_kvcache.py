@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conftest import poison, random_llama
+from conftest import attend, poison, random_llama
 from errors import UserError
 from generate import Engine, Model
 from kernels import Ops, attention, ops_for
@@ -143,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         q = self.rand(L, T, H, D)
         k = self.rand(L, T, G, D)
         v = self.rand(L, T, G, D)
-        outs = [OPS.store_and_attend(q[i], k[i], v[i], metadata, i) for i in range(L)]
+        outs = [attend(OPS, q[i], k[i], v[i], metadata, i) for i in range(L)]
         first = 0
         for seq, n in wanted:  # as if each had been alone
             own = slice(first, first + n)
@@ -236,11 +236,11 @@ def test_a_fork_and_its_origin_part_ways():
     cache = KVCache(1, 1, 2, max_len=4, sequences=2)
     old, _ = cache.open([])
     one = torch.ones(2, 1, 2)
-    OPS.store_and_attend(one, one, one, cache.extend([(old, [1, 2])]), 0)
+    attend(OPS, one, one, one, cache.extend([(old, [1, 2])]), 0)
     new = cache.fork(old)
     values = torch.tensor([[[3.0, 3]], [[9.0, 9]]])
     metadata = cache.extend([(old, [3]), (new, [9])])
-    out = OPS.store_and_attend(one * 0, one, values, metadata, 0)
+    out = attend(OPS, one * 0, one, values, metadata, 0)
     expected = torch.tensor([5 / 3, 11 / 3])  # equal scores: means of 1, 1 and the new
     torch.testing.assert_close(out[:, 0, 0], expected)
     cache.truncate(old, 0)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.config import Config
 from conftest import SMALL, program, random_llama
-from kernels import Ops
+from kernels import Ops, rotate
 from kvcache import KVCache
 from model import Llama, rope_frequencies
 
@@ -118,9 +118,7 @@ def test_products_of_rotated_vectors_depend_on_their_distance_alone():
 
     def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
         angles = position * frequencies
-        cos = angles.cos().repeat(2)
-        sin = torch.cat((-angles.sin(), angles.sin()))
-        return Ops().rotate(x[None, None], cos[None, None], sin[None, None])[0, 0]
+        return rotate(x[None, None], (angles.cos(), angles.sin()))[0, 0]
 
     products = {}
     for distance in (0, 1, 7):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conftest import poison, random_llama
+from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import attention, ops_for
 from kvcache import CacheFull, KVCache
@@ -128,7 +128,7 @@ class PagedMachine(RuleBasedStateMachine):
             k = torch.cat(new)
             generator = torch.Generator().manual_seed(layer)
             q = torch.randn(len(k), H, D, dtype=torch.float64, generator=generator)
-            out = ops_for("cpu").store_and_attend(q, k, -k, metadata, layer)
+            out = attend(ops_for("cpu"), q, k, -k, metadata, layer)
             counts = [len(piece) for piece in wanted.values()]
             for seq, own_q, own_out in zip(wanted, q.split(counts), out.split(counts)):
                 keys = keys_of(*self.texts[seq])[layer]

@@ -34,10 +34,9 @@ from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kernels import ops_for
 from kvcache import kv_bytes
 from model import Llama
-from parallel import num_processes, shard_config, shard_tensor, stop_flag, traffic
+from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag, traffic
 from request import OutputStream, Settings
 from test_eagle import random_head, write_head
 
@@ -101,9 +100,11 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     biased = dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
-    head = random_head(Llama(Config(**SMALL)), seed=3)
+    target = Llama(Config(**SMALL))
+    with_rows = random_head(target, seed=3, has_embedding=True)  # of the whole vocabulary
     return {
-        "eagle": write_head(folder / "eagle", head),
+        "eagle": write_head(folder / "eagle", random_head(target, seed=3)),
+        "eagle with rows": write_head(folder / "eagle with rows", with_rows),
         "tied": write_model(folder / "tied"),
         "draft": write_model(folder / "draft", seed=0, num_hidden_layers=1),
         "biased": write_model(folder / "biased", seed=1, **biased),
@@ -179,8 +180,9 @@ def texts_of(
     coupled: bool,
     cache: dict[str, Any],
     asked: list[dict[str, Any]],
-) -> list[tuple[list[int], int, int]]:
-    """The texts of these requests, made together: tokens, seed, how often each was preempted."""
+) -> list[tuple[list[int], int, int, int]]:
+    """The texts of these requests, made together: tokens, seed, how often each was preempted, how
+    many drafts were accepted."""
     model = Model.load(folder, "cpu", torch.float64, bits)
     engine = Engine(model, load_draft(draft, model, torch.float64), 300, 60, 3, coupled, **cache)
     requests = []
@@ -188,9 +190,12 @@ def texts_of(
         chosen = {name: value for name, value in fields.items() if name != "prompt"}
         requests.append(model.request(fields["prompt"], Settings(**chosen), max_len=60))
     list(engine.batcher.run(requests))
-    return [
-        (request.tokens, request.settings.seed, request.num_preemptions) for request in requests
-    ]
+    texts = []
+    for request in requests:
+        num_accepted = sum(stats.num_accepted for stats in request.rounds)
+        seed = request.settings.seed
+        texts.append((request.tokens, seed, request.num_preemptions, num_accepted))
+    return texts
 
 
 @settings(
@@ -216,17 +221,19 @@ def test_texts_are_those_of_one_process(everywhere, models, data):
         chosen = dict(temperature=draw(0.0, 1.0), max_tokens=draw(1, 9, 25), gamma=gamma)
         asked.append(dict(prompt=prompt, seed=seed, **chosen))
     arguments = (models[name], bits, models.get(draft, draft), coupled, cache, asked)
-    alone = [tokens for tokens, _, _ in texts_of(*arguments)]
+    alone = [tokens for tokens, *_ in texts_of(*arguments)]
     for texts in everywhere(n, texts_of, *arguments):
-        assert [tokens for tokens, _, _ in texts] == alone
+        assert [tokens for tokens, *_ in texts] == alone
 
 
-def test_a_head_drafts_in_every_process(everywhere, models):
+@pytest.mark.parametrize("head", ["eagle", "eagle with rows"])
+def test_a_head_drafts_the_same_in_every_process(everywhere, models, head):
     """With the target's key/value heads shared, and with replicas."""
     chosen = dict(temperature=1.0, max_tokens=12, gamma=2)
     asked = [dict(prompt="abc" * i, seed=i, **chosen) for i in (5, 1)]
-    arguments = models["tied"], 16, models["eagle"], False, dict(kv_bits=8), asked
+    arguments = models["tied"], 16, models[head], False, dict(kv_bits=8), asked
     alone = texts_of(*arguments)
+    assert sum(num_accepted for *_, num_accepted in alone)
     for n in (2, 4):
         assert everywhere(n, texts_of, *arguments) == [alone] * n
 
@@ -240,7 +247,7 @@ def test_preempted_requests_have_the_same_texts(everywhere, models):
         return dict(kv_memory=6 * kv_bytes(2, kv_heads, c.head_dim, 16, torch.float64))
 
     alone = texts_of(models["biased"], 16, None, True, six_blocks(1), asked)
-    assert sum(times for _, _, times in alone)
+    assert sum(times for _, _, times, _ in alone)
     texts = everywhere(2, texts_of, models["biased"], 16, None, True, six_blocks(2), asked)
     assert texts == [alone] * 2
 
@@ -249,7 +256,7 @@ def test_seeds_and_measured_times_are_the_first_processes(everywhere, models):
     """No seed, and γ by the clock: all make the same texts, or they would wait for ever."""
     asked = [dict(prompt="abc", temperature=1.0, max_tokens=30) for _ in range(3)]
     a, b = everywhere(2, texts_of, models["biased"], 16, models["draft"], False, {}, asked)
-    assert a == b and len({seed for _, seed, _ in a}) == 3
+    assert a == b and len({seed for _, seed, *_ in a}) == 3
 
 
 def logits_of(folder: Path, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -416,9 +423,11 @@ def test_loading_takes_a_shard_and_one_tensor(everywhere, models, tmp_path):
 
 def decisions(folder: Path) -> list[Any]:
     rank = dist.get_rank()
-    ops = ops_for("cpu")
-    answers = [num_processes(), ops.shard_memory(1000 * (rank + 1), torch.device("cpu"))]
-    answers += [ops.agree([rank, 7]), ops.agree([[rank + 0.5]]), read_once(lambda: f"line {rank}")]
+    cpu = torch.device("cpu")
+    group = group_for(cpu)
+    answers = [num_processes(), group.memory(1000 * (rank + 1), cpu)]
+    answers += [group.agree([rank, 7]), group.agree([[rank + 0.5]])]
+    answers += [read_once(lambda: f"line {rank}")]
     for error in (EOFError(), OSError(5, "x"), UserError("x"), UnicodeError("x")):
 
         def fails() -> None:
@@ -482,7 +491,7 @@ def test_a_stop_flag_stops_all_after_the_same_step(everywhere, models):
     assert {reason for _, reason in a[:2]} == {"interrupted"} and 2 <= len(a[0][0]) < 20
     asked = [dict(prompt="abc", seed=seed, temperature=1.0, max_tokens=20) for seed in (1, 2)]
     alone = texts_of(models["biased"], 16, None, False, {}, asked)
-    assert sorted(tokens for tokens, _ in a[3:]) == sorted(tokens[-20:] for tokens, _, _ in alone)
+    assert sorted(tokens for tokens, _ in a[3:]) == sorted(tokens[-20:] for tokens, *_ in alone)
 
 
 # ---- The command line

@@ -18,6 +18,7 @@ from generate import Engine, Model, load_draft
 from kernels import Ops
 from kvcache import CacheFull, KVCache
 from paged import PagedCache
+from parallel import Group
 from proof import Walk, distance, enumerate_law
 from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
@@ -33,14 +34,15 @@ class Scripted:
     device = torch.device("cpu")
     dtype = torch.float64
     ops = Ops()
+    group = Group()
 
     def __init__(self, script: Sequence[int]):
         self.script = script
         self.calls: list[list[tuple[int, int]]] = []
 
     def __call__(self, tokens: Tensor, metadata, logits_indices=None, features=None) -> Tensor:
-        zeros = torch.zeros(len(tokens), 1, 1, dtype=torch.float64)
-        self.ops.store_and_attend(zeros, zeros, zeros, metadata, 0)
+        zeros = torch.zeros(len(tokens), 3, 1, dtype=torch.float64)
+        self.ops.attend(zeros, 1, None, metadata, 0)
         positions = metadata.positions.tolist()
         self.calls.append(list(zip(positions, tokens.tolist())))
         following = torch.tensor([self.script[position + 1] for position in positions])
@@ -362,6 +364,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
             device = llama.device
             dtype = llama.dtype
             ops = Ops()
+            group = Group()
 
             def __call__(self, tokens, metadata, logits_indices=None, features=None):
                 nonlocal num_calls
@@ -400,7 +403,7 @@ def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
     lengths = cache.length(request.seq), runner.drafter.num_pending(request)
     num_agreed = 0
 
-    class Stops(Ops):
+    class Stops(Group):
         def agree(self, numbers):
             nonlocal num_agreed
             num_agreed += 1
@@ -408,7 +411,7 @@ def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
                 raise KeyboardInterrupt
             return numbers
 
-    with mock.patch.object(TARGET, "ops", Stops(), create=True):
+    with mock.patch.object(TARGET, "group", Stops(), create=True):
         with pytest.raises(KeyboardInterrupt):
             runner.step([runner.schedule(request)])
     assert lengths == (cache.length(request.seq), runner.drafter.num_pending(request))
@@ -601,13 +604,13 @@ def test_a_round_is_timed_until_the_device_was_waited_for(monkeypatch):
         return float(len(events))
 
     monkeypatch.setattr(runner_page.time, "perf_counter", clock)
-    agree = runner.target.ops.agree
+    agree = runner.target.group.agree
 
     def waits(numbers: list) -> list:
         events.append("wait")
         return agree(numbers)
 
-    monkeypatch.setattr(runner.target.ops, "agree", waits)
+    monkeypatch.setattr(runner.target.group, "agree", waits)
     observed = []
     runner.auto_gamma.observe = lambda *numbers: observed.append(numbers)
     kinds = [Kind((1, 2, 1, 2), 1, 3), Kind((2,), 1, 3)]

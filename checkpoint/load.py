@@ -27,6 +27,7 @@ from checkpoint.progress import do_each
 from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
+from parallel import group_for
 from quant import DEFAULT_GROUP, Kind, quantize
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def load_llama(
     ops = ops_for(device)
     dtype = dtype or ops.compute_dtype(checkpoint.dtypes[0])
     weight_dtype = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
-    empty = cls(config, "meta", dtype, None, ops, weight_dtype)  # what this process will hold
+    shard = group_for(device).shard(config)  # what this process will hold
+    empty = cls(shard, "meta", dtype, None, weight_dtype=weight_dtype)
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
     fill_model(model, numbers)  # numbers: one tensor after the other
@@ -86,8 +88,9 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:
     ops = ops_for(device)
     dtype = target.dtype
     weight_dtype = ops.weight_dtype(checkpoint.dtypes, dtype)
-    empty = cls(config, target, "meta", dtype, None, ops, weight_dtype)
-    config.check_target(target.config, empty.config)
+    shard = config.shard(target.group)  # what this process will hold
+    config.check_target(target.config, shard.layer)
+    empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)
     tensors = cls(config, target, "meta", seed=None).named_tensors()  # of the whole head
     checkpoint.check({name: header_of(tensor) for name, tensor in tensors.items()})
     check_fits_in_memory(folder, empty.named_tensors().values(), device)
@@ -147,7 +150,7 @@ def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if f"{name}_scale" in targets and tensor.dtype != targets[name].dtype:
             return fill_quantized(model, targets, name, tensor)
         target = targets[name]
-        target.copy_(model.ops.shard_tensor(tensor, target.shape))
+        target.copy_(model.group.cut(tensor, target.shape))
         return [target.nbytes]
 
     sizes = [target.nbytes for target in targets.values()]
@@ -162,13 +165,13 @@ def fill_quantized(
     layout = model.config.quantization
     bits = layout.head_bits if name in (EMBEDDING, HEAD) else layout.bits
     num_rows = len(targets[name])
-    rows = model.ops.shard_tensor(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
+    rows = model.group.cut(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
     q = quantize(rows.to(model.device), bits, layout.group)
     parts = {"": q.values, "_scale": q.scale, "_zero": q.zero}
     sizes = []
     for suffix, part in parts.items():
         if part is not None:
             target = targets[name + suffix]
-            target.copy_(model.ops.shard_tensor(part, target.shape))
+            target.copy_(model.group.cut(part, target.shape))
             sizes.append(target.nbytes)
     return sizes

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpu import native
-from kernels import Linear, Ops
+from kernels import Linear, Ops, rotated
 from quant import Quantized
 from sampling import Keyed, Setting, check_tokens
 from settings import SETTINGS
@@ -37,7 +37,7 @@ from settings import SETTINGS
 if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Features, Llama
+    from model import Features, Llama, Rope
     from speculative import Proposal, Round
 
 FEW = 16  # new tokens of a sequence that `attend_together` pads
@@ -131,24 +131,19 @@ class CPU(Ops):
         return heads_first.permute(0, 2, 3, 1, 4)
 
     def attend(
-        self, qkv: Tensor, G: int, cos: Tensor, sin: Tensor, metadata: AttentionMetadata, layer: int
-    ) -> Tensor:
-        if attends_in_c(metadata) and native.serves(qkv, cos, sin):
-            return native.attend(qkv, cos, sin, metadata, G, layer)
-        return super().attend(qkv, G, cos, sin, metadata, layer)
-
-    def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         if attends_in_c(metadata):
-            G = k.shape[1]
-            qkv = torch.cat((q, k, v), dim=1).float()
-            out = native.attend(qkv, None, None, metadata, G, layer)
-            return out.to(q.dtype)
+            if not native.serves(
+                qkv, *rope or ()
+            ):  # other dtypes are rounded where plain torch does
+                qkv = torch.cat(rotated(qkv, G, rope), dim=1)
+                rope = None
+            return native.attend(qkv.float(), G, rope, metadata, layer).to(qkv.dtype)
         B = len(metadata.sequences)
         if metadata.cache is not None and B > 1 and max(metadata.num_new_tokens) <= FEW:
-            return attend_together(q, k, v, metadata, layer)
-        return super().store_and_attend(q, k, v, metadata, layer)
+            return attend_together(*rotated(qkv, G, rope), metadata, layer)
+        return super().attend(qkv, G, rope, metadata, layer)
 
     # ---- Many operations in one call
 
@@ -234,6 +229,8 @@ class CPU(Ops):
         """The model, of this kind, for calls of all layers; None if C does not do all of them."""
         if native.library() is None or not isinstance(llama.head, native.Weight):
             return None
+        if llama.group.n > 1:  # layer by layer, with sums in between
+            return None
         if llama not in self._models:
             self._models[llama] = kind.of(llama)
         return self._models[llama]
@@ -279,7 +276,7 @@ def draws(round: Round) -> tuple[float, Tensor]:
 def attend_together(
     q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
 ) -> Tensor:
-    """Ops.store_and_attend of sequences with few new tokens, in one call: padded to the longest.
+    """Ops.attend of sequences with few new tokens, in one call: padded to the longest.
 
     A call for each sequence would cost more than its work. Padded keys are copies of a new token's
     slot, and no query sees them.

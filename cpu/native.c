@@ -17,16 +17,15 @@ INLINE float exponential(float x) {           // e^x = 2^n e^r, |r| ≤ ln 2 / 2
     return p * u.f;
 }
 
-// Rotate the pairs (i, i + D/2) of a head. The first half of sin is negated. Without cos, x is
-// rotated already.
+// Rotate the pairs (i, i + D/2) of a head. cos, sin: [D/2]. Without cos, x is rotated already.
 INLINE void turn(const float *x, const float *cos, const float *sin, float *y, long D) {
     long half = D / 2;
     if (!cos) memcpy(y, x, D * sizeof *y);
     else
         for (long i = 0; i < half; i++) {
             float one = x[i], two = x[i + half];
-            y[i] = one * cos[i] + two * sin[i];
-            y[i + half] = two * cos[i + half] + one * sin[i + half];
+            y[i] = one * cos[i] - two * sin[i];
+            y[i + half] = two * cos[i] + one * sin[i];
         }
 }
 
@@ -201,7 +200,7 @@ static void look_back_together(const float *qkv, const float *cos, const float *
             Weight k = { .w = keys + g * keys_wide * D, .N = keys_wide, .K = D, .group = STRETCH };
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
             for (long i = 0; i < rows; i++) {
-                long t = first + i / R, h = g * R + i % R, angles = t * D;
+                long t = first + i / R, h = g * R + i % R, angles = t * D / 2;
                 turn(qkv + t * row + h * D, cos ? cos + angles : 0, cos ? sin + angles : 0,
                      q + i * D, D);
                 for (long d = 0; d < D; d++) q[i * D + d] /= sqrtf(D);
@@ -227,7 +226,7 @@ static void look_back_together(const float *qkv, const float *cos, const float *
 typedef struct { Past past; const int32_t *positions, *slots, *starts; long most, layer; } Step;
 
 // Rotate q and k, store k and v, and let each token look back in its own sequence.
-// qkv: [T, H + 2 G, D]; cos, sin: [T, D], or none, if q and k are rotated already.
+// qkv: [T, H + 2 G, D]; cos, sin: [T, D/2], or none, if q and k are rotated already.
 void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
             long layer, long T, long H, long G, long D) {
     Past past = step->past;
@@ -244,7 +243,7 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
         for (long g = 0; g < G; g++) {
             const float *k = qkv + t * row + (H + g) * D;
             float turned[D];
-            turn(k, cos ? cos + t * D : 0, cos ? sin + t * D : 0, turned, D);
+            turn(k, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, turned, D);
             keep(past.keys, place + g * past.head, turned, D);
             keep(past.values, place + g * past.head, k + G * D, D);
         }
@@ -256,8 +255,8 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
         if (n > FEW_QUERIES) {
             Past own = past;
             own.table += b * step->most;
-            look_back_together(qkv + t * row, cos ? cos + t * D : 0, cos ? sin + t * D : 0, own,
-                               out + t * H * D, start, n, H, G, D);
+            look_back_together(qkv + t * row, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0,
+                               own, out + t * H * D, start, n, H, G, D);
         } else {
             longest = start + n > longest ? start + n : longest;
             work += n * (start + n);                // scores of a head
@@ -272,7 +271,8 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
                 if (owner[t] < 0) continue;
                 Past own = past;
                 own.table += owner[t] * step->most;
-                turn(qkv + t * row + h * D, cos ? cos + t * D : 0, cos ? sin + t * D : 0, q, D);
+                turn(qkv + t * row + h * D, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, q,
+                     D);
                 look_back(q, own, h / (H / G), step->positions[t], D, p, out + (t * H + h) * D);
             }
         free(p);
@@ -296,27 +296,27 @@ typedef struct {
     float eps;
 } Model;
 
-// cos and sin of a step's tokens: [T, D] each. angles: [positions, 2, D], cos before sin.
-static void angles_of(const float *angles, const Step *step, long T, long D, float *cos,
+// cos and sin of a step's tokens: [T, half] each. angles: [positions, 2, half], cos before sin.
+static void angles_of(const float *angles, const Step *step, long T, long half, float *cos,
                       float *sin) {
     for (long t = 0; t < T; t++) {
-        const float *both = angles + step->positions[t] * 2 * D;
-        memcpy(cos + t * D, both, D * sizeof *cos);
-        memcpy(sin + t * D, both + D, D * sizeof *sin);
+        const float *both = angles + step->positions[t] * 2 * half;
+        memcpy(cos + t * half, both, half * sizeof *cos);
+        memcpy(sin + t * half, both + half, half * sizeof *sin);
     }
 }
 
 // x: [T, C], overwritten -> out: [T, C].
-// room: T times twice C, twice D, the widest product (q, k, v together; gate, up together) and what
+// room: T times twice C, D, the widest product (q, k, v together; gate, up together) and what
 // is multiplied by the widest of the others.
 // features: [T, wanted, C], x as it comes into these layers.
 void layers(const Model *m, float *x, float *out, float *room, const float *angles,
             const Step *step, long T, const long *feature_layers, long wanted, float *features) {
     const Layer *l = m->layers;
     long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *cos = room, *sin = cos + T * m->D, *y = sin + T * m->D;
+    float *cos = room, *sin = cos + T * m->D / 2, *y = sin + T * m->D / 2;
     float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D, cos, sin);
+    angles_of(angles, step, T, m->D / 2, cos, sin);
     for (long i = 0; i < m->L; i++, l++) {
         add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
         for (long f = 0; f < wanted; f++) {
@@ -495,16 +495,17 @@ typedef struct {
 } Head;
 
 // EagleHead.rows. f: [T, C] -> z: [T, C], which may be f.
-// room: T times 4 C, twice D, the widest product and what is multiplied by the widest of the
+// room: T times 4 C, D, the widest product and what is multiplied by the widest of the
 // others.
 void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, float *room,
                const float *angles, const Step *step, long T) {
     const Model *m = &h->model;
     const Layer *l = m->layers;
     long C = m->head->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *cos = room, *sin = cos + T * m->D, *pair = sin + T * m->D, *y = pair + T * 2 * C;
+    float *cos = room, *sin = cos + T * m->D / 2, *pair = sin + T * m->D / 2;
+    float *y = pair + T * 2 * C;
     float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D, cos, sin);
+    angles_of(angles, step, T, m->D / 2, cos, sin);
     rows(m->embed, tokens, y, T);
     for (long t = 0; t < T; t++) {
         float *token = pair + t * 2 * C, *feature = token + C;

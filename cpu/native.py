@@ -61,7 +61,7 @@ from sampling import Keyed, NotFinite, accept_role, column
 if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
-    from model import Features, Layer, Llama
+    from model import Features, Layer, Llama, Rope
 
 SOURCES = ("blocks.c", "products.c", "native.c")
 WITHOUT = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
@@ -484,14 +484,9 @@ def step_address(metadata: AttentionMetadata) -> int:
 
 
 def attend(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    metadata: AttentionMetadata,
-    G: int,
-    layer: int,
+    qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
 ) -> Tensor:
-    """Rotate, store and attend. cos None: q and k are rotated already.
+    """`Ops.attend`.
 
     qkv: float32[T, H + 2 G, D] -> [T, H, D].
     """
@@ -499,6 +494,7 @@ def attend(
     H = num_heads - 2 * G
     qkv = qkv.contiguous()
     out = torch.empty(T, H, D)
+    cos, sin = rope or (None, None)
     inputs = qkv.data_ptr(), address(cos), address(sin)
     step = step_address(metadata)
     library().attend(*inputs, out.data_ptr(), step, layer, T, H, G, D)
@@ -511,8 +507,8 @@ def attend(
 def angles_for(
     model: NativeModel | NativeHead, llama: Llama, metadata: AttentionMetadata
 ) -> Tensor:
-    """cos and sin of each position of a step, and more: float32[positions, 2, D]. They are kept,
-    and made anew for a longer text."""
+    """cos and sin of each position of a step, and more: float32[positions, 2, D / 2]. They are
+    kept, and made anew for a longer text."""
     longest = max(sequence.seq_len for sequence in metadata.sequences)
     angles = model.angles
     if longest > len(angles):
@@ -594,8 +590,8 @@ class NativeModel(ctypes.Structure):
         first = llama.layers[0]
         widest_output = max(first.gate_up.N, first.qkv.N)
         widest_input = max(first.down.K, first.o.K)
-        sizes = first.qkv.K, config.head_dim
-        native_model.scratch_of_token = 2 * sum(sizes) + widest_output + widest_input
+        scratch = 2 * first.qkv.K + config.head_dim + widest_output + widest_input
+        native_model.scratch_of_token = scratch
         native_model.num_logits = llama.head.N
         native_model.angles = torch.empty(0)
         return native_model

@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ import cpu
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL
+from conftest import SMALL, attend
 from cpu import CPU, native
 from cpu.test_products import rounding_of_x
 from kernels import Linear, Ops
@@ -29,7 +28,7 @@ from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import quantize
-from test_kernels import LAYOUTS, laid_out, stands_for
+from test_kernels import LAYOUTS, Cached, laid_out, stands_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 NAN = float("nan")
@@ -204,14 +203,14 @@ def test_attention_over_blocks_anywhere(data):
     for ops in (CPU(), PLAIN):
         keys, values = (poisoned((2, N, S, G, D), *kind) for kind in kinds)
         assert native.reads(keys, values)
-        cache = SimpleNamespace(keys=keys, values=values, dtype=torch.float32, backend={})
+        cache = Cached(keys, values, torch.float32, S)
         if sum(lengths) > T:
             before = [SequenceSlice(table, 0, start) for table, start, _ in slices]
             slots = AttentionMetadata(before, S, cache).slot_mapping.long()
             keys.write(1, slots, past[0])
             values.write(1, slots, past[1])
         torch.set_num_threads(threads)
-        out = ops.store_and_attend(q, *new, AttentionMetadata(slices, S, cache), 1)
+        out = attend(ops, q, *new, AttentionMetadata(slices, S, cache), 1)
         torch.set_num_threads(1)
         results.append([out, *keys.parts, *values.parts])
     (out, *parts), (wanted, *wanted_parts) = results
@@ -245,28 +244,32 @@ def test_which_attention_a_step_takes(compiler, monkeypatch):
     plain torch."""
     FEW = cpu.FEW
     called = []
-    for page, name in ((native, "attend"), (cpu, "attend_together"), (Ops, "store_and_attend")):
-        answer = lambda *args, name=name: called.append(name) or torch.zeros(2, 1, 4)  # noqa: E731
+    for page, name, told in (
+        (native, "attend", "attend"),
+        (cpu, "attend_together", "attend_together"),
+        (Ops, "attend", "plain"),
+    ):
+        answer = lambda *args, told=told: called.append(told) or torch.zeros(2, 1, 4)  # noqa: E731
         monkeypatch.setattr(page, name, answer)
     for bits, dtype, count, B, wanted in (
         ((16, 16), torch.float32, FEW, 2, "attend"),
         ((8, 8), torch.bfloat16, 1, 1, "attend"),
         ((16, 16), torch.float32, FEW + 1, 2, "attend"),
-        ((8, 4), torch.float32, FEW + 1, 2, "store_and_attend"),
+        ((8, 4), torch.float32, FEW + 1, 2, "plain"),
         ((8, 4), torch.float32, 1, 2, "attend_together"),
-        ((8, 4), torch.float32, 1, 1, "store_and_attend"),
+        ((8, 4), torch.float32, 1, 1, "plain"),
         ((8, 8), torch.float64, 1, 2, "attend_together"),
     ):
         cache = KVCache(2, 1, 4, 20, 2, "cpu", dtype, bits, CPU())
         slices = [SequenceSlice([b], 0, count) for b in range(B)]
         q = torch.zeros(B * count, 1, 4, dtype=dtype)
-        CPU().store_and_attend(q, q, q, AttentionMetadata(slices, 20, cache), 0)
+        attend(CPU(), q, q, q, AttentionMetadata(slices, 20, cache), 0)
         if wanted == "attend" and not compiler:
             together = B > 1 and count <= FEW
-            wanted = "attend_together" if together else "store_and_attend"
+            wanted = "attend_together" if together else "plain"
         assert called.pop() == wanted and not called
-    CPU().store_and_attend(q, q, q, AttentionMetadata.without_cache(1, 2), 0)
-    assert called == ["store_and_attend"]
+    attend(CPU(), q, q, q, AttentionMetadata.without_cache(1, 2), 0)
+    assert called == ["plain"]
 
 
 # ---- All layers in one call ---------------------------------------------------------------------

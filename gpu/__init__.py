@@ -2,7 +2,7 @@
 
     add_norm                      fused.py: the element-wise work between products
     linear, swiglu                products.py: 1 to 64 rows times weights as they are stored
-    attend, store_and_attend      store.py: rotate, quantize, store; flash.py: attention
+    attend                        store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
     forward, draft                graphs.py: all launches of a pass as one launch
     warm_up                       every kernel once, before the texts come
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels import Linear, Ops
+from kernels import Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
 from sampling import Setting
@@ -32,7 +32,7 @@ if find_spec("triton"):
 
 if TYPE_CHECKING:
     from kvcache import Cache
-    from model import Features, Llama
+    from model import Features, Llama, Rope
     from speculative import Proposal, Round
 
 
@@ -118,37 +118,16 @@ class GPU(Ops):
         return fused.fused_norm(x, delta, weight, eps)
 
     def attend(
-        self,
-        qkv: Tensor,
-        G: int,
-        cos: Tensor,
-        sin: Tensor,
-        metadata: AttentionMetadata,
-        layer: int,
+        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        if not is_readable(metadata.cache) or not is_fusable(qkv):
-            return super().attend(qkv, G, cos, sin, metadata, layer)
-        H = qkv.shape[1] - 2 * G
-        q, k, v = qkv.split((H, G, G), dim=1)
-        return self.store_and_attend(q, k, v, metadata, layer, cos, sin)
-
-    def store_and_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        metadata: AttentionMetadata,
-        layer: int,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-    ) -> Tensor:
-        """In two kernels. With cos and sin, q and k are rotated first."""
+        """In two kernels."""
         cache = metadata.cache
         if not is_readable(cache):
-            return super().store_and_attend(q, k, v, metadata, layer)
-        if q.dtype == torch.float64:  # over a quantized cache
-            out = self.store_and_attend(q.float(), k.float(), v.float(), metadata, layer)
-            return out.double()
+            return super().attend(qkv, G, rope, metadata, layer)
+        if qkv.dtype == torch.float64:  # over a quantized cache
+            turned = torch.cat(rotated(qkv, G, rope), dim=1)
+            return self.attend(turned.float(), G, None, metadata, layer).to(qkv.dtype)
+        q, k, v = rotated(qkv, G, None)
         keys = LayerStore.of(cache.keys, layer)
         values = LayerStore.of(cache.values, layer)
         S = metadata.block_size
@@ -166,7 +145,7 @@ class GPU(Ops):
             )
             backend["arrivals"] = torch.empty(k.shape[:2], dtype=torch.int32, device=k.device)
         arrivals = backend["arrivals"]
-        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, cos, sin)
+        q = store_vectors(q, k, v, keys, values, metadata.slot_mapping, S, arrivals, rope)
         block = 0 if S >= cache.max_len else S  # 0: one block a sequence
         return flash.flash_attention(
             q,

@@ -15,6 +15,8 @@ Costs: a launch a layer.
     T tokens · H, G heads · R = H / G · D head size · S tokens of a block
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,9 @@ import gpu.tuning as tuning
 from gpu.flash import LayerStore
 from gpu.unpack import GROUP, PARTS
 from quant import LARGEST, LARGEST_ZERO, SMALLEST_SCALE
+
+if TYPE_CHECKING:
+    from model import Rope
 
 TINY = tl.constexpr(SMALLEST_SCALE)
 FAR = tl.constexpr(LARGEST_ZERO)
@@ -101,18 +106,19 @@ def _put(
 
 @triton.jit
 def _turned(x, cos, sin, i, inside, D: tl.constexpr):
-    """The vectors at x with dimension pairs (d, d + D / 2) turned, rounded as Ops.rotate rounds. i:
-    indices from x.
+    """The vectors at x with dimension pairs (d, d + D / 2) turned, rounded as kernels.rotate
+    rounds. i: indices from x.
     """
     d = i % D
     number = tl.load(x + i, inside, 0)
     other = tl.load(x + (i - d) + (d + D // 2) % D, inside, 0)
-    c = tl.load(cos + d, inside, 0)
+    c = tl.load(cos + d % (D // 2), inside, 0)
     near = number.to(tl.float32) * c.to(tl.float32)
     near = near.to(number.dtype).to(tl.float32)
-    s = tl.load(sin + d, inside, 0)
+    s = tl.load(sin + d % (D // 2), inside, 0)
     far = other.to(tl.float32) * s.to(tl.float32)
-    return (near + far).to(number.dtype)
+    far = far.to(number.dtype).to(tl.float32)
+    return tl.where(d < D // 2, near - far, near + far).to(number.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -163,8 +169,8 @@ def _store(
     tl.store(arrivals + t * G + g, 0)
     key = k + t * k_token + g * k_head
     if cos is not None:
-        cos += t * D
-        sin += t * D
+        cos += t * (D // 2)
+        sin += t * (D // 2)
         row = tl.arange(0, ROWS)[:, None]
         d = tl.arange(0, WIDE)[None, :]
         mask = (row < R) & (d < D)
@@ -215,18 +221,18 @@ def store_vectors(
     slot_mapping: Tensor,
     S: int,
     arrivals: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    rope: "Rope | None",
 ) -> Tensor:
     """Write k, v: [T, G, D] to their slots, int32[T], in blocks of S tokens -> q: [T, H, D].
 
-    With cos, sin: [T, 1, D], q and k are rotated first. arrivals: int32[T, G], attention's
+    With rope q and k are rotated first. arrivals: int32[T, G], attention's
     counters.
     """
     T, G, D = k.shape
     R = q.shape[1] // G
     turned = q
-    if cos is not None:
+    cos, sin = rope or (None, None)
+    if rope is not None:
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _store[T, G](
         q,

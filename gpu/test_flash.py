@@ -13,6 +13,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+from conftest import attend
 from gpu import GPU, unpack
 from gpu.flash import LayerStore, flash_attention
 from gpu.graphs import Bucket, empty_metadata, next_steps
@@ -267,7 +268,7 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
         stores.append(store)
     layers = [LayerStore.of(store, 0) for store in stores]
     arrivals = torch.full((T, 1), 77, dtype=torch.int32, device=DEVICE)
-    store_vectors(k, k, v, *layers, slots.to(DEVICE), S, arrivals)
+    store_vectors(k, k, v, *layers, slots.to(DEVICE), S, arrivals, None)
     assert not arrivals.any()
     parts = [part[0] for store in stores for part in store.parts]
     assert all(map(torch.equal, parts, wanted))  # and nothing else has changed
@@ -285,7 +286,7 @@ def test_float64_is_computed_in_float64_or_from_what_is_stored():
             cache = KVCache(1, 2, 16, 9, 1, DEVICE, torch.float64, bits, ops)
             seq, _ = cache.open(())
             metadata = cache.extend([(seq, range(3))])
-            outputs.append(ops.store_and_attend(q, k, v, metadata, 0))
+            outputs.append(attend(ops, q, k, v, metadata, 0))
         ours, plain = outputs
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, plain, rtol=0, atol=0 if bits == (16, 16) else 1e-5)
@@ -302,7 +303,7 @@ def test_a_draft_too_many_becomes_zero():
     (metadata,) = next_steps(first, torch.zeros(2, dtype=torch.int32, device=DEVICE), 1)
     q, k, v = torch.randn(2, 8, 16, device=DEVICE).split((4, 2, 2), 1)
     with poisoned(), mock.patch("gpu.tuning.LEAST_KEYS", 1):
-        out = GPU(records=False).store_and_attend(q, k, v, metadata, 0)
+        out = attend(GPU(records=False), q, k, v, metadata, 0)
     assert metadata.backend["launches"][0].splits > 1
     assert torch.equal(out, torch.zeros_like(out))
 
@@ -333,9 +334,9 @@ def test_a_refilled_bucket_is_the_step_itself():
         assert metadata.slot_mapping.tolist() == alone.slot_mapping.tolist() + [-1] * (6 - T)
         q, k, v = torch.randn(6, 4, 16, device=DEVICE).split((2, 1, 1), 1)
         with poisoned(), mock.patch("gpu.tuning.LEAST_KEYS", 1):
-            out = ops.store_and_attend(q, k, v, metadata, 0)
+            out = attend(ops, q, k, v, metadata, 0)
         assert metadata.backend["launches"][0].splits > 1  # so the counters count again
-        wanted = Ops().store_and_attend(q[:T], k[:T], v[:T], alone, 0)
+        wanted = attend(Ops(), q[:T], k[:T], v[:T], alone, 0)
         torch.testing.assert_close(out[:T], wanted)
         for store, reference in ((cache.keys, other.keys), (cache.values, other.values)):
             assert torch.equal(store.parts[0], reference.parts[0])

@@ -428,11 +428,11 @@ class Padded(GPU):
 
     probabilities = Ops.probabilities
 
-    def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+    def attend(
+        self, qkv: Tensor, G: int, rope: None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         most = (Table.texts - 1) / (metadata.positions + 1.0)
-        out = super().store_and_attend(q, k, v, metadata, layer)
+        out = super().attend(qkv, G, rope, metadata, layer)
         return out.nan_to_num().minimum(most[:, None, None])
 
 

@@ -26,9 +26,10 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from conftest import SMALL
 from drafters import ModelDrafter, SelfDrafter
+from flash import Flash
 from generate import Draft, Engine, Model
 from gpu import GPU, graphs
-from kernels import Flash, Ops
+from kernels import Ops
 from model import Llama
 from paged import PagedCache
 from quant import Kind

@@ -113,10 +113,10 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     if count < scale.prompt:
         cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
     metadata = cache.extend([(seq, [0] * count) for seq in seqs])
-    q = random_numbers(scale, num_texts * count, c.num_attention_heads, c.head_dim)
-    k = random_numbers(scale, num_texts * count, G, c.head_dim)
+    num_heads = c.num_attention_heads + 2 * G
+    qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
     read = kv_bytes(1, G, c.head_dim, num_texts * scale.prompt, scale.dtype, bits)
-    return partial(ops.store_and_attend, q, k, k, metadata, 0), read
+    return partial(ops.attend, qkv, G, None, metadata, 0), read
 
 
 def product_call(scale: Scale, way: str, rows: int) -> Kernel:

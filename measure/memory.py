@@ -18,6 +18,7 @@ from kvcache import AttentionMetadata, KVCache
 from measure.effort import Effort
 from measure.serving import random_request
 from paged import PagedCache
+from parallel import Group
 from request import Request
 from runner import ModelRunner
 
@@ -42,6 +43,7 @@ class BlankModel:
     device = torch.device("cpu")
     dtype = torch.float32
     ops = Ops()
+    group = Group()
 
     def __call__(
         self,

@@ -61,9 +61,9 @@ from checkpoint.load import open_checkpoint
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
-from kernels import Ops, find_device
+from kernels import Ops, find_device, rotated
 from kvcache import AttentionMetadata
-from model import Llama
+from model import Llama, Rope
 from request import Request, Settings
 from train.bpe import write_json
 from train.distill import Hyperparameters, Training, count, make_optimizers, share
@@ -166,11 +166,12 @@ class Unrolled(Ops):
         self.keys: list[Tensor] = []  # [B, G, N, D] of each step
         self.values: list[Tensor] = []
 
-    def store_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
+    def attend(
+        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         B = len(metadata.sequences)
-        R = q.shape[1] // k.shape[1]
+        q, k, v = rotated(qkv, G, rope)
+        R = q.shape[1] // G
         q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys.append(k.repeat_interleave(R, 1))
         self.values.append(v.repeat_interleave(R, 1))

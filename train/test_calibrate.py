@@ -264,10 +264,10 @@ def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
     before = llama.ops
     text = first_input(llama, torch.arange(30))
     moments = observe(llama, layer, [text])
-    start, _, (cos, sin), metadata = text
+    start, _, rope, metadata = text
     _, qkv_in = ops.add_norm(start, None, layer.input_norm, c.rms_norm_eps)
     qkv = ops.linear(qkv_in, layer.qkv).unflatten(1, (-1, c.head_dim))
-    o_in = ops.attend(qkv, c.num_key_value_heads, cos, sin, metadata, 0).flatten(1)
+    o_in = ops.attend(qkv, c.num_key_value_heads, rope, metadata, 0).flatten(1)
     attn_out = ops.linear(o_in, layer.o)
     middle, gate_up_in = ops.add_norm(start, attn_out, layer.post_norm, c.rms_norm_eps)
     down_in = ops.swiglu(gate_up_in, layer.gate_up)
