@@ -100,12 +100,6 @@ LOOK_UP = tl.constexpr(look_up())
 
 
 @triton.jit
-def _load(pointers, inside, EVEN: tl.constexpr):
-    """Load numbers, 0 where not `inside`. EVEN: all are inside."""
-    return tl.load(pointers) if EVEN else tl.load(pointers, inside, 0.0)
-
-
-@triton.jit
 def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
     """Bytes -> the numbers of their lower halves, those of their upper halves. OFFSET: by how much
     they are too large, until zeros are subtracted, which kind 4 always has."""
@@ -242,20 +236,21 @@ def _product(
 ):
     """ROWS rows of W, a share of the columns, B pieces at a time.
 
-    B is 1 for many rows of x. WIDTH: elements of a piece. SPAN: pieces that share a scale; 0: all
-    of a row. x_scale: of rows of x that were rounded before; ROUND: they are rounded here.
+    B is 1 for many rows of x. WIDTH: elements of a piece. EVEN: all pieces are full. SPAN: pieces
+    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before; ROUND: they
+    are rounded here.
     """
     begin_early(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
     t = tl.arange(0, COLS)
-    token = tl.minimum(t, T - 1)  # beyond the last token, the last one again
+    exists = (t < T)[None, :]  # beyond the last token nothing is read
     weights = w + (row * J)[:, None]  # [ROWS, 1]
-    inputs = x + (token * J)[None, :]  # [1, COLS]
+    inputs = x + (t * J)[None, :]  # [1, COLS]
     input_scale = 1.0
     if x_scale is not None:
-        input_scale = tl.load(x_scale + token)[None, :]  # [1, COLS]
+        input_scale = tl.load(x_scale + t, t < T, 0)[None, :]  # [1, COLS]
     if ROUND:
-        input_scale = _input_scale(_largest(inputs, J, COLS), KIND)[None, :]
+        input_scale = _input_scale(_largest(inputs, exists, J, COLS), KIND)[None, :]
 
     if B > 1:
         batch = tl.arange(0, B)[:, None]
@@ -273,9 +268,9 @@ def _product(
     for start in tl.range(first, pieces * (share + 1) // shares, B):
         piece = start + batch
         j = piece * WIDTH + tl.arange(0, WIDTH)  # [(B,) WIDTH]
-        inside = j < J
-        p = _load(weights + tl.expand_dims(j, -2), tl.expand_dims(inside, -2), EVEN)
-        v = _load(inputs + tl.expand_dims(j, -1), tl.expand_dims(inside, -1), EVEN)
+        inside = (j < J) | EVEN
+        p = tl.load(weights + tl.expand_dims(j, -2), tl.expand_dims(inside, -2), 0.0)
+        v = tl.load(inputs + tl.expand_dims(j, -1), tl.expand_dims(inside, -1) & exists, 0.0)
         if ROUND:
             v = _round_input(v, input_scale + tl.zeros(v.shape, tl.float32), KIND)
         if SPAN:
@@ -299,12 +294,12 @@ def _product(
 
 
 @triton.jit
-def _largest(inputs, J, COLS: tl.constexpr):
+def _largest(inputs, exists, J, COLS: tl.constexpr):
     """The largest |x| of each token: [COLS]."""
     largest = tl.zeros((COLS,), tl.float32)
     for start in tl.range(0, J, 512):
         j = start + tl.arange(0, 512)[:, None]
-        v = tl.load(inputs + j, j < J, 0).to(tl.float32)
+        v = tl.load(inputs + j, (j < J) & exists, 0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(v), 0))
     return largest
 

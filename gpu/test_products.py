@@ -4,13 +4,14 @@ import re
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from gpu import GPU, fused, in_order, products
 from gpu.products import DTYPES, Stored, fits_kernel, stored_product
@@ -238,6 +239,27 @@ def test_a_product_is_a_launch_or_two(layout, T, expected):
     with mock.patch.object(InterpretedFunction, "run", autospec=True, side_effect=launch) as runs:
         GPU().linear(x, Linear(w))
     assert runs.call_count == expected
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
+@pytest.mark.parametrize("layout", [16, 8, 4, "nf4"])
+def test_a_program_reads_each_row_of_x_once(layout):
+    """Its tiles have eight columns and more, whose other columns are zeros."""
+    original = InterpreterBuilder.create_masked_load
+    for T in (1, 3, FEW + 1):
+        x = torch.randn(T, 512).half()
+        read = 0
+
+        def load(builder: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+            nonlocal read
+            offset = pointers.data[mask.data].astype(np.int64) - x.data_ptr()
+            of_x = (offset >= 0) & (offset < x.nbytes)
+            read += of_x.sum() * pointers.get_element_ty().primitive_bitwidth // 8
+            return original(builder, pointers, mask, *more)
+
+        with mock.patch.object(InterpreterBuilder, "create_masked_load", load):
+            multiply(x, laid_out(torch.randn(16, 512).half(), layout, 64))
+        assert read == x.nbytes
 
 
 def test_a_part_of_a_wider_weight_is_left_to_torch():
