@@ -7,7 +7,7 @@
 
 SwiGLU of a few rows is part of the product (products.py), rotation of storing (store.py): a
 decoding layer is eight launches: norm, qkv product, storing, attention, o product, norm, gate and
-up product, down product.
+up product, down product. With inputs of 8 bits four more round them.
 
 Invariant: kernels compute in float32 and round where kernels.Ops rounds, so 16-bit results differ
 from its results only by the order of a sum. Not covered: gradients and float64.

@@ -16,11 +16,13 @@ operations: at most three for each weight.
     128 in its last bits *is* the number 128 + q. The 128 is added to the zero, which is subtracted
     anyway. NF4's sixteen numbers are looked up, four at a time, in registers: `prmt` picks bytes.
   - The gate and up product ends with SwiGLU: a program takes rows of gate and the same rows of up.
+  - Inputs of 8 bits (W8A8) are rounded by a launch before: if every program did it, that would take
+    more instructions than the product itself.
 
 Three ways, by the rows of x:
 
   - 1 to 8: a program takes 16 or 32 rows of W; its warps take different columns, and it adds up
-    their sums. For inputs of 8 bits (W8A8) it rounds x as it reads it.
+    their sums.
   - 9 to 64: a program takes 128 rows of W, so that x is read less often. If these are too few
     programs for the GPU, several share the columns; the last one to end adds up the sums of all, in
     order. Weights of 16 bits are left to torch.
@@ -47,7 +49,6 @@ from torch import Tensor
 
 import gpu.fused as fused
 import gpu.tuning as tuning
-from gpu.fused import _input_scale, _round_input
 from gpu.tuning import BLOCK, INTERPRETED, begin_early, early
 from kernels import Linear
 from quant import Kind, nf4
@@ -230,15 +231,13 @@ def _product(
     SPAN: tl.constexpr,
     EVEN: tl.constexpr,
     OFFSET: tl.constexpr,
-    ROUND: tl.constexpr,
     SWIGLU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """ROWS rows of W, a share of the columns, B pieces at a time.
 
     B is 1 for many rows of x. WIDTH: elements of a piece. EVEN: all pieces are full. SPAN: pieces
-    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before; ROUND: they
-    are rounded here.
+    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before.
     """
     begin_early(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
@@ -249,8 +248,6 @@ def _product(
     input_scale = 1.0
     if x_scale is not None:
         input_scale = tl.load(x_scale + t, t < T, 0)[None, :]  # [1, COLS]
-    if ROUND:
-        input_scale = _input_scale(_largest(inputs, exists, J, COLS), KIND)[None, :]
 
     if B > 1:
         batch = tl.arange(0, B)[:, None]
@@ -271,8 +268,6 @@ def _product(
         inside = (j < J) | EVEN
         p = tl.load(weights + tl.expand_dims(j, -2), tl.expand_dims(inside, -2), 0.0)
         v = tl.load(inputs + tl.expand_dims(j, -1), tl.expand_dims(inside, -1) & exists, 0.0)
-        if ROUND:
-            v = _round_input(v, input_scale + tl.zeros(v.shape, tl.float32), KIND)
         if SPAN:
             next_s, next_z = _scales(scale, zero, row, (piece + B) // SPAN, M)
             product, sums = _multiply(p, v, nothing, table, KIND, X, OFFSET)
@@ -291,17 +286,6 @@ def _product(
         total, is_last = _add_shares(total, parts, arrivals)
         if is_last:
             _write(total, row, scale, input_scale, bias, y, T, N, SPAN > 0, SWIGLU)
-
-
-@triton.jit
-def _largest(inputs, exists, J, COLS: tl.constexpr):
-    """The largest |x| of each token: [COLS]."""
-    largest = tl.zeros((COLS,), tl.float32)
-    for start in tl.range(0, J, 512):
-        j = start + tl.arange(0, 512)[:, None]
-        v = tl.load(inputs + j, (j < J) & exists, 0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(v), 0))
-    return largest
 
 
 @triton.jit
@@ -428,9 +412,8 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | Non
     T, K = x.shape
     N, J = w.values.shape
     device = x.device
-    rounds = w.rounds and T <= tuning.FEW
     x_scale = None
-    if w.rounds and not rounds:  # once, as many programs will read it
+    if w.rounds:  # once, as many programs will read it
         x, x_scale = fused.round_inputs(x, w.kind, x.dtype)
     processors = tuning.processors(device)
     cut = tuning.plan_product(T, N, K, w.kind, w.group, x.itemsize, processors)
@@ -473,7 +456,6 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | Non
         SPAN=w.group // cut.piece,
         EVEN=J % (width * cut.at_once) == 0,
         OFFSET=128 if w.kind == 4 and x.dtype == torch.bfloat16 else 0,
-        ROUND=rounds,
         SWIGLU=swiglu,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

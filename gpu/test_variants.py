@@ -200,16 +200,13 @@ WIDTHS = [(bits, 16) for bits in (16, 8, 4, "nf4", "fp8")] + [(8, 8), ("fp8", 8)
 def test_a_layer_is_eight_launches(width):
     """Two norms, a store that rotates, attention, and four products, one of them with SwiGLU.
 
-    Of more rows, torch multiplies in 16 bits, and SwiGLU is alone; and inputs of 8 bits are
-    rounded by a kernel before each product.
+    Of more rows, torch multiplies in 16 bits, and SwiGLU is alone. Inputs of 8 bits are rounded by
+    a kernel before each product.
     """
     bits, activations = width
     for tokens, length in ((1, 40), (1, 4096), (8, 4096), (40, 40)):
         layer = launches(3, width, tokens, length) - launches(2, width, tokens, length)
-        more = 0
-        if tokens > 8:
-            more = 1 if bits == 16 else 4 * (activations == 8)
-        assert layer == 8 + more
+        assert layer == 8 + 4 * (activations == 8) + (bits == 16 and tokens > 8)
 
 
 @torch.inference_mode()
