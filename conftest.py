@@ -33,6 +33,8 @@ from proof import Toy
 hypothesis.settings.register_profile("default", max_examples=15, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+# How many times as many random cases: of damaged files, command lines, schemas. .ci/run says 20.
+TIMES = int(os.environ.get("TEST_TIMES", "1"))
 
 ROOT = Path(__file__).parent
 FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import generate as page
-from conftest import CHATML, write_model
+from conftest import write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, plain_loop, stream
 from grammar import Grammars
@@ -537,56 +536,6 @@ def test_odd_files_are_named(model, tmp_path):
             else:
                 file.unlink()
         aside.rename(file)
-
-
-STRANGE = [
-    *(None, True, 0, -1, 3, 2**31 - 1, 2**64, 10**400, 0.5, 1e-300, 1e300, math.nan),
-    *("", "x", "\ud800", "x\n" * 9999, [], [[]], {}, {"x": 1}, [1] * 999, [None]),
-]
-BYTES = [b"", b"\x00", b"\xff", b"[[[[" * 999, b"9" * 30, b"{}", b"-", b"e999", b'"']
-
-
-def damaged(data: bytes, random: Random) -> bytes:
-    """JSON with an entry replaced or left out; or bytes with some changed, cut off or put in."""
-    if random.random() < 0.6:
-        whole = json.loads(data)
-        inner = whole
-        while isinstance(inner, (dict, list)) and inner:
-            above = inner
-            key = random.choice([*inner] if isinstance(inner, dict) else range(len(inner)))
-            inner = above[key]
-            if random.random() < 0.4:
-                break
-        above[key] = random.choice(STRANGE)
-        if random.random() < 0.2:
-            del above[key]
-        return json.dumps(whole).encode()
-    at = random.randrange(len(data))
-    cut = random.choice([0, 1, len(data)])
-    return data[:at] + random.choice(BYTES) + data[at + cut :]
-
-
-def test_damaged_files_make_a_text_or_one_line(tmp_path):
-    recommended = dict(do_sample=True, temperature=0.7, eos_token_id=[256, 258])
-    folder = write_model(tmp_path, CHATML, generation=recommended)
-    for name in FILES:
-        file = folder / name
-        random = Random(name)
-        whole = file.read_bytes()
-        header = 0
-        if file.suffix == ".safetensors":
-            header = 8 + int.from_bytes(whole[:8], "little")
-        for _ in range(8):
-            if header:
-                damage = damaged(whole[8:header], random)
-                file.write_bytes(len(damage).to_bytes(8, "little") + damage + whole[header:])
-            else:
-                file.write_bytes(damaged(whole, random))
-            try:
-                generate(PROMPT, folder, max_tokens=2, seed=1, device="cpu")
-            except (UserError, OSError) as error:
-                assert len(str(error)) < 1000 and "\n" not in str(error)
-        file.write_bytes(whole)
 
 
 def test_a_wrong_name_of_a_setting_is_told_the_right_ones(model):

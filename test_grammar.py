@@ -1,6 +1,5 @@
-"""Grammars: the law of texts by enumeration, planted bugs, and texts of random JSON schemas."""
+"""Grammars: the law of texts by enumeration, and planted bugs."""
 
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -715,21 +714,3 @@ def test_a_request_keeps_its_grammar(model, monkeypatch):
     monkeypatch.setattr(Grammars, "submit", cannot)
     list(Engine(model, None, 200, 50, 2).batcher.run(requests))
     assert all(request.finish_reason for request in requests)
-
-
-# ---- Random JSON schemas
-
-
-def test_texts_of_random_schemas_validate(model, monkeypatch):
-    """A few; .ci/grammar_reference.py makes hundreds. And texts without masks are found out."""
-    pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run")
-    path = ROOT / ".ci" / "grammar_reference.py"
-    spec = importlib.util.spec_from_file_location("grammar_reference", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    drafts = [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
-    reasons = script.run_schemas(model, drafts, 64)
-    assert reasons["stop"] > 40
-    monkeypatch.setattr(Masks, "apply", lambda self, logits, texts, depth: logits)
-    with pytest.raises(AssertionError):
-        script.run_schemas(model, [None], 16)

@@ -376,17 +376,3 @@ def test_what_is_not_honoured_is_named(tmp_path):
             load(tmp_path / "odd", tokenizer_model(), added_tokens_decoder=decoder)
     with pytest.raises(UserError, match="add_eos_token"):
         load(tmp_path / "end", tokenizer_model(), add_eos_token=True)
-
-
-def test_damaged_files_are_one_line(tmp_path):
-    draw = random.Random(0)
-    whole = tokenizer_model()
-    for _ in range(300):
-        data = bytearray(whole)
-        for _ in range(draw.randrange(1, 4)):
-            at = draw.randrange(len(data))
-            data[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
-        try:
-            load(tmp_path, bytes(data))
-        except UserError as error:
-            assert "\n" not in str(error)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import bitsandbytes.functional as bnb
 import torch
+from checks import require
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.lifecycle import disable_quantization
@@ -96,14 +97,10 @@ def compressed(model: LlamaForCausalLM, how: QuantizationConfig, folder: Path) -
     apply_quantization_config(model, how)
     for layer in model.modules():
         if hasattr(layer, "weight_scale"):
-            args, w = layer.quantization_scheme.weights, layer.weight.data
-            w = (
-                w.view(len(w), -1, 32)
-                if args.strategy == "group"
-                else w[:, None]
-                if args.strategy == "channel"
-                else w.reshape(1, 1, -1)
-            )
+            args = layer.quantization_scheme.weights
+            w = layer.weight.data
+            shape = {"group": (len(w), -1, 32), "channel": (len(w), 1, -1)}
+            w = w.reshape(shape.get(args.strategy, (1, 1, -1)))
             scale, zero = calculate_qparams(w.amin(-1), w.amax(-1), args)
             layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
             layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
@@ -133,45 +130,35 @@ def nf4(model: LlamaForCausalLM, double: bool, folder: Path) -> LlamaForCausalLM
     return model
 
 
+def rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
 @torch.inference_mode()
-def main() -> int:
+def main() -> None:
     torch.manual_seed(0)
-    first, tokens, wrong = LlamaForCausalLM(LlamaConfig(**SHAPE)), torch.randint(320, (1, 60)), 0
+    first = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    tokens = torch.randint(320, (1, 60))
     for weight in first.parameters():
         if weight.ndim == 2:
             weight.normal_(std=SHAPE["hidden_size"] ** -0.5)
-    writers = {name: (compressed, how) for name, how in CASES.items()} | {
-        "NF4": (nf4, False),
-        "NF4, double quantization": (nf4, True),
-    }
-
-    def rms(x: torch.Tensor) -> float:
-        return x.square().mean().sqrt().item()
-
+    writers = {name: (compressed, how) for name, how in CASES.items()}
+    writers |= {"NF4": (nf4, False), "NF4, double quantization": (nf4, True)}
     for name, (write, how) in writers.items():
         with tempfile.TemporaryDirectory() as folder:
             model = write(copy.deepcopy(first), how, Path(folder))
-            theirs, ours = (
-                model(tokens).logits[0],
-                Llama.load(folder, "cpu", torch.float32)(tokens[0]),
-            )
-        plain = model.apply(disable_quantization)(tokens).logits[
-            0
-        ]  # with the weights alone rounded
+            theirs = model(tokens).logits[0]
+            ours = Llama.load(folder, "cpu", torch.float32)(tokens[0])
+        plain = model.apply(disable_quantization)(tokens).logits[0]  # only the weights are rounded
         if torch.equal(theirs, plain):
             error = rms(ours - theirs) / rms(theirs)
             limit = 1e-3 if name.startswith("INT") else 1e-5
-            holds, found = error < limit, f"off by {error:.1e} of the logits' size"
+            require(error < limit, f"{name}: off by {error:.1e} of the logits' size")
         else:
             ratio = rms(ours - plain) / rms(theirs - plain)
-            holds, found = (
-                0.7 < ratio < 1.4,
-                f"rounded inputs add {ratio:.2f} of the error that they add there",
-            )
-        print(f"{'ok   ' if holds else 'WRONG'} {name}: {found}", flush=True)
-        wrong += not holds
-    return 1 if wrong else 0
+            told = f"{name}: rounded inputs add {ratio:.2f} of the error that they add there"
+            require(0.7 < ratio < 1.4, told)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,29 +3,25 @@
     python .ci/gguf_reference.py            (with gguf)
 
 For each type: metadata and weights equal those that went in, within 1e-6 of the largest weight.
-Types that the package cannot quantize (Q4_K, Q5_K, Q6_K) have random blocks. Then the header is
-damaged 5,000 times: each file is read, or a UserError names it.
+Types that the package cannot quantize (Q4_K, Q5_K, Q6_K) have random blocks.
 """
 
-import random
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from checks import require
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint.gguf import GGUF, TYPES
 from checkpoint.gguf_blocks import BLOCK_FORMATS, dequantize_blocks
-from errors import UserError
 
 ROWS = 48
 COLUMNS = 768
-MUTATIONS = 5_000
 METADATA = {
     "a.uint32": (gguf.GGUFWriter.add_uint32, 2**32 - 1),
     "a.uint64": (gguf.GGUFWriter.add_uint64, 2**64 - 1),
@@ -84,16 +80,6 @@ def write(file: Path, blocks: dict[str, np.ndarray], plain: dict[str, np.ndarray
     writer.close()
 
 
-def report(name: str, holds: bool, found: str) -> bool:
-    print(f"{'ok   ' if holds else 'WRONG'} {name}: {found}", flush=True)
-    return holds
-
-
-def same_metadata(metadata: dict[str, Any]) -> bool:
-    expected = {key: value for key, (_, value) in METADATA.items()}
-    return {key: metadata.get(key) for key in expected} == expected
-
-
 def largest_error(type: str, ours: torch.Tensor, data: np.ndarray) -> float:
     """The largest difference from the package's weights, as a share of the largest weight."""
     theirs = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type])
@@ -101,70 +87,34 @@ def largest_error(type: str, ours: torch.Tensor, data: np.ndarray) -> float:
     return ((ours.float() - reference).abs().max() / reference.abs().max()).item()
 
 
-def damage(content: bytes, header: int, draw: random.Random) -> bytes:
-    """The same file with some bytes of its header changed, or cut."""
-    changed = bytearray(content)
-    for _ in range(draw.randrange(1, 5)):
-        start = draw.randrange(header)
-        length = draw.choice((1, 1, 1, 4, 8))
-        byte = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
-        changed[start : start + length] = bytes([byte]) * length
-    if draw.random() < 0.1:
-        del changed[draw.randrange(len(changed)) :]
-    return bytes(changed)
-
-
-def survive(file: Path, content: bytes, header: int) -> tuple[int, int]:
-    """(files read, files refused) of MUTATIONS damaged ones. Another exception ends the program."""
-    draw = random.Random(0)
-    num_refused = 0
-    for _ in range(MUTATIONS):
-        file.write_bytes(damage(content, header, draw))
-        try:
-            opened = GGUF.open(file)
-            for name in opened.tensors:
-                if opened.read(name).nbytes > len(content):
-                    raise AssertionError(f"{name} is larger than its file")
-        except UserError:
-            num_refused += 1
-    return MUTATIONS - num_refused, num_refused
-
-
-def main() -> int:
+def main() -> None:
     draw = np.random.default_rng(0)
     blocks = {type: quantized(type, draw) for type in BLOCK_FORMATS}
     plain = {
         "F32": draw.normal(0, 1, (3, 4, 5)).astype(np.float32),
         "F16": draw.normal(0, 1, (7,)).astype(np.float16),
     }
-    bf16 = gguf.quants.quantize(plain["F32"], gguf.GGMLQuantizationType.BF16)
-    plain["BF16"] = bf16
+    plain["BF16"] = gguf.quants.quantize(plain["F32"], gguf.GGMLQuantizationType.BF16)
     known = {type.value: type.name for type in gguf.GGMLQuantizationType}
     is_table = all(known.get(i, str(i)) == name for i, name in enumerate(TYPES))
-    results = [report("types", is_table, f"the names of {len(TYPES)} numbers")]
+    require(is_table, f"the names of {len(TYPES)} types")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         write(file, blocks, plain)
         opened = GGUF.open(file)
-        is_same = same_metadata(opened.metadata)
-        results.append(report("metadata", is_same, f"{len(METADATA)} kinds of values"))
-        is_all = opened.tensors.keys() == blocks.keys() | plain.keys()
-        results.append(report("tensors", is_all, f"{len(opened.tensors)} are listed"))
+        expected = {key: value for key, (_, value) in METADATA.items()}
+        read = {key: opened.metadata.get(key) for key in expected}
+        require(read == expected, f"metadata: {len(METADATA)} kinds of values")
+        require(opened.tensors.keys() == blocks.keys() | plain.keys(), "all tensors are listed")
         for type, data in blocks.items():
             raw = opened.read(type)
             error = largest_error(type, dequantize_blocks(type, raw), data)
             is_right = error < 1e-6 and np.array_equal(raw.numpy(), data)
-            found = f"off by {error:.1e} of the largest weight"
-            results.append(report(type, is_right, found))
+            require(is_right, f"{type}: off by {error:.1e} of the largest weight")
         for type, data in plain.items():
             error = largest_error(type, opened.read(type), data)
-            results.append(report(type, error == 0, f"off by {error:.1e}"))
-        header = min(info.offset for info in opened.tensors.values())
-        counts = survive(file, file.read_bytes(), header)
-        found = "{} of the damaged files are read, {} refused".format(*counts)
-        results.append(report("damage", min(counts) > 0, found))
-    return int(not all(results))
+            require(error == 0, f"{type}: off by {error:.1e}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,6 +26,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from checks import require
+
 ROOT = Path(__file__).parent.parent
 PATIENCE = 60.0  # seconds
 ORIGINS = ("accepted", "corrected", "bonus", "plain")
@@ -50,12 +52,6 @@ new MutationObserver((changes, observer) => {
   }
 }).observe(document.getElementById("log"), {childList: true, subtree: true});
 """
-
-
-def require(holds: bool, what: str) -> None:
-    print(("ok    " if holds else "WRONG ") + what, flush=True)
-    if not holds:
-        sys.exit(1)
 
 
 # ---- The browser

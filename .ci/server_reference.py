@@ -29,17 +29,12 @@ from statistics import median
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import torch
+from checks import require
 
 from generate import Model, generate
 
 OPENINGS = ["Once upon a time", "Lily saw", "Tom had a red ball", "One day", "The dog", "Mom said"]
 COMPLETE = "/v1/completions"
-
-
-def require(holds: bool, what: str) -> None:
-    print(("ok    " if holds else "WRONG ") + what, flush=True)
-    if not holds:
-        sys.exit(1)
 
 
 # ---- The server, and a client of its protocol

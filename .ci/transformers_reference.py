@@ -14,6 +14,7 @@ from statistics import median
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch
+from checks import require
 from random_models import CASES, make, move_rope, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,12 +34,6 @@ QUESTIONS = [
     "Tell me a short story about a fox.",
     "List the planets.",
 ]
-
-
-def require(holds: bool, what: str) -> None:
-    print(("ok    " if holds else "WRONG ") + what, flush=True)
-    if not holds:
-        sys.exit(1)
 
 
 @torch.inference_mode()

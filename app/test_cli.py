@@ -6,18 +6,16 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase
 
 from app import cli
 from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
-from conftest import ROOT, program, write_model
+from conftest import program, write_model
 from generate import Model, generate
 from model import Llama
 from runner import ModelRunner
@@ -581,25 +579,3 @@ def test_a_bug_keeps_its_traceback(base, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "a"}'))
     with pytest.raises(ValueError, match="planted"):
         run(capsys, "--prompts", "-", "--target", base)
-
-
-@pytest.fixture(scope="module")
-def fuzz():
-    spec = importlib.util.spec_from_file_location("fuzz", ROOT / ".ci" / "fuzz.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_random_command_lines_end_in_a_result_or_in_one_line(fuzz, monkeypatch):
-    """As many as take a second; .ci/fuzz.py runs ten thousand. And a planted fault is found."""
-
-    def planted(*arguments: object) -> int:
-        return int("planted")
-
-    assert {0, 1, 2} <= fuzz.fuzz(80, 1).keys()
-    monkeypatch.setattr(cli, "many_prompts", planted)
-    no_shrinking = partial(fuzz.settings, phases=[Phase.generate])
-    monkeypatch.setattr(fuzz, "settings", no_shrinking)
-    with pytest.raises(AssertionError, match="ValueError"):
-        fuzz.fuzz(20, 1)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoint.gguf import GGUF, LARGEST_HEADER, PLAIN, TYPES
@@ -356,43 +354,6 @@ def test_a_file_that_is_cut_after_its_header_was_read(tmp_path):
         stream.truncate(file.stat().st_size - 1)
     with pytest.raises(UserError, match="cut.gguf was cut after its header was read"):
         opened.read("a")
-
-
-WHOLE = [("a", SMALL), ("b", quantized("Q4_K", [2, 256])), ("c", quantized("Q8_0", [3, 32]))]
-
-
-def read_or_refuse(file: Path) -> bool:
-    """Whether it is read. Fails for another exception, and tensors larger than the file."""
-    try:
-        opened = GGUF.open(file)
-        for name, info in opened.tensors.items():
-            tensor = opened.read(name)
-            assert tensor.nbytes == info.nbytes <= file.stat().st_size
-            if info.type in BLOCK_FORMATS:
-                dequantize_blocks(info.type, tensor)
-    except UserError as error:
-        assert str(error).isprintable()
-        return False
-    return True
-
-
-@settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    changes=st.lists(st.tuples(st.integers(0, 2**20), st.binary(min_size=1, max_size=8))),
-    share=st.one_of(st.just(1.0), st.floats(0, 1)),
-)
-def test_any_damage_is_read_or_refused(tmp_path, changes, share):
-    file = write(tmp_path / "mutated.gguf", METADATA, WHOLE)
-    content = bytearray(file.read_bytes())
-    for position, change in changes:
-        start = position % len(content)
-        content[start : start + len(change)] = change[: len(content) - start]
-    file.write_bytes(content[: round(share * len(content))])
-    is_read = read_or_refuse(file)
-    if not changes:
-        assert is_read == (round(share * len(content)) == len(content))
 
 
 # ---- Blocks, each weight by its definition

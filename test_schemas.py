@@ -1,29 +1,32 @@
 """Texts of random JSON schemas beside the `jsonschema` package: each that ends validates.
 
-    python .ci/grammar_reference.py [MODEL [N [M]]]     N schemas on tiny (300), M on MODEL (40)
-
 Schemas come from hypothesis: objects with optional properties, arrays, enums, numbers with bounds,
 strings with lengths, patterns and formats, nested. 16 texts at a time are made in one batch, with
 drafts of another kind from batch to batch, and in both modes of verification. No text may have
 white space outside its strings, and most must end before max_tokens.
+
+TEST_TIMES (conftest.py) takes more schemas; TEST_MODEL, a model's folder, is asked for 100, too.
 """
 
 import json
+import os
 import re
-import sys
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator, FormatChecker
 
+from conftest import TIMES
 from generate import Draft, Engine, Model, load_draft
 from request import OutputStream, Result, Settings
+
+pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
+pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run")
+from jsonschema import Draft202012Validator, FormatChecker
+
+from grammar import Masks
 
 BATCH = 16
 FORMATS = ("date", "time", "uuid", "ipv4", "email", "date-time", "hostname")
@@ -165,21 +168,19 @@ def run_schemas(
     return reasons
 
 
-def main(name: str | None = None, count: str = "300", real_count: str = "40") -> None:
-    torch.set_num_threads(1)
-    wanted = [("tiny", ("tiny-draft", "ngram", "tiny-eagle"), int(count))]
-    if name is not None:
-        wanted.append((name, ("ngram", "self"), int(real_count)))
-    for target, names, number in wanted:
-        start = time.perf_counter()
-        model = Model.load(target, "cpu")
-        drafts = [None, *(load_draft(draft, model) for draft in names)]
-        reasons = run_schemas(model, drafts, number)
-        assert reasons["stop"] > number / 2, reasons
-        seconds = time.perf_counter() - start
-        label = Path(target).name
-        print(f"{label}: {dict(reasons)} of {number} schemas, all valid; {seconds:.0f} s")
+def test_texts_of_random_schemas_validate(monkeypatch):
+    """And texts without masks are found out."""
+    model = Model.load("tiny", "cpu")
+    drafts = [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
+    reasons = run_schemas(model, drafts, 64 * TIMES)
+    assert reasons["stop"] > 32 * TIMES
+    monkeypatch.setattr(Masks, "apply", lambda self, logits, texts, depth: logits)
+    with pytest.raises(AssertionError):
+        run_schemas(model, [None], 16)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@pytest.mark.skipif("TEST_MODEL" not in os.environ, reason="TEST_MODEL names no model")
+def test_a_real_models_texts_validate():
+    model = Model.load(os.environ["TEST_MODEL"], "cpu")
+    drafts = [None, *(load_draft(name, model) for name in ("ngram", "self"))]
+    assert run_schemas(model, drafts, 100)["stop"] > 50

@@ -1,11 +1,9 @@
 """Random command lines and files of requests: each ends in a result or in one line.
 
-    python .ci/fuzz.py [N] [SEED]     N command lines of generate.py (10,000), tiny random models
-
 A result is status 0 or 1 with an answer that is whole: JSON where JSON was asked for, and of a file
 an object for each line. Otherwise it is status 2 and one line `error: …`, after notes at most, and
 nothing on standard output. A traceback, or a minute without an end, is a failure, shown with its
-command line, as small as hypothesis can make it. The tests run a hundred (test_cli.py).
+command line, as small as hypothesis can make it. TEST_TIMES (conftest.py) runs more of them.
 """
 
 import contextlib
@@ -15,103 +13,35 @@ import json
 import random
 import shlex
 import sys
-import tempfile
-import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import hypothesis
-import torch
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from app import cli
 from app import flags as flags_page
-from conftest import CHATML, write_model
+from conftest import TIMES, write_model
 from generate import Model
 
 HANG = 60  # seconds
-NUMBERS = [
-    "nan",
-    "inf",
-    "-inf",
-    "1e308",
-    "-1e308",
-    "1e-320",
-    "1e999",
-    "-0.0",
-    "0",
-    "1",
-    "-1",
-    "2",
-    "3",
-    "0.5",
-    "0.9",
-    "1.5",
-    "7",
-    "1_0",
-    " 2 ",
-    "",
-    "٣",
-    "²",
-    "0x10",
-    "2e0",
-    "None",
-    "auto",
-    "true",
-    str(10**18),
-    str(2**31),
-    str(2**63),
-    str(2**64),
-    str(-(2**63) - 1),
-    str(10**400),
-    "-" + "9" * 400,
-    "9" * 4301,
-]
+NUMBERS = (
+    "nan inf -inf 1e308 -1e308 1e-320 1e999 -0.0 0 1 -1 2 3 0.5 0.9 1.5 7 1_0 ٣ ² 0x10 2e0 None "
+    f"auto true {10**18} {2**31} {2**63} {2**64} {-(2**63) - 1} {10**400} -{'9' * 400} {'9' * 4301}"
+).split() + ["", " 2 "]
 USUAL = ["1", "2", "3", "5"]
 TEXTS = [
-    "",
-    " ",
-    "a",
-    "Once upon a time",
-    "x" * 95,
-    "x" * 96,
-    "x" * 5000,
-    "\ud800",
-    "a\udcffb",
-    "\x00",
-    "a\x00b",
-    "\n",
-    "\r\n",
-    "\x1b[31m",
-    "\u2028",
-    "\x85",
-    "\ufeff",
-    "é世😀",
-    "<|endoftext|>",
-    "<|im_start|>user",
-    "{",
-    "-",
-    "--",
-    "--n",
-    "%s%d{0}",
-    "Tom " * 20,
+    *("", " ", "a", "Once upon a time", "x" * 95, "x" * 96, "x" * 5000, "\ud800", "a\udcffb"),
+    *("\x00", "a\x00b", "\n", "\r\n", "\x1b[31m", "\u2028", "\x85", "\ufeff", "é世😀"),
+    *("<|endoftext|>", "<|im_start|>user", "{", "-", "--", "--n", "%s%d{0}", "Tom " * 20),
 ]
-FLAGS = {
-    "temperature": NUMBERS,
-    "top-k": NUMBERS,
-    "top-p": NUMBERS,
-    "min-p": NUMBERS,
-    "seed": NUMBERS,
-    "max-tokens": NUMBERS,
-    "max-len": NUMBERS,
-    "n": NUMBERS,
-    "gamma": NUMBERS,
-    "max-batch": NUMBERS,
+SCHEMAS = ['{"type": "integer"}', '{"maxItems": 1}', *"{ {} - none \udcff /dev/null".split()]
+NUMBER_FLAGS = "temperature top-k top-p min-p seed max-tokens max-len n gamma max-batch".split()
+FLAGS = dict.fromkeys(NUMBER_FLAGS, NUMBERS) | {
     "kv-memory": [*NUMBERS, "1e5", "1e6"],
     "stop": TEXTS,
     "system": TEXTS,
@@ -122,91 +52,25 @@ FLAGS = {
     "tensor-parallel": ["0", "1", "-1", "65", "x", ""],
     "device": ["cpu", "meta", "cuda:7", "", "\ud800"],
     "dtype": ["float64", "float32", "bfloat16", "float16", "int8"],
-    "schema": [
-        '{"type": "integer"}',
-        '{"maxItems": 1}',
-        "{",
-        "{}",
-        "-",
-        "none",
-        "\udcff",
-        "/dev/null",
-    ],
+    "schema": SCHEMAS,
     "regex": ["a+", "[^x]{2}", "(", "", "\ud800", "\x00?", "é|世"],
     "choice": TEXTS,
     "grammar": ["none", "/dev/null", "-", ""],
     "draft": ["ngram", "self", "BASE", "OTHER", "no-such", "", "\x00", "/dev/null"],
 }
-SWITCHES = ["raw", "chat", "no-cache", "no-prefix-cache", "color", "json", "unknown", "help"]
+SWITCHES = "raw chat no-cache no-prefix-cache color json unknown help".split()
 FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "stop",
-    "gamma",
-    "schema",
-    "regex",
-    "choice",
-    "grammar",
-    "id",
-    "system",
-    "raw",
-    "chat",
-    "prompt",
-    "unknown",
-)
-ODD = [
-    "null",
-    "true",
-    "false",
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "1" + "0" * 400,
-    "9" * 4301,
-    "-1",
-    "0",
-    "1",
-    "2",
-    "3",
-    "0.5",
-    "2.0",
-    "1e2",
-    '""',
-    '"a"',
-    '"x"',
-    '["a"]',
-    "[]",
-    "[3]",
-    "{}",
-    '{"a": 1}',
-    "[[1]]",
-    '"\\ud800"',
-    '"\\u0000"',
-    '[{"role": "user", "content": "hi"}]',
-    '[{"role": "user"}]',
-    '"auto"',
-    '["", "a"]',
-    '["ab", "b", "abc"]',
-    '"start: /a+/"',
-    '{"type": "boolean"}',
-]
+    "temperature top_k top_p min_p seed max_tokens stop gamma schema regex choice grammar id "
+    "system raw chat prompt unknown"
+).split()
+ODD = (  # JSON
+    f"null true false NaN Infinity -Infinity 1e999 {10**400} {'9' * 4301} -1 0 1 2 3 0.5 2.0 1e2 "
+    r'"" "a" "x" ["a"] [] [3] {} {"a":1} [[1]] "\ud800" "\u0000" "auto" ["","a"] '
+    '["ab","b","abc"] "start:/a+/" {"type":"boolean"} [{"role":"user"}] '
+    '[{"role":"user","content":"hi"}]'
+).split()
 LINES = [
-    "",
-    " ",
-    "\r",
-    "[" * 100_000,
-    '{"a":' * 100_000,
-    "{",
-    "nonsense",
-    "\x00",
-    "[]",
-    "3",
-    '"x"',
+    *("", " ", "\r", "[" * 100_000, '{"a":' * 100_000, "{", "nonsense", "\x00", "[]", "3", '"x"'),
     "\ufeff",
     '{"prompt": "a\u2028b\x85c", "max_tokens": 2}',
     "{" + '"prompt": "a", ' * 2 + '"seed": 1}',
@@ -214,6 +78,7 @@ LINES = [
     '{"prompt": "a", "id": ' + "[" * 985 + "]" * 985 + "}",
     '{"prompt": "%s"}' % ("y" * 100_000),
 ]
+NOTES = ("note: ", "running ", "keys and values: ", "colours: ")
 
 
 def request(draw: random.Random) -> str:
@@ -302,45 +167,36 @@ def ran(arguments: list[str], typed: str) -> tuple[Any, str, str]:
 
 def wrong(arguments: list[str], status: Any, out: str, err: str) -> str:
     """What an answer is not that it must be; empty if it is."""
-    last = err.rstrip("\n").rsplit("\n", 1)[-1]
+    *notes, last = err.splitlines() or [""]
     if status == 2:
-        if out or not last.startswith("error: ") or not err.endswith("\n"):
-            return "status 2 is one line on standard error, and no output"
-        if rest := [
-            line
-            for line in err.splitlines()[:-1]
-            if not line.startswith(("note: ", "running ", "keys and values: ", "colours: "))
-        ]:
-            return f"more than one line: {rest[0]!r}"
-        return "a line of more than 1,200 characters" if len(last) > 1200 else ""
+        if out or not last.startswith("error: ") or not err.endswith("\n") or len(last) > 1200:
+            return "status 2 is one short line on standard error, and no output"
+        more = [line for line in notes if not line.startswith(NOTES)]
+        return f"more than one line: {more[0]!r}" if more else ""
     if status not in (0, 1):
         return "neither a result nor a line"
     if "--help" in arguments:
         return ""
-    if "--prompts" in arguments or "--json" in arguments:
-        try:
-            results = [
-                json.loads(line, parse_constant=lambda name: 1 // 0)
-                for line in out.split("\n")[:-1]
-            ]
-        except (ValueError, ZeroDivisionError) as error:
-            return f"the output is not JSON: {error}"
-        if (
-            not out.endswith("\n")
-            and out
-            or sorted(r["index"] for r in results) != list(range(len(results)))
-        ):
-            return "there is not a result for each"
-        bad = any(result["finish_reason"] == "error" for result in results)
-        return "" if bad == (status == 1) else "a status that does not say how it went"
-    return "" if status == 0 and out.endswith("\n") else "a text that does not end its line"
+    if out and not out.endswith("\n"):
+        return "the last line does not end"
+    if "--prompts" not in arguments and "--json" not in arguments:
+        return "" if status == 0 and out else "no text"
+    try:
+        lines = out.split("\n")[:-1]
+        results = [json.loads(line, parse_constant=lambda name: 1 // 0) for line in lines]
+    except (ValueError, ZeroDivisionError) as error:
+        return f"the output is not JSON: {error}"
+    if sorted(result["index"] for result in results) != list(range(len(results))):
+        return "there is not a result for each"
+    is_bad = any(result["finish_reason"] == "error" for result in results)
+    return "" if is_bad == (status == 1) else "a status that does not say how it went"
 
 
-@contextlib.contextmanager
-def models() -> Iterator[Path]:
+@pytest.fixture
+def folder(base: Path, instruct: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with three tiny models, loaded once for each way of loading; at most 50 texts are
     asked for together."""
-    load, most, known = Model.load.__func__, flags_page.MAX_TEXTS, {}
+    load, known = Model.load.__func__, {}
 
     def once(cls: type[Model], *how: Any) -> Model:
         key = tuple(map(str, how))
@@ -348,56 +204,48 @@ def models() -> Iterator[Path]:
             known[key] = load(cls, *how)
         return known[key]
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "base")
-        write_model(folder / "instruct", template=CHATML, eos_token_ids=(256, 258))
-        write_model(folder / "other", seed=5, num_hidden_layers=1)
-        Model.load, flags_page.MAX_TEXTS = classmethod(once), 50
-        try:
-            yield folder
-        finally:
-            Model.load, flags_page.MAX_TEXTS = classmethod(load), most
+    (tmp_path / "base").symlink_to(base)
+    (tmp_path / "instruct").symlink_to(instruct)
+    write_model(tmp_path / "other", seed=5, num_hidden_layers=1)
+    monkeypatch.setattr(Model, "load", classmethod(once))
+    monkeypatch.setattr(flags_page, "MAX_TEXTS", 50)
+    return tmp_path
 
 
-def fuzz(count: int, seed: int) -> Counter[int]:
+def fuzz(folder: Path, count: int, phases: list[Phase] = [*Phase]) -> Counter[int]:
     """Status -> how often. AssertionError: what was wrong, with its command line."""
     counts = Counter[int]()
-    with models() as folder:
 
-        @hypothesis.seed(seed)
-        @settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
+    @hypothesis.seed(1)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+    )
+    @given(st.randoms(use_true_random=False))
+    def one(draw: random.Random) -> None:
+        arguments, typed = command(draw, folder)
+        status, out, err = ran(arguments, typed)
+        shown = [a if len(a) < 200 else f"{a[:100]}…" for a in arguments]
+        fault = wrong(arguments, status, out, err)
+        assert not fault, (
+            f"{fault}\n  {shlex.join(shown)!r} < {typed[:100]!r}\n  {status}\n"
+            f"  {out[-300:]!r}\n  {err[-600:]!r}"
         )
-        @given(st.randoms(use_true_random=False))
-        def one(draw: random.Random) -> None:
-            arguments, typed = command(draw, folder)
-            status, out, err = ran(arguments, typed)
-            shown = [a if len(a) < 200 else f"{a[:100]}…" for a in arguments]
-            fault = wrong(arguments, status, out, err)
-            assert not fault, (
-                f"{fault}\n  {shlex.join(shown)!r} < {typed[:100]!r}\n  {status}\n"
-                f"  {out[-300:]!r}\n  {err[-600:]!r}"
-            )
-            counts[status] += 1
+        counts[status] += 1
 
-        one()
+    one()
     return counts
 
 
-def main(count: str = "10000", seed: str = "0") -> int:
-    torch.set_num_threads(1)
-    start = time.time()
-    often = ", ".join(
-        f"{times} with status {status}"
-        for status, times in fuzz(int(count), int(seed)).most_common()
-    )
-    print(f"{count} command lines in {time.time() - start:.0f} s: {often}")
-    return 0
+def test_random_command_lines_end_in_a_result_or_in_one_line(folder, monkeypatch):
+    """And a planted fault is found."""
 
+    def planted(*arguments: object) -> int:
+        return int("planted")
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    assert {0, 1, 2} <= fuzz(folder, 80 * TIMES).keys()
+    monkeypatch.setattr(cli, "many_prompts", planted)
+    with pytest.raises(AssertionError, match="ValueError"):
+        fuzz(folder, 20, [Phase.generate])
