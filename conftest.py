@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -262,13 +260,6 @@ def peak(shape: str, before: str, measured: str) -> int:
         done = program("-c", PEAK, folder, before, measured)
         assert done.returncode == 0, done.stderr
     return int(done.stdout)
-
-
-@pytest.fixture
-def meanwhile(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """For tests that still name a function in a mark: it is called here, once."""
-    function, *arguments = request.node.get_closest_marker("meanwhile").args
-    return cache(partial(function, *arguments))
 
 
 def attend(

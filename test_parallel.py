@@ -515,6 +515,7 @@ def by_torchrun() -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_too():
     done = by_torchrun()
     assert done.returncode == 0, done.stderr
@@ -628,6 +629,7 @@ on_linux = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_process_that_is_killed_ends_all_with_one_line():
     status, seconds, errors, results = killed()
@@ -643,6 +645,7 @@ def test_a_chat_reads_the_terminal_and_ctrl_c_is_never_dead():
     assert chat["is_waiting"] and chat["status"] == 130 and chat["seconds"] < 20
 
 
+@pytest.mark.slow
 @on_linux
 def test_an_interrupt_while_processes_begin_ends_all_in_silence():
     assert amid_beginning() == ("", 130)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from app import cli
 from app.chat import TEMPERATURE, Conversation, chat_settings
 from checkpoint.generation import GenerationConfig
-from conftest import ROOT, program
+from conftest import ROOT
 from errors import UserError
 from request import Settings
 
@@ -88,14 +89,15 @@ def test_a_chat_at_a_pseudo_terminal(instruct, tmp_path):
     assert terminal.end() == 0
 
 
-def test_the_prompt_is_shown_dimmed_before_its_continuation_and_never_in_a_pipe():
+def test_the_prompt_is_shown_dimmed_before_its_continuation_and_never_in_a_pipe(capsys):
     flags = ("--max-tokens", "3", "--seed", "1", "Once upon")
-    piped = program("generate.py", *flags)
+    assert cli.main([*flags]) == 0
+    out, err = capsys.readouterr()
     terminal = Terminal(*flags)
     seen = terminal.read_until("seed 1")
     assert terminal.process.wait(timeout=60) == 0
-    assert "\x1b[2mOnce upon\x1b[0m" + piped.stdout.rstrip("\n") in seen
-    assert "Once upon" not in piped.stdout and "\x1b" not in piped.stdout + piped.stderr
+    assert "\x1b[2mOnce upon\x1b[0m" + out.rstrip("\n") in seen
+    assert "Once upon" not in out and "\x1b" not in out + err
 
 
 def test_the_temperature_of_a_chat_is_told():

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,12 +196,13 @@ def compiled() -> list[Any]:
     return [table, compile_launches(squeezed, 80)]
 
 
-HERE = apart, "gpu.test_crosscompile", "compiled"
+@cache
+def measured() -> list[Any]:
+    return apart("gpu.test_crosscompile", "compiled")
 
 
-@pytest.mark.meanwhile(*HERE)
-def test_the_same_code_becomes_other_instructions(meanwhile):
-    table, _ = meanwhile()
+def test_the_same_code_becomes_other_instructions():
+    table, _ = measured()
     for rows, numbers, wgmma, mma, copies in table:
         report = Report(*numbers)
         assert 16 < report.registers <= 255 and report.spills == 0
@@ -209,9 +211,8 @@ def test_the_same_code_becomes_other_instructions(meanwhile):
         assert (mma > 0) != (wgmma > 0)
 
 
-@pytest.mark.meanwhile(*HERE)
-def test_spills_are_counted(meanwhile):
-    _, squeezed = meanwhile()
+def test_spills_are_counted():
+    _, squeezed = measured()
     four_warps, eight_warps = (Report(*numbers) for numbers in squeezed)
     assert four_warps.registers == 255
     assert four_warps.spills > 100  # 128 sums a thread, beside everything else
@@ -233,7 +234,6 @@ def test_a_wait_for_copies_counts_in_loops_only():
     assert copies_ahead("") == 0
 
 
-@pytest.mark.meanwhile(apart, "json", "gone")
-def test_an_error_there_is_an_error_here(meanwhile):
+def test_an_error_there_is_an_error_here():
     with pytest.raises(RuntimeError, match="json.gone failed:(.|\n)*has no attribute 'gone'"):
-        meanwhile()
+        apart("json", "gone")

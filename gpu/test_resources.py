@@ -90,14 +90,13 @@ def compiled() -> dict[str, list[Report]]:
     }
 
 
-@pytest.mark.meanwhile(apart, "gpu.test_resources", "compiled")
-def test_kernels_spill_nothing_and_copy_ahead(meanwhile):
+def test_kernels_spill_nothing_and_copy_ahead():
     """And all fit into shared memory, and multiply by tensor cores: `wgmma` where there is one.
 
     In float32 products of single numbers would be unrolled, and spill thousands of bytes.
     """
     names = set()
-    for case, rows in meanwhile().items():
+    for case, rows in apart("gpu.test_resources", "compiled").items():
         for report in (Report(*row) for row in rows):
             names.add(report.kernel)
             assert_fits(report, case)

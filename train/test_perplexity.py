@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from checkpoint.formats import Quantization
-from conftest import program, write_model
+from conftest import write_model
 from kvcache import KVCache, kv_bytes
 from model import Llama
 from quant import WIDTHS
 from train import quantize
 from train.calibrate import size
-from train.distill import sample_corpus
 from train.perplexity import Recipe, perplexity, recipes, table
 
 
@@ -123,32 +122,3 @@ def test_recipes_have_every_width_where_it_matters():
     assert [r.how for r in found[:3]] == [None, *int8]
     assert found[-1].how == Quantization(4, 128, method="gptq")
     assert [r.widths for r in recipes(("rtn",), (128,))] == [every] * 2 + [["16"]] * 3 + [every]
-
-
-def losses() -> list[float]:
-    """What recipes cost the embedded model on texts that it made, as a share of its perplexity."""
-    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
-    samples = sample_corpus(llama, 64, 72, llama.config.eos_token_ids[0], seed=1).tokens.roll(1)
-    texts = samples.view(64, -1).unbind()
-    found = (
-        Quantization(8),
-        Quantization("fp8"),
-        Quantization(8, activations=8),
-        Quantization(8, method="smoothquant", activations=8),
-        Quantization("nf4", 64),
-        Quantization(4),
-        Quantization(4, method="gptq"),
-    )  # groups of 128
-    wanted = [Recipe(how, ["16"]) for how in (None, *found)]
-    rows = table("tiny", texts[:40], texts[40:], wanted, "cpu", author=llama)
-    assert rows[5].bytes <= rows[6].bytes
-    return [row.perplexity / rows[0].perplexity - 1 for row in rows[1:]]
-
-
-def test_on_the_embedded_model_gptq_recovers_half_of_what_rounding_loses():
-    done = program("-c", "from train.test_perplexity import losses; print(*losses())")
-    assert done.returncode == 0, done.stderr
-    int8, fp8, both, smooth, nf4, int4, gptq = map(float, done.stdout.splitlines()[-1].split())
-    assert 0 < int8 < 0.0005 and 0 < fp8 < 0.003
-    assert smooth < both < 0.001
-    assert nf4 < int4 and gptq < 0.5 * int4
