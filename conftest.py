@@ -68,6 +68,12 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return native.library() is not None
 
 
+def told(table: str) -> list[tuple[str, str]]:
+    """The lines of a table: what is given → what is said about it."""
+    lines = [line.strip() for line in table.strip().split("\n")]
+    return [tuple(line.split(" → ")) for line in lines]
+
+
 # ---- Numbers, and models in memory
 
 

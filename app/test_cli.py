@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from app import cli
 from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
-from conftest import program, write_model
+from conftest import program, told, write_model
 from generate import Model, generate
 from model import Llama
 from runner import ModelRunner
@@ -451,77 +452,68 @@ def test_ctrl_c_while_a_result_is_printed_drops_no_result(base, capsys, monkeypa
 # ---- What is wrong is said in one line
 
 
-BAD_FLAGS = [
-    (["--temperature", "-1"], "temperature is -1.0"),
-    (["--temperature", "nan"], "temperature is nan"),
-    (["--temperature", "warm"], "invalid float value: 'warm'"),
-    (["--top-k", "-3"], "top_k is -3"),
-    (["--top-k", "2.5"], "invalid int value"),
-    (["--top-k", "9" * 5000], "invalid int value"),
-    (["--top-p", "0"], "top_p is 0.0"),
-    (["--min-p", "-0.1"], "min_p is -0.1"),
-    (["--max-tokens", "0"], "max_tokens is 0"),
-    (["--max-len", "3"], "the prompt has"),
-    (["--max-len", "1"], "max_len is 1: it must be from 2 to 96"),
-    (["--max-len", "97"], "max_len is 97"),
-    (["--tensor-parallel", "65"], "num_attention_heads is 4, which 65 processes cannot share"),
-    (["--tensor-parallel", "-1"], "--tensor-parallel is -1: it must be at least 1"),
-    (["--tensor-parallel", "2", "--device", "cpu:0"], "each process takes its own: name cpu"),
-    (["--n", "0"], "--n is 0"),
-    (["--n", str(10**18)], "it must be from 1 to 65,536"),
-    (["--max-batch", str(10**400)], "it must be from 1 to 65,536"),
-    (["--max-batch", "0"], "--max-batch is 0"),
-    (["--seed", str(2**64)], "seed is"),
-    (["--kv-memory", "inf"], "inf bytes, and"),
-    (["--kv-memory", "1e5", "--kv", "contiguous"], "kv_memory is for the paged cache"),
-    (["--stop", ""], "stop is ['']"),
-    (["--regex", "a", "--choice", "b"], "regex and choice are given"),
-    (["--schema", "/no/such/file"], "/no/such/file cannot be read"),
-    (["--grammar", "/no/such/file"], "/no/such/file cannot be read"),
-    (["--schema", "{"], "schema is {: it must be a JSON object"),
-    (["--device", "tpu"], "device 'tpu'"),
-    (["--device", "hpu"], "device 'hpu' is not supported"),
-    (["--device", "cuda:99"], "device 'cuda:99'"),
-    (["--device", "meta"], "device 'meta' is not supported"),
-    (["--bits", "5"], "bits is 5; it must be"),
-    (["--kv-bits", "5"], "kv_bits is '5': it must be"),
-    (["--dtype", "int8"], "invalid choice: 'int8'"),
-    (["--system", "be kind"], "need a chat template"),
-    (["--unknown"], "unrecognized arguments: --unknown"),
-    (["--temp", "1"], "unrecognized arguments"),
-    (["extra"], "unrecognized arguments: extra"),
-    (["--target", "no-such-model"], "'no-such-model' is neither"),
-    (["--target", "/no/such/folder"], "neither a folder"),
-    (["--draft", "ngrams"], "tiny-eagle, ngram, self"),
-    (["--prompts", "x"], "--prompts FILE has the prompts"),
-    (["--color"], "--color is about drafted"),
-    (["--logprobs", "2"], "--logprobs is about JSON results"),
-    (["--logprobs", "21", "--json"], "logprobs is 21: it must be a whole number from 0 to 20"),
-    (["--gamma", "2"], "--gamma is about drafted tokens: name a --draft"),
-    (["--verify", "exact"], "--verify is about drafted"),
-    (["--no-cache", "--kv-bits", "8"], "without a cache there are no drafts"),
-    (["--no-cache", "--draft", "self"], "without a cache there are no drafts"),
-    (["--draft", "ngram", "--gamma", "-1"], "gamma is '-1': it must be a whole number"),
-    (["--draft", "ngram", "--gamma", "many"], "gamma is 'many'"),
-    (["--draft", "ngram", "--gamma", str(10**18)], "a step has a budget of 512 tokens"),
-    (["--draft", "ngram", "--verify", "maybe"], "invalid choice: 'maybe'"),
-    (["--draft", "ngram", "--color", "--json"], "--color is for text"),
-    (["--draft", "no-such-model"], "'no-such-model' is neither"),
-    (["--draft", "tiny-draft"], "the draft's vocabulary is not the target's: token 256 is"),
-    (["--draft", "self", "--bits", "4"], "the target's weights are INT4 already"),
-]
+BAD_FLAGS = told(
+    """
+    --temperature -1 → temperature is -1.0
+    --temperature warm → invalid float value: 'warm'
+    --top-k 2.5 → invalid int value
+    --max-len 3 → the prompt has
+    --max-len 1 → max_len is 1: it must be from 2 to 96
+    --max-len 97 → max_len is 97
+    --tensor-parallel 65 → num_attention_heads is 4, which 65 processes cannot share
+    --tensor-parallel -1 → --tensor-parallel is -1: it must be at least 1
+    --tensor-parallel 2 --device cpu:0 → each process takes its own: name cpu
+    --n 1000000000000000000 → it must be from 1 to 65,536
+    --seed 18446744073709551616 → seed is
+    --kv-memory inf → inf bytes, and
+    --kv-memory 1e5 --kv contiguous → kv_memory is for the paged cache
+    --stop '' → stop is ['']
+    --schema /no/such/file → /no/such/file cannot be read
+    --grammar /no/such/file → /no/such/file cannot be read
+    --schema '{' → schema is {: it must be a JSON object
+    --device tpu → device 'tpu'
+    --device hpu → device 'hpu' is not supported
+    --device cuda:99 → device 'cuda:99'
+    --device meta → device 'meta' is not supported
+    --bits 5 → bits is 5; it must be
+    --kv-bits 5 → kv_bits is '5': it must be
+    --dtype int8 → invalid choice: 'int8'
+    --system 'be kind' → need a chat template
+    extra → unrecognized arguments: extra
+    --target no-such-model → 'no-such-model' is neither
+    --target /no/such/folder → neither a folder
+    --draft ngrams → tiny-eagle, ngram, self
+    --prompts x → --prompts FILE has the prompts
+    --color → --color is about drafted
+    --logprobs 2 → --logprobs is about JSON results
+    --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
+    --gamma 2 → --gamma is about drafted tokens: name a --draft
+    --verify exact → --verify is about drafted
+    --no-cache --kv-bits 8 → without a cache there are no drafts
+    --no-cache --draft self → without a cache there are no drafts
+    --draft ngram --gamma -1 → gamma is '-1': it must be a whole number
+    --draft ngram --gamma many → gamma is 'many'
+    --draft ngram --gamma 1000000000000000000 → a step has a budget of 512 tokens
+    --draft ngram --verify maybe → invalid choice: 'maybe'
+    --draft ngram --color --json → --color is for text
+    --draft no-such-model → 'no-such-model' is neither
+    --draft tiny-draft → the draft's vocabulary is not the target's: token 256 is
+    --draft self --bits 4 → the target's weights are INT4 already
+    """
+)
+BAD_FLAGS += [(f"--top-k {'9' * 5000}", "invalid int value"), (f"--n {10**400}", "to 65,536")]
 
 
 def test_a_bad_flag_is_one_line(base, capsys, monkeypatch):
     parser = flags_page.parser()
     monkeypatch.setattr(flags_page, "parser", lambda: parser)
     for flags, says in BAD_FLAGS:
-        status, out, err = run(capsys, PROMPT, "--target", base, *flags)
+        status, out, err = run(capsys, PROMPT, "--target", base, *shlex.split(flags))
         assert (status, out) == (2, ""), flags
         *notes, error = err.splitlines()
         assert error.startswith("error: ") and says in error, err
-        told = ("note: ", "running ", "keys and values: ")
-        assert all(note.startswith(told) for note in notes), err
+        begins = ("note: ", "running ", "keys and values: ")
+        assert all(note.startswith(begins) for note in notes), err
 
 
 def test_a_bad_prompt_is_one_line(base, capsys, monkeypatch, tmp_path):

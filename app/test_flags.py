@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from app import flags
-from conftest import ROOT
+from conftest import ROOT, told
 from settings import MAX_TOKENS
 
 AT_ONCE = 0.3  # seconds of the processor: other programs do not count
@@ -18,23 +18,25 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-MISTAKES = [
-    (["--temprature", "1", "Once"], "unrecognized arguments: --temprature Once (did you mean --te"),
-    (["--temp=1", "Once"], "(did you mean --temperature?)"),
-    (["--colour", "Once"], "(did you mean --color?)"),
-    (["--xyz", "Once"], "unrecognized arguments: --xyz (see --help)"),
-    (["Once", "upon", "a", "time"], 'put the prompt in quotes, "Once upon a time"'),
-    (["--n", "0", "Once"], "--n is 0"),
-    (["--temperature", "-1", "Once"], "temperature is -1.0: it must be from 0"),
-    (["--max-tokens", "0", "Once"], "max_tokens is 0"),
-    (["--regex", "a", "--choice", "b", "Once"], "regex and choice are given"),
-    (["--gamma", "2", "Once"], "--gamma is about drafted tokens"),
-    (["--verify", "maybe", "Once"], "invalid choice: 'maybe'"),
-    (["--out", "/nowhere/at/all", "Once"], "/nowhere/at/all is not a file"),
-]
+MISTAKES = told(
+    """
+    --temprature 1 Once → unrecognized arguments: --temprature Once (did you mean --te
+    --temp=1 Once → (did you mean --temperature?)
+    --colour Once → (did you mean --color?)
+    --xyz Once → unrecognized arguments: --xyz (see --help)
+    Once upon a time → put the prompt in quotes, "Once upon a time"
+    --n 0 Once → --n is 0
+    --temperature -1 Once → temperature is -1.0: it must be from 0
+    --max-tokens 0 Once → max_tokens is 0
+    --regex a --choice b Once → regex and choice are given
+    --gamma 2 Once → --gamma is about drafted tokens
+    --verify maybe Once → invalid choice: 'maybe'
+    --out /nowhere/at/all Once → /nowhere/at/all is not a file
+    """
+)
 
 
-CASES = [("generate.py", words, 2, says) for words, says in MISTAKES]
+CASES = [("generate.py", shlex.split(words), 2, says) for words, says in MISTAKES]
 CASES += [("generate.py", ["--help"], 0, "examples:"), ("serve.py", ["--help"], 0, "examples:")]
 CASES += [
     ("serve.py", ["--prot", "80"], 2, "(did you mean --port?)"),
@@ -55,8 +57,8 @@ def test_help_and_mistakes_are_told_before_torch_is_imported(tmp_path):
             text=True,
         )
         assert cpu_seconds() - before < AT_ONCE
-        told = done.stdout if code == 0 else done.stderr
-        assert done.returncode == code and says in told, done.stderr
+        said = done.stdout if code == 0 else done.stderr
+        assert done.returncode == code and says in said, done.stderr
         if code:
             assert done.stdout == "" and done.stderr.count("\n") == 1
             assert done.stderr.startswith("error: ")

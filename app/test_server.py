@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from app import metrics as metrics_page
 from app.metrics import Metrics
 from app.openai import Offer
 from app.server import Application
-from conftest import ROOT, heard
+from conftest import ROOT, heard, told
 from errors import UserError
 from generate import Engine, Model, generate
 from grammar import Grammars
@@ -413,62 +414,74 @@ def user(content="a", role="user", **more) -> dict:
     return dict(messages=[dict(role=role, content=content, **more)])
 
 
-IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
-BAD = [
-    (COMPLETE, b"{", "the body is not JSON"),
-    (COMPLETE, b"\xff", "the body is not JSON"),
-    (COMPLETE, b"[" * 100_000, "the body is not JSON"),
-    (COMPLETE, b'{"prompt": NaN}', "NaN is not a JSON number"),
-    (COMPLETE, [1], "the body is not a JSON object"),
-    (COMPLETE, {}, "prompt must be a text"),
-    (COMPLETE, dict(prompt=[]), "prompt must have a token"),
-    (COMPLETE, dict(prompt=[["a"]]), "prompt must be a text"),
-    (COMPLETE, dict(prompt=[1, 4096]), "tokens are from 0 to 4095"),
-    (COMPLETE, dict(prompt=[-1]), "tokens are from 0 to 4095"),
-    (COMPLETE, dict(prompt=[True]), "prompt must be a text"),
-    (COMPLETE, dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
-    (COMPLETE, dict(prompt=["a"] * 200), "200 prompts: at most 128"),
-    (COMPLETE, dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
-    (COMPLETE, dict(prompt="a", n=17), "17 texts are asked for, and the server takes 16"),
-    (COMPLETE, dict(prompt="a " * 500), "tokens, but prompt and answer have at most 300"),
-    (COMPLETE, dict(prompt="a" * 10_000), "10,000 characters, but prompt and answer"),
-    (COMPLETE, dict(prompt="a", n=0), "n is 0"),
-    (COMPLETE, dict(prompt="a", temperature="hot"), "temperature is 'hot'"),
-    (COMPLETE, dict(prompt="a", temperature=-1), "temperature is -1"),
-    (COMPLETE, dict(prompt="a", top_p=0), "top_p is 0"),
-    (COMPLETE, dict(prompt="a", seed=2**63), "seed is 9223372036854775808"),
-    (COMPLETE, dict(prompt="a", seed=2**63 - 1, n=2), "seed is 9223372036854775808"),
-    (COMPLETE, dict(prompt="a", max_tokens=0), "max_tokens is 0"),
-    (COMPLETE, dict(prompt="a", stop=5), "stop is 5: it must be of type list"),
-    (COMPLETE, dict(prompt="a", stop=[""]), "stop is ['']"),
-    (COMPLETE, dict(prompt="a", stop=["a"] * 17), "stop may be at most 16 texts"),
-    (COMPLETE, dict(prompt="a", stop="a" * 9999), "stop may be at most 16 texts"),
-    (COMPLETE, dict(prompt="a", stop_token_ids=["a"]), "stop_token_ids must be a list of tokens"),
-    (COMPLETE, dict(prompt="a", stream="yes"), "stream is 'yes': it must be of type bool"),
-    (COMPLETE, dict(prompt="a", stream_options=[]), "stream_options is []"),
-    (COMPLETE, dict(prompt="a", logprobs=True), "logprobs is True"),
-    (COMPLETE, dict(prompt="a", logprobs=21), "logprobs is 21"),
-    (COMPLETE, dict(prompt="a", response_format={"type": []}), "type is []"),
-    (COMPLETE, dict(prompt="a", response_format={"type": "json"}), "json is not done here"),
-    (COMPLETE, dict(prompt="a", structured_outputs={"x": 1}), "x is not done here"),
-    (CHAT, dict(messages="a"), "messages is 'a'"),
-    (CHAT, {}, "messages must have a token"),
-    (CHAT, dict(messages=["a"]), "messages[0] must have a role"),
-    (CHAT, user(role="tool"), "messages[0] must have a role: system, developer"),
-    (CHAT, user(role=["user"]), "messages[0] must have a role"),
-    (CHAT, user("a" * 10_000), "10,000 characters, but prompt and answer"),
-    (CHAT, user(content=None), "messages[0] has a content of type 'text'"),
-    (CHAT, user(content=IMAGE), "messages[0] has a content of type 'image_url'"),
-    (CHAT, user(tool_calls=[{}]), "messages[0] has tool_calls, which is not done here"),
-    (CHAT, user() | dict(logprobs=2), "logprobs is 2: it must be of type bool"),
-    (CHAT, user() | dict(top_logprobs=2), "top_logprobs needs logprobs"),
-    (CHAT, user() | dict(logprobs=True, top_logprobs="3"), "logprobs is '3'"),
+BAD = told(
+    """
+    completions { → the body is not JSON
+    completions {"prompt": NaN} → NaN is not a JSON number
+    completions [1] → the body is not a JSON object
+    completions {} → prompt must be a text
+    completions {"prompt": []} → prompt must have a token
+    completions {"prompt": [["a"]]} → prompt must be a text
+    completions {"prompt": [1, 4096]} → tokens are from 0 to 4095
+    completions {"prompt": [-1]} → tokens are from 0 to 4095
+    completions {"prompt": [true]} → prompt must be a text
+    completions {"prompt": "a", "n": 17} → 17 texts are asked for, and the server takes 16
+    completions {"prompt": "a", "n": 0} → n is 0
+    completions {"prompt": "a", "temperature": "hot"} → temperature is 'hot'
+    completions {"prompt": "a", "seed": 9223372036854775808} → seed is 9223372036854775808
+    completions {"prompt": "a", "stop": 5} → stop is 5: it must be of type list
+    completions {"prompt": "a", "stream": "yes"} → stream is 'yes': it must be of type bool
+    completions {"prompt": "a", "stream_options": []} → stream_options is []
+    completions {"prompt": "a", "logprobs": true} → logprobs is True
+    completions {"prompt": "a", "response_format": {"type": []}} → type is []
+    completions {"prompt": "a", "response_format": {"type": "json"}} → json is not done here
+    completions {"prompt": "a", "structured_outputs": {"x": 1}} → x is not done here
+    chat/completions {"messages": "a"} → messages is 'a'
+    chat/completions {} → messages must have a token
+    chat/completions {"messages": ["a"]} → messages[0] must have a role
+    completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids must be a list of tokens
+    user {"role": "tool"} → messages[0] must have a role: system, developer
+    user {"role": ["user"]} → messages[0] must have a role
+    user {"content": null} → messages[0] has a content of type 'text'
+    user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
+    user {"tool_calls": [{}]} → messages[0] has tool_calls, which is not done here
+    asked {"logprobs": 2} → logprobs is 2: it must be of type bool
+    asked {"top_logprobs": 2} → top_logprobs needs logprobs
+    asked {"logprobs": true, "top_logprobs": "3"} → logprobs is '3'
+    """
+)
+LONG = [
+    (b"\xff", "the body is not JSON"),
+    (b"[" * 100_000, "the body is not JSON"),
+    (dict(prompt=[1] * 300), "300 tokens, but prompt and answer have at most 300"),
+    (dict(prompt=["a"] * 200), "200 prompts: at most 128"),
+    (dict(prompt=["a"] * 100, n=2), "n is 2: it must be a whole number from 1 to 1"),
+    (dict(prompt="a " * 500), "tokens, but prompt and answer have at most 300"),
+    (dict(prompt="a" * 10_000), "10,000 characters, but prompt and answer"),
+    (dict(prompt="a", seed=2**63 - 1, n=2), "seed is 9223372036854775808"),
+    (dict(prompt="a", stop=["a"] * 17), "stop may be at most 16 texts"),
+    (dict(prompt="a", stop="a" * 9999), "stop may be at most 16 texts"),
 ]
+
+
+def bad_bodies() -> Iterator[tuple[str, Any, str]]:
+    """path, body, what is said. user: the fields of a message; asked: those beside one."""
+    for given, says in BAD:
+        path, text = given.split(" ", 1)
+        match path:
+            case "user":
+                yield CHAT, user(**json.loads(text)), says
+            case "asked":
+                yield CHAT, user() | json.loads(text), says
+            case _:
+                yield f"/v1/{path}", text.encode(), says
+    for body, says in LONG:
+        yield COMPLETE, body, says
 
 
 def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
     async def scenario(app):
-        for path, body, says in BAD:
+        for path, body, says in bad_bodies():
             status, error = await refused(app, path, body)
             assert (status, error["type"]) == (400, "invalid_request_error"), (body, error)
             assert says in error["message"], (says, error)

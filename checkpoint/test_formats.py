@@ -17,7 +17,7 @@ from app.cli import main as cli
 from checkpoint.config import Config
 from checkpoint.formats import Matrix, Quantization
 from checkpoint.layouts import load_quantization
-from conftest import SMALL, write_tokenizer
+from conftest import SMALL, told, write_tokenizer
 from errors import UserError
 from model import Llama
 from quant import dequantize, nf4
@@ -538,102 +538,85 @@ CT4 = settings_of("compressed-tensors")
 BNB = settings_of("bitsandbytes")
 
 
-NOT_HONOURED: list[tuple[Any, str]] = [
-    ([], "quantization_config is []; it must be an object"),
-    ({"bits": 4}, "quant_method is None; it must be 'quant.py', 'gptq'"),
-    (dict(quant_method=["gptq"]), "quant_method is ['gptq']"),
-    (dict(quant_method="fp8"), "quant_method is 'fp8'"),
-    (GPTQ4 | dict(bits=3), "bits is 3; it must be 4 or 8"),
-    (GPTQ4 | dict(bits=True), "bits is True"),
-    (GPTQ4 | dict(group_size=0), "group_size is 0; it must be a whole number above 0, or -1"),
-    (GPTQ4 | dict(group_size="128"), "group_size is '128'"),
-    (GPTQ4 | dict(group_size=None), "group_size is None"),
-    (
-        GPTQ4 | dict(checkpoint_format="marlin"),
-        "checkpoint_format is 'marlin'; it must be None, 'gptq' or 'gptq_v2'",
-    ),
-    (GPTQ4 | dict(dynamic={"-:.*down": {}}), "dynamic is"),
-    (GPTQ4 | dict(lm_head=True), "lm_head is True"),
-    (GPTQ4 | dict(desc_act="yes"), "desc_act is 'yes'"),
-    (GPTQ4 | dict(sym="yes"), "sym is 'yes'"),
-    (GPTQ4 | dict(rotation="hadamard"), "rotation is 'hadamard'"),
-    (AWQ4 | dict(version="gemv"), "version is 'gemv'"),
-    (AWQ4 | dict(bits=8), "bits is 8; it must be 4"),
-    (
-        AWQ4 | dict(modules_to_not_convert=["lm_head", "model.layers.0"]),
-        "modules_to_not_convert is ['lm_head', 'model.layers.0']",
-    ),
-    (AWQ4 | dict(modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
-    (BNB | dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is 'fp4'; it must be 'nf4'"),
-    (BNB | dict(load_in_4bit=False, load_in_8bit=True), "load_in_4bit is False"),
-    (BNB | dict(bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage is 'bfloat16'"),
-    (
-        BNB | dict(llm_int8_skip_modules=["model.layers.3.mlp"]),
-        "llm_int8_skip_modules is ['model.layers.3.mlp']; all layers",
-    ),
-    (CT4 | dict(format="marlin-24"), "format is 'marlin-24'"),
-    (CT4 | dict(format=["x"]), "format is ['x']"),
-    (CT4 | dict(ignore=["lm_head", "re:.*mlp.*"]), "ignore is ['lm_head', 're:.*mlp.*']"),
-    (CT4 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme is"),
-    (CT4 | dict(transform_config=dict(a=1)), "transform_config"),
-    (CT4 | dict(config_groups={}), "config_groups is {}; it must be one recipe"),
-    (CT4 | dict(config_groups=[1]), "config_groups is [1]"),
-    (CT4 | dict(config_groups=dict(a={}, b={})), "it must be one recipe for all layers"),
-    (
-        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], output_activations=IN8))),
-        "output_activations is",
-    ),
-    (
-        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], format="int-quantized"))),
-        "format is 'int-quantized'; it must be None or 'pack-quantized'",
-    ),
-    (
-        CT4 | dict(config_groups=dict(W4A16=["Linear"])),
-        "config_groups is ['Linear']; it must be an object",
-    ),
-    (
-        CT4 | dict(config_groups=dict(a=dict(targets=["Linear"], weights=4))),
-        "weights is 4; it must be an object",
-    ),
-    (
-        CT4 | dict(config_groups=dict(a=dict(targets=["re:.*q_proj"]))),
-        "targets is ['re:.*q_proj']",
-    ),
-    (recipe(num_bits=3), "num_bits is 3"),
-    (recipe(type="float"), "type is 'float'; it must be 'int'"),
-    (recipe(strategy="block"), "strategy is 'block'"),
-    (recipe(group_size=0), "group_size is 0"),
-    (recipe(actorder="other"), "actorder is 'other'"),
-    (recipe(dynamic=True), "dynamic is True"),
-    (
-        settings_of("compressed-tensors", 4, 8, inputs=IN8),
-        "need weights of 8 bits that are symmetric and not packed",
-    ),
-    (inputs_of(dynamic=False), "dynamic is False"),
-    (inputs_of(symmetric=False), "symmetric is False"),
-    (inputs_of(num_bits=4), "num_bits is 4"),
-    (inputs_of(strategy="tensor"), "strategy is 'tensor'"),
-    (inputs_of(sym=False), "need weights of 8 bits that are symmetric and not packed"),
-    (
-        settings_of("compressed-tensors", 8, -1, True, format="float-quantized", inputs=IN8),
-        "type is 'int'; it must be 'float'",
-    ),
-    (
-        settings_of(
-            "compressed-tensors",
-            8,
-            -1,
-            True,
-            format="float-quantized",
-            inputs=IN8 | dict(type="float", dynamic=False, strategy="tensor"),
-        ),
-        "dynamic is False",
-    ),
-]
+NOT_HONOURED = told(
+    """
+    nothing [] → quantization_config is []; it must be an object
+    nothing {"bits": 4} → quant_method is None; it must be 'quant.py', 'gptq'
+    nothing {"quant_method": ["gptq"]} → quant_method is ['gptq']
+    nothing {"quant_method": "fp8"} → quant_method is 'fp8'
+    gptq {"bits": 3} → bits is 3; it must be 4 or 8
+    gptq {"bits": true} → bits is True
+    gptq {"group_size": 0} → group_size is 0; it must be a whole number above 0, or -1
+    gptq {"group_size": "128"} → group_size is '128'
+    gptq {"group_size": null} → group_size is None
+    gptq {"checkpoint_format": "marlin"} → checkpoint_format is 'marlin'; it must be None, 'gptq' or
+    gptq {"dynamic": {"-:.*down": {}}} → dynamic is
+    gptq {"lm_head": true} → lm_head is True
+    gptq {"desc_act": "yes"} → desc_act is 'yes'
+    gptq {"sym": "yes"} → sym is 'yes'
+    gptq {"rotation": "hadamard"} → rotation is 'hadamard'
+    awq {"version": "gemv"} → version is 'gemv'
+    awq {"bits": 8} → bits is 8; it must be 4
+    awq {"modules_to_not_convert": ["lm_head", "model.layers.0"]} → modules_to_not_convert is ['lm_h
+    awq {"modules_to_not_convert": "lm_head"} → modules_to_not_convert is 'lm_head'
+    bnb {"bnb_4bit_quant_type": "fp4"} → bnb_4bit_quant_type is 'fp4'; it must be 'nf4'
+    bnb {"load_in_4bit": false, "load_in_8bit": true} → load_in_4bit is False
+    bnb {"bnb_4bit_quant_storage": "bfloat16"} → bnb_4bit_quant_storage is 'bfloat16'
+    bnb {"llm_int8_skip_modules": ["model.layers.3.mlp"]} → llm_int8_skip_modules is ['model
+    ct {"format": "marlin-24"} → format is 'marlin-24'
+    ct {"format": ["x"]} → format is ['x']
+    ct {"ignore": ["lm_head", "re:.*mlp.*"]} → ignore is ['lm_head', 're:.*mlp.*']
+    ct {"kv_cache_scheme": {"num_bits": 8}} → kv_cache_scheme is
+    ct {"transform_config": {"a": 1}} → transform_config
+    ct {"config_groups": {}} → config_groups is {}; it must be one recipe
+    ct {"config_groups": [1]} → config_groups is [1]
+    ct {"config_groups": {"a": {}, "b": {}}} → it must be one recipe for all layers
+    ct {"config_groups": {"a": {"targets": ["re:.*q_proj"]}}} → targets is ['re:.*q_proj']
+    ct {"config_groups": {"W4A16": ["Linear"]}} → config_groups is ['Linear']; it must be an object
+    linear {"format": "int-quantized"} → format is 'int-quantized'; it must be None or
+    linear {"weights": 4} → weights is 4; it must be an object
+    linear {"output_activations": {"num_bits": 8}} → output_activations is
+    recipe {"num_bits": 3} → num_bits is 3
+    recipe {"type": "float"} → type is 'float'; it must be 'int'
+    recipe {"strategy": "block"} → strategy is 'block'
+    recipe {"group_size": 0} → group_size is 0
+    recipe {"actorder": "other"} → actorder is 'other'
+    recipe {"dynamic": true} → dynamic is True
+    inputs {"dynamic": false} → dynamic is False
+    inputs {"symmetric": false} → symmetric is False
+    inputs {"num_bits": 4} → num_bits is 4
+    inputs {"strategy": "tensor"} → strategy is 'tensor'
+    inputs {"sym": false} → need weights of 8 bits that are symmetric and not packed
+    fp8 {} → type is 'int'; it must be 'float'
+    fp8 {"type": "float", "dynamic": false, "strategy": "tensor"} → dynamic is False
+    """
+)
+
+
+def changed(name: str, more: Any) -> Any:
+    """Settings of a kind, with others; linear, recipe, inputs: of compressed-tensors' recipe."""
+    match name:
+        case "nothing":
+            return more
+        case "linear":
+            return CT4 | dict(config_groups=dict(a=dict(targets=["Linear"]) | more))
+        case "recipe":
+            return recipe(**more)
+        case "inputs":
+            return inputs_of(**more)
+        case "fp8":
+            how = dict(format="float-quantized", inputs=IN8 | more)
+            return settings_of("compressed-tensors", 8, -1, True, **how)
+    return dict(gptq=GPTQ4, awq=AWQ4, bnb=BNB, ct=CT4)[name] | more
 
 
 def test_settings_that_are_not_honoured():
-    for how, says in NOT_HONOURED:
+    cases = []
+    for line, says in NOT_HONOURED:
+        name, more = line.split(" ", 1)
+        cases.append((changed(name, json.loads(more)), says))
+    cases.append((settings_of("compressed-tensors", 4, 8, inputs=IN8), "need weights of 8 bits"))
+    for how, says in cases:
         with pytest.raises(UserError) as error:
             load_quantization(how)
         assert says in str(error.value), says
