@@ -3,46 +3,24 @@
 A chat of two turns by keyboard, colours of origins, twenty requests seen running, the map of
 blocks, stop, a key, contrast in both colour schemes, narrow windows; no other host, no error in the
 console.
-FOLDER: where screenshots go. Without Chromium nothing is checked, and a line says so.
-
-Chromium is driven by the DevTools protocol over two pipes (--remote-debugging-pipe): messages are
-JSON, each followed by a zero byte. https://chromedevtools.github.io/devtools-protocol/
+FOLDER: where screenshots go. Needs playwright and Chromium (apt-get install chromium).
 """
 
-import base64
 import http.client
 import json
-import os
 import re
-import select
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from checks import require
+from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 60.0  # seconds
 ORIGINS = ("accepted", "corrected", "bonus", "plain")
-# What the server sends is recorded before the page reads it.
-RECORD = """
-window.recorded = [];
-const original = window.fetch;
-window.fetch = async (...request) => {
-  const response = await original(...request);
-  if (!String(request[0]).endsWith("chat/completions")) return response;
-  const [mine, theirs] = response.body.tee();
-  new Response(mine).text().then((text) => window.recorded.push(text), () => {});
-  return new Response(theirs, response);
-};
-"""
 # Stop is clicked when the answer has begun.
 STOP_EARLY = """
 new MutationObserver((changes, observer) => {
@@ -52,118 +30,6 @@ new MutationObserver((changes, observer) => {
   }
 }).observe(document.getElementById("log"), {childList: true, subtree: true});
 """
-
-
-# ---- The browser
-
-
-class Browser:
-    """One page of a headless Chromium."""
-
-    def __init__(self, program: str):
-        self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.ids = count(1)
-        self.buffer = b""
-        self.events: list[dict[str, Any]] = []
-        commands, self.writer = os.pipe()
-        self.reader, replies = os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-        flags += ["--hide-scrollbars", "--disable-background-networking"]
-        flags += [f"--user-data-dir={self.profile.name}"]
-        # Chromium reads from its file 3 and writes to its file 4.
-        places = f'exec "$@" 3<&{commands} 4>&{replies}'
-        self.process = subprocess.Popen(
-            ["bash", "-c", places, "bash", program, "--remote-debugging-pipe", *flags],
-            pass_fds=(commands, replies),
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(commands)
-        os.close(replies)
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self.session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.do(f"{domain}.enable")
-        self.do("Page.addScriptToEvaluateOnNewDocument", source=RECORD)
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        return self._send({"method": method, "params": params})
-
-    def do(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command for the page."""
-        return self._send({"method": method, "params": params, "sessionId": self.session})
-
-    def _send(self, message: dict[str, Any]) -> dict[str, Any]:
-        message["id"] = next(self.ids)
-        os.write(self.writer, json.dumps(message).encode() + b"\0")
-        while True:
-            reply = self._read()
-            if reply.get("id") == message["id"]:
-                if "error" in reply:
-                    raise RuntimeError(f"{message['method']}: {reply['error']}")
-                return reply["result"]
-            if "method" in reply:
-                self.events.append(reply)
-
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self.buffer:
-            if not select.select([self.reader], [], [], PATIENCE)[0]:
-                raise TimeoutError("Chromium does not answer")
-            part = os.read(self.reader, 1 << 20)
-            if not part:
-                raise EOFError("Chromium has ended")
-            self.buffer += part
-        message, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(message)
-
-    def evaluate(self, expression: str) -> Any:
-        reply = self.do(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-        )
-        if "exceptionDetails" in reply:
-            raise RuntimeError(f"{expression}: {reply['exceptionDetails']}")
-        return reply["result"].get("value")
-
-    def wait(self, expression: str) -> Any:
-        """Until it is true."""
-        return wait_for(lambda: self.evaluate(expression), expression)
-
-    def press(self, key: str, text: str = "") -> None:
-        for kind in ("keyDown", "keyUp"):
-            code = {"Enter": 13, "Tab": 9}.get(key, 0)
-            self.do(
-                "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code
-            )
-
-    def open(self, address: str) -> None:
-        self.do("Page.navigate", url=address)
-        self.wait("document.readyState === 'complete' && Boolean(document.getElementById('log'))")
-
-    def show(self, width: int, height: int, scheme: str) -> None:
-        self.do(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.do("Emulation.setEmulatedMedia", features=[feature])
-        time.sleep(0.5)  # several pictures of the batch
-
-    def close(self) -> None:
-        self.call("Browser.close")
-        self.process.wait(PATIENCE)
-
-
-def wait_for(holds: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.05)
-    require(False, f"within {PATIENCE:.0f} s: {what}")
 
 
 # ---- The server
@@ -198,6 +64,15 @@ class Server:
 # ---- The checks
 
 
+def wait(page: Page, expression: str) -> None:
+    """Until it is true. (The page's policy forbids the `eval` of playwright's own.)"""
+    for _ in range(int(20 * PATIENCE)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    require(False, f"within {PATIENCE:.0f} s: {expression}")
+
+
 def letters(pieces: list[list[str]]) -> list[tuple[str, str]]:
     """(character, origin) of each character that can be seen."""
     return [(c, origin) for text, origin in pieces for c in text if not c.isspace()]
@@ -212,30 +87,30 @@ def sent_pieces(stream: str) -> list[list[str]]:
     return pieces
 
 
-def check_chat(browser: Browser) -> None:
+def check_chat(page: Page) -> None:
     """Two turns by keyboard; what is shown is what was sent, each piece with its class."""
-    browser.evaluate("document.getElementById('max-tokens').value = 60")
+    page.evaluate("document.getElementById('max-tokens').value = 60")
     for turn, text in enumerate(("Once upon a time", "One day Tom"), 1):
-        browser.evaluate("document.getElementById('prompt').focus()")
-        browser.do("Input.insertText", text=text)
-        browser.press("Enter", "\r")
-        browser.wait(f"recorded.length === {turn} && document.getElementById('stop').disabled")
-        shown = browser.evaluate(
+        page.focus("#prompt")
+        page.keyboard.insert_text(text)
+        with page.expect_response("**/chat/completions") as answer:
+            page.keyboard.press("Enter")
+        sent = sent_pieces(answer.value.text())
+        wait(page, "document.getElementById('stop').disabled")
+        shown = page.evaluate(
             "[...[...document.querySelectorAll('.assistant .said')].at(-1).children]"
             ".map((span) => [span.textContent, span.className])"
         )
-        sent = sent_pieces(browser.evaluate("recorded.at(-1)"))
         require(
             bool(shown) and letters(shown) == letters(sent),
             f"turn {turn}: {len(shown)} pieces have the origins that the server sent",
         )
-    num_messages = browser.evaluate("messages.length")
-    require(num_messages == 4, "the second turn was sent with the first")
+    require(page.evaluate("messages.length") == 4, "the second turn was sent with the first")
 
 
-def check_colors(browser: Browser) -> None:
+def check_colors(page: Page) -> None:
     """Each origin has one colour, that of the legend, and all can be read on the panel."""
-    told = browser.evaluate(
+    told = page.evaluate(
         f"""{json.dumps(ORIGINS)}.map((origin) => {{
           const colors = [...document.querySelectorAll('b.' + origin + ', span.' + origin)]
             .map((element) => getComputedStyle(element).color);
@@ -245,11 +120,11 @@ def check_colors(browser: Browser) -> None:
     require(all(len(colors) == 1 for colors in told), "tokens have the colours of the legend")
     colors = [colors[0] for colors in told]
     require(len({*colors}) == len(ORIGINS), "each origin has a colour of its own")
-    others = browser.evaluate(
+    others = page.evaluate(
         "['.sees', '.waiting', 'button', 'h1'].map((name) => "
         "getComputedStyle(document.querySelector(name) ?? document.body).color)"
     )
-    panel = browser.evaluate("getComputedStyle(document.getElementById('chat')).backgroundColor")
+    panel = page.evaluate("getComputedStyle(document.getElementById('chat')).backgroundColor")
     least = min(contrast(color, panel) for color in colors + others)
     require(least >= 4.5, f"contrast is at least 4.5: {least:.1f}")
 
@@ -268,115 +143,120 @@ def luminance(color: str) -> float:
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
-def check_batch(browser: Browser, server: Server, folder: Path | None) -> None:
+def check_batch(page: Page, server: Server, folder: Path | None) -> None:
     """Twenty requests run while the page looks: sixteen places, a queue, and blocks of both."""
     prompts = [f"Once upon a time there was a little girl with {n} cats" for n in range(20)]
     requests = [Thread(target=server.complete, args=[prompt]) for prompt in prompts]
     for request in requests:
         request.start()
-    browser.wait("picture.running === 16 && picture.waiting === 4")
-    browser.wait("document.querySelectorAll('#texts tr').length === 20")
-    states = browser.evaluate(
+    wait(page, "picture.running === 16 && picture.waiting === 4")
+    wait(page, "document.querySelectorAll('#texts tr').length === 20")
+    states = page.evaluate(
         "[...new Set([...document.querySelectorAll('#texts .state')].map((s) => s.textContent))]"
     )
     require("writing" in states and "waiting" in states, f"20 requests are seen: {states}")
     for name, size in (("wide", (1440, 1040)), ("narrow", (420, 900))):
         for scheme in ("light", "dark"):
-            browser.show(*size, scheme)
-            width = browser.evaluate("document.documentElement.scrollWidth")
+            page.set_viewport_size({"width": size[0], "height": size[1]})
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(500)  # several pictures of the batch
+            width = page.evaluate("document.documentElement.scrollWidth")
             require(width <= size[0], f"{name}, {scheme}: the page is not wider than the window")
-            check_colors(browser)
+            check_colors(page)
             if folder is not None:
-                shot = browser.do("Page.captureScreenshot", captureBeyondViewport=True)
-                (folder / f"{name}-{scheme}.png").write_bytes(base64.b64decode(shot["data"]))
-    browser.show(1440, 1040, "light")
+                page.screenshot(path=folder / f"{name}-{scheme}.png", full_page=True)
+    page.set_viewport_size({"width": 1440, "height": 1040})
     for request in requests:
         request.join()
-    browser.wait("picture.running === 0 && document.querySelectorAll('#texts tr').length === 0")
+    wait(page, "picture.running === 0 && document.querySelectorAll('#texts tr').length === 0")
 
 
-def check_blocks(browser: Browser) -> None:
+def check_blocks(page: Page) -> None:
     """Every block in one class; the keyboard goes through the map and tells each."""
-    counts, total = browser.evaluate("[picture.cache.counts, picture.cache.total]")
+    counts, total = page.evaluate("[picture.cache.counts, picture.cache.total]")
     require(sum(counts.values()) == total, f"the classes of {total} blocks add up: {counts}")
-    browser.evaluate("document.getElementById('pool').focus()")
-    browser.press("ArrowRight")
-    told = browser.wait("document.getElementById('told').textContent.startsWith('Block 0')")
-    value = browser.evaluate("document.getElementById('pool').getAttribute('aria-valuetext')")
-    require(bool(told) and value.startswith("Block 0: "), f"arrow keys tell a block: {value}")
+    page.evaluate("document.getElementById('pool').focus()")
+    page.keyboard.press("ArrowRight")
+    wait(page, "document.getElementById('told').textContent.startsWith('Block 0')")
+    value = page.evaluate("document.getElementById('pool').getAttribute('aria-valuetext')")
+    require(value.startswith("Block 0: "), f"arrow keys tell a block: {value}")
 
 
-def check_stop(browser: Browser) -> None:
+def check_stop(page: Page) -> None:
     """Texts that are stopped, in the chat or beside it, leave the batch."""
     fill = "document.getElementById('fill').click()"
-    browser.evaluate(fill)
-    browser.wait("picture.running >= 10 && picture.cache.counts.shared > 0")
-    browser.evaluate(fill)
-    browser.wait("picture.running === 0 && filling === null")
-    browser.evaluate("document.getElementById('new').click()")
-    browser.evaluate(STOP_EARLY)
-    browser.evaluate("void send('Once upon a time')")
-    browser.wait("document.getElementById('log').textContent.includes('stopped')")
-    browser.wait("picture.running === 0")
+    page.evaluate(fill)
+    wait(page, "picture.running >= 10 && picture.cache.counts.shared > 0")
+    page.evaluate(fill)
+    wait(page, "picture.running === 0 && filling === null")
+    page.evaluate("document.getElementById('new').click()")
+    page.evaluate(STOP_EARLY)
+    page.evaluate("void send('Once upon a time')")
+    wait(page, "document.getElementById('log').textContent.includes('stopped')")
+    wait(page, "picture.running === 0")
     require(True, "texts that are stopped leave the batch")
 
 
-def check_network(browser: Browser, host: str, may_be_refused: bool = False) -> None:
-    """No other host; no error in the console."""
-    others = set()
-    errors = []
-    for event in browser.events:
-        params = event["params"]
-        if event["method"] == "Network.requestWillBeSent":
-            address = params["request"]["url"]
-            if not address.startswith((f"http://{host}/", "data:", "about:")):
-                others.add(address)
-        elif event["method"] == "Runtime.exceptionThrown":
-            errors.append(str(params))
-        elif event["method"] == "Log.entryAdded":
-            text = params["entry"]["text"]
-            if not (may_be_refused and "401" in text):
-                errors.append(text)
-    require(not others, f"no request to any other host {sorted(others)}")
-    require(not errors, f"no error in the console {errors}")
+class Watched:
+    """What a page asks for, and the errors in its console."""
+
+    def __init__(self, page: Page):
+        self.addresses: list[str] = []
+        self.errors: list[str] = []
+        page.on("request", lambda request: self.addresses.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", self.hear)
+
+    def hear(self, message) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def check(self, host: str) -> None:
+        known = (f"http://{host}/", "data:", "about:")
+        others = {address for address in self.addresses if not address.startswith(known)}
+        require(not others, f"no request to any other host {sorted(others)}")
+        require(not self.errors, f"no error in the console {self.errors}")
 
 
-def check_key(browser: Browser) -> None:
+def check_key(page: Page) -> None:
     """A server with a key: the page asks for it once, and sends it."""
     server = Server("--api-key", "sesame")
     try:
-        browser.events.clear()
-        browser.open(f"http://{server.host}/")
-        browser.wait("document.getElementById('key-dialog').open")
-        browser.do("Input.insertText", text="sesame")
-        browser.press("Enter", "\r")
-        browser.wait("picture !== null && !document.getElementById('key-dialog').open")
-        check_network(browser, server.host, may_be_refused=True)
+        watched = Watched(page)
+        page.goto(f"http://{server.host}/")
+        wait(page, "document.getElementById('key-dialog').open")
+        page.keyboard.insert_text("sesame")
+        page.keyboard.press("Enter")
+        ready = "picture !== null && !document.getElementById('key-dialog').open"
+        wait(page, ready)
+        watched.errors = [error for error in watched.errors if "401" not in error]
+        watched.check(server.host)
         require(True, "the page asks for the key, and sends it")
     finally:
         server.close()
 
 
 def main(folder: Path | None) -> None:
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        print("Chromium is not installed: the page is not looked at (apt-get install chromium)")
-        return
     server = Server()
-    browser = Browser(program)
-    try:
-        browser.show(1440, 1040, "light")
-        browser.open(f"http://{server.host}/")
-        browser.wait("picture !== null")
-        check_chat(browser)
-        check_batch(browser, server, folder)
-        check_blocks(browser)
-        check_stop(browser)
-        check_network(browser, server.host)
-        check_key(browser)
-    finally:
-        browser.close()
-        server.close()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page(viewport={"width": 1440, "height": 1040})
+        page.set_default_timeout(1e3 * PATIENCE)
+        watched = Watched(page)
+        try:
+            page.goto(f"http://{server.host}/")
+            wait(page, "picture !== null")
+            check_chat(page)
+            check_batch(page, server, folder)
+            check_blocks(page)
+            check_stop(page)
+            watched.check(server.host)
+            check_key(browser.new_page())
+        finally:
+            browser.close()
+            server.close()
 
 
 if __name__ == "__main__":

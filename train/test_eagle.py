@@ -214,12 +214,6 @@ def test_texts_that_are_told_are_on_the_disk_at_once(base, tmp_path, monkeypatch
     assert {*kept} == {("0", 0), ("1", 1), ("2", 2), ("3", 3)}
 
 
-def test_the_vocabulary_of_a_head_is_what_the_target_says_most_often():
-    texts = [Text([7, 7, 7, 2, 5, 5], 0), Text([7, 9, 2, 5], 1)]  # 7: 4 times; 5: 3; 2: 2; 9: 1
-    for size, tokens in ((1, [7]), (2, [5, 7]), (3, [2, 5, 7]), (5, [0, 2, 5, 7, 9])):
-        assert eagle.commonest(texts, 10, size).tolist() == tokens
-
-
 def test_autocast_refuses_quantized_weights_before_texts_are_told(base, tmp_path, capsys):
     quantized = tmp_path / "int8"
     assert quantize.main([str(base), "--bits", "8", "--out", str(quantized)]) == 0
