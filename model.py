@@ -265,17 +265,17 @@ class Llama:
 
     def _pack_layers(self) -> None:
         places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]
-        sizes = [getattr(layer, role).weight.nbytes for layer, role in places]
+        num_bytes = sum(getattr(layer, role).weight.nbytes for layer, role in places)
 
-        def pack(place: tuple[Layer, str]) -> list[int]:
+        def pack(place: tuple[Layer, str]) -> int:
             layer, role = place
             linear = getattr(layer, role)
             if role in ROW_PARALLEL and self.group.rank > 0:  # what is summed has a bias once
                 linear = linear._replace(bias=None)
             setattr(layer, role, self.ops.pack_weight(linear, self.dtype, role))
-            return [linear.weight.nbytes]
+            return linear.weight.nbytes
 
-        do_each("packing", pack, places, self.device, sizes)
+        do_each("packing", pack, places, self.device, num_bytes)
 
     def parameters(self) -> list[Tensor]:
         """All tensors of a plain model, each once: what training changes."""

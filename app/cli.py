@@ -21,7 +21,6 @@ import torch
 from app.chat import Conversation, chat_settings, edit_lines
 from app.flags import FILES, flagged_settings, generate_flags
 from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
-from app.progress import describe, shown_progress
 from app.requests import Line, read_requests
 from app.shell import (
     MAX_MESSAGE,
@@ -36,6 +35,7 @@ from checkpoint.load import open_checkpoint
 from errors import UserError, brief
 from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
+from model import Llama, weight_bytes
 from parallel import num_processes, shard_config
 from request import OutputStream, Request, Result, Settings, Show
 
@@ -176,6 +176,30 @@ def read_prompt(args: argparse.Namespace) -> str | None:
             "(chat needs a terminal, no --json, --out or --n)"
         )
     return None
+
+
+def describe(name: str, llamas: Sequence[Llama]) -> str:
+    """What runs: the model, how its weights are stored, the memory of these and of a draft's, in
+    what it computes, and on what."""
+    target = llamas[0]
+    stored = str(target.weight_dtype)
+    if target.config.quantization is not None:
+        stored = target.config.quantization.name
+    megabytes = sum(map(weight_bytes, llamas)) / 1e6
+    text = f"running {name}: {stored} weights, {megabytes:,.0f} MB"
+    if len(llamas) > 1:
+        text += " with the draft's"
+    text += f"; computed in {target.dtype} on {target.device}"
+    if target.device.type == "cpu":
+        text += f", threads: {torch.get_num_threads()}"
+    return text.replace("torch.", "")
+
+
+def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft | None]:
+    """The target, and what drafts for it."""
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model = Model.load(args.target, device, dtype, args.bits)
+    return model, load_draft(args.draft, model, dtype)
 
 
 def start(
@@ -388,10 +412,7 @@ def run_command(arguments: Sequence[str]) -> int:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
         prompt = read_prompt(args)
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        with shown_progress():
-            model = Model.load(args.target, device, dtype, args.bits)
-            draft = load_draft(args.draft, model, dtype)
+        model, draft = load(args, device)
         with profile_to_file(args, model, draft):
             if args.prompts is not None:
                 return many_prompts(args, settings, model, draft, prompt)

@@ -32,20 +32,17 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-import torch
-
 from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
-from app.cli import start_for_any
+from app.cli import load, start_for_any
 from app.connections import MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
 from app.launch import torchrun_ranks
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
-from app.progress import shown_progress
 from app.shell import SIGNALS, handled, say, status
 from app.state import TextNumbers, snapshot
 from errors import UserError, brief
-from generate import Engine, Model, load_draft
+from generate import Engine, Model
 from kernels import find_device
 from request import Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, reply
@@ -351,11 +348,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def load_engine(args: argparse.Namespace) -> tuple[Model, Engine, int]:
     """The model, its engine, and the longest text that it takes."""
-    device = find_device(args.device)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    with shown_progress():
-        model = Model.load(args.target, device, dtype, args.bits)
-        draft = load_draft(args.draft, model, dtype)
+    model, draft = load(args, find_device(args.device))
     engine, limit = start_for_any(args, model, draft, args.max_batch)
     return model, engine, limit
 

@@ -64,6 +64,15 @@ def test_bits_round_weights_and_kv_bits_the_cache(base, capsys):
     assert len(texts) > 1
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_what_runs_is_told(base, bits):
+    llama = Llama.load(base, "cpu", torch.float64, bits=bits)
+    text = cli.describe("this", [llama, llama])
+    assert text.startswith(f"running this: {'float64' if bits == 16 else 'INT4'} weights, 0 MB")
+    threads = torch.get_num_threads()
+    assert text.endswith(f"with the draft's; computed in float64 on cpu, threads: {threads}")
+
+
 def test_json_and_text_say_the_same(base, capsys):
     flags = (PROMPT, "--target", base, "--seed", "5", "--temperature", "1", "--max-tokens", "12")
     status, text, said = run(capsys, *flags, *FLOAT64)

@@ -145,33 +145,31 @@ def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
     targets = model.named_tensors()
 
     @torch.no_grad()  # in its thread
-    def fill(named: tuple[str, Tensor]) -> list[int]:
+    def fill(named: tuple[str, Tensor]) -> int:
         name, tensor = named
         if f"{name}_scale" in targets and tensor.dtype != targets[name].dtype:
             return fill_quantized(model, targets, name, tensor)
         target = targets[name]
         target.copy_(model.group.cut(tensor, target.shape))
-        return [target.nbytes]
+        return target.nbytes
 
-    sizes = [target.nbytes for target in targets.values()]
-    do_each("loading", fill, tensors, model.device, sizes)
+    num_bytes = sum(target.nbytes for target in targets.values())
+    do_each("loading", fill, tensors, model.device, num_bytes)
 
 
-def fill_quantized(
-    model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor
-) -> list[int]:
-    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts -> the bytes
-    of each."""
+def fill_quantized(model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor) -> int:
+    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts -> their
+    bytes."""
     layout = model.config.quantization
     bits = layout.head_bits if name in (EMBEDDING, HEAD) else layout.bits
     num_rows = len(targets[name])
     rows = model.group.cut(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
     q = quantize(rows.to(model.device), bits, layout.group)
     parts = {"": q.values, "_scale": q.scale, "_zero": q.zero}
-    sizes = []
+    num_bytes = 0
     for suffix, part in parts.items():
         if part is not None:
             target = targets[name + suffix]
             target.copy_(model.group.cut(part, target.shape))
-            sizes.append(target.nbytes)
-    return sizes
+            num_bytes += target.nbytes
+    return num_bytes

@@ -1,55 +1,37 @@
-"""Work on the tensors of a model, one after the other: in threads, and watched.
+"""Work on the tensors of a model, one after the other: in threads, with a bar at a terminal.
 
 Loading rounds and packs hundreds of matrices by some twenty small operations each. PyTorch gives
 each operation to all its threads, and waits for the slowest of them: beside another program that
 takes many times as long. So here a thread works alone on a matrix.
-
-`watchers` are called after each tensor; app/progress.py shows a person how far the work is.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 
-
-class Progress(NamedTuple):
-    """How far the work on a model's tensors is."""
-
-    verb: str  # loading, packing
-    num_tensors: int
-    all_tensors: int
-    num_bytes: int
-    all_bytes: int
-
-
-watchers: list[Callable[[Progress], None]] = []
+# On standard error, if that is a terminal, after two seconds; it is wiped at the end.
+progress_bar = partial(tqdm, delay=2, leave=False, disable=None)
 
 
 def do_each(
     verb: str,
-    work: Callable[[Item], list[int]],
+    work: Callable[[Item], int],
     items: Iterable[Item],
     device: torch.device,
-    sizes: list[int],
+    num_bytes: int,
 ) -> None:
-    """Do the work on each item, and tell the watchers.
-
-    work: item -> the bytes of each tensor that is done; sizes: the bytes of all tensors.
-    """
-    progress = Progress(verb, 0, len(sizes), 0, sum(sizes))
-    for done in map_in_threads(work, items, device):
-        progress = progress._replace(
-            num_tensors=progress.num_tensors + len(done),
-            num_bytes=progress.num_bytes + sum(done),
-        )
-        for watch in watchers:
-            watch(progress)
+    """Do the work on each item: item -> the bytes that are done, of `num_bytes` in all."""
+    with progress_bar(desc=verb, total=num_bytes, unit="B", unit_scale=True) as bar:
+        for done in map_in_threads(work, items, device):
+            bar.update(done)
 
 
 def map_in_threads(

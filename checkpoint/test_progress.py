@@ -1,12 +1,15 @@
-"""Tensors are worked on in threads, in order, each alone; whoever watches sees all of them."""
+"""Tensors are worked on in threads, in order, each alone; a terminal shows how far it is."""
 
+import io
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from checkpoint import progress
-from checkpoint.progress import Progress, map_in_threads
+from checkpoint.progress import map_in_threads
 from conftest import write_model
 from model import Llama
 
@@ -42,16 +45,30 @@ def test_a_thread_works_alone_in_order_and_an_error_comes_out(threads):
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_watchers_see_every_tensor(tmp_path, monkeypatch, bits, threads):
-    seen: list[Progress] = []
-    monkeypatch.setattr(progress, "watchers", [seen.append])
+def test_bars_count_every_byte(tmp_path, monkeypatch, bits, threads):
+    bars: list[tqdm] = []
+
+    def bar(**how: Any) -> tqdm:
+        bars.append(tqdm(file=io.StringIO(), **how))
+        return bars[-1]
+
+    monkeypatch.setattr(progress, "progress_bar", bar)
     llama = Llama.load(write_model(tmp_path), "cpu", torch.float64, bits=bits)
-    for verb in ("loading", "packing"):
-        numbers = [told for told in seen if told.verb == verb]
-        last = numbers[-1]
-        assert last.num_tensors == last.all_tensors >= 4 * len(llama.layers)
-        assert last.num_bytes == last.all_bytes > 0
-        assert [told.num_bytes for told in numbers] == sorted(told.num_bytes for told in numbers)
+    assert [bar.desc for bar in bars] == ["loading", "packing"]
+    assert all(bar.n == bar.total > 1000 * len(llama.layers) for bar in bars)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_shown_at_a_terminal_and_wiped(tmp_path, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    folder = write_model(tmp_path)
+    Llama.load(folder, "cpu")
+    assert not capsys.readouterr().err  # it takes less than two seconds
+    monkeypatch.setitem(progress.progress_bar.keywords, "delay", 0)
+    Llama.load(folder, "cpu")
+    err = capsys.readouterr().err
+    assert ("loading" in err and "packing" in err) == is_terminal
+    assert "\n" not in err and not err.split("\r")[-1].strip()
 
 
 def test_threads_work_in_the_callers_mode(tmp_path, threads):

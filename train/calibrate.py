@@ -47,9 +47,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.progress import ProgressLine
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
+from checkpoint.progress import progress_bar
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
@@ -418,11 +418,11 @@ def quantize_model(
     result = copy(llama)
     result.config = llama.config.quantized(how)
     result.layers = []
-    count = len(llama.layers)
-    inputs = [first_input(llama, text) for text in texts] if calibrated else []
-    line = ProgressLine()
-    for i in range(count):
-        line.show(f"quantizing: layer {i + 1} of {count}")
+    bar = progress_bar(range(len(llama.layers)), "quantizing", unit="layer")
+    inputs = []
+    if calibrated:
+        inputs = [first_input(llama, text) for text in texts]
+    for i in bar:
         layer = llama.layers.pop(0)
         moments = observe(llama, layer, inputs) if calibrated else {}
         if "awq" in how.method or how.method == "smoothquant":
@@ -440,7 +440,6 @@ def quantize_model(
         if calibrated:
             fast = packed(llama, result.layers[i])
             inputs = [next_input(llama, fast, text) for text in inputs]
-    line.wipe()
     result.embed = quantize_linear(llama.embed, how.head_bits, how.group)
     result.head = result.embed
     if llama.head is not llama.embed:

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.progress import shown_progress
 from app.shell import Parser, number_or_word, say, status, write
 from checkpoint.config import Config
 from checkpoint.files import read_json
@@ -189,8 +188,7 @@ def store(
         raise UserError(f"--out {out} exists and is not an empty folder: give a new one")
     before = size(Llama(Config.load(source), "meta", seed=None))
     losses: dict[str, float] | None = {} if args.errors else None
-    with shown_progress():
-        llama = quantized(source, how, calibration, args.device, losses=losses)
+    llama = quantized(source, how, calibration, args.device, losses=losses)
     out.mkdir(parents=True, exist_ok=True)
     save(llama, source, out)
     after = size(llama)
