@@ -1,8 +1,7 @@
 """A CPU's operations: C where there is a compiler (native.py), else PyTorch.
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded.
-  - Attention is C's: of few queries over keys and values where they are stored, of many over panels
-    made of them. Caches of 4 bits, and all attention without a compiler, are PyTorch's.
+  - Attention is C's, over keys and values of 32, 16, 8 and 4 bits.
   - If C does both products and attention, one call runs all layers of a short step, and one call
     makes all drafts of a lone sequence, with no Python between the operations; so for EAGLE heads.
   - Where other programs interrupt the threads of products, fewer threads run for a while, PyTorch's
@@ -13,8 +12,8 @@ Invariant: results are those of kernels.Ops up to the order of sums.
 Not covered: one call for x in bfloat16, for drafts of several sequences, or for drafts with top-k,
 top-p, min-p or a grammar.
 
-    T tokens of a step · B sequences · n new tokens of one · M keys of the longest
-    H, G query and key/value heads · D head size · C hidden_size · V vocab_size
+    T tokens of a step · B sequences · H, G query and key/value heads · D head size
+    C hidden_size · V vocab_size
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cpu import native
@@ -36,11 +34,10 @@ from settings import SETTINGS
 
 if TYPE_CHECKING:
     from eagle import EagleHead
-    from kvcache import AttentionMetadata, Cache, Store
+    from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
     from speculative import Proposal, Round
 
-FEW = 16  # new tokens of a sequence that `attend_together` pads
 ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
     "ignore", "'cpu.native' found in sys.modules", RuntimeWarning
@@ -134,15 +131,10 @@ class CPU(Ops):
         self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         if attends_in_c(metadata):
-            if not native.serves(
-                qkv, *rope or ()
-            ):  # other dtypes are rounded where plain torch does
+            if not native.serves(qkv, *rope or ()):  # rounded as plain torch rounds
                 qkv = torch.cat(rotated(qkv, G, rope), dim=1)
                 rope = None
             return native.attend(qkv.float(), G, rope, metadata, layer).to(qkv.dtype)
-        B = len(metadata.sequences)
-        if metadata.cache is not None and B > 1 and max(metadata.num_new_tokens) <= FEW:
-            return attend_together(*rotated(qkv, G, rope), metadata, layer)
         return super().attend(qkv, G, rope, metadata, layer)
 
     # ---- Many operations in one call
@@ -268,61 +260,6 @@ def draws(round: Round) -> tuple[float, Tensor]:
     first = round.first_draft_coin
     coins = round.coins[first : first + round.num_drafts[0]]
     return temperature, coins.streams
-
-
-# ---- Attention where C does none ---------------------------------------------------------------
-
-
-def attend_together(
-    q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, layer: int
-) -> Tensor:
-    """Ops.attend of sequences with few new tokens, in one call: padded to the longest.
-
-    A call for each sequence would cost more than its work. Padded keys are copies of a new token's
-    slot, and no query sees them.
-    """
-    T, H, D = q.shape
-    slot_mapping = metadata.slot_mapping.long()
-    metadata.cache.keys.write(layer, slot_mapping, k)
-    metadata.cache.values.write(layer, slot_mapping, v)
-    slots, rows, visible = padded(metadata)
-    B, M = slots.shape
-    n = visible.shape[1]
-    keys = read_heads(metadata.cache.keys, layer, slots.flatten(), q.dtype)  # [G, B · M, D]
-    values = read_heads(metadata.cache.values, layer, slots.flatten(), q.dtype)
-    queries = q.new_zeros(B * n, H, D).index_copy_(0, rows, q)
-    out = F.scaled_dot_product_attention(
-        queries.view(B, n, H, D).transpose(1, 2),
-        keys.view(-1, B, M, D).transpose(0, 1),
-        values.view(-1, B, M, D).transpose(0, 1),
-        attn_mask=visible[:, None],
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2).flatten(0, 1)[rows]  # [B, H, n, D] -> [T, H, D]
-
-
-def read_heads(store: Store, layer: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Store.read, head by head as they lie in memory, which is faster: int64[m] -> [G, m, D]."""
-    by_head = [part[layer].permute(2, 0, 1, 3).flatten(1, 2) for part in store.parts]
-    return store.decode([part.index_select(1, slots) for part in by_head], dtype)
-
-
-def padded(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """What all layers share: the slots of keys, int64[B, M]; the row of each query among B · n,
-    int64[T]; which keys it sees, bool[B, n, M].
-    """
-    if "padded" not in metadata.backend:
-        n = max(metadata.num_new_tokens)
-        new_slot = int(metadata.slot_mapping[0])
-        slots = torch.nn.utils.rnn.pad_sequence(metadata.slots, True, new_slot)
-        rows = []
-        for b, count in enumerate(metadata.num_new_tokens):
-            rows += range(b * n, b * n + count)
-        past = metadata.seq_lens - metadata.cu_seqlens.diff()  # [B]
-        last_key = past[:, None] + torch.arange(n)  # [B, n]
-        visible = torch.arange(slots.shape[1]) <= last_key[:, :, None]
-        metadata.backend["padded"] = slots, torch.tensor(rows), visible
-    return metadata.backend["padded"]
 
 
 def ops() -> CPU:

@@ -18,6 +18,7 @@
 #if defined GNU_THREADS && defined __clang__
 #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
 #endif
+#include <limits.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
@@ -50,6 +51,7 @@ typedef float four __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t ushorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -149,6 +151,29 @@ INLINE float sum(vec v) {
         LANES == 16 ? u.half[0] + u.half[LANES / 8 - 1] : u.half[0] };
     four f = w.half[0] + w.half[1];
     return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+// `sum` of each of four, in the same order.
+INLINE four sums(const vec *v) {
+#ifdef __AVX512F__
+#define QUARTERS(a, b, which) _mm512_shuffle_f32x4((__m512)(a), (__m512)(b), which)
+    __m512 ab = QUARTERS(v[0], v[1], 0x44) + QUARTERS(v[0], v[1], 0xEE);
+    __m512 cd = QUARTERS(v[2], v[3], 0x44) + QUARTERS(v[2], v[3], 0xEE);
+    __m512 f = QUARTERS(ab, cd, 0x88) + QUARTERS(ab, cd, 0xDD);
+    f += _mm512_permute_ps(f, 0xB1);                // f[0] + f[1], f[2] + f[3] of each
+    f += _mm512_permute_ps(f, 0x4E);
+    __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return (four)_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, f));
+#elif defined __AVX2__
+#define HALVES(a, b, which) _mm256_permute2f128_ps((__m256)(a), (__m256)(b), which)
+    __m256 ab = HALVES(v[0], v[1], 0x20) + HALVES(v[0], v[1], 0x31);
+    __m256 cd = HALVES(v[2], v[3], 0x20) + HALVES(v[2], v[3], 0x31);
+    __m256 f = _mm256_hadd_ps(ab, cd);              // f[0] + f[1], f[2] + f[3] of a, c, b, d
+    f = _mm256_hadd_ps(f, f);
+    return (four)_mm_unpacklo_ps(_mm256_castps256_ps128(f), _mm256_extractf128_ps(f, 1));
+#else
+    return (four){ sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3]) };
+#endif
 }
 
 // ---- Weights ------------------------------------------------------------------------------------

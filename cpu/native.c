@@ -65,72 +65,158 @@ void swiglu(const float *x, float *y, long T, long F) {
 
 // ---- Attention ----------------------------------------------------------------------------------
 
-// Vectors of D numbers: float32, bfloat16, or INT8 with a scale each. Vector j of a sequence lies
-// in block table[j / S], at offset j % S. `block` and `head` are the distances from block to block
-// and from head to head, in vectors.
-typedef struct { void *numbers; uint16_t *scale; long kind; } Kept;
+// Keys or values of a cache (quant.py): vectors of D numbers, one after the other.
+//
+//     F32, BF16   x as it is
+//     I8          x = n · scale
+//     I4          x = (n − zero / steps) · scale, two n in a byte; each `group` of n has a scale and
+//                 a zero. Where a vector has one group, steps is 1, else 4
+typedef struct { void *numbers; uint16_t *scale; int16_t *zero; long kind, group; } Kept;
+static const long EIGHTHS[] = { [F32] = 32, [BF16] = 16, [I8] = 8, [I4] = 4 };  // of a byte
+
+// Vector j of a sequence lies in block table[j / S], at offset j % S. `block` and `head` are the
+// distances from block to block and from head to head, in vectors.
 typedef struct { Kept keys, values; const int32_t *table; long S, block, head; } Past;
+
+INLINE long vector_of(const Past *at, long j, long g) {
+    return at->table[j / at->S] * at->block + j % at->S + g * at->head;
+}
 
 INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to even
     union { float f; uint32_t i; } u = { x };
     return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
 }
 
+// quant.affine_grid of n numbers: the scale, and the zero, of which `steps` are a step of the grid.
+static uint16_t grid(const float *x, long n, float steps, int16_t *zero) {
+    float low = x[0], high = x[0], bad = 0;
+    for (long i = 0; i < n; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        bad += 0 * x[i];
+    }
+    *zero = 0;
+    if (bad != bad) return 0x7FC0;
+    float far = high > -low ? high : -low, largest = 0x1.FEp127f / 7;
+    union { float f; uint32_t i; } u = { high / 15 - low / 15 };
+    u.f = u.f > far / 2000 ? u.f : far / 2000;
+    u.f = far > 1e38f || u.f > largest ? largest : u.f < 1e-30f ? 1e-30f : u.f;
+    u.i = u.i + 0xFFFF & 0xFFFF0000;
+    *zero = -rintf(low / u.f * steps);
+    return u.i >> 16;
+}
+
 // Store a vector, rounded as its cache is.
 static void keep(Kept at, long vector, const float *x, long D) {
-    if (at.kind == 0) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
-    else if (at.kind == 1)
+    if (at.kind == F32) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
+    else if (at.kind == BF16)
         for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
-    else {
+    else if (at.kind == I8) {
         float scale = one_bf16(at.scale[vector] = row_scale(x, D, 127));
         for (long d = 0; d < D; d++)
             ((int8_t *)at.numbers)[vector * D + d] = (int8_t)rintf(x[d] / scale);
+    } else {
+        uint8_t n[D], *both = (uint8_t *)at.numbers + vector * D / 2;
+        long groups = parts(D, at.group), i = vector * groups;
+        float steps = groups > 1 ? 4 : 1;
+        for (long d = 0; d < D; d += at.group, i++) {
+            long end = least(D, d + at.group);
+            float scale = one_bf16(at.scale[i] = grid(x + d, end - d, steps, at.zero + i));
+            float zero = at.zero[i] / steps;
+            for (long e = d; e < end; e++) {
+                float y = rintf(x[e] / scale + zero);
+                n[e] = y > 0 ? y < 15 ? y : 15 : 0;
+            }
+        }
+        for (long d = 0; d < D; d += 2) both[d / 2] = n[d] | n[d + 1] << 4;
     }
 }
 
-// scores: p = by · (q · k) for the keys 0 to last of head g. blend: out = Σ p · v of their values.
-#define LOOK(kind, type)                                                                           \
-static void scores_##kind(const float *q, Past at, long g, long last, long D, float by,            \
-    float *p) {                                                                                    \
-    for (long first = 0; first <= last; first += at.S) {                                           \
-        long vector = at.table[first / at.S] * at.block + g * at.head;                             \
-        long stop = least(last + 1, first + at.S);                                                 \
-        const type *k = (const type *)at.keys.numbers + vector * D;                                \
-        for (long j = first; j < stop; j++, k += D) {                                              \
-            vec s = {0};                                                                           \
-            long d = 0;                                                                            \
-            for (; d + LANES <= D; d += LANES) s += load_f32(q + d) * load_##kind(k + d);          \
-            for (; d < D; d++) s[0] += q[d] * one_##kind(k[d]);                                    \
-            p[j] = sum(s) * by;                                                                    \
-        }                                                                                          \
-        if (at.keys.scale) for (long j = first; j < stop; j++)                                     \
-            p[j] *= one_bf16(at.keys.scale[vector + j - first]);                                   \
-    }                                                                                              \
-}                                                                                                  \
-static void blend_##kind(Past at, long g, long last, long D, const float *p, float *out) {         \
-    for (long d = 0, parts; d < D; d += parts * LANES) {                                           \
-        parts = D - d < 4 * LANES ? 1 : 4;                                                         \
-        vec s[4] = {{0}};                                                                          \
-        for (long first = 0; first <= last; first += at.S) {                                       \
-            long vector = at.table[first / at.S] * at.block + g * at.head;                         \
-            long stop = least(last + 1, first + at.S);                                             \
-            const type *v = (const type *)at.values.numbers + vector * D + d;                      \
-            if (parts == 4) for (long j = first; j < stop; j++, v += D)                            \
-                UNROLL for (int i = 0; i < 4; i++) s[i] += p[j] * load_##kind(v + i * LANES);      \
-            else if (D - d >= LANES) for (long j = first; j < stop; j++, v += D)                   \
-                s[0] += p[j] * load_##kind(v);                                                     \
-            else for (long j = first; j < stop; j++, v += D)                                       \
-                for (int i = 0; i < D - d; i++) s[0][i] += p[j] * one_##kind(v[i]);                \
-        }                                                                                          \
-        memcpy(out + d, s, least(D - d, parts * LANES) * sizeof *out);                             \
-    }                                                                                              \
+// Four times each 4-bit number, in order: LANES of them.
+INLINE ints fours(const uint8_t *p) {
+#ifdef __AVX512F__
+    __m512i byte = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)p));
+#elif defined __AVX2__
+    __m256i byte = _mm256_cvtepu8_epi64(_mm_loadu_si32(p));
+#else
+    longs byte;
+    for (int i = 0; i < LANES / 2; i++) byte[i] = p[i];
+#endif
+    // a byte in each 64 bits: its lower half stays there, the upper one comes into the next 32
+    return (ints)((longs)byte << 2 | (longs)byte << 30) & 0x3C;
 }
-LOOK(f32, float)
-LOOK(bf16, uint16_t)
-LOOK(i8, int8_t)
+
+// LANES numbers that are stored at p.
+INLINE vec decode(int kind, const void *p, float scale, int zero) {
+    if (kind == F32) return load_f32(p);
+    if (kind == BF16) return load_bf16(p);
+    return (kind == I8 ? load_i8(p) : number(fours(p) - zero)) * scale;
+}
+INLINE void decode_all(const Kept *at, int kind, long vector, long n, long D, float *to) {
+    const long bytes = LANES * EIGHTHS[kind] / 8;
+    const char *p = (const char *)at->numbers + vector * D * EIGHTHS[kind] / 8;
+    long groups = parts(D, at->group), i = vector * groups, group = least(D, at->group);
+    if (kind < I8 && D % LANES == 0) group = D *= n, n = 1;
+    for (; n > 0; n--)
+        for (long d = 0, left; d < D; d += group, i++) {
+            float scale = kind < I8 ? 1 : one_bf16(at->scale[i]) * (kind == I4 ? 0.25f : 1);
+            int zero = kind == I4 ? groups > 1 ? at->zero[i] : 4 * at->zero[i] : 0;
+            for (left = least(group, D - d); left >= LANES; left -= LANES, p += bytes, to += LANES)
+                *(vec *)to = decode(kind, p, scale, zero);
+            if (left == 0) continue;
+            char rest[4 * LANES] = {0};
+            memcpy(rest, p, left * EIGHTHS[kind] / 8);
+            *(vec *)to = decode(kind, rest, scale, zero);
+            p += left * EIGHTHS[kind] / 8, to += LANES;
+        }
+}
+
+// n vectors, one after the other, as float32: where they are stored, or in `room`. Each takes
+// `parts(D, LANES)` registers; numbers beyond D mean nothing.
+static const float *fetch(const Kept *at, long vector, long n, long D, float *room) {
+    if (at->kind == F32 && D % LANES == 0) return (const float *)at->numbers + vector * D;
+    if (at->kind == F32) decode_all(at, F32, vector, n, D, room);
+    else if (at->kind == BF16) decode_all(at, BF16, vector, n, D, room);
+    else if (at->kind == I8) decode_all(at, I8, vector, n, D, room);
+    else decode_all(at, I4, vector, n, D, room);
+    return room;
+}
+
+// p = q · k of n keys. q, k: `wide` numbers each.
+static void scores(const float *q, const float *k, float *p, long n, long wide) {
+    long j = 0;
+    for (; j + 4 <= n; j += 4, k += 4 * wide) {
+        vec s[4] = {{0}};
+        for (long d = 0; d < wide; d += LANES) UNROLL for (int i = 0; i < 4; i++)
+            s[i] = fused(load_f32(q + d), load_f32(k + i * wide + d), s[i]);
+        four all = sums(s);
+        memcpy(p + j, &all, sizeof all);
+    }
+    for (; j < n; j++, k += wide) {
+        vec s = {0};
+        for (long d = 0; d < wide; d += LANES) s = fused(load_f32(q + d), load_f32(k + d), s);
+        p[j] = sum(s);
+    }
+}
+
+// out += Σ p · v of n values: [wide].
+static void blend(const float *p, const float *v, float *out, long n, long wide) {
+    for (long d = 0, some; d < wide; d += some * LANES) {
+        some = wide - d < 4 * LANES ? 1 : 4;
+        vec s[4];
+        const float *from = v + d;
+        for (int i = 0; i < some; i++) s[i] = load_f32(out + d + i * LANES);
+        if (some == 4) for (long j = 0; j < n; j++, from += wide)
+            UNROLL for (int i = 0; i < 4; i++)
+                s[i] = fused((vec){0} + p[j], load_f32(from + i * LANES), s[i]);
+        else for (long j = 0; j < n; j++, from += wide)
+            s[0] = fused((vec){0} + p[j], load_f32(from), s[0]);
+        for (int i = 0; i < some; i++) *(vec *)(out + d + i * LANES) = s[i];
+    }
+}
 
 // p = e^(p − the largest), [n] -> Σ p
-INLINE float exponentials(float *p, long n) {
+static __attribute__((noinline)) float exponentials(float *p, long n) {
     float most = -INFINITY, all = 0;
     for (long j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
     #pragma omp simd reduction(+:all)
@@ -138,35 +224,54 @@ INLINE float exponentials(float *p, long n) {
     return all;
 }
 
-// Attention of one query over the keys 0 to last of one head. p: room for last + 1 numbers.
-static void look_back(const float *q, Past at, long g, long last, long D, float *p, float *out) {
-    static void (*const scores[])(const float *, Past, long, long, long, float, float *) =
-        { scores_f32, scores_bf16, scores_i8 };
-    static void (*const blend[])(Past, long, long, long, const float *, float *) =
-        { blend_f32, blend_bf16, blend_i8 };
-    scores[at.keys.kind](q, at, g, last, D, 1 / sqrtf(D), p);
-    float all = exponentials(p, last + 1);
-    if (at.values.scale)
-        for (long j = 0; j <= last; j++) {
-            long vector = at.table[j / at.S] * at.block + j % at.S + g * at.head;
-            p[j] *= one_bf16(at.values.scale[vector]);
-        }
-    blend[at.values.kind](at, g, last, D, p, out);
-    for (long d = 0; d < D; d++) out[d] /= all;
+// How many vectors from j on, but not beyond `end`, lie side by side in a block and a stretch.
+INLINE long together(const Past *at, long j, long end) {
+    return least(end - j, least(at->S - j % at->S, STRETCH - j % STRETCH));
 }
 
-// Vector j of head g of a cache, as float32.
-static void fetch(Kept kept, const Past *at, long j, long g, float *to, long D) {
-    long vector = at->table[j / at->S] * at->block + j % at->S + g * at->head;
-    float scale = kept.scale ? one_bf16(kept.scale[vector]) : 1;
-    for (long d = 0, i = vector * D; d < D; d++, i++)
-        to[d] = kept.kind == F32 ? ((float *)kept.numbers)[i]
-            : kept.kind == BF16 ? one_bf16(((uint16_t *)kept.numbers)[i])
-            : ((int8_t *)kept.numbers)[i] * scale;
+// Attention of some rows, heads of tokens, over the keys and values of head g. A row sees the first
+// seen[i] keys, and not more than the last row does. q: [rows, wide] -> out: [rows, wide], which
+// is 0 before.
+// room: STRETCH vectors, the rows, and for each row as many numbers as the last row sees keys.
+static void look_back(const float *q, const long *seen, long rows, const Past *at, long g, long D,
+                      float *out, float *room) {
+    long wide = parts(D, LANES) * LANES, M = seen[rows - 1];
+    float *own = room, *some = own + STRETCH * wide, *p = some + rows * wide;
+    for (long j = 0, n; j < M; j += n) {
+        n = together(at, j, M);
+        const float *k = fetch(&at->keys, vector_of(at, j, g), n, D, own);
+        for (long i = 0; i < rows; i++)
+            scores(q + i * wide, k, p + i * M + j, least(n, seen[i] - j), wide);
+    }
+    float all[rows];
+    for (long i = 0; i < rows; i++) all[i] = exponentials(p + i * M, seen[i]);
+    memset(some, 0, rows * wide * sizeof *some);
+    for (long j = 0, n; j < M; j += n) {
+        n = together(at, j, M);
+        const float *v = fetch(&at->values, vector_of(at, j, g), n, D, own);
+        for (long i = 0; i < rows; i++)
+            blend(p + i * M + j, v, some + i * wide, least(n, seen[i] - j), wide);
+        if ((j + n) % STRETCH && j + n < M) continue;
+        for (long d = 0; d < rows * wide; d++) { out[d] += some[d]; some[d] = 0; }
+    }
+    for (long i = 0; i < rows; i++)
+        for (long d = 0; d < D; d++) out[i * wide + d] /= all[i];
 }
 
-// FEW_QUERIES: tokens of a sequence that look back one by one. QUERIES: of a block, of one head's.
-enum { FEW_QUERIES = 16, QUERIES = 48 };
+// FEW_QUERIES: tokens of a sequence that look back row by row. ROWS: of them that share a look at
+// the keys. QUERIES: rows of a block, where there are more tokens.
+enum { FEW_QUERIES = 16, ROWS = 16, QUERIES = 48 };
+
+// The rows i of head g of a text's tokens: token i / R, and of the R heads that share g, the
+// i % R-th. x: [tokens, heads, D], a token every `row` numbers -> q / √D: [wide].
+static void rotated(const float *x, const float *cos, const float *sin, long row, long i, long g,
+                    long R, long D, long wide, float *q) {
+    long t = i / R;
+    turn(x + t * row + (g * R + i % R) * D, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, q,
+         D);
+    for (long d = 0; d < D; d++) q[d] /= sqrtf(D);
+    for (long d = D; d < wide; d++) q[d] = 0;
+}
 
 // Attention of n tokens of a sequence, the first at position `start`: two products for each block
 // of queries, with panels made of keys and of values, once.
@@ -177,21 +282,31 @@ static void look_back_together(const float *qkv, const float *cos, const float *
                                float *out, long start, long n, long H, long G, long D) {
     long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
     long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
+    long vecs = parts(D, LANES) * LANES, pieces = parts(M, STRETCH);
     float *keys = malloc(G * keys_wide * D * sizeof *keys);         // [G, keys / WIDE, D, WIDE]
     float *values = calloc(G * M * wide, sizeof *values);           // [G, D / WIDE, M, WIDE]
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
-        float *q = malloc(tokens * R * (D + keys_wide + wide + 1) * sizeof *q), own[D];
+        float *q = malloc((tokens * R * (D + keys_wide + wide + 1) + STRETCH * vecs) * sizeof *q);
         float *p = q + tokens * R * D, *sums = p + tokens * R * keys_wide;
-        float *all = sums + tokens * R * wide;
+        float *all = sums + tokens * R * wide, *own = all + tokens * R;
         #pragma omp for collapse(2)
-        for (long g = 0; g < G; g++) for (long j = 0; j < M; j++) {
-            float *k = keys + g * keys_wide * D + j / WIDE * D * WIDE + j % WIDE;
-            float *v = values + g * M * wide + j * WIDE;
-            fetch(at.keys, &at, j, g, own, D);
-            for (long d = 0; d < D; d++) k[d * WIDE] = own[d];
-            fetch(at.values, &at, j, g, own, D);
-            for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = own[d];
+        for (long g = 0; g < G; g++) for (long piece = 0; piece < pieces; piece++) {
+            long end = least(M, (piece + 1) * STRETCH);
+            for (long j = piece * STRETCH, some; j < end; j += some) {
+                some = together(&at, j, end);
+                long vector = vector_of(&at, j, g);
+                const float *x = fetch(&at.keys, vector, some, D, own);
+                for (long i = j; i < j + some; i++, x += vecs) {
+                    float *k = keys + g * keys_wide * D + i / WIDE * D * WIDE + i % WIDE;
+                    for (long d = 0; d < D; d++) k[d * WIDE] = x[d];
+                }
+                x = fetch(&at.values, vector, some, D, own);
+                for (long i = j; i < j + some; i++, x += vecs) {
+                    float *v = values + g * M * wide + i * WIDE;
+                    for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = x[d];
+                }
+            }
         }
         #pragma omp for collapse(2) schedule(dynamic)
         for (long block = parts(n, tokens) - 1; block >= 0; block--) for (long g = 0; g < G; g++) {
@@ -199,12 +314,8 @@ static void look_back_together(const float *qkv, const float *cos, const float *
             long seen = start + first + rows / R;                   // by the block's last token
             Weight k = { .w = keys + g * keys_wide * D, .N = keys_wide, .K = D, .group = STRETCH };
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
-            for (long i = 0; i < rows; i++) {
-                long t = first + i / R, h = g * R + i % R, angles = t * D / 2;
-                turn(qkv + t * row + h * D, cos ? cos + angles : 0, cos ? sin + angles : 0,
-                     q + i * D, D);
-                for (long d = 0; d < D; d++) q[i * D + d] /= sqrtf(D);
-            }
+            for (long i = 0; i < rows; i++)
+                rotated(qkv, cos, sin, row, first * R + i, g, R, D, D, q + i * D);
             some_panels(&k, (Rows){ .x = (char *)q, .K = D, .row = D, .bytes = 4 }, p, rows,
                         keys_wide, 0, parts(seen, WIDE));
             for (long i = 0; i < rows; i++) {
@@ -225,17 +336,30 @@ static void look_back_together(const float *qkv, const float *cos, const float *
 // kvcache.AttentionMetadata. most: blocks of a row of the tables; layer: vectors of a layer.
 typedef struct { Past past; const int32_t *positions, *slots, *starts; long most, layer; } Step;
 
+// Into how many parts the rows of a text and head are cut: so that the thread that has the most to
+// do has little. Making float32 of keys and values costs each part about as much as two rows do.
+static long parts_of(long rows, long tasks) {
+    long threads = omp_get_max_threads(), best = 1, least_work = LONG_MAX;
+    for (long cut = parts(rows, ROWS); cut <= rows; cut++) {
+        long work = parts(tasks * cut, threads) * (parts(rows, cut) + 2);
+        if (work < least_work) { least_work = work; best = cut; }
+    }
+    return best;
+}
+
 // Rotate q and k, store k and v, and let each token look back in its own sequence.
 // qkv: [T, H + 2 G, D]; cos, sin: [T, D/2], or none, if q and k are rotated already.
 void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
             long layer, long T, long H, long G, long D) {
     Past past = step->past;
-    long at = layer * step->layer, row = (H + 2 * G) * D, longest = 0, work = 0;
-    long sizes[] = { 4, 2, 1 };
-    int32_t *owner = malloc(T * sizeof *owner);     // the sequence of each token; −1: of many
+    long at = layer * step->layer, row = (H + 2 * G) * D, R = H / G, wide = parts(D, LANES) * LANES;
+    long longest = 0, work = 0, num_tasks = 0, few = 0, B = 0;
+    struct { long t, b, row, rows; } *tasks = malloc(T * R * sizeof *tasks);
     for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
-        kept->numbers = (char *)kept->numbers + at * D * sizes[kept->kind];
-        if (kept->scale) kept->scale += at;
+        long scales = at * parts(D, kept->group);
+        kept->numbers = (char *)kept->numbers + at * D * EIGHTHS[kept->kind] / 8;
+        if (kept->scale) kept->scale += scales;
+        if (kept->zero) kept->zero += scales;
     }
     #pragma omp parallel for if (T * G * D > 1 << 14)
     for (long t = 0; t < T; t++) {
@@ -248,36 +372,53 @@ void attend(const float *qkv, const float *cos, const float *sin, float *out, co
             keep(past.values, place + g * past.head, k + G * D, D);
         }
     }
+    for (long t = 0, n; t < T; t += n, B++) {
+        n = least(step->starts[B + 1], T) - t;      // of drafts: a part of their sequence
+        few += n <= FEW_QUERIES;
+    }
     for (long t = 0, b = 0, n; t < T; t += n, b++) {
         long start = step->positions[t];
-        n = least(step->starts[b + 1], T) - t;      // of drafts: a part of their sequence
-        for (long i = t; i < t + n; i++) owner[i] = n > FEW_QUERIES ? -1 : b;
+        n = least(step->starts[b + 1], T) - t;
         if (n > FEW_QUERIES) {
             Past own = past;
             own.table += b * step->most;
             look_back_together(qkv + t * row, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0,
                                own, out + t * H * D, start, n, H, G, D);
-        } else {
-            longest = start + n > longest ? start + n : longest;
-            work += n * (start + n);                // scores of a head
+            continue;
         }
+        long cut = parts_of(n * R, few * G);
+        for (long i = 0, rows, first = 0; i < cut; i++, first += rows) {
+            rows = n * R / cut + (i < n * R % cut);
+            tasks[num_tasks].t = t, tasks[num_tasks].b = b;
+            tasks[num_tasks].row = first, tasks[num_tasks++].rows = rows;
+        }
+        longest = start + n > longest ? start + n : longest;
+        work += n * (start + n);                    // scores of a head
     }
     #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
     {
-        float *p = malloc((longest + D) * sizeof *p), *q = p + longest;
-        #pragma omp for collapse(2) schedule(static)
-        for (long t = 0; t < T; t++)
-            for (long h = 0; h < H; h++) {
-                if (owner[t] < 0) continue;
-                Past own = past;
-                own.table += owner[t] * step->most;
-                turn(qkv + t * row + h * D, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, q,
-                     D);
-                look_back(q, own, h / (H / G), step->positions[t], D, p, out + (t * H + h) * D);
+        long numbers = ROWS * (longest + 3 * wide) + STRETCH * wide, seen[ROWS];
+        float *q = aligned_alloc(64, numbers * sizeof *q);
+        float *sums = q + ROWS * wide, *room = sums + ROWS * wide;
+        #pragma omp for collapse(2) schedule(dynamic)
+        for (long i = 0; i < num_tasks; i++) for (long g = 0; g < G; g++) {
+            long t = tasks[i].t, rows = tasks[i].rows, first = tasks[i].row;
+            Past own = past;
+            own.table += tasks[i].b * step->most;
+            for (long r = 0; r < rows; r++) {
+                rotated(qkv + t * row, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, row,
+                        first + r, g, R, D, wide, q + r * wide);
+                seen[r] = step->positions[t + (first + r) / R] + 1;
             }
-        free(p);
+            memset(sums, 0, rows * wide * sizeof *sums);
+            look_back(q, seen, rows, &own, g, D, sums, room);
+            for (long r = 0; r < rows; r++)
+                memcpy(out + ((t + (first + r) / R) * H + g * R + (first + r) % R) * D,
+                       sums + r * wide, D * sizeof *out);
+        }
+        free(q);
     }
-    free(owner);
+    free(tasks);
 }
 
 // ---- All layers ---------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 FP8 = torch.float8_e4m3fn
 KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8)  # in blocks.c's order
+VECTORS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # of caches, in that order, too
 COLUMNS = {torch.int8: 2, torch.uint8: 8}  # of a unit, which no scale may cut
 PAIRS = {torch.int8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
 SCALES = [torch.bfloat16, torch.float32, torch.float16]  # SCALE_… in blocks.c
@@ -412,15 +413,24 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
 
 
 class Vectors(ctypes.Structure):
-    """The keys or the values of a cache. `scale` is 0, unless they are INT8."""
+    """The keys or the values of a cache: addresses of the parts that a kind of numbers has."""
 
-    _fields_ = [("numbers", POINTER), ("scale", POINTER), ("kind", LONG)]
+    _fields_ = [
+        ("numbers", POINTER),
+        ("scale", POINTER),
+        ("zero", POINTER),
+        ("kind", LONG),
+        ("group", LONG),
+    ]
 
     @classmethod
     def of(cls, store: Store) -> Vectors:
-        numbers, *scale = store.parts
-        scale_address = scale[0].data_ptr() if scale else 0
-        return cls(numbers.data_ptr(), scale_address, KINDS.index(numbers.dtype))
+        addresses = [part.data_ptr() for part in store.parts]
+        numbers = store.parts[0]
+        group = 2 * numbers.shape[4]  # all of them
+        if store.bits == 4 and store.group:
+            group = store.group
+        return cls(*addresses, kind=VECTORS.index(numbers.dtype), group=group)
 
 
 class Step(ctypes.Structure):
@@ -442,10 +452,10 @@ class Step(ctypes.Structure):
 
 
 def reads(*stores: Store) -> bool:
-    """Whether `attend` reads these keys and values: not of 4 bits, a head's tokens side by side."""
+    """Whether `attend` reads these keys and values: a head's tokens must lie side by side."""
     for store in stores:
         numbers = store.parts[0]
-        if numbers.dtype not in KINDS[:3] or numbers.device.type != "cpu":
+        if numbers.dtype not in VECTORS or numbers.device.type != "cpu":
             return False
         if numbers.stride(2) != numbers.shape[4]:
             return False

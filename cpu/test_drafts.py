@@ -143,13 +143,12 @@ def test_a_model_that_nobody_has_any_more_is_not_kept():
 CASES = [
     ({}, dict(top_p=1.0, top_k=0, min_p=0.0), True),  # filters that filter nothing
     ({}, dict(gamma=17), True),
-    ({}, dict(bits="8"), True),
+    ({}, dict(bits="8/4"), True),
+    ({}, dict(bits="4"), True),
     ({}, dict(top_p=0.9), False),
     ({}, dict(top_k=3), False),
     ({}, dict(min_p=0.1), False),
     ({}, dict(texts=2), False),
-    ({}, dict(bits="8/4"), False),
-    ({}, dict(bits="4"), False),
     ({}, dict(coin=Walk([()] * 6)), False),  # proofs walk through every pick
     (dict(dtype=torch.bfloat16), {}, False),
     (dict(packed=False), {}, False),

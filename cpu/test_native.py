@@ -27,7 +27,7 @@ from kernels import Linear, Ops
 from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import quantize
+from quant import KEY_GROUP, quantize
 from test_kernels import LAYOUTS, Cached, laid_out, stands_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -140,9 +140,9 @@ def test_the_exponential_at_its_ends():
 # ---- Attention ----------------------------------------------------------------------------------
 
 
-def poisoned(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Store:
+def poisoned(shape: tuple[int, ...], bits: int, dtype: torch.dtype, group: int | None) -> Store:
     """Keys or values that must not be used, as the CPU has them."""
-    store = Store.empty(shape, bits, dtype, torch.device("cpu"), CPU().empty_kv)
+    store = Store.empty(shape, bits, dtype, torch.device("cpu"), CPU().empty_kv, group)
     for part in store.parts:
         part.fill_(NAN if part.is_floating_point() else 77)
     return store
@@ -162,8 +162,13 @@ def test_attention_over_blocks_anywhere(data):
     G, R, S, B = (data.draw(st.integers(1, most)) for most in (3, 4, 5, 3))
     D = data.draw(st.sampled_from([2, 6, 16, 20, 64, 80, 132]))
     threads = data.draw(st.integers(1, 3))
-    store_kind = st.sampled_from([(16, torch.float32), (16, torch.bfloat16), (8, torch.float32)])
-    kinds = [data.draw(store_kind) for _ in range(2)]
+    store_kinds = [
+        (16, torch.float32),
+        (16, torch.bfloat16),
+        (8, torch.float32),
+        (4, torch.float32),
+    ]
+    kinds = [(*data.draw(st.sampled_from(store_kinds)), group) for group in (KEY_GROUP, None)]
     lengths = [data.draw(st.integers(1, 40) | st.integers(130, 300)) for _ in range(B)]
     counts = [data.draw(st.integers(1, min(4, n)) | st.integers(1, n)) for n in lengths]
     scale = 10.0 ** data.draw(st.integers(-2, 1))
@@ -202,15 +207,45 @@ def test_attention_over_blocks_anywhere(data):
         assert torch.equal(as_bytes, wanted_part.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.inference_mode()
+def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
+    """To the bit; a group that is not finite is read as NaN."""
+    D = 36
+    torch.manual_seed(bits)
+    sizes = torch.tensor([1e-44, 1e-30, 1e-3, 1.0, 1e38, 3.4e38])
+    k, v = (2 * torch.rand(2, len(sizes), 1, D) - 1) * sizes[:, None, None]
+    v[:-1] += sizes[:-1, None, None]
+    v[0] = 1e6 + torch.rand(1, D)  # a grid of 4 bits whose zero lies far outside
+    q = torch.zeros(len(sizes), 1, D)
+    results = []
+    for ops in (CPU(), PLAIN):
+        stores = [poisoned((1, 1, 8, 1, D), bits, torch.float32, KEY_GROUP) for _ in range(2)]
+        cache = Cached(*stores, torch.float32, 8)
+        metadata = AttentionMetadata([SequenceSlice([0], 0, len(sizes))], 8, cache)
+        attend(ops, q, k, v, metadata, 0)
+        results.append([part for store in stores for part in store.parts])
+    for part, wanted_part in zip(*results, strict=True):
+        as_bytes = part.contiguous().view(torch.uint8)
+        assert torch.equal(as_bytes, wanted_part.contiguous().view(torch.uint8))
+    metadata = AttentionMetadata([SequenceSlice([0], 0, 1)], 8, cache)
+    for wrong in (math.inf, -math.inf, NAN):
+        for damaged in (k, v):
+            vectors = torch.ones(2, 1, 1, D)
+            vectors[int(damaged is v), ..., -1] = wrong
+            out = attend(CPU(), q[:1], *vectors, metadata, 0)
+            assert out[..., -1].isnan().all()
+
+
 def test_caches_that_c_does_not_read():
-    """Of 4 bits, and in another order in memory than the tokens of a head side by side."""
+    """Of float16, and in another order in memory than the tokens of a head side by side."""
     shape = (1, 2, 4, 2, 8)
     device = torch.device("cpu")
     for ops, bits, group, in_c in (
         (CPU(), 16, None, True),
         (CPU(), 8, None, True),
-        (CPU(), 4, None, False),
-        (CPU(), 4, 16, False),
+        (CPU(), 4, None, True),
+        (CPU(), 4, 16, True),
         (PLAIN, 16, None, False),
     ):
         store = Store.empty(shape, bits, torch.float32, device, ops.empty_kv, group)
@@ -221,36 +256,24 @@ def test_caches_that_c_does_not_read():
 
 
 def test_which_attention_a_step_takes(compiler, monkeypatch):
-    """C, but not for 4 bits and float64; else one call for several sequences with few queries; else
-    plain torch."""
-    FEW = cpu.FEW
+    """C, but plain torch for float64, without a cache, and without a compiler."""
     called = []
-    for page, name, told in (
-        (native, "attend", "attend"),
-        (cpu, "attend_together", "attend_together"),
-        (Ops, "attend", "plain"),
-    ):
-        answer = lambda *args, told=told: called.append(told) or torch.zeros(2, 1, 4)  # noqa: E731
-        monkeypatch.setattr(page, name, answer)
-    for bits, dtype, count, B, wanted in (
-        ((16, 16), torch.float32, FEW, 2, "attend"),
-        ((8, 8), torch.bfloat16, 1, 1, "attend"),
-        ((16, 16), torch.float32, FEW + 1, 2, "attend"),
-        ((8, 4), torch.float32, FEW + 1, 2, "plain"),
-        ((8, 4), torch.float32, 1, 2, "attend_together"),
-        ((8, 4), torch.float32, 1, 1, "plain"),
-        ((8, 8), torch.float64, 1, 2, "attend_together"),
+    for page in (native, Ops):
+        answer = lambda *args, page=page: called.append(page) or torch.zeros(2, 1, 4)  # noqa: E731
+        monkeypatch.setattr(page, "attend", answer)
+    for bits, dtype, in_c in (
+        ((16, 16), torch.float32, True),
+        ((8, 8), torch.bfloat16, True),
+        ((4, 4), torch.float32, True),
+        ((8, 4), torch.float64, False),
     ):
         cache = KVCache(2, 1, 4, 20, 2, "cpu", dtype, bits, CPU())
-        slices = [SequenceSlice([b], 0, count) for b in range(B)]
-        q = torch.zeros(B * count, 1, 4, dtype=dtype)
+        slices = [SequenceSlice([b], 0, 2) for b in range(2)]
+        q = torch.zeros(4, 1, 4, dtype=dtype)
         attend(CPU(), q, q, q, AttentionMetadata(slices, 20, cache), 0)
-        if wanted == "attend" and not compiler:
-            together = B > 1 and count <= FEW
-            wanted = "attend_together" if together else "plain"
-        assert called.pop() == wanted and not called
-    attend(CPU(), q, q, q, AttentionMetadata.without_cache(1, 2), 0)
-    assert called == ["plain"]
+        assert called.pop() == (native if in_c and compiler else Ops)
+    attend(CPU(), q, q, q, AttentionMetadata.without_cache(1, 4), 0)
+    assert called == [Ops]
 
 
 # ---- All layers in one call ---------------------------------------------------------------------
