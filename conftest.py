@@ -22,10 +22,12 @@ if not torch.cuda.is_available():  # before anybody imports Triton: it runs kern
 
 from checkpoint.config import Config
 from checkpoint.load import fill_model
+from drafters import ModelChain, Unread
 from kernels import Ops
-from kvcache import Store
+from kvcache import Cache, Store
 from model import Llama
 from proof import Toy
+from speculative import Round
 
 # Modest by default; HYPOTHESIS_PROFILE=ci looks further. A test's own max_examples wins over both.
 hypothesis.settings.register_profile("default", max_examples=15, deadline=None)
@@ -273,3 +275,11 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q, k and v that are rotated already."""
     return ops.attend(torch.cat((q, k, v), 1), k.shape[1], None, metadata, layer)
+
+
+def model_chain(
+    llama: Llama, cache: Cache, seqs: list[int], unread: list[list[int]], round: Round
+) -> ModelChain:
+    """A chain of drafts for the requests of a round that want some."""
+    wanted = {b: Unread(seqs[b], list(unread[b])) for b in round.drafting()}
+    return ModelChain(llama, cache, round, wanted)

@@ -28,7 +28,7 @@ Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from kernels import send
 from kvcache import Cache
 from model import Llama
 from request import Request
+from sampling import check_tokens
 from speculative import Proposal, Round
 
 if TYPE_CHECKING:
@@ -49,6 +50,92 @@ class Observed(NamedTuple):
     request: Request
     start: int
     following: list[int]  # the token after each
+
+
+# ---- A chain of drafts ---------------------------------------------------------------------------
+
+
+class Chain(Protocol):
+    """How a model drafts for the requests of a round: each draft stands behind the one before."""
+
+    model: Llama
+    cache: Cache
+
+    def logits(self, rows: list[int]) -> Tensor:
+        """Of the next draft of these requests: [R, ≥ V]."""
+
+    def feed(self, rows: list[int], picked: Tensor) -> None:
+        """Go on behind the tokens that these requests have just drafted: int64[R]."""
+
+
+def draft(chain: Chain, round: Round) -> Proposal:
+    """All drafts of a round: one of every request, then one of each that wants one more, …"""
+    proposal = round.no_drafts()
+    for j in range(max(round.num_drafts)):
+        rows = round.drafting(j)
+        q, picked = round.draft(j, chain.logits(rows), rows)  # [R, V], [R]
+        proposal.tokens[rows, j] = picked
+        if proposal.q is not None:
+            proposal.q[rows, j] = q
+        chain.feed(rows, picked)
+    return proposal
+
+
+def fastest_draft(chain: Chain, round: Round) -> Proposal:
+    """`draft`, in one call if the backend of the model has one."""
+    return chain.model.ops.chain(chain, round) or draft(chain, round)
+
+
+class ModelChain:
+    """Drafts of a Llama, whose cache takes memory for all of them at once: the text is not to find
+    blocks that hold drafts."""
+
+    def __init__(self, llama: Llama, cache: Cache, round: Round, unread: dict[int, Unread]):
+        """unread: what the cache lacks, of each request (a row of the round) that wants drafts."""
+        self.model = llama
+        self.cache = cache
+        self.unread = unread
+        self.new = {b: tokens for b, (_, tokens) in unread.items()}  # that the next pass reads
+        self.num_read = {b: cache.length(seq) for b, (seq, _) in unread.items()}
+        wanted = []
+        for b, (seq, tokens) in unread.items():
+            later = [0] * (round.num_drafts[b] - 1)  # tokens that are not known yet
+            wanted.append((seq, [*tokens, *later]))
+        self.reserved = cache.extend(wanted)
+
+    def logits(self, rows: list[int]) -> Tensor:
+        spans = []
+        for b in rows:
+            start = self.num_read[b]
+            self.num_read[b] += len(self.new[b])
+            spans.append((self.unread[b].seq, start, self.num_read[b]))
+        tokens, last = pack_tokens([self.new[b] for b in rows], self.model.device)
+        wanted = None if len(tokens) == len(rows) else last  # None: all, a token each
+        return self.model(tokens, self.cache.metadata(spans), wanted)
+
+    def feed(self, rows: list[int], picked: Tensor) -> None:
+        for b, token in zip(rows, check_tokens(picked.tolist())):
+            self.new[b] = [token]
+
+
+class Unread(NamedTuple):
+    """Tokens of a text that a cache lacks."""
+
+    seq: int
+    tokens: list[int]
+
+
+def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The pieces end to end: int64[T]; and the index of each piece's last token."""
+    tokens = []
+    last = []
+    for piece in pieces:
+        tokens += piece
+        last.append(len(tokens) - 1)
+    return send(tokens, device), send(last, device)
+
+
+# ---- Drafters ------------------------------------------------------------------------------------
 
 
 class Drafter:
@@ -80,7 +167,7 @@ class Drafter:
 
     def propose(self, round: Round) -> Proposal:
         """Draft as many tokens for each request as the round wants."""
-        return round.empty_drafts()
+        return round.no_drafts()
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """The target has read these tokens. features: [T, layers, C] of all, end to end."""
@@ -95,8 +182,8 @@ class Drafter:
 class ModelDrafter(Drafter):
     """A model with a cache of its own. A text longer than its context gets no drafts any more."""
 
-    def __init__(self, llama: Llama, cache: Cache):
-        self.llama = llama
+    def __init__(self, model: Llama, cache: Cache):
+        self.model = model
         self.cache = cache
         self.seqs: dict[Request, int] = {}  # of requests that fit into the context
 
@@ -120,7 +207,7 @@ class ModelDrafter(Drafter):
         new = request.tokens[length : length + count]
         metadata = self.cache.extend([(seq, new)])
         # No logits are wanted: the fewest.
-        self.llama(send(new, self.llama.device), metadata, logits_indices=slice(-1, None))
+        self.model(send(new, self.model.device), metadata, logits_indices=slice(-1, None))
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """A round stores the text's pending tokens and all drafts but the last."""
@@ -140,12 +227,12 @@ class ModelDrafter(Drafter):
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 
     def propose(self, round: Round) -> Proposal:
-        """k passes, each of which drafts a token of every request: the loop is `Ops.draft`."""
-        seqs = [self.seqs.get(request, -1) for request in round.requests]  # −1: has no drafts
-        pending = []
-        for seq, request, num_drafts in zip(seqs, round.requests, round.num_drafts):
-            pending.append(request.tokens[self.cache.length(seq) :] if num_drafts else [])
-        return self.llama.ops.draft(self.llama, self.cache, seqs, pending, round)
+        unread = {}
+        for b in round.drafting():
+            request = round.requests[b]
+            seq = self.seqs[request]
+            unread[b] = Unread(seq, request.tokens[self.cache.length(seq) :])
+        return fastest_draft(ModelChain(self.model, self.cache, round, unread), round)
 
     def commit(self, request: Request, num_new: int) -> None:
         if request in self.seqs:
@@ -158,14 +245,14 @@ class ModelDrafter(Drafter):
             self.cache.truncate(self.seqs[request], length)
 
 
-class SelfDrafter(Drafter):
-    """The target's INT4 copy, in the target's cache. It stores fewer tokens there than the target
-    will store in its pass, so `fits` has nothing to ask."""
+class BorrowingDrafter(Drafter):
+    """Drafts in the target's cache, and takes back what it stored there. That is fewer tokens than
+    the target will store in its pass, so `fits` has nothing to ask."""
 
     shares_target_cache = True
 
-    def __init__(self, llama: Llama, cache: Cache):
-        self.llama = llama
+    def __init__(self, model: Llama, cache: Cache):
+        self.model = model
         self.cache = cache
 
     def max_drafts(self, request: Request, wanted: int) -> int:
@@ -173,16 +260,26 @@ class SelfDrafter(Drafter):
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def propose(self, round: Round) -> Proposal:
-        """cache_blocks=False: no other text finds blocks with the copy's keys and values."""
-        seqs = [request.seq for request in round.requests]
-        pending = [request.tokens[-1:] for request in round.requests]
+        seqs = [round.requests[b].seq for b in round.drafting()]
         lengths = [self.cache.length(seq) for seq in seqs]
-        drafts = self.llama.ops.draft(
-            self.llama, self.cache, seqs, pending, round, cache_blocks=False
-        )
+        proposal = fastest_draft(self.chain(round), round)
         for seq, length in zip(seqs, lengths):
             self.cache.truncate(seq, length)
-        return drafts
+        return proposal
+
+    def chain(self, round: Round) -> Chain:
+        raise NotImplementedError
+
+
+class SelfDrafter(BorrowingDrafter):
+    """The target's INT4 copy."""
+
+    def chain(self, round: Round) -> Chain:
+        unread = {}
+        for b in round.drafting():
+            request = round.requests[b]
+            unread[b] = Unread(request.seq, request.tokens[-1:])
+        return ModelChain(self.model, self.cache, round, unread)
 
 
 class NgramDrafter(Drafter):
@@ -208,13 +305,13 @@ class NgramDrafter(Drafter):
         return len(self.look_up(request, wanted))
 
     def propose(self, round: Round) -> Proposal:
-        drafted, q = round.empty_drafts()
+        proposal = round.no_drafts()
         for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
             for j, token in enumerate(self.look_up(request, num_drafts)):
-                drafted[b, j] = token
-                if q is not None:
-                    q[b, j, token] = 1
-        return drafted, q
+                proposal.tokens[b, j] = token
+                if proposal.q is not None:
+                    proposal.q[b, j, token] = 1
+        return proposal
 
     def look_up(self, request: Request, count: int) -> list[int]:
         """At most `count` tokens. What a grammar forces comes before what the text has had."""

@@ -42,12 +42,12 @@ import torch
 from torch import Tensor
 
 from checkpoint.load import load_eagle
-from drafters import Drafter, Observed
+from drafters import BorrowingDrafter, Chain, Observed
 from kernels import Linear, Ops, send
 from kvcache import AttentionMetadata, Cache
 from model import Layer, Llama, named_parts
 from request import Request
-from speculative import Proposal, Round
+from speculative import Round
 
 if TYPE_CHECKING:
     from checkpoint.eagle import EagleConfig
@@ -100,10 +100,17 @@ class EagleHead(Llama):
 
     def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """z of rows that pair f (or z): [T, C] with tokens: int64[T] -> [T, C]."""
-        return self.ops.head_rows(self, f, tokens, metadata)
+        return self.ops.forward(self, (f, tokens), metadata)
 
-    def plain_rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        inputs: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        logits_indices: None = None,
+        features: None = None,
+    ) -> Tensor:
         """`rows`, operation by operation."""
+        f, tokens = inputs
         ops = self.ops
         layer = self.layers[0]
         G = self.config.num_key_value_heads
@@ -140,26 +147,6 @@ class EagleHead(Llama):
         lowest = torch.finfo(drafted.dtype).min
         logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), lowest)
         return logits.index_copy_(1, self.tokens, drafted)
-
-    def plain_drafts(self, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round) -> Proposal:
-        """All drafts of a round: one of every text, then a row of every text that wants one more
-        draft, and so on. z: [R, C], the newest rows of the texts that want drafts."""
-        drafted, q = round.empty_drafts()
-        rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
-        for j in range(drafted.shape[1]):
-            probs, picked = round.draft(j, self.logits(z), rows)  # [R, V], [R]
-            drafted[rows, j] = picked
-            if q is not None:
-                q[rows, j] = probs
-            wants_more = [i for i, b in enumerate(rows) if round.num_drafts[b] > j + 1]
-            if not wants_more:
-                break
-            rows = [rows[i] for i in wants_more]
-            picked = picked[wants_more].clamp(min=0)  # −1: not finite, which the runner tells
-            # 0: only the device knows the token. No other text finds blocks with these rows.
-            metadata = cache.extend([(seqs[b], [0]) for b in rows], cache_blocks=False)
-            z = self.rows(z[wants_more], picked, metadata)
-        return drafted, q
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -215,6 +202,10 @@ class EagleHead(Llama):
         self.head = self.ops.pack_weight(self.head, self.dtype, "head")
         return self
 
+    def unpacked(self) -> EagleHead:
+        own = self.eagle.shard(self.group)
+        return EagleHead(own, self.target, "meta", self.dtype, None, None, self.weight_dtype)
+
     @classmethod
     def load_for(cls, folder: Path, target: Llama) -> EagleHead:
         """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""
@@ -231,15 +222,47 @@ class Newest(NamedTuple):
     z: Tensor  # [C]
 
 
-class EagleDrafter(Drafter):
-    """A head, in the target's cache. Its rows are stored where the target will store its tokens, so
-    `fits` has nothing to ask."""
+class HeadChain:
+    """Drafts of a head: a row of every text that wants one more draft."""
 
-    shares_target_cache = True
+    def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
+        """newest: z of the requests that want drafts, [R, C]."""
+        self.model = head
+        self.cache = cache
+        self.z = newest
+        self.rows = round.drafting()
+        self.picked: Tensor | None = None  # drafts behind z: int64[R]
+        self.seqs = [request.seq for request in round.requests]
+        self.lengths = [cache.length(seq) for seq in self.seqs]
+        # One draft needs no row. 0: a token that only the device knows.
+        wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
+        self.reserved = cache.extend(wanted) if wanted else None
+
+    def logits(self, rows: list[int]) -> Tensor:
+        if self.picked is not None:
+            self._add_rows(rows)
+        return self.model.logits(self.z)
+
+    def feed(self, rows: list[int], picked: Tensor) -> None:
+        self.picked = picked
+
+    def _add_rows(self, rows: list[int]) -> None:
+        """Pair the newest z of these requests with the tokens that they have just drafted."""
+        going_on = [i for i, b in enumerate(self.rows) if b in rows]
+        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite, which the runner tells
+        spans = []
+        for b in rows:
+            spans.append((self.seqs[b], self.lengths[b], self.lengths[b] + 1))
+            self.lengths[b] += 1
+        self.z = self.model.rows(self.z[going_on], tokens, self.cache.metadata(spans))
+        self.rows = rows
+
+
+class EagleDrafter(BorrowingDrafter):
+    """A head, in the target's cache."""
 
     def __init__(self, head: EagleHead, cache: Cache):
-        self.head = head
-        self.cache = cache
+        super().__init__(head, cache)
         self.feature_layers = head.feature_layers
         self.newest: dict[Request, Newest] = {}
 
@@ -247,9 +270,7 @@ class EagleDrafter(Drafter):
         self.newest.pop(request, None)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """0 until the first new token: so the target reads a prompt and draws in one step."""
-        has_row = request in self.newest
-        return wanted if has_row and len(request.tokens) > request.num_prompt_tokens else 0
+        return super().max_drafts(request, wanted) if request in self.newest else 0
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """Make the rows of tokens that the target has read."""
@@ -260,8 +281,8 @@ class EagleDrafter(Drafter):
             tokens += following
             spans.append((request.seq, start, start + len(following)))
             last.append(len(tokens) - 1)
-        f = self.head.combine(features)
-        z = self.head.rows(f, send(tokens, self.head.device), self.cache.stored(spans))
+        f = self.model.combine(features)
+        z = self.model.rows(f, send(tokens, self.model.device), self.cache.metadata(spans))
         for (request, start, following), row in zip(observed, last):
             self.newest[request] = Newest(start + len(following), z[row])
 
@@ -270,12 +291,6 @@ class EagleDrafter(Drafter):
         if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
             self.close(request)
 
-    def propose(self, round: Round) -> Proposal:
-        rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts]
-        seqs = [request.seq for request in round.requests]
-        lengths = [self.cache.length(seq) for seq in seqs]
-        z = torch.stack([self.newest[round.requests[b]].z for b in rows])  # [R, C]
-        drafts = self.head.ops.head_drafts(self.head, self.cache, seqs, z, round)
-        for seq, length in zip(seqs, lengths):
-            self.cache.truncate(seq, length)
-        return drafts
+    def chain(self, round: Round) -> Chain:
+        newest = [self.newest[round.requests[b]].z for b in round.drafting()]
+        return HeadChain(self.model, self.cache, round, torch.stack(newest))

@@ -122,8 +122,10 @@ if triton is not None:
 class Flash(Ops):
     """Plain operations, but for attention over caches of 16 and 32 bits."""
 
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        return stored
+    def dtypes(
+        self, stored: list[torch.dtype], asked: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        return super().dtypes(stored, asked or stored[0])
 
     def attend(
         self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
@@ -187,8 +189,10 @@ def main() -> None:
         l = fade * l + p.sum()
         o = fade * o + p @ v[start:stop]
         top = higher
-        wanted = (k[:stop] @ q / 4).softmax(0) @ v[:stop]
-        print(f"{stop:4} {top:6.2f} {l:6.2f}   {(o / l - wanted).abs().max():.1e}")
+        weights = (k[:stop] @ q / 4).softmax(0)
+        wanted = weights @ v[:stop]
+        error = (o / l - wanted).abs().max()
+        print(f"{stop:4} {top:6.2f} {l:6.2f}   {error:.1e}")
 
 
 if __name__ == "__main__":

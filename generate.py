@@ -222,15 +222,15 @@ class Model:
 class Draft(NamedTuple):
     """How to make a drafter: `Engine` calls `make` when it has made the caches."""
 
-    llama: Llama | None  # None: no model
-    has_own_cache: bool
     make: Callable[[Cache], Drafter]  # gets its own cache, or the target's
+    models: tuple[Llama, ...] = ()  # heads, too
+    has_own_cache: bool = False
     num_layers: int = 0  # that it adds to the target's cache
 
 
 def ngram_draft(model: Model) -> Draft:
     """`--draft ngram`: look back in the text."""
-    return Draft(None, False, lambda cache: NgramDrafter())
+    return Draft(lambda cache: NgramDrafter())
 
 
 def int4_draft(model: Model) -> Draft:
@@ -253,7 +253,7 @@ def int4_draft(model: Model) -> Draft:
         raise UserError(f"the INT4 copy (--draft self): {error}; or name another draft") from None
     copy.embed = target.embed
     copy.head = target.head
-    return Draft(copy, False, lambda cache: SelfDrafter(copy, cache))
+    return Draft(lambda cache: SelfDrafter(copy, cache), (copy,))
 
 
 DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int4_draft}
@@ -272,14 +272,15 @@ def load_draft(
         name = find_model(name, DRAFTS)
         if is_eagle(name):
             head = EagleHead.load_for(name, model.llama)
-            return Draft(None, False, lambda cache: EagleDrafter(head, cache), num_layers=1)
+            return Draft(lambda cache: EagleDrafter(head, cache), (head,), num_layers=1)
     draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
         raise UserError(
             f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
         )
-    return Draft(draft.llama, True, lambda cache: ModelDrafter(draft.llama, cache))
+    llama = draft.llama
+    return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
 
 # ---- The engine ----------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ class Engine:
         llamas = [model.llama]
         draft_layers = 0 if draft is None else draft.num_layers
         if draft is not None and draft.has_own_cache:
-            llamas.append(draft.llama)
+            llamas += draft.models
         if not use_cache:
             if draft is not None or max_batch > 1 or widths(kv_bits) != (16, 16):
                 raise UserError(
@@ -353,8 +354,8 @@ class Engine:
         self.batcher = Batcher(self.runner, max_batch)
         if max_batch > 1:  # a lone text would wait for what it never launches
             model.llama.ops.warm_up(model.llama, self.caches[0], vocab_size)
-            if draft is not None and draft.llama is not None:
-                draft.llama.ops.warm_up(draft.llama, self.caches[-1], vocab_size)
+            for llama in draft.models if draft else ():
+                llama.ops.warm_up(llama, self.caches[-1], vocab_size)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""

@@ -49,15 +49,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, brief
+from kernels import send
 from settings import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-    from kernels import Ops
     from request import Request
     from tokenizer import Tokenizer
 
@@ -329,8 +330,7 @@ class Masks:
     states are the worker's.
     """
 
-    def __init__(self, requests: Sequence[Request], width: int, vocab_size: int, ops: Ops):
-        self.ops = ops
+    def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
         states = {b: request.grammar_state for b, request in enumerate(requests)}
         self.states = {b: state for b, state in states.items() if state is not None}
         self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
@@ -399,7 +399,25 @@ class Masks:
         self.start()
         for work in self.works:
             work.result()
-        return self.ops.forbid(logits, masked, self.bits[masks])
+        return forbid(logits, masked, self.bits[masks])
+
+
+def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
+    """Add −∞ to each logit of these rows whose bit is 0; in place.
+
+    logits: [B, V]; masks: int32[n, ⌈V / 32⌉], on the host, for n rows. Token i has a bit in word
+    i // 32, the lowest first.
+    """
+    device = logits.device
+    numbers = torch.arange(256, device=device)
+    places = torch.arange(8, device=device)
+    bits = numbers[:, None] >> places & 1  # [256, 8]
+    table = bits.to(logits.dtype).log()  # 0 or −∞
+    each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [n, 4 ⌈V / 32⌉]
+    bias = F.embedding(each_byte, table)
+    bias = bias.flatten(1)
+    V = logits.shape[1]
+    return logits.index_add_(0, send(rows, device), bias[:, :V])
 
 
 def main() -> None:

@@ -42,13 +42,13 @@ import sampling
 from errors import UserError
 from parallel import group_for
 from quant import Quantized, rounded_product
-from sampling import Setting, check_finite, check_tokens
+from sampling import Setting, check_finite
 
 if TYPE_CHECKING:
-    from eagle import EagleHead
+    from drafters import Chain
     from kvcache import AttentionMetadata, Cache
     from model import Features, Llama, Rope
-    from speculative import Proposal, Round
+    from speculative import Coin, Proposal, Round
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
@@ -73,16 +73,6 @@ def send(
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
     return x.to(device)
-
-
-def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pieces end to end: int64[T]; and the index of each piece's last token."""
-    tokens = []
-    last = []
-    for piece in pieces:
-        tokens += piece
-        last.append(len(tokens) - 1)
-    return send(tokens, device), send(last, device)
 
 
 def free_memory(device: torch.device) -> int:
@@ -161,14 +151,18 @@ class Ops:
 
     # ---- Weights and storage
 
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype to compute in by default. stored: the dtype of the checkpoint."""
-        return torch.float32 if stored.itemsize == 2 else stored
+    def dtypes(
+        self, stored: list[torch.dtype], asked: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """What a model computes in, and what its matrices have in memory.
 
-    def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-        """The dtype of matrices in memory, for x in `dtype`. stored: the dtypes of the checkpoint's
-        matrices; a backend may keep a narrower one, if no bit is lost."""
-        return dtype
+        stored: the dtypes of a checkpoint; asked: by the user, None: the backend chooses. It may
+        keep matrices in a narrower one, if no bit is lost.
+        """
+        dtype = asked or stored[0]
+        if asked is None and dtype.itemsize == 2:
+            dtype = torch.float32
+        return dtype, dtype
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
         """The weight as `linear` or `embed` reads it fastest. dtype: of x; role: embed, head, or a
@@ -244,13 +238,6 @@ class Ops:
 
     # ---- Sampling
 
-    def forbid(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-        """sampling.forbid, in place. masks: int32[n, ⌈V / 32⌉], the host's, for n rows."""
-        numbers = torch.tensor(rows, dtype=torch.int32)[:, None]
-        packed = torch.cat((numbers, masks), 1)  # [n, 1 + W]: one copy to a GPU
-        packed = send(packed, logits.device)
-        return sampling.forbid(logits, packed[:, 0], packed[:, 1:])
-
     def check_logits(self, logits: Tensor) -> None:
         """NotFinite unless all logits of the target are finite. Later they may be masked by −∞."""
         check_finite(logits, masked=False)
@@ -266,67 +253,27 @@ class Ops:
         return sampling.pick(probs, streams)
 
     def verify(
-        self, round: Round, p: Tensor, q: Tensor | None, drafted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """How many drafts of each request are accepted, and the token after them (speculative.py):
-        int64[B] each."""
-        return round.verify(p, q, drafted)
+        self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+    ) -> tuple[Tensor, Tensor] | None:
+        """speculative.verify in one call; None: this backend has none."""
+        return None
 
-    # ---- Whole passes, which a backend may do in one call
+    # ---- What a backend may do in one call
 
     def forward(
         self,
         llama: Llama,
-        tokens: Tensor,
+        inputs: Any,
         metadata: AttentionMetadata,
-        logits_indices: Tensor | slice | None,
+        logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        """A forward pass -> logits [R, V]. features: to be filled."""
-        return llama.forward(tokens, metadata, logits_indices, features)
+        """A forward pass of a model, or of an EAGLE head: see their `forward`."""
+        return llama.forward(inputs, metadata, logits_indices, features)
 
-    def draft(
-        self,
-        llama: Llama,
-        cache: Cache,
-        seqs: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        round: Round,
-        cache_blocks: bool = True,
-    ) -> Proposal:
-        """All drafts of a round: each pass drafts one token of every request that wants one more.
-
-        -> the drafted tokens int64[B, k], and the distributions q that they were drawn from,
-        float[B, k + 1, V]; in coupled mode None (speculative.py). unread: each request's tokens
-        that the cache lacks. cache_blocks: as for `Cache.extend`.
-        """
-        drafted, q = round.empty_drafts()
-        new_tokens = list(unread)
-        for j in range(drafted.shape[1]):
-            rows = [b for b, num_drafts in enumerate(round.num_drafts) if num_drafts > j]
-            metadata = cache.extend([(seqs[b], new_tokens[b]) for b in rows], cache_blocks)
-            tokens, last = pack_tokens([new_tokens[b] for b in rows], round.device)
-            wanted = None if len(tokens) == len(rows) else last  # None: all, with a token each
-            logits = llama(tokens, metadata, wanted)
-            probs, picked = round.draft(j, logits, rows)  # [len(rows), V], [len(rows)]
-            drafted[rows, j] = picked
-            if q is not None:
-                q[rows, j] = probs
-            for b, token in zip(rows, check_tokens(picked.tolist())):
-                new_tokens[b] = [token]
-        return drafted, q
-
-    def head_rows(
-        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Rows of an EAGLE head (eagle.py): [T, C] -> [T, C]."""
-        return head.plain_rows(f, tokens, metadata)
-
-    def head_drafts(
-        self, head: EagleHead, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round
-    ) -> Proposal:
-        """All drafts of a round by an EAGLE head. z: [R, C], of the requests that want drafts."""
-        return head.plain_drafts(cache, seqs, z, round)
+    def chain(self, chain: Chain, round: Round) -> Proposal | None:
+        """drafters.draft in one call; None: this backend has none."""
+        return None
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
         """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that

@@ -369,12 +369,9 @@ class Cache:
         """Whether there is memory for n more tokens of each (seq, n). Changes nothing."""
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
-    def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
-        """Take memory for the tokens of each (seq, tokens): `Ops.attend` fills it.
-
-        cache_blocks: first let later sequences find this one's full blocks (paged.py). CacheFull,
-        ValueError, KeyError before anything has changed.
-        """
+    def extend(self, requests: NewTokens) -> AttentionMetadata:
+        """Take memory for the tokens of each (seq, tokens): `Ops.attend` fills it. CacheFull,
+        ValueError, KeyError before anything has changed."""
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
         if len({seq for seq, _ in requests}) < len(requests):
@@ -386,18 +383,18 @@ class Cache:
                     f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the "
                     f"limit is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
                 )
-        self._add_blocks(requests, cache_blocks)
-        slices = []
+        self._add_blocks(requests)
+        spans = []
         for seq, tokens in requests:
             sequence = self._sequences[seq]
             start = len(sequence.tokens)
             sequence.tokens += map(int, tokens)
-            slices.append(SequenceSlice(sequence.block_table, start, start + len(tokens)))
-        return AttentionMetadata(slices, self.block_size, self).to(self.device)
+            spans.append((seq, start, len(sequence.tokens)))
+        return self.metadata(spans)
 
-    def stored(self, spans: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
-        """Of each (seq, start, stop) its tokens [start, stop), which have their memory: for a layer
-        that reads them after the others (eagle.py)."""
+    def metadata(self, spans: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
+        """For a pass over the tokens [start, stop) of each (seq, start, stop), which have their
+        memory."""
         slices = []
         for seq, start, stop in spans:
             slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
@@ -408,7 +405,7 @@ class Cache:
         self.keys.write(layer, slot_mapping, k)
         self.values.write(layer, slot_mapping, v)
 
-    def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
+    def _add_blocks(self, requests: NewTokens) -> None:
         """Give each sequence the blocks that its new tokens need; a contiguous one has its own."""
 
     def truncate(self, seq: int, length: int) -> None:
@@ -529,7 +526,7 @@ class NoCache(Cache):
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0
 
-    def extend(self, requests: NewTokens, cache_blocks: bool = True) -> AttentionMetadata:
+    def extend(self, requests: NewTokens) -> AttentionMetadata:
         ((_, tokens),) = requests
         return AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
 

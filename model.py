@@ -263,6 +263,10 @@ class Llama:
         self.head = self.embed if is_tied else self.ops.pack_weight(self.head, self.dtype, "head")
         return self
 
+    def unpacked(self) -> Llama:
+        """The tensors before `pack_weights`, without memory."""
+        return Llama(self.config, "meta", self.dtype, None, weight_dtype=self.weight_dtype)
+
     def _pack_layers(self) -> None:
         places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]
         num_bytes = sum(getattr(layer, role).weight.nbytes for layer, role in places)
@@ -338,7 +342,7 @@ def weight_bytes(llama: Llama, read: bool = False) -> int:
 
     read: only what a step reads: of an embedding that is not tied it reads single rows.
     """
-    plain = Llama(llama.config, "meta", llama.dtype, seed=None, weight_dtype=llama.weight_dtype)
+    plain = llama.unpacked()
     is_tied = llama.embed is llama.head
     total = 0
     for name, tensor in plain.named_tensors().items():

@@ -248,15 +248,14 @@ class PagedCache(Cache):
     def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
         return super().fits(requests) and self._num_new_blocks(requests) <= self.pool.available
 
-    def _add_blocks(self, requests: NewTokens, cache_blocks: bool) -> None:
+    def _add_blocks(self, requests: NewTokens) -> None:
         new_blocks = self.pool.take(
             self._num_new_blocks([(seq, len(tokens)) for seq, tokens in requests])
         )
         for seq, tokens in requests:
             sequence = self._sequences[seq]
             length = len(sequence.tokens)
-            if cache_blocks:  # not while they hold a draft model's keys (drafters.SelfDrafter)
-                self._cache_full_blocks(sequence)
+            self._cache_full_blocks(sequence)
             if length % self.block_size:
                 self._own_last_block(sequence, new_blocks)
             while len(sequence.block_table) < self.blocks_for(length + len(tokens)):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters import Drafter, Observed
+from drafters import Drafter, ModelChain, Observed, Unread, fastest_draft
 from gamma import AutoGamma
 from grammar import Grammars, GrammarState
 from kernels import send
@@ -257,7 +257,8 @@ class ModelRunner:
         num_drafts = [item.num_drafts for item in rounds]
         round = self._round(rounds, num_drafts, self.coupled)
         with named_as_draft():
-            drafted, q = self.drafter.propose(round) if any(num_drafts) else round.empty_drafts()
+            proposal = self.drafter.propose(round) if any(num_drafts) else round.no_drafts()
+        drafted = proposal.tokens
         if round.masks is not None:
             round.masks.push_all(drafted.tolist())
         p, logits = self._target_probabilities(scheduled, drafted, round, features)
@@ -267,7 +268,7 @@ class ModelRunner:
             picked = round.text_coin().pick(p[:, 0])  # [B]
             tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
             return [[token] for token in check_tokens(tokens)], logits
-        accepted, token = self.target.ops.verify(round, p, q, drafted)
+        accepted, token = round.verify(p, proposal)
         packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
         packed = self.target.group.agree(packed.tolist())  # and here
         round_tokens = []
@@ -454,10 +455,11 @@ class ModelRunner:
         """The target is its own drafter. In coupled mode a draft is drawn with the random numbers
         of plain decoding at its position, so n drafts are the tokens of n plain steps."""
         round = self._round(rounds, counts, True)
-        seqs = [item.request.seq for item in rounds]
-        pending = [item.request.tokens[-1:] for item in rounds]
-        drafted, _ = self.target.ops.draft(self.target, self.cache, seqs, pending, round)
-        rows = self.target.group.agree(drafted.tolist())
+        unread = {}
+        for b, item in enumerate(rounds):
+            unread[b] = Unread(item.request.seq, item.request.tokens[-1:])
+        chain = ModelChain(self.target, self.cache, round, unread)
+        rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]
 
     # ---- The clock

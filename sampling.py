@@ -106,24 +106,6 @@ def normalized(probs: Tensor) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
-def forbid(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """Add −∞ to each logit of these rows whose bit is 0; in place.
-
-    logits: [B, V]; rows: int32[n]; masks: int32[n, ⌈V / 32⌉]. Token i has a bit in word i // 32,
-    the lowest first.
-    """
-    device = logits.device
-    numbers = torch.arange(256, device=device)
-    places = torch.arange(8, device=device)
-    bits = numbers[:, None] >> places & 1  # [256, 8]
-    table = bits.to(logits.dtype).log()  # 0 or −∞
-    each_byte = masks.contiguous().view(torch.uint8)  # [n, 4 ⌈V / 32⌉]
-    bias = F.embedding(each_byte.int(), table)
-    bias = bias.flatten(1)
-    V = logits.shape[1]
-    return logits.index_add_(0, rows, bias[:, :V])
-
-
 def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
     """A setting as a contiguous float64[B, 1]. rows: [B, V]."""
     B = len(rows)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,10 +42,13 @@ from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role
 from settings import SETTINGS
 
-# Drafted tokens, int64[B, k], −1 where a request has fewer; and the distributions q that they were
-# drawn from, float[B, k + 1, V], 0 after the last draft; in coupled mode None: nobody reads it,
-# and it is large.
-Proposal = tuple[Tensor, Tensor | None]
+
+class Proposal(NamedTuple):
+    """The drafts of a round."""
+
+    tokens: Tensor  # int64[B, k]; −1 where a request has fewer, or where logits were not finite
+    q: Tensor | None  # what they were drawn from: float[B, k + 1, V], 0 after a request's last
+    #                   draft; None in coupled mode: nobody reads it, and it is large
 
 
 class Coin(Protocol):
@@ -59,9 +62,9 @@ class Coin(Protocol):
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
     """How many drafts are accepted, and the token after them. Never waits for the device.
 
-    p and q: float[B, k + 1, V] of the target and of the draft, k ≥ 1; drafted: int64[B, k].
-    After a request's last draft q is 0, and drafted −1: no more is accepted, and the residual is p:
-    the bonus. -> accepted: int64[B]; token: int64[B], correction or bonus.
+    p: float[B, k + 1, V] of the target, k ≥ 1; q and drafted: the two fields of a Proposal. After a
+    request's last draft nothing is accepted, and the residual is p: the bonus.
+    -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
     B, k = drafted.shape
     index = drafted.clamp(min=0)[..., None]  # [B, k, 1]
@@ -134,7 +137,7 @@ class Round:
         self.first_draft_coin = 0 if coupled else 1
         self.masks: Masks | None = None
         if any(request.grammar_state is not None for request in requests):
-            self.masks = Masks(requests, self.width, vocab_size, self.ops)
+            self.masks = Masks(requests, self.width, vocab_size)
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
@@ -171,15 +174,19 @@ class Round:
         indices = [row * self.width + first for row in rows]
         return self.coins[indices]
 
-    def empty_drafts(self) -> Proposal:
-        """No drafts, to be filled."""
+    def no_drafts(self) -> Proposal:
+        """A proposal that is to be filled."""
         B = len(self.requests)
         k = self.width - 1
-        drafted = torch.full((B, k), -1, device=self.device)
+        tokens = torch.full((B, k), -1, device=self.device)
         if self.coupled:
-            return drafted, None
+            return Proposal(tokens, None)
         shape = B, k + 1, self.vocab_size
-        return drafted, torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    def drafting(self, j: int = 0) -> list[int]:
+        """The rows of the requests that want a draft j."""
+        return [b for b, num_drafts in enumerate(self.num_drafts) if num_drafts > j]
 
     def setting(self, name: str) -> list[float | int | None]:
         """The value of a sampling setting for each request."""
@@ -201,11 +208,13 @@ class Round:
             self.masks.push(j, rows, picked.tolist())
         return q, picked
 
-    def verify(self, p: Tensor, q: Tensor | None, drafted: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
         """How many drafts of each request are accepted, and the token after them: int64[B]."""
+        drafted, q = proposal
+        coin = self.text_coin()
         if self.coupled:
-            return couple(p, drafted, self.text_coin())
-        return verify(p, q, drafted, self.text_coin())
+            return couple(p, drafted, coin)
+        return self.ops.verify(p, q, drafted, coin) or verify(p, q, drafted, coin)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
         """logits [R, ≥ V] -> float[R, V]. rows: the request of each row.

@@ -24,7 +24,7 @@ from quant import WIDTHS, dequantize, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
-from speculative import Round
+from speculative import Proposal, Round
 from test_speculative import COPY, CPU, KINDS, TARGET, Kind, new_tokens, play, toy_cache
 
 
@@ -58,13 +58,14 @@ class LastToken(Drafter):
     def max_drafts(self, request: Request, wanted: int) -> int:
         return wanted
 
-    def propose(self, round: Round) -> tuple[Tensor, Tensor]:
-        drafted, q = round.empty_drafts()
+    def propose(self, round: Round) -> Proposal:
+        proposal = round.no_drafts()
+        drafted, q = proposal
         for b, (request, num_drafts) in enumerate(zip(round.requests, round.num_drafts)):
             drafted[b, :num_drafts] = request.tokens[-1]
             if q is not None:
                 q[b, :num_drafts, request.tokens[-1]] = 1
-        return drafted, q
+        return proposal
 
 
 # ---- n-grams
@@ -231,7 +232,7 @@ def small(base) -> tuple[Model, Draft]:
 def test_int4_copy_has_the_targets_layers_in_4_bits_and_shares_the_rest(base, small):
     model, draft = small
     target = model.llama
-    copy = draft.llama
+    (copy,) = draft.models
     assert copy.embed is target.embed and copy.head is target.head
     plain = Llama.load(base, "cpu", torch.float64, trainable=True).requires_grad_(False)
     tensors = copy.named_tensors()
@@ -382,7 +383,7 @@ def test_interrupted_draft_leaves_the_targets_cache_as_it_was(paged):
                 raise KeyboardInterrupt
             return COPY(tokens, metadata, logits_indices)
 
-    runner.drafter.llama = Breaks(longest=1)
+    runner.drafter.model = Breaks(longest=1)
     with pytest.raises(KeyboardInterrupt):
         runner.step([runner.schedule(request)])
     assert cache.length(request.seq) == len(request.tokens) - 1

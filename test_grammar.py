@@ -1,12 +1,14 @@
 """Grammars: the law of texts by enumeration, and planted bugs."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from random import Random
 from threading import Event, Timer
 from typing import Any
 
@@ -20,7 +22,6 @@ from conftest import ROOT, write_tokenizer
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
-from kernels import Ops
 from kvcache import KVCache
 from proof import Law, Toy, Walk, distance, enumerate_law
 from request import OutputStream, Request, Settings
@@ -34,7 +35,7 @@ from tokenizer import Tokenizer
 
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
-from grammar import Grammars, GrammarState, Masks
+from grammar import Grammars, GrammarState, Masks, forbid
 from settings import MAX_GRAMMAR, Grammar
 
 # ---- A vocabulary of four tokens, and what a grammar allows there, by definition
@@ -323,7 +324,7 @@ def test_an_error_in_the_worker_is_one_of_the_round():
     """Also if later work succeeds: a row without its mask would be drawn from."""
     request = Request([1], Settings(seed=0))
     request.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "ab")), [])
-    masks = Masks([request], 2, 4, Ops())
+    masks = Masks([request], 2, 4)
     masks.bits = masks.bits[:0]  # no room for the first mask
     masks.start()
     masks.works[0].exception()
@@ -357,7 +358,7 @@ def test_texts_without_a_grammar_need_no_masks():
     masked = Request([1], Settings(seed=0, regex="a"))
     masked.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "a")), [])
     assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
-    masks = Masks([free, masked], 1, 4, Ops())
+    masks = Masks([free, masked], 1, 4)
     logits = torch.zeros(5, 4)
     assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
 
@@ -715,3 +716,32 @@ def test_a_request_keeps_its_grammar(model, monkeypatch):
     monkeypatch.setattr(Grammars, "submit", cannot)
     list(Engine(model, None, 200, 50, 2).batcher.run(requests))
     assert all(request.finish_reason for request in requests)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32))
+def test_forbidden_tokens(B, V, seed):
+    """Bits beyond the vocabulary are padding; other rows are left alone, and NaN stays."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    rows = random.sample(range(B), random.randint(1, B))
+    num_words = -(-V // 32)
+    words = []
+    for _ in rows:
+        kinds = [0, 2**32 - 1, random.getrandbits(32)]
+        words.append(random.choices(kinds, k=num_words))
+    masks = torch.tensor(words).to(torch.uint32).view(torch.int32)
+    logits = torch.randn(B, V)
+    logits[0, 0] = math.nan
+    wanted = logits.clone()
+    for row, mask in zip(rows, words):
+        bias = [0.0 if mask[i // 32] >> i % 32 & 1 else -math.inf for i in range(V)]
+        wanted[row] += torch.tensor(bias)
+    wide = torch.zeros(B, V + 3)  # rows that are apart
+    wide[:, :V] = logits
+    by_column = logits.T.contiguous().T
+    for x in (logits, wide[:, :V], by_column):
+        got = forbid(x, rows, masks)
+        assert got.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
+    assert not wide[:, V:].any()

@@ -343,15 +343,6 @@ def test_without_prefix_caching_nothing_is_found():
     assert cache.open(list(range(20)))[1] == 0 and cache.check()[1] == 0
 
 
-def test_drafts_are_not_cached_where_it_is_not_wanted():
-    cache = small_cache()
-    seq = stored(cache, [0] * 6)
-    cache.extend([(seq, [0])], cache_blocks=False)
-    assert cache.open([0] * 8)[1] == 0
-    cache.extend([(seq, [0])])
-    assert cache.open([0] * 8)[1] == 6
-
-
 def test_a_rewritten_block_is_no_longer_found_by_what_it_held():
     cache = small_cache()
     seq = stored(cache, [0] * 6)

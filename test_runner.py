@@ -113,7 +113,7 @@ def test_plans_change_nothing(drafts):
     if drafts == "ngram":
         runner.drafter = NgramDrafter()
     if drafts == "self":
-        runner.drafter = SelfDrafter(runner.drafter.llama, runner.cache)
+        runner.drafter = SelfDrafter(runner.drafter.model, runner.cache)
     request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=60))
     runner.open(request)
     kinds = set()
@@ -146,7 +146,7 @@ def test_plans_change_nothing(drafts):
 
 def test_draft_cache_lacks_the_last_draft_after_full_acceptance():
     request, runner = scripted_text(TRUTH)
-    draft = runner.drafter.llama
+    draft = runner.drafter.model
     assert request.tokens == TRUTH[:10]
     assert [stats[:2] for stats in request.rounds] == [(3, 3), (3, 3)]
     assert request.origins == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"]
@@ -165,13 +165,13 @@ def test_draft_cache_forgets_rejected_drafts():
     assert [stats[:2] for stats in request.rounds] == [(3, 1), (3, 2), (2, 2)]
     assert request.origins[:2] == ["accepted", "corrected"]
     # the draft's 9 at position 3 is gone, the correction is read
-    assert runner.drafter.llama.calls[:4] == [[(0, 5), (1, 1)], [(2, 2)], [(3, 9)], [(3, 3)]]
+    assert runner.drafter.model.calls[:4] == [[(0, 5), (1, 1)], [(2, 2)], [(3, 9)], [(3, 3)]]
     assert [call[0] for call in runner.target.calls] == [(0, 5), (3, 3), (6, 6)]
 
     request, runner = scripted_text([9] * 24)  # nothing is accepted
     assert request.tokens == TRUTH[:10]
     assert [stats.num_accepted for stats in request.rounds] == [0] * 8
-    assert runner.drafter.llama.calls[:3] == [[(0, 5), (1, 1)], [(2, 9)], [(3, 9)]]
+    assert runner.drafter.model.calls[:3] == [[(0, 5), (1, 1)], [(2, 9)], [(3, 9)]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -201,7 +201,7 @@ def test_max_drafts_use_the_whole_context_of_the_draft_and_no_more():
     for draft_len in range(2, 14):
         request, runner = scripted_text(TRUTH, count=14, draft_len=draft_len)
         assert request.tokens == TRUTH[:16]
-        last = max((call[-1][0] for call in runner.drafter.llama.calls), default=-1)
+        last = max((call[-1][0] for call in runner.drafter.model.calls), default=-1)
         assert last < draft_len
         is_full.append(last == draft_len - 1)
         length = 2  # of the text at the beginning of a round
@@ -211,7 +211,7 @@ def test_max_drafts_use_the_whole_context_of_the_draft_and_no_more():
             length += stats.num_accepted + 1
     assert sum(is_full) > 5
     request, runner = scripted_text([5] * 20, count=5, draft_len=1)
-    assert request.tokens == TRUTH[:7] and runner.drafter.llama.calls == []
+    assert request.tokens == TRUTH[:7] and runner.drafter.model.calls == []
 
 
 # ---- Chunks
@@ -222,7 +222,7 @@ def test_chunks_of_a_prompt_are_read_by_both():
     request = Request([1] * 23, Settings(1.0, seed=3, max_tokens=6, gamma=2))
     play(runner, [request])
     assert sizes(runner.target)[:3] == [10, 10, 3 + 2]
-    assert sizes(runner.drafter.llama)[:4] == [10, 10, 3, 1]
+    assert sizes(runner.drafter.model)[:4] == [10, 10, 3, 1]
 
 
 def test_draft_that_lags_catches_up_in_chunks():
@@ -235,7 +235,7 @@ def test_draft_that_lags_catches_up_in_chunks():
     runner.auto_gamma.observe = lambda num_drafts, *_: timed.append(num_drafts[0])
     play(runner, [request])
     assert new_tokens(request) == (1,) * 60
-    assert sizes(runner.drafter.llama)[:5] == [10, 10, 10, 8, 1]
+    assert sizes(runner.drafter.model)[:5] == [10, 10, 10, 8, 1]
     num_drafts = [stats.num_drafts for stats in request.rounds]
     assert num_drafts[30:35] == [0, 0, 0, 2, 2]
     assert timed == num_drafts[1:30] + num_drafts[33:]  # not the prompt's, nor those that catch up
@@ -357,7 +357,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
         runner = pair_runner(pair, kv=kv)
         runner.budget = budget
         request = pair_request(pair, PROMPTS[2], max_tokens=20)
-        llama = runner.target if where == "target" else runner.drafter.llama
+        llama = runner.target if where == "target" else runner.drafter.model
         num_calls = 0
 
         class Breaks:
@@ -377,7 +377,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
         if where == "target":
             runner.target = Breaks()
         else:
-            runner.drafter.llama = Breaks()
+            runner.drafter.model = Breaks()
         runner.open(request)
         while not request.finish_reason:
             length = runner.cache.length(request.seq)
@@ -430,7 +430,7 @@ def test_a_token_of_minus_one_says_whose_logits_are_not_finite():
         runner.step([runner.schedule(request)])
         ended = torch.tensor([0]), torch.tensor([token])
         with (
-            mock.patch.object(ModelDrafter, "propose", lambda self, round: round.empty_drafts()),
+            mock.patch.object(ModelDrafter, "propose", lambda self, round: round.no_drafts()),
             mock.patch.object(Ops, "verify", lambda *inputs: ended),
             pytest.raises(UserError, match=f"^the {whose}'s logits are not finite"),
         ):

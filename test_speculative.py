@@ -491,7 +491,7 @@ def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
         (torch.float64, torch.float64),
     ):
         round = Round([Request([1], Settings(seed=0))], [2], 5, CPU, dtype)
-        assert round.empty_drafts()[1].dtype == kept
+        assert round.no_drafts()[1].dtype == kept
 
 
 def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatch):

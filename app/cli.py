@@ -224,9 +224,7 @@ def start(
         not args.no_prefix_cache,
         args.kv_bits,
     )
-    llamas = [model.llama]
-    if draft is not None and draft.llama is not None:
-        llamas.append(draft.llama)
+    llamas = [model.llama, *(draft.models if draft else ())]
     say(describe(args.target, llamas))
     say(engine.describe())
     for setting in model.recommended.unsupported():
@@ -383,10 +381,8 @@ def profile_to_file(
     """--profile: measure/ is loaded only then."""
     if args.profile is None:
         return nullcontext()
-    llamas = [model.llama]
-    if draft is not None and draft.llama is not None:
-        llamas.append(draft.llama)
-    return import_module("measure.profiler").trace_phases(args.profile, llamas)
+    models = draft.models if draft else ()
+    return import_module("measure.profiler").trace_phases(args.profile, model.llama, models)
 
 
 def verify_coupled(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from app import cli
 from app import flags as flags_page
 from app.shell import Terminated
 from batcher import Batcher
-from conftest import program, told, write_model
+from conftest import ROOT, program, told, write_model
 from generate import Model, generate
 from model import Llama
 from runner import ModelRunner
@@ -71,6 +72,17 @@ def test_what_runs_is_told(base, bits):
     assert text.startswith(f"running this: {'float64' if bits == 16 else 'INT4'} weights, 0 MB")
     threads = torch.get_num_threads()
     assert text.endswith(f"with the draft's; computed in float64 on cpu, threads: {threads}")
+
+
+def test_the_weights_of_a_head_count(capsys):
+    """fc, the head's layer, its head; its embedding is the target's."""
+    sizes = []
+    for more in ([], ["--draft", "tiny-eagle"]):
+        status, _, said = run(capsys, PROMPT, "--seed", "1", "--max-tokens", "1", *more)
+        assert status == 0
+        sizes.append(int(re.search(r"weights, (\d+) MB", said)[1]))
+    head = (ROOT / "models/tiny-eagle/model.safetensors").stat().st_size
+    assert abs(sizes[1] - sizes[0] - head / 1e6) <= 1
 
 
 def test_json_and_text_say_the_same(base, capsys):

@@ -69,8 +69,9 @@ def load_llama(
         config = config.quantized(Quantization(bits, DEFAULT_GROUP.get(bits, 128)))
     device = torch.device(device) if device else find_device()
     ops = ops_for(device)
-    dtype = dtype or ops.compute_dtype(checkpoint.dtypes[0])
-    weight_dtype = dtype if trainable else ops.weight_dtype(checkpoint.dtypes, dtype)
+    dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
+    if trainable:
+        weight_dtype = dtype
     shard = group_for(device).shard(config)  # what this process will hold
     empty = cls(shard, "meta", dtype, None, weight_dtype=weight_dtype)
     check_fits_in_memory(name, empty.named_tensors().values(), device)
@@ -86,8 +87,7 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:
     config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
     device = target.device
     ops = ops_for(device)
-    dtype = target.dtype
-    weight_dtype = ops.weight_dtype(checkpoint.dtypes, dtype)
+    dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, target.dtype)
     shard = config.shard(target.group)  # what this process will hold
     config.check_target(target.config, shard.layer)
     empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)

@@ -146,7 +146,7 @@ def test_loading_never_takes_more_than_the_model_and_one_tensor():
     measured = load.format("folder") + "; assert 'torch._dynamo' not in sys.modules"
     shape = json.dumps(LARGE | dict(dtype="bfloat16"))
     taken = peak(shape, load.format("'test_data/mha'"), measured)
-    weight_dtype = ops_for("cpu").weight_dtype([torch.bfloat16], torch.float32)
+    _, weight_dtype = ops_for("cpu").dtypes([torch.bfloat16], torch.float32)
     model = Llama(Config(**SMALL | LARGE), "meta", seed=None, weight_dtype=weight_dtype)
     sizes = [tensor.nbytes for tensor in model.named_tensors().values()]
     assert sum(sizes) > 75e6

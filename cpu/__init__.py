@@ -27,16 +27,17 @@ import torch
 from torch import Tensor
 
 from cpu import native
+from drafters import Chain, ModelChain
+from eagle import EagleHead, HeadChain
 from kernels import Linear, Ops, rotated
 from quant import Quantized
 from sampling import Keyed, Setting, check_tokens
 from settings import SETTINGS
 
 if TYPE_CHECKING:
-    from eagle import EagleHead
-    from kvcache import AttentionMetadata, Cache
+    from kvcache import AttentionMetadata
     from model import Features, Llama, Rope
-    from speculative import Proposal, Round
+    from speculative import Coin, Proposal, Round
 
 ONE_CALL = 64  # tokens of a step that is one call: Ctrl-C waits for its end
 warnings.filterwarnings(  # python -m cpu.native
@@ -50,13 +51,16 @@ class CPU(Ops):
     def __init__(self) -> None:
         self._models: WeakKeyDictionary[Llama, Any] = WeakKeyDictionary()
 
-    def weight_dtype(self, stored: list[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    def dtypes(
+        self, stored: list[torch.dtype], asked: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
         """For float32 x, bfloat16 weights stay bfloat16: half the bytes, the same products to the
         bit."""
+        dtype, of_weights = super().dtypes(stored, asked)
         has_c = native.library() is not None  # before a model is loaded: it may tell why not
-        if has_c and dtype == torch.float32 and stored == [torch.bfloat16]:
-            return torch.bfloat16
-        return dtype
+        if has_c and dtype == torch.float32 and {*stored} == {torch.bfloat16}:
+            of_weights = torch.bfloat16
+        return dtype, of_weights
 
     # ---- Weights
 
@@ -94,11 +98,6 @@ class CPU(Ops):
 
     # ---- Sampling
 
-    def forbid(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-        if native.serves(logits) and logits.stride(1) == 1:
-            return native.mask_logits(logits, rows, masks)
-        return super().forbid(logits, rows, masks)
-
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
         temperature = settings.get("temperature")
         is_alone = len(settings) == 1 and temperature is not None
@@ -112,11 +111,10 @@ class CPU(Ops):
         return super().pick(probs, streams)
 
     def verify(
-        self, round: Round, p: Tensor, q: Tensor | None, drafted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if round.coupled or type(round.coins) is not Keyed or not native.serves(p, q):
-            return super().verify(round, p, q, drafted)
-        coin = round.text_coin()
+        self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+    ) -> tuple[Tensor, Tensor] | None:
+        if type(coin) is not Keyed or not native.serves(p, q):
+            return None
         return native.verify_drafts(p, q, drafted, coin)
 
     # ---- Attention
@@ -142,88 +140,51 @@ class CPU(Ops):
     def forward(
         self,
         llama: Llama,
-        tokens: Tensor,
+        inputs: Any,
         metadata: AttentionMetadata,
-        logits_indices: Tensor | slice | None,
+        logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
         model = self.native_model(llama)
-        if model is None or len(tokens) > ONE_CALL or not attends_in_c(metadata):
-            return super().forward(llama, tokens, metadata, logits_indices, features)
-        x = llama.embed.rows(tokens)  # [T, C]
+        is_short = len(metadata.positions) <= ONE_CALL
+        if model is None or not is_short or not attends_in_c(metadata):
+            return super().forward(llama, inputs, metadata, logits_indices, features)
         angles = native.angles_for(model, llama, metadata)
+        if isinstance(llama, EagleHead):
+            return model.rows(*inputs, angles, metadata)
+        x = llama.embed.rows(inputs)  # [T, C]
         x = model.run_layers(x, angles, metadata, features)
         if logits_indices is not None:
             x = x[logits_indices]
         return native.product(x, llama.head)
 
-    def draft(
-        self,
-        llama: Llama,
-        cache: Cache,
-        seqs: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        round: Round,
-        cache_blocks: bool = True,
-    ) -> Proposal:
-        """The drafts of a lone sequence without filters in one call.
-
-        The cache takes memory for all drafts at once, with 0 for each token that is not known yet.
-        """
-        model = self.native_model(llama)
-        is_short = len(unread) == 1 and 1 <= len(unread[0]) <= ONE_CALL
-        if model is None or not is_short or not drafts_in_c(cache, round):
-            return super().draft(llama, cache, seqs, unread, round, cache_blocks)
-        new_tokens = list(unread[0])
-        k = round.num_drafts[0]
-        metadata = cache.extend([(seqs[0], new_tokens + [0] * (k - 1))], cache_blocks)
-        x = llama.embed.rows(torch.tensor(new_tokens))  # [T, C]
-        angles = native.angles_for(model, llama, metadata)
-        temperature, streams = draws(round)
-        drafted, q = round.empty_drafts()
-        model.draft(x, angles, metadata, temperature, streams, round.vocab_size, drafted, q)
-        check_tokens(drafted[0].tolist())
-        return drafted, q
-
-    def head_rows(
-        self, head: EagleHead, f: Tensor, tokens: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        model = self.native_model(head, native.NativeHead)
-        if model is None or len(f) > ONE_CALL or not attends_in_c(metadata):
-            return super().head_rows(head, f, tokens, metadata)
-        angles = native.angles_for(model, head, metadata)
-        return model.rows(f, tokens, angles, metadata)
-
-    def head_drafts(
-        self, head: EagleHead, cache: Cache, seqs: Sequence[int], z: Tensor, round: Round
-    ) -> Proposal:
-        """The drafts of a lone sequence without filters in one call, as in `draft`."""
-        model = self.native_model(head, native.NativeHead)
-        if (
-            model is None
-            or not model.drafts_from(round.vocab_size)
-            or not drafts_in_c(cache, round)
-        ):
-            return super().head_drafts(head, cache, seqs, z, round)
-        k = round.num_drafts[0]
+    def chain(self, chain: Chain, round: Round) -> Proposal | None:
+        """The drafts of a lone sequence without filters."""
+        if not drafts_in_c(chain, round):
+            return None
+        model = self.native_model(chain.model)
+        if model is None or not model.drafts_from(round.vocab_size):
+            return None
+        if isinstance(chain, HeadChain):
+            x = chain.z
+        else:
+            x = chain.model.embed.rows(torch.tensor(chain.new[0]))  # [T, C]
         angles = None
-        metadata = None
-        if k > 1:
-            metadata = cache.extend([(seqs[0], [0] * (k - 1))], cache_blocks=False)
-            angles = native.angles_for(model, head, metadata)
-        drafted, q = round.empty_drafts()
-        temperature, streams = draws(round)
-        model.draft(z, angles, metadata, temperature, streams, round.vocab_size, drafted, q)
-        check_tokens(drafted[0].tolist())
-        return drafted, q
+        if chain.reserved is not None:
+            angles = native.angles_for(model, chain.model, chain.reserved)
+        proposal = round.no_drafts()
+        model.draft(x, angles, chain.reserved, draws(round), proposal)
+        check_tokens(proposal.tokens[0].tolist())
+        return proposal
 
-    def native_model(self, llama: Llama, kind: Any = native.NativeModel) -> Any:
-        """The model, of this kind, for calls of all layers; None if C does not do all of them."""
+    def native_model(self, llama: Llama) -> Any:
+        """The model or head, for calls of all layers; None if C does not do all of them."""
         if native.library() is None or not isinstance(llama.head, native.Weight):
             return None
         if llama.group.n > 1:  # layer by layer, with sums in between
             return None
         if llama not in self._models:
+            kind = native.NativeHead if isinstance(llama, EagleHead) else native.NativeModel
             self._models[llama] = kind.of(llama)
         return self._models[llama]
 
@@ -236,14 +197,16 @@ def attends_in_c(metadata: AttentionMetadata) -> bool:
     return native.cache_layout(cache) is not None
 
 
-def drafts_in_c(cache: Cache, round: Round) -> bool:
-    """Whether drafts are one call: a lone sequence, coins that C can compute, no filters, no
-    grammar."""
-    if len(round.num_drafts) != 1 or round.num_drafts[0] < 1:
+def drafts_in_c(chain: Chain, round: Round) -> bool:
+    """Whether drafts are one call: of a lone sequence with few unread tokens, coins that C can
+    compute, no filters, no grammar."""
+    if type(chain) not in (ModelChain, HeadChain) or len(round.num_drafts) != 1:
+        return False
+    if isinstance(chain, ModelChain) and len(chain.new[0]) > ONE_CALL:
         return False
     if round.masks is not None:
         return False
-    if native.cache_layout(cache) is None or not isinstance(round.coins, Keyed):
+    if native.cache_layout(chain.cache) is None or not isinstance(round.coins, Keyed):
         return False
     for name, neutral in SETTINGS.items():
         value = round.setting(name)[0]
@@ -252,14 +215,14 @@ def drafts_in_c(cache: Cache, round: Round) -> bool:
     return True
 
 
-def draws(round: Round) -> tuple[float, Tensor]:
-    """Of a lone sequence the temperature, and the stream of each draft: int64[k, 1]."""
+def draws(round: Round) -> native.Draws:
+    """How the drafts of a lone sequence are drawn."""
     temperature = round.setting("temperature")[0]
     if temperature is None:
         temperature = SETTINGS["temperature"]
     first = round.first_draft_coin
     coins = round.coins[first : first + round.num_drafts[0]]
-    return temperature, coins.streams
+    return native.Draws(temperature, coins.streams, round.vocab_size)
 
 
 def ops() -> CPU:

@@ -69,8 +69,8 @@ void swiglu(const float *x, float *y, long T, long F) {
 //
 //     F32, BF16   x as it is
 //     I8          x = n · scale
-//     I4          x = (n − zero / steps) · scale, two n in a byte; each `group` of n has a scale and
-//                 a zero. Where a vector has one group, steps is 1, else 4
+//     I4          x = (n − zero / steps) · scale, two n in a byte; each `group` of n has a scale
+//                 and a zero. Where a vector has one group, steps is 1, else 4
 typedef struct { void *numbers; uint16_t *scale; int16_t *zero; long kind, group; } Kept;
 static const long EIGHTHS[] = { [F32] = 32, [BF16] = 16, [I8] = 8, [I4] = 4 };  // of a byte
 
@@ -552,22 +552,6 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 }
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
-
-// sampling.forbid: in these n rows of x, −∞ is added to each logit whose bit in the row's mask is
-// 0. x: rows of V, which begin `apart` from each other; masks: [n, words].
-void forbid(float *x, const int64_t *rows, const uint32_t *masks, long n, long V, long apart,
-            long words) {
-    #pragma omp parallel for if (n > 1 && n * V > 1 << 15)
-    for (long i = 0; i < n; i++) {
-        float *row = x + rows[i] * apart;
-        for (long at = 0; at < V; at += 32) {
-            uint32_t mask = masks[i * words + at / 32];
-            long count = least(V - at, 32);
-            if (mask == UINT32_MAX) continue;
-            for (long j = 0; j < count; j++) row[at + j] += (mask >> j & 1) ? 0 : -INFINITY;
-        }
-    }
-}
 
 // softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
 // not finite (−∞ is).

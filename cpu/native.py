@@ -45,9 +45,8 @@ import functools
 import os
 import platform
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from eagle import EagleHead
     from kvcache import AttentionMetadata, Cache, Store
     from model import Features, Layer, Llama, Rope
+    from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "native.c")
 WITHOUT = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
@@ -148,7 +148,6 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
     lib.layers.argtypes = [POINTER] * 6 + [LONG, POINTER, LONG, POINTER]
-    lib.forbid.argtypes = [POINTER] * 3 + [LONG] * 4
     lib.verify_drafts.argtypes = [POINTER] * 7 + [LONG] * 4
     lib.soften_rows.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.soften_rows.restype = LONG
@@ -358,17 +357,6 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def mask_logits(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-    """sampling.forbid, in place. logits: [B, V], whose rows may be apart; masks:
-    int32[n, ⌈V / 32⌉]."""
-    numbers = torch.tensor(rows)
-    masks = masks.contiguous()
-    n, words = masks.shape
-    pointers = logits.data_ptr(), numbers.data_ptr(), masks.data_ptr()
-    library().forbid(*pointers, n, logits.shape[1], logits.stride(0), words)
-    return logits
-
-
 def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
 
@@ -529,6 +517,21 @@ def angles_for(
     return angles
 
 
+class Draws(NamedTuple):
+    """How the next k tokens of a sequence are drawn, from the first V."""
+
+    temperature: float
+    streams: Tensor  # int64[k, 1], contiguous
+    V: int
+
+    def arguments(self, proposal: Proposal) -> tuple[Any, ...]:
+        """What C gets. proposal: float32, to be filled; a token stays −1 where logits are not
+        finite."""
+        tokens, q = proposal
+        pointers = self.streams.data_ptr(), tokens.data_ptr(), address(q)
+        return self.temperature, *pointers, len(self.streams), self.V
+
+
 class LayerWeights(ctypes.Structure):
     """model.Layer: addresses of tensors and of `Weight`s."""
 
@@ -639,17 +642,12 @@ class NativeModel(ctypes.Structure):
         x: Tensor,
         angles: Tensor,
         metadata: AttentionMetadata,
-        temperature: float,
-        streams: Tensor,
-        V: int,
-        drafted: Tensor,
-        q: Tensor | None,
+        draws: Draws,
+        proposal: Proposal,
     ) -> None:
-        """Fill in the next k tokens of a sequence, int64[1, k], all −1 before (and after, where
-        logits are not finite); and their distributions, float32[1, k + 1, V], if they are wanted.
+        """Fill in the next k tokens of a sequence, and their distributions, if they are wanted.
 
-        x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens; streams:
-        int64[k, 1], contiguous, one for each pick.
+        x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens.
         """
         T, C = x.shape
         scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
@@ -660,13 +658,12 @@ class NativeModel(ctypes.Structure):
             angles.data_ptr(),
             step_address(metadata),
             T,
-            temperature,
-            streams.data_ptr(),
-            drafted.data_ptr(),
-            address(q),
-            len(streams),
-            V,
+            *draws.arguments(proposal),
         )
+
+    def drafts_from(self, V: int) -> bool:
+        """Whether tokens can be drawn from the first V alone."""
+        return True
 
 
 class NativeHead(ctypes.Structure):
@@ -734,11 +731,8 @@ class NativeHead(ctypes.Structure):
         z: Tensor,
         angles: Tensor | None,
         metadata: AttentionMetadata | None,
-        temperature: float,
-        streams: Tensor,
-        V: int,
-        drafted: Tensor,
-        q: Tensor | None,
+        draws: Draws,
+        proposal: Proposal,
     ) -> None:
         """Fill in the next k tokens of a sequence, and their distributions, as `NativeModel.draft`.
 
@@ -752,12 +746,7 @@ class NativeHead(ctypes.Structure):
             scratch.data_ptr(),
             address(angles),
             step_address(metadata) if metadata else None,
-            temperature,
-            streams.data_ptr(),
-            drafted.data_ptr(),
-            address(q),
-            len(streams),
-            V,
+            *draws.arguments(proposal),
         )
 
 

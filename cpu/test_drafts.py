@@ -12,10 +12,10 @@ import torch
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL
+from conftest import SMALL, model_chain
 from cpu import CPU, native
-from eagle import EagleHead
-from kernels import Ops
+from drafters import draft, fastest_draft
+from eagle import EagleHead, HeadChain
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -70,12 +70,13 @@ def drafts(
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
     round = Round(requests, [gamma] * texts, 250, llama.device, llama.dtype, coin, coupled)
-    arguments = llama, cache, seqs, [TEXT[-unread:]] * texts, round
-    with mock.patch.object(Ops, "draft", autospec=True, side_effect=Ops.draft) as plain:
-        tokens, q = plain(llama.ops, *arguments) if one_by_one else llama.ops.draft(*arguments)
+    chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
+    proposal = None if one_by_one else llama.ops.chain(chain, round)
+    one_call = proposal is not None
+    tokens, q = proposal or draft(chain, round)
     assert all(cache.length(seq) == len(TEXT) + gamma - 1 for seq in seqs)
     after = torch.cat([llama(torch.tensor([8]), cache.extend([(seq, [8])])) for seq in seqs])
-    return tokens, q, after, not plain.called
+    return tokens, q, after, one_call
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
@@ -167,9 +168,6 @@ def test_which_drafts_are_one_call():
 @torch.inference_mode()
 def test_drafts_without_c_and_of_no_request_are_made_one_by_one(monkeypatch):
     llama = scaled_llama()
-    no_requests = Round([], [], 250, llama.device)
-    tokens, _ = llama.ops.draft(llama, KVCache.of(llama, 9), [], [], no_requests)
-    assert tokens.shape == (0, 0)
     monkeypatch.setattr(native, "library", lambda: None)
     tokens, _, _, one_call = drafts(llama, False)
     assert not one_call and torch.equal(tokens, drafts(llama, True)[0])
@@ -197,26 +195,26 @@ def head_round(
         store.parts[0].zero_()
     generator = torch.Generator().manual_seed(1)
     f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
-    request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20))
+    request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20), seq=seq)
     round = Round([request], [k], V, head.device, torch.float32, coupled=coupled)
     native_model = CPU.native_model if one_call else lambda *_: None
     with (
         mock.patch.object(CPU, "native_model", native_model),
-        mock.patch.object(EagleHead, "plain_rows", autospec=True) as plain,
+        mock.patch.object(EagleHead, "forward", autospec=True) as plain,
     ):
-        plain.side_effect = EAGLE_ROWS
-        z = head.rows(f, torch.tensor(tokens), cache.stored(spans))
+        plain.side_effect = EAGLE_FORWARD
+        z = head.rows(f, torch.tensor(tokens), cache.metadata(spans))
         newest = z[len(TEXT) - 1 :][:1]
-        before = dict(cache.pool.cached)
-        drafted, q = head.ops.head_drafts(head, cache, [seq], newest.clone(), round)
-        assert cache.pool.cached == before
+        drafted, q = fastest_draft(HeadChain(head, cache, round, newest.clone()), round)
+        _, num_found = cache.open(TEXT + [0] * 9)
+        assert num_found <= len(TEXT)
     assert plain.called != one_call
     assert cache.length(seq) == len(TEXT) + k - 1
     made = [drafted, z, cache.keys.parts[0][-1], cache.values.parts[0][-1]]
     return made if q is None else [*made, q]
 
 
-EAGLE_ROWS = EagleHead.plain_rows
+EAGLE_FORWARD = EagleHead.forward
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -1,6 +1,7 @@
 """C's picks are torch's, to the last digits of the noise; and its softmax is torch's."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,24 +135,14 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         assert bool(called) == in_c, settings_
 
 
-def test_masks_and_verifying_are_c(monkeypatch):
-    called = []
-    for name in ("mask_logits", "verify_drafts"):
-        made = getattr(native, name)
-        monkeypatch.setattr(
-            native, name, lambda *args, made=made, name=name: called.append(name) or made(*args)
-        )
-    ops = CPU()
-    ops.forbid(torch.zeros(2, 40), [1], torch.zeros(1, 2, dtype=torch.int32))
+def test_verifying_is_c_with_keyed_coins_alone():
     round = Round([Request([1], Settings(seed=0))], [2], 5, torch.device("cpu"))
-    q = torch.ones(1, 3, 5) / 5
+    p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
-    ops.verify(round, q, q, drafted)
-    assert called == ["mask_logits", "verify_drafts"]
-    coupled = Round(round.requests, [2], 5, round.device, coupled=True)
-    accepted, token = ops.verify(coupled, q, None, drafted)  # there is no q
-    wanted = coupled.verify(q, None, drafted)
-    assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
+    coin = round.text_coin()
+    assert CPU().verify(p, p, drafted, coin) is not None
+    assert CPU().verify(p.double(), p.double(), drafted, coin) is None
+    assert CPU().verify(p, p, drafted, SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("V", [5000, 128_000])

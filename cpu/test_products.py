@@ -153,16 +153,16 @@ def test_plain_weights_have_gradients_when_they_are_asked_for():
 def test_bfloat16_weights_stay_so_beside_float32(monkeypatch):
     full = torch.float32
     brain = torch.bfloat16
-    assert CPU().weight_dtype([brain], full) == (brain if native.library() else full)
+    assert CPU().dtypes([brain], full)[1] == (brain if native.library() else full)
     for stored_dtypes, dtype in (
         ([brain], brain),
         ([brain], torch.float64),
         ([brain, full], full),
         ([torch.float16], full),
     ):
-        assert CPU().weight_dtype(stored_dtypes, dtype) == dtype
+        assert CPU().dtypes(stored_dtypes, dtype) == (dtype, dtype)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert CPU().weight_dtype([brain], full) == full
+    assert CPU().dtypes([brain], full) == (full, full)
 
 
 @needs_c

@@ -4,7 +4,7 @@
     linear, swiglu                products.py: 1 to 64 rows times weights as they are stored
     attend                        store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
-    forward, draft                graphs.py: all launches of a pass as one launch
+    forward, chain                graphs.py: all launches of a pass as one launch
     warm_up                       every kernel once, before the texts come
 
 Other operations, float64 and gradients fall back to kernels.Ops. A cache owns the graphs that were
@@ -13,13 +13,15 @@ recorded over it: cache.backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from drafters import Chain, ModelChain
+from eagle import EagleHead
 from kernels import Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
@@ -72,6 +74,9 @@ def run_empty_step(llama: Llama, cache: Cache, shape: tuple[int, int], splits: i
     tokens = torch.zeros(B * each, dtype=torch.int64, device=llama.device)
     metadata = graphs.empty_metadata(cache, graphs.Bucket(B, each, 1))
     metadata.backend["longest"] = splits * tuning.LEAST_KEYS
+    if isinstance(llama, EagleHead):
+        features = llama.target.empty_features(llama.feature_layers, B * each).values.zero_()
+        return llama.logits(llama.forward((llama.combine(features), tokens), metadata))
     return llama.forward(tokens, metadata, None)
 
 
@@ -83,8 +88,10 @@ class GPU(Ops):
     def __init__(self, records: bool = True):
         self.records = records
 
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        return stored
+    def dtypes(
+        self, stored: list[torch.dtype], asked: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        return super().dtypes(stored, asked or stored[0])
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Linear:
         w = weight.weight
@@ -173,33 +180,27 @@ class GPU(Ops):
     def forward(
         self,
         llama: Llama,
-        tokens: Tensor,
+        inputs: Any,
         metadata: AttentionMetadata,
-        logits_indices: Tensor | slice | None,
+        logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        if not self.records or not is_readable(metadata.cache):
-            return super().forward(llama, tokens, metadata, logits_indices, features)
+        is_head = isinstance(llama, EagleHead)  # its rows are not recorded
+        if not self.records or is_head or not is_readable(metadata.cache):
+            return super().forward(llama, inputs, metadata, logits_indices, features)
         passes = recordings(graphs.Passes, llama, metadata.cache)
-        return passes(tokens, metadata, logits_indices, features)
+        return passes(inputs, metadata, logits_indices, features)
 
-    def draft(
-        self,
-        llama: Llama,
-        cache: Cache,
-        seqs: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        round: Round,
-        cache_blocks: bool = True,
-    ) -> Proposal:
-        """All drafts of a round by one graph, unless a sequence has more than two unread tokens, or
+    def chain(self, chain: Chain, round: Round) -> Proposal | None:
+        """The drafts of a model by one graph, unless a sequence has more than two unread tokens, or
         a grammar, whose masks the host makes from draft to draft."""
-        longest = max(map(len, unread), default=0)
-        is_recordable = longest <= 2 and round.masks is None
-        if not self.records or not is_readable(cache) or not is_recordable:
-            return super().draft(llama, cache, seqs, unread, round, cache_blocks)
-        drafts = recordings(graphs.Drafts, llama, cache)
-        return drafts(cache, seqs, unread, round, cache_blocks)
+        if not self.records or type(chain) is not ModelChain or round.masks is not None:
+            return None
+        longest = max(len(tokens) for tokens in chain.new.values())
+        if longest > 2 or not is_readable(chain.cache):
+            return None
+        drafts = recordings(graphs.Drafts, chain.model, chain.cache)
+        return drafts(chain, round)
 
     @torch.inference_mode()
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:

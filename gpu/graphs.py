@@ -17,7 +17,7 @@ surplus is padding. It is made when a shape first occurs. All recordings share o
 because they run one at a time. The γ drafts need no host in between: their slots in the cache are
 reserved at once, and `next_steps` computes the metadata of all their steps on the device.
 
-Invariant: results are those of the model called directly, drafts those of kernels.Ops.draft. The
+Invariant: results are those of the model called directly, drafts those of drafters.draft. The
 next round of a shape overwrites this round's drafts.
 Not covered: graphs for prompts, and for sequences with very different numbers of new tokens.
 
@@ -40,11 +40,13 @@ from gpu.tuning import FEW
 from kernels import recordings
 from kvcache import AttentionMetadata, SequenceSlice
 from settings import SETTINGS
+from speculative import Proposal
 
 if TYPE_CHECKING:
+    from drafters import ModelChain
     from kvcache import Cache
     from model import Features, Llama
-    from speculative import Proposal, Round
+    from speculative import Round
 
 MOST_TOKENS = 17  # of a sequence in a recorded step: 16 drafts and 1
 Run = Callable[[], object]
@@ -260,41 +262,29 @@ class Drafts:
         self.rounds: dict[Any, RecordedRound] = {}
         self.q: dict[Any, Tensor] = {}  # by shape and dtype
 
-    def __call__(
-        self,
-        cache: Cache,
-        seqs: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        round: Round,
-        cache_blocks: bool = True,
-    ) -> Proposal:
-        """`Ops.draft`, with at most two unread tokens of each sequence."""
+    def __call__(self, chain: ModelChain, round: Round) -> Proposal:
+        """`drafters.draft`, with at most two unread tokens of each sequence."""
         n = len(round.num_drafts)
-        new_tokens = []
-        for seq, new, num_drafts in zip(seqs, unread, round.num_drafts):
-            if num_drafts:  # 0: a token that only the device will know
-                new_tokens.append((seq, [*new, *[0] * (num_drafts - 1)]))
-        reserved = cache.extend(new_tokens, cache_blocks)
-        slices = iter(reserved.sequences)
+        slices = iter(chain.reserved.sequences)
         sequences = []
         tokens = []
-        for new, num_drafts in zip(unread, round.num_drafts):
-            if num_drafts:
+        for b in range(n):
+            if b in chain.new:
                 block_table, start, _ = next(slices)
-                sequences.append(SequenceSlice(block_table, start, start + len(new)))
-                tokens += new
+                sequences.append(SequenceSlice(block_table, start, start + len(chain.new[b])))
+                tokens += chain.new[b]
             else:
                 sequences.append(SequenceSlice((), 0, 0))
         # Rounds of few sequences share a recording, with one unread token and with two.
-        each = 2 if 2 * n <= FEW else max(map(len, unread))
-        bucket = bucket_of(reserved, n, each)
-        recorded = self._recorded(cache, bucket, round)
+        each = 2 if 2 * n <= FEW else max(map(len, chain.new.values()))
+        bucket = bucket_of(chain.reserved, n, each)
+        recorded = self._recorded(chain.cache, bucket, round)
         recorded.metadata.fill(sequences)
         inputs = Inputs.of(round, tokens, bucket.sequences)
         recorded.inputs.buffer.copy_(inputs.buffer, non_blocking=True)
         recorded.run()
-        q = recorded.q if recorded.q is None else recorded.q[:n]
-        return recorded.drafted[:n], q
+        q = None if recorded.q is None else recorded.q[:n]
+        return Proposal(recorded.drafted[:n], q)
 
     def _recorded(self, cache: Cache, bucket: Bucket, round: Round) -> RecordedRound:
         """The recording for such a round."""
@@ -323,7 +313,7 @@ class Drafts:
         first_coin = round.first_draft_coin
         ops = round.ops
 
-        def run() -> None:  # the loop of `Ops.draft` for all B rows; without `self`, which holds it
+        def run() -> None:  # drafters.draft for all B rows; without `self`, which holds it
             coins = coin(*inputs.coins.unbind(1))
             settings = {name: row for name, row in zip(SETTINGS, inputs.settings) if name in used}
             is_padding = inputs.num_drafts[:, None] <= torch.arange(k, device=device)  # bool[B, k]

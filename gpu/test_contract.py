@@ -56,7 +56,6 @@ class TestRecordings(Contract):
     test_attention_reads_what_is_stored = None
     test_attention_without_a_cache = None
     test_sampling = None
-    test_forbidden_tokens = None
     test_verifying = None
     test_each_draft_is_accepted_by_its_own_number = None
     test_room_and_dtype = None

@@ -23,8 +23,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
 from checkpoint.config import Config
-from conftest import SMALL
-from drafters import ModelDrafter
+from conftest import SMALL, model_chain
+from drafters import ModelDrafter, fastest_draft
 from errors import UserError
 from gpu import GPU, graphs
 from gpu.graphs import rounded
@@ -265,7 +265,7 @@ def draft(
     seqs = [kv.open(())[0] for _ in requests]
     coin = coin_of(llama.ops)
     round = Round(requests, [k] * len(seqs), 67, DEVICE, dtype, coin, coupled, llama.ops)
-    return llama.ops.draft(llama, kv, seqs, unread, round)
+    return fastest_draft(model_chain(llama, kv, seqs, unread, round), round)
 
 
 def launches_of_a_round(k: int, coupled: bool) -> int:
@@ -346,7 +346,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
     seqs = [kv.open(())[0] for _ in requests]
     round = Round(requests, [3, 3], 67, DEVICE, torch.float32, coin_of(llama.ops), ops=llama.ops)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
-        drafted, q = llama.ops.draft(llama, kv, seqs, [[1], [1]], round)
+        drafted, q = fastest_draft(model_chain(llama, kv, seqs, [[1], [1]], round), round)
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
     assert q[1].count_nonzero(-1).tolist() == [2, 1, 2, 0]
     assert q[0, :-1].count_nonzero(-1).min() > 9

@@ -138,7 +138,7 @@ def engine(
     if draft_bits is not None:
         llama = random_llama(draft_bits, ops, vocab_size=272)
         kind = SelfDrafter if draft_bits == 4 else ModelDrafter
-        draft = Draft(llama, kind is ModelDrafter, partial(kind, llama))
+        draft = Draft(partial(kind, llama), (llama,), kind is ModelDrafter)
     return Engine(model, draft, 6400, 640, max_batch, kv_bits=kv_bits)
 
 

@@ -132,5 +132,5 @@ def random_engine(
 ) -> Engine:
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
-    drafts = Draft(draft, True, partial(ModelDrafter, draft)) if draft else None
+    drafts = Draft(partial(ModelDrafter, draft), (draft,), True) if draft else None
     return Engine(model, drafts, max_len * max_batch, max_len, max_batch, kv_bits=kv_bits)

@@ -25,18 +25,21 @@ from torch import Tensor
 from torch.profiler import profile, record_function
 
 from app.shell import check_file, new_file, say
+from drafters import Chain, draft
 from kernels import Ops
 from model import Llama
-from speculative import Proposal
+from speculative import Proposal, Round
 
 PHASES = ("draft", "verify", "attend", "sample")
 
 
 class TimedOps:
-    """The operations `ops`, each in the range of its phase."""
+    """The operations `ops` of a model, each in the range of its phase. phase: that of its passes,
+    beside those of a chain of drafts."""
 
-    def __init__(self, ops: Ops):
+    def __init__(self, ops: Ops, phase: str):
         self.ops = ops
+        self.phase = phase
         self.is_drafting = False
         self.attend = record_function("attend")(ops.attend)
         self.probabilities = record_function("sample")(ops.probabilities)
@@ -52,26 +55,28 @@ class TimedOps:
     def forward(self, llama: Llama, *arguments: Any) -> Tensor:
         if self.is_drafting:
             return self.whole_passes(llama).forward(llama, *arguments)
-        with record_function("verify"):
+        with record_function(self.phase):
             return self.whole_passes(llama).forward(llama, *arguments)
 
-    def draft(self, llama: Llama, *arguments: Any) -> Proposal:
+    def chain(self, chain: Chain, round: Round) -> Proposal:
         self.is_drafting = True
         try:
             with record_function("draft"):
-                return self.whole_passes(llama).draft(llama, *arguments)
+                whole = self.whole_passes(chain.model).chain(chain, round)
+                return whole or draft(chain, round)
         finally:
             self.is_drafting = False
 
 
 @contextmanager
-def trace_phases(file: str, models: Sequence[Llama]) -> Iterator[None]:
+def trace_phases(file: str, target: Llama, drafts: Sequence[Llama] = ()) -> Iterator[None]:
     """Trace the work of these models into this file, and print a line for each phase."""
     check_file(Path(file))  # before the work
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
+    models = [target, *drafts]
     original = [llama.ops for llama in models]
     for llama in models:
-        llama.ops = TimedOps(llama.ops)
+        llama.ops = TimedOps(llama.ops, "verify" if llama is target else "draft")
     trace = profile()
     trace.start()
     start = time.perf_counter()

@@ -12,9 +12,10 @@ from measure import profiler
 from runner import ModelRunner
 
 
-def test_phases_are_in_the_trace_and_the_text_is_the_same(tmp_path, capsys):
+@pytest.mark.parametrize("draft", ["tiny-draft", "tiny-eagle"])
+def test_phases_are_in_the_trace_and_the_text_is_the_same(tmp_path, capsys, draft):
     file = tmp_path / "trace.json"
-    flags = ["--draft", "tiny-draft", "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once"]
+    flags = ["--draft", draft, "--gamma", "2", "--seed", "1", "--max-tokens", "8", "Once"]
     assert cli.main(flags) == 0
     text = capsys.readouterr().out
     assert cli.main(["--profile", str(file), *flags]) == 0
@@ -46,7 +47,7 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     """Draft and target are one model here; only the target's passes are `verify`."""
     model = generate.Model.load(base)
     request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
-    with profiler.trace_phases(str(tmp_path / "trace.json"), [model.llama]):
+    with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama):
         engine = generate.Engine(model, generate.load_draft(model, model), 40, 40)
         steps = sum(1 for _ in engine.batcher.run([request]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -60,7 +61,7 @@ def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
     original = llama.ops
     with (
         pytest.raises(KeyboardInterrupt),
-        profiler.trace_phases(str(tmp_path / "trace.json"), [llama]),
+        profiler.trace_phases(str(tmp_path / "trace.json"), llama),
     ):
         assert isinstance(llama.ops, profiler.TimedOps)
         raise KeyboardInterrupt
