@@ -199,6 +199,27 @@ static void scores(const float *q, const float *k, float *p, long n, long wide) 
     }
 }
 
+// The same to the bit, of the 16 keys of each of P panels: [P, D, WIDE] -> [P, WIDE]. What is a lane
+// of s there is a sum of its own here, for all keys of a register; then lanes are added in the order
+// of `sum`: two as soon as there are two.
+INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, long D) {
+    enum { LEVELS = LANES == 16 ? 4 : 3 };
+    for (int v = 0; v < VECS; v++) {
+        vec waiting[LEVELS + 1][4];                 // sums of 1, 2, 4, … lanes
+        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
+            int lane = LANES == 16 ? i % 2 * 8 + i / 2 % 2 * 4 + i / 4 : i % 2 * 4 + i / 2;
+            int level = 0;
+            vec s[4] = {{0}};
+            for (long d = lane; d < D; d += LANES) UNROLL for (int c = 0; c < P; c++)
+                s[c] = fused((vec){0} + q[d], load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
+            UNROLL for (; i >> level & 1; level++)
+                UNROLL for (int c = 0; c < P; c++) s[c] += waiting[level][c];
+            UNROLL for (int c = 0; c < P; c++) waiting[level][c] = s[c];
+        }
+        for (int c = 0; c < P; c++) *(vec *)(p + c * WIDE + v * LANES) = waiting[LEVELS][c];
+    }
+}
+
 // out += Σ p · v of n values: [wide].
 static void blend(const float *p, const float *v, float *out, long n, long wide) {
     for (long d = 0, some; d < wide; d += some * LANES) {
@@ -218,6 +239,7 @@ static void blend(const float *p, const float *v, float *out, long n, long wide)
 // p = e^(p − the largest), [n] -> Σ p
 static __attribute__((noinline)) float exponentials(float *p, long n) {
     float most = -INFINITY, all = 0;
+    #pragma omp simd reduction(max:most)
     for (long j = 0; j < n; j++) most = p[j] > most ? p[j] : most;
     #pragma omp simd reduction(+:all)
     for (long j = 0; j < n; j++) { p[j] = exponential(p[j] - most); all += p[j]; }
@@ -283,13 +305,14 @@ static void look_back_together(const float *qkv, const float *cos, const float *
     long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
     long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
     long vecs = parts(D, LANES) * LANES, pieces = parts(M, STRETCH);
-    float *keys = malloc(G * keys_wide * D * sizeof *keys);         // [G, keys / WIDE, D, WIDE]
-    float *values = calloc(G * M * wide, sizeof *values);           // [G, D / WIDE, M, WIDE]
+    float *keys = aligned_alloc(64, G * keys_wide * D * sizeof *keys);  // [G, keys / WIDE, D, WIDE]
+    float *values = aligned_alloc(64, G * M * wide * sizeof *values);   // [G, D / WIDE, M, WIDE]
     #pragma omp parallel if (M * D * G > 1 << 13)
     {
-        float *q = malloc((tokens * R * (D + keys_wide + wide + 1) + STRETCH * vecs) * sizeof *q);
-        float *p = q + tokens * R * D, *sums = p + tokens * R * keys_wide;
-        float *all = sums + tokens * R * wide, *own = all + tokens * R;
+        long numbers = tokens * R * (D + keys_wide + wide + 1) + STRETCH * vecs;
+        float *own = aligned_alloc(64, numbers * sizeof *own), *p = own + STRETCH * vecs;
+        float *sums = p + tokens * R * keys_wide, *q = sums + tokens * R * wide;
+        float *all = q + tokens * R * D;
         #pragma omp for collapse(2)
         for (long g = 0; g < G; g++) for (long piece = 0; piece < pieces; piece++) {
             long end = least(M, (piece + 1) * STRETCH);
@@ -312,12 +335,20 @@ static void look_back_together(const float *qkv, const float *cos, const float *
         for (long block = parts(n, tokens) - 1; block >= 0; block--) for (long g = 0; g < G; g++) {
             long first = block * tokens, rows = least(tokens, n - first) * R;
             long seen = start + first + rows / R;                   // by the block's last token
-            Weight k = { .w = keys + g * keys_wide * D, .N = keys_wide, .K = D, .group = STRETCH };
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
             for (long i = 0; i < rows; i++)
                 rotated(qkv, cos, sin, row, first * R + i, g, R, D, D, q + i * D);
-            some_panels(&k, (Rows){ .x = (char *)q, .K = D, .row = D, .bytes = 4 }, p, rows,
-                        keys_wide, 0, parts(seen, WIDE));
+            for (long j = 0, some; j < seen; j += some) {
+                const float *k = keys + (g * keys_wide + j) * D;
+                some = seen - j > 3 * WIDE ? 4 * WIDE : seen - j > WIDE ? 2 * WIDE : WIDE;
+                for (long i = 0; i < rows; i++) {
+                    const float *row = q + i * D;
+                    float *to = p + i * keys_wide + j;
+                    if (some == 4 * WIDE) scores_of_panels(row, k, to, 4, D);
+                    else if (some == 2 * WIDE) scores_of_panels(row, k, to, 2, D);
+                    else scores_of_panels(row, k, to, 1, D);
+                }
+            }
             for (long i = 0; i < rows; i++) {
                 long own_keys = start + first + i / R + 1;
                 all[i] = exponentials(p + i * keys_wide, own_keys);
@@ -328,7 +359,7 @@ static void look_back_together(const float *qkv, const float *cos, const float *
             for (long i = 0; i < rows; i++) for (long d = 0; d < D; d++)
                 out[((first + i / R) * H + g * R + i % R) * D + d] = sums[i * wide + d] / all[i];
         }
-        free(q);
+        free(own);
     }
     free(keys), free(values);
 }

@@ -27,7 +27,7 @@ from kernels import Linear, Ops
 from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import KEY_GROUP, quantize
+from quant import KEY_GROUP, WIDTHS, quantize
 from test_kernels import LAYOUTS, Cached, laid_out, stands_for
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -205,6 +205,43 @@ def test_attention_over_blocks_anywhere(data):
     for part, wanted_part in zip(parts, wanted_parts):
         as_bytes = part.contiguous().view(torch.uint8)
         assert torch.equal(as_bytes, wanted_part.contiguous().view(torch.uint8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+@torch.inference_mode()
+def test_attention_of_a_token_is_the_same_to_the_bit_whatever_shares_its_pass(data):
+    """A text read at once, beside another one, on any number of threads, is one read in pieces."""
+    G, R, S = (data.draw(st.integers(1, most)) for most in (3, 5, 40))
+    D = data.draw(st.sampled_from([2, 20, 64, 72, 128]))
+    bits = data.draw(st.sampled_from(list(WIDTHS.values())))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=2))
+    torch.manual_seed(data.draw(st.integers(0, 2**30)))
+    texts = [torch.randn(n, (R + 2) * G, D) for n in lengths]
+    table = range(-(-150 // S))
+    pieces = data.draw(st.lists(st.sampled_from([1, 2, 5, 16, 17, 33]), min_size=150, max_size=150))
+
+    def empty_cache() -> SimpleNamespace:
+        shape = (1, 2 * len(table), S, G, D)
+        keys, values = (poisoned(shape, b, dtype, g) for b, g in zip(bits, (KEY_GROUP, None)))
+        return SimpleNamespace(keys=keys, values=values, dtype=dtype, backend={})
+
+    slices = []
+    for b, n in enumerate(lengths):
+        slices.append(SequenceSlice([b * len(table) + i for i in table], 0, n))
+    together = AttentionMetadata(slices, S, empty_cache())
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    whole = native.attend(torch.cat(texts), None, None, together, G, 0)
+    torch.set_num_threads(1)
+    cache = empty_cache()
+    stop = 0
+    for piece in pieces:
+        start, stop = stop, min(stop + piece, lengths[0])
+        if start < stop:
+            alone = AttentionMetadata([SequenceSlice(table, start, stop)], S, cache)
+            out = native.attend(texts[0][start:stop], None, None, alone, G, 0)
+            assert torch.equal(out, whole[start:stop])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
