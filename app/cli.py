@@ -20,16 +20,9 @@ import torch
 
 from app.chat import Conversation, chat_settings, edit_lines
 from app.flags import FILES, flagged_settings, generate_flags
-from app.launch import follow, handle_signal, joined, read_once, torchrun_ranks, waiting_signals
+from app.launch import follow, handle_signal, joined, rank, read_once, waiting_signals
 from app.requests import Line, read_requests
-from app.shell import (
-    MAX_MESSAGE,
-    Terminated,
-    refuse,
-    say,
-    status,
-    write,
-)
+from app.shell import MAX_MESSAGE, Terminated, say, status, write
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
 from errors import UserError, brief
@@ -109,7 +102,7 @@ def summary(result: Result) -> str:
 @contextmanager
 def results_to(file: str | None) -> Iterator[None]:
     """In the block the first process writes results to the file; None: to standard output."""
-    if file is None or torchrun_ranks()[0] > 0:
+    if file is None or rank() > 0:
         yield
         return
     with open(file, "w", encoding="utf-8") as out, redirect_stdout(out):
@@ -401,7 +394,7 @@ def run_command(arguments: Sequence[str]) -> int:
     settings = flagged_settings(args)
     device = find_device(args.device)
     n = args.tensor_parallel
-    if n is not None and n > 1:  # refused before other processes start
+    if n > 1:  # refused before other processes start
         config, _ = open_checkpoint(find_model(args.target))
         shard_config(config, n)
     with joined(n, device, arguments) as device:
@@ -419,12 +412,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """arguments: of the command line; None: this program's."""
-    if arguments is None:
-        arguments = sys.argv[1:]
-    try:
-        rank, _, _ = torchrun_ranks()
-    except UserError as error:
-        return refuse(str(error))
-    if rank > 0:
-        return follow(lambda: run_command(arguments))
-    return status(lambda: run_command(arguments), handler=handle_signal)
+    given = sys.argv[1:] if arguments is None else arguments
+    if rank() > 0:
+        return follow(lambda: run_command(given))
+    return status(lambda: run_command(given), handler=handle_signal)

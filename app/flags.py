@@ -62,8 +62,8 @@ def generate_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def tell_early(parse: Callable[[Sequence[str]], Any]) -> None:
     """Called by a program before slow imports: --help and a mistake in a flag end it now."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return  # of several processes the first one tells it, later
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return  # of several processes (launch.py) the first one tells it, later
     code = status(lambda: parse(sys.argv[1:]) and None)
     if code:
         sys.exit(code)
@@ -200,6 +200,7 @@ def add_memory_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--tensor-parallel",
         type=int,
+        default=1,
         help="split the models over so many processes (as torchrun does without this flag)",
     )
 
@@ -229,7 +230,7 @@ def add_output_flags(p: argparse._ArgumentGroup) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other, or are out of range."""
-    check_counts(args, "n", "max_batch")
+    check_counts(args, "n", "max_batch", "tensor_parallel")
     flagged_settings(args)  # UserError for a value out of range
     check_draft_flags(args, "gamma", "verify", "color")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):

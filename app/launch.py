@@ -1,19 +1,20 @@
 """Several processes that run one program in step, as tensor parallelism (parallel.py) needs them.
 
-torchrun starts them, or `others` does, in the same way: it runs the program's command again, and
-the environment says where to meet. Then the user's process is the first one, and keeps the terminal
-with its input and its signals. All run the same code. Only the first reads and prints; what it
-reads goes to the others (`read_once`).
+torchrun starts them, or `others` does, in the same way: it runs the program's command again,
+and the environment says where to meet. Then the user's process is the first one, and keeps the
+terminal with its input and its signals. All run the same code. Only the first reads and prints;
+what it reads goes to the others (`read_once`).
 
   - Signals are for the first process; the others ignore them. While all compute, a signal only sets
     the stop flag, which travels with the next numbers on which the processes agree: so all stop
-    after one step.
-  - A second signal ends the program at once, also where a process hangs: a thread looks for it.
+    after one step. A second signal ends the program at once.
   - An error of all processes is told once, by the first. A process that fails alone waits a moment,
-    tells its error, and ends; then all end.
+    tells its error, and ends.
+  - When a process ends, all end. The first one waits for the others' ends in threads; the standard
+    input of the others is a pipe that closes when the first one has ended, in whatever way.
 
-Invariant: when a process ends, all end. Not covered: starting processes on several machines, and
-one line for an error there (torchrun has its own words).
+Not covered: a process that hangs (Ctrl-C waits for it, the terminal's Ctrl-\\ does not); starting
+processes on several machines, and one line for an error there (torchrun has its own words).
 """
 
 import os
@@ -22,22 +23,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from app.shell import SIGNALS, Terminated, raise_signal, say, status
+from app.shell import SIGNALS, interruption, say, status
 from errors import UserError
 from kernels import recordings
 from parallel import num_processes, stop_flag
 
 PROGRAM = Path(__file__).parent.parent / "generate.py"
-TO_BEGIN = timedelta(minutes=5)
 FOREVER = timedelta(days=365)  # a chat waits for its reader
 GRACE = 1.0  # seconds for another process to end first
 
@@ -49,25 +49,18 @@ class Signals:
     """How the first process handles Ctrl-C and SIGTERM: at once, unless they wait."""
 
     wait = False  # for the end of a step, or until a result is printed
-    watched = False  # by a thread
 
 
 signals = Signals()
 
 
 def handle_signal(number: int, frame: Any) -> None:
-    """The signal handler of the command line."""
+    """The signal handler of the command line. A second signal that has to wait ends the program."""
     if not signals.wait:
-        raise_signal(number, frame)
-    if not signals.watched:
-        set_stop_flag(number)
-
-
-def set_stop_flag(number: int) -> None:
-    """Let this signal wait; a second one ends the program."""
+        raise interruption(number)
     if stop_flag.error is not None:
         os._exit(128 + number)
-    stop_flag.error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+    stop_flag.error = interruption(number)
 
 
 @contextmanager
@@ -83,27 +76,6 @@ def waiting_signals() -> Iterator[None]:
     if error is not None and not outer:
         stop_flag.error = None
         raise error
-
-
-@contextmanager
-def watched_signals() -> Iterator[None]:
-    """In the block a thread sets the stop flag: the first thread may wait for others in C++."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def watch() -> None:
-        while number := os.read(reader, 1):
-            set_stop_flag(number[0])
-
-    Thread(target=watch, daemon=True).start()
-    signal.set_wakeup_fd(writer)  # C writes each signal's number there, at once
-    signals.watched = True
-    try:
-        yield
-    finally:
-        signals.watched = False
-        signal.set_wakeup_fd(-1)
-        os.close(writer)
 
 
 # ---- The first process and the others ----------------------------------------------------------
@@ -127,19 +99,17 @@ def read_once(read: Callable[[], Any]) -> Any:
 
 def follow(run: Callable[[], Any]) -> int:
     """Run it in a process after the first, in silence, unless it fails alone -> the exit status."""
-    sys.stdin = open(os.devnull, encoding="utf-8")
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))
 
     def run_patiently() -> None:
-        try:
-            run()
-        except KeyboardInterrupt:  # the first process has the status, and may still be printing
-            return
-        except Exception:
-            time.sleep(GRACE)  # an error of all processes ends this one here
-            sys.stderr = sys.__stderr__
-            raise
+        with suppress(KeyboardInterrupt):  # the first process has the status, and may still print
+            try:
+                run()
+            except Exception:
+                time.sleep(GRACE)  # an error of all processes ends this one here
+                sys.stderr = sys.__stderr__
+                raise
 
     return status(run_patiently, signals=())
 
@@ -147,117 +117,82 @@ def follow(run: Callable[[], Any]) -> int:
 # ---- Beginning ---------------------------------------------------------------------------------
 
 
-def environment_number(name: str, default: int) -> int:
-    """A number that torchrun sets."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"{name} is {text!r} in the environment: unset it, or use torchrun")
-    return int(text)
-
-
-def torchrun_ranks() -> tuple[int, int, int]:
-    """Rank, number of processes and rank on this machine, set by torchrun; one process: 0, 1, 0."""
-    rank = environment_number("RANK", 0)
-    n = environment_number("WORLD_SIZE", 1)
-    local_rank = environment_number("LOCAL_RANK", 0)
-    if n == 1:  # a rank alone means nothing
-        return 0, 1, 0
-    if rank >= n or "MASTER_ADDR" not in os.environ:
-        raise UserError(
-            f"WORLD_SIZE is {n} in the environment, with RANK {rank} or without MASTER_ADDR: unset "
-            "them, or use torchrun"
-        )
-    return rank, n, local_rank
-
-
-def leave() -> None:
-    """Leave the group, after an error, too: its threads end. Recordings go first: NCCL waits for
-    those that launch it, and an error's traceback may keep them alive."""
-    for graph in recordings:
-        graph.reset()
-    dist.destroy_process_group()
+def rank() -> int:
+    """This process's number: 0 is the first."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
 
 
 @contextmanager
-def joined(n: int | None, device: torch.device, arguments: Sequence[str]) -> Iterator[torch.device]:
-    """Run the block in n processes -> the device of this one. n None: as torchrun says, or one.
+def joined(n: int, device: torch.device, arguments: Sequence[str]) -> Iterator[torch.device]:
+    """Run the block in n processes -> the device of this one. n 1: in torchrun's, or in one.
 
     arguments: the program's, for the processes that are started here.
     """
-    rank, started, local_rank = torchrun_ranks()
-    if n is not None and n < 1:
-        raise UserError(f"--tensor-parallel is {n}: it must be at least 1")
-    if started > 1 and n not in (None, started):
-        raise UserError(
-            f"--tensor-parallel is {n}, and torchrun has started {started} processes: leave it out"
-        )
-    n = n or started
-    if n == 1:
+    is_started = dist.is_torchelastic_launched()
+    if n == 1 and not is_started:
         yield device
         return
+    if n > 1 and is_started and rank() == 0:
+        raise UserError(f"--tensor-parallel is {n}, and torchrun starts processes: leave it out")
     if device.index is not None:
         raise UserError(f"--device is {device}, but each process takes its own: name {device.type}")
-    with ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(watched_signals())
-        else:  # torchrun sends signals to all; the first process stops all
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-        if started == 1:
-            store = stack.enter_context(others(n, arguments))
-        else:  # by hand: to meet has a time limit, what comes later has none
-            store, *_ = next(dist.rendezvous("env://", timeout=TO_BEGIN))
-        dist.init_process_group(store=store, rank=rank, world_size=n, timeout=FOREVER)
-        stack.callback(leave)
-        yield device if device.type == "cpu" else torch.device(device.type, local_rank)
+    if rank() > 0:
+        for number in SIGNALS:  # torchrun sends them to all; the first process stops all
+            signal.signal(number, signal.SIG_IGN)
+        if n > 1:
+            Thread(target=end_with_first, daemon=True).start()
+    torch.set_num_threads(max(1, torch.get_num_threads() // n))  # each has a share of the cores
+    meeting = nullcontext(next(dist.rendezvous("env://"))) if is_started else others(n, arguments)
+    with meeting as (store, number, size):
+        dist.init_process_group(store=store, rank=number, world_size=size, timeout=FOREVER)
+        try:
+            index = int(os.environ.get("LOCAL_RANK", 0))
+            yield device if device.type == "cpu" else torch.device(device.type, index)
+        except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
+            time.sleep(GRACE / 2)
+            raise
+        finally:  # an error's traceback may keep recordings alive, and NCCL waits for these
+            for graph in recordings:
+                graph.reset()
+            dist.destroy_process_group()
 
 
 @contextmanager
-def others(n: int, arguments: Sequence[str]) -> Iterator[dist.Store]:
-    """Start n − 1 processes, as torchrun would -> where all meet. Each has a share of the cores."""
+def others(n: int, arguments: Sequence[str]) -> Iterator[tuple[dist.Store, int, int]]:
+    """Start n − 1 processes, as torchrun would -> where all meet, the number of this one, and n."""
     store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False)
-    threads = max(1, torch.get_num_threads() // n)
-    torch.set_num_threads(threads)
     environment = os.environ | dict(
+        TORCHELASTIC_RUN_ID="none",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
         WORLD_SIZE=str(n),
-        OMP_NUM_THREADS=str(threads),
         TORCH_CPP_LOG_LEVEL="FATAL",  # no lines of PyTorch's own beside our error
     )
-    processes: list[subprocess.Popen[bytes]] = []
-    leaving = Event()
+    with ExitStack() as pipes:
+        for other in range(1, n):
+            process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *arguments],
+                env=environment | dict(RANK=str(other), LOCAL_RANK=str(other)),
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # the terminal's Ctrl-C is for the first process
+            )
+            pipes.enter_context(process.stdin)
+            name = f"process {other + 1} of {n}"
+            Thread(target=end_with, args=(process, name), daemon=True).start()
+        yield store, 0, n
 
-    def end_with(rank: int) -> None:
-        """End this process when that one has ended with an error."""
-        code = processes[rank - 1].wait()
-        if code == 0 or leaving.is_set():
-            return
-        if code < 0:
-            code = 2
-            say(f"error: process {rank + 1} of {n} was killed, and so all end")
-        end_all()
+
+def end_with(process: subprocess.Popen[bytes], name: str) -> None:
+    """End this process when another one fails."""
+    code = process.wait()
+    if code < 0:
+        say(f"error: {name} was killed, and so all end")
+        code = 2
+    if code:
         os._exit(code)
 
-    def end_all() -> None:
-        leaving.set()
-        for process in processes:
-            process.kill()
 
-    try:
-        with waiting_signals():
-            for rank in range(1, n):
-                process = subprocess.Popen(
-                    [sys.executable, str(PROGRAM), *arguments],
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    start_new_session=True,  # the terminal's Ctrl-C is for the first process
-                )
-                processes.append(process)
-        for rank in range(1, n):
-            Thread(target=end_with, args=[rank], daemon=True).start()
-        yield store
-    except RuntimeError:  # perhaps because another process has ended: `end_with` tells why
-        time.sleep(GRACE / 2)
-        raise
-    finally:
-        end_all()
+def end_with_first() -> None:
+    """End this process when the first one ends: then the pipe closes, which never holds a byte."""
+    os.read(0, 1)
+    os._exit(0)

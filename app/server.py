@@ -32,11 +32,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
+from torch.distributed import is_torchelastic_launched
+
 from app.asgi import MAX_BODY, ClientGone, Exchange, HttpError, Receive, Scope, Send
 from app.cli import load, start_for_any
 from app.connections import MAX_CONNECTIONS, bounded_protocol, files_for
 from app.flags import KEY_VARIABLE, server_flags
-from app.launch import torchrun_ranks
 from app.metrics import Metrics
 from app.openai import Asked, Offer, Reply, model_card, read_request
 from app.shell import SIGNALS, handled, say, status
@@ -317,8 +318,7 @@ def is_loopback(name: str) -> bool:
 
 
 def check_one_process(args: argparse.Namespace) -> None:
-    _, num_processes, _ = torchrun_ranks()
-    if num_processes > 1 or args.tensor_parallel not in (None, 1):
+    if args.tensor_parallel != 1 or is_torchelastic_launched():
         raise UserError(
             "a server is one process: leave out --tensor-parallel and torchrun, or split the "
             "model for generate.py --prompts"

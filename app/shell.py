@@ -83,9 +83,14 @@ def refuse(message: str) -> int:
     return 2
 
 
+def interruption(number: int) -> KeyboardInterrupt:
+    """A signal as an exception."""
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
 def raise_signal(number: int, frame: Any) -> NoReturn:
-    """A signal handler that raises the signal as an exception."""
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    """A signal handler."""
+    raise interruption(number)
 
 
 @contextmanager

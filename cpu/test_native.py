@@ -222,17 +222,17 @@ def test_attention_of_a_token_is_the_same_to_the_bit_whatever_shares_its_pass(da
     table = range(-(-150 // S))
     pieces = data.draw(st.lists(st.sampled_from([1, 2, 5, 16, 17, 33]), min_size=150, max_size=150))
 
-    def empty_cache() -> SimpleNamespace:
+    def empty_cache() -> Cached:
         shape = (1, 2 * len(table), S, G, D)
         keys, values = (poisoned(shape, b, dtype, g) for b, g in zip(bits, (KEY_GROUP, None)))
-        return SimpleNamespace(keys=keys, values=values, dtype=dtype, backend={})
+        return Cached(keys, values, dtype, S)
 
     slices = []
     for b, n in enumerate(lengths):
         slices.append(SequenceSlice([b * len(table) + i for i in table], 0, n))
     together = AttentionMetadata(slices, S, empty_cache())
     torch.set_num_threads(data.draw(st.integers(1, 3)))
-    whole = native.attend(torch.cat(texts), None, None, together, G, 0)
+    whole = native.attend(torch.cat(texts), G, None, together, 0)
     torch.set_num_threads(1)
     cache = empty_cache()
     stop = 0
@@ -240,7 +240,7 @@ def test_attention_of_a_token_is_the_same_to_the_bit_whatever_shares_its_pass(da
         start, stop = stop, min(stop + piece, lengths[0])
         if start < stop:
             alone = AttentionMetadata([SequenceSlice(table, start, stop)], S, cache)
-            out = native.attend(texts[0][start:stop], None, None, alone, G, 0)
+            out = native.attend(texts[0][start:stop], G, None, alone, 0)
             assert torch.equal(out, whole[start:stop])
 
 

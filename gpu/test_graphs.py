@@ -558,9 +558,9 @@ def test_recordings_share_a_pool_that_outlives_them(allocator):
 def test_processes_leave_their_group_without_recordings(allocator, monkeypatch):
     """NCCL waits for them; after Ctrl-C a traceback holds the runner, so that they live."""
     left = []
-    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="here").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(None, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
 
     def destroy() -> None:
@@ -576,7 +576,7 @@ def test_processes_leave_their_group_without_recordings(allocator, monkeypatch):
         runner.step([runner.schedule(request)])
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt) as stop, joined(None, torch.device("cpu"), []):
+    with pytest.raises(KeyboardInterrupt) as stop, joined(1, torch.device("cpu"), []):
         serve()
     assert left == [[True]]
     assert "runner" in stop.traceback[-1].locals and len(allocator.graphs) == 1
