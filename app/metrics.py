@@ -11,7 +11,7 @@ The engine thread observes; `render` is asked there, too, between two steps (ser
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from batcher import Batcher
@@ -117,32 +117,34 @@ class Metrics:
         return "\n".join(self._lines(batcher)) + "\n"
 
     def _lines(self, batcher: Batcher) -> Iterator[str]:
-        yield from self._gauge("num_requests_running", "Texts in the batch.", len(batcher.running))
-        yield from self._gauge("num_requests_waiting", "Texts in the queue.", len(batcher.waiting))
-        share = cache_share(batcher)
-        yield from self._gauge("kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", share)
+        gauges = {
+            "num_requests_running": ("Texts in the batch.", len(batcher.running)),
+            "num_requests_waiting": ("Texts in the queue.", len(batcher.waiting)),
+            "kv_cache_usage_perc": ("Share of the cache in use, 0 to 1.", cache_share(batcher)),
+        }
+        for name, (words, value) in gauges.items():
+            yield from self._metric(name, "gauge", words, {"": value})
         for name, words in COUNTERS.items():
-            yield from self._header(f"{name}_total", "counter", words)
-            yield f"vllm:{name}_total{{{self.label}}} {self.counts[name]}"
-        name = "request_success_total"
-        yield from self._header(name, "counter", "Finished texts, by the reason of their end.")
-        for reason, count in self.finished.items():
-            yield f'vllm:{name}{{{self.label},finished_reason="{reason}"}} {count}'
+            yield from self._metric(f"{name}_total", "counter", words, {"": self.counts[name]})
+        words = "Finished texts, by the reason of their end."
+        counts = {f',finished_reason="{reason}"': n for reason, n in self.finished.items()}
+        yield from self._metric("request_success_total", "counter", words, counts)
         name = "spec_decode_num_accepted_tokens_per_pos_total"
-        yield from self._header(name, "counter", "Accepted drafts, by their place in the round.")
-        for position, count in sorted(self.accepted_at.items()):
-            yield f'vllm:{name}{{{self.label},position="{position}"}} {count}'
+        words = "Accepted drafts, by their place in the round."
+        counts = {f',position="{place}"': n for place, n in sorted(self.accepted_at.items())}
+        yield from self._metric(name, "counter", words, counts)
         for name, words in HISTOGRAMS.items():
-            yield from self._header(name, "histogram", words)
+            yield from self._metric(name, "histogram", words, {})
             yield from self.histograms[name].lines(f"vllm:{name}", self.label)
 
-    def _gauge(self, name: str, words: str, value: float) -> Iterator[str]:
-        yield from self._header(name, "gauge", words)
-        yield f"vllm:{name}{{{self.label}}} {value}"
-
-    def _header(self, name: str, kind: str, words: str) -> Iterator[str]:
+    def _metric(
+        self, name: str, kind: str, words: str, values: Mapping[str, float]
+    ) -> Iterator[str]:
+        """values: by labels beside the model's."""
         yield f"# HELP vllm:{name} {words}"
         yield f"# TYPE vllm:{name} {kind}"
+        for labels, value in values.items():
+            yield f"vllm:{name}{{{self.label}{labels}}} {value}"
 
 
 def cache_share(batcher: Batcher) -> float:

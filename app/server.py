@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -95,8 +96,8 @@ class Application:
             "/state": ("GET", self.state),
             "/v1/models": ("GET", self.models),
             f"/v1/models/{offer.name}": ("GET", self.model),
-            "/v1/chat/completions": ("POST", self.chat),
-            "/v1/completions": ("POST", self.complete),
+            "/v1/chat/completions": ("POST", partial(self.make_texts, is_chat=True)),
+            "/v1/completions": ("POST", partial(self.make_texts, is_chat=False)),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,12 +210,6 @@ class Application:
         return snapshot(self.batch.engine.batcher, num_tokens, self.text_numbers)
 
     # ---- Texts
-
-    async def chat(self, exchange: Exchange) -> None:
-        await self.make_texts(exchange, True)
-
-    async def complete(self, exchange: Exchange) -> None:
-        await self.make_texts(exchange, False)
 
     async def make_texts(self, exchange: Exchange, is_chat: bool) -> None:
         self.batch.check_room(1)

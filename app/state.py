@@ -49,9 +49,9 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
     runner = batcher.runner
     rows = []
     for request in batcher.running:
-        rows.append(running_row(batcher, request) | {"number": texts.number(request)})
+        rows.append(text_row(request, texts) | stored_row(batcher, request))
     for request in islice(batcher.waiting, MAX_WAITING):
-        rows.append(waiting_row(request) | {"number": texts.number(request)})
+        rows.append(text_row(request, texts))
     return {
         "seconds": time.perf_counter(),
         "step": batcher.num_steps,
@@ -68,33 +68,29 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
 # ---- Rows of the batch ---------------------------------------------------------------------------
 
 
-def running_row(batcher: Batcher, request: Request) -> Picture:
-    """A text in the batch. It reads while the cache lacks more than the text's last token."""
-    cache = batcher.runner.cache
-    is_reading = batcher.runner.num_pending(request) > 1
-    row = common_row(request)
-    row["state"] = "reading" if is_reading else "writing"
-    row["stored"] = cache.length(request.seq)
-    row["blocks"] = cache.sequence(request.seq).block_table[:]
-    return row
-
-
-def waiting_row(request: Request) -> Picture:
-    """A text in the queue: not begun, or preempted, so that it has no blocks."""
-    row = common_row(request)
-    row["state"] = "preempted" if request.num_preemptions else "waiting"
-    row["stored"] = 0
-    row["blocks"] = []
-    return row
-
-
-def common_row(request: Request) -> Picture:
+def text_row(request: Request, texts: TextNumbers) -> Picture:
+    """A text. In the queue it is not begun, or preempted, so that it has no blocks."""
     return {
+        "number": texts.number(request),
         "prompt_tokens": request.num_prompt_tokens,
         "tokens": len(request.tokens) - request.num_prompt_tokens,
         "max_tokens": request.settings.max_tokens,
         "preemptions": request.num_preemptions,
         "drafts": request.rounds[-1].num_drafts if request.rounds else 0,
+        "state": "preempted" if request.num_preemptions else "waiting",
+        "stored": 0,
+        "blocks": [],
+    }
+
+
+def stored_row(batcher: Batcher, request: Request) -> Picture:
+    """What the cache has of a text in the batch: while it lacks more than the last token, the text
+    is read."""
+    cache = batcher.runner.cache
+    return {
+        "state": "reading" if batcher.runner.num_pending(request) > 1 else "writing",
+        "stored": cache.length(request.seq),
+        "blocks": cache.sequence(request.seq).block_table[:],
     }
 
 
