@@ -406,15 +406,6 @@ def decisions(folder: Path) -> list[Any]:
     answers = [num_processes(), group.memory(1000 * (rank + 1), cpu)]
     answers += [group.agree([rank, 7]), group.agree([[rank + 0.5]])]
     answers += [read_once(lambda: f"line {rank}")]
-    for error in (EOFError(), OSError(5, "x"), UserError("x"), UnicodeError("x")):
-
-        def fails() -> None:
-            raise error
-
-        try:
-            read_once(fails)
-        except type(error) as raised:
-            answers.append(type(raised))
     try:
         Llama.load(folder, "cpu", bits=4)
     except UserError as error:
@@ -426,10 +417,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
     a, b = everywhere(2, decisions, models["tied"])
     assert a == b
     *answers, refused = a
-    assert answers == [
-        *(2, 500, [0, 7], [[0.5]], "line 0"),
-        *(EOFError, OSError, UserError, UnicodeError),
-    ]
+    assert answers == [2, 500, [0, 7], [[0.5]], "line 0"]
     assert "128 columns" in refused  # before memory is asked for
 
 

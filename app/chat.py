@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 
-from app.launch import read_once
+from app.launch import rank
 from app.shell import new_file, say
 from checkpoint.generation import GenerationConfig
 from errors import UserError, nearest
@@ -30,6 +30,20 @@ def edit_lines() -> None:
         import_module("readline")
     except ImportError:
         pass
+
+
+def typed_line() -> str | None:
+    """What the reader types next, blank lines aside; None: the chat ends."""
+    while True:
+        try:
+            typed = input("> ")
+        except EOFError:
+            return None
+        except UnicodeError as error:
+            say(f"{error}: type it again")
+            continue
+        if typed:
+            return typed
 
 
 def chat_settings(settings: Settings, recommended: GenerationConfig) -> tuple[Settings, str]:
@@ -84,14 +98,12 @@ class Conversation:
         """Write the file; of several processes the first one does."""
         if not name:
             raise UserError("/save needs the name of a file: /save chat.json")
+        if rank() > 0:
+            return
         messages = self.messages
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-
-        def write_messages() -> None:
-            with new_file(Path(name).expanduser()) as file:
-                text = json.dumps(messages, ensure_ascii=False, indent=1)
-                file.write_text(text + "\n", encoding="utf-8")
-
-        read_once(write_messages)
+        with new_file(Path(name).expanduser()) as file:
+            text = json.dumps(messages, ensure_ascii=False, indent=1)
+            file.write_text(text + "\n", encoding="utf-8")
         say(f"{name} has {len(messages)} messages")

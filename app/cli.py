@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from app.chat import Conversation, chat_settings, edit_lines
+from app.chat import Conversation, chat_settings, edit_lines, typed_line
 from app.flags import FILES, flagged_settings, generate_flags
 from app.launch import follow, handle_signal, joined, rank, read_once, waiting_signals
 from app.requests import Line, read_requests
@@ -30,7 +30,7 @@ from generate import Draft, Engine, Model, load_draft
 from kernels import find_device
 from model import Llama, weight_bytes
 from parallel import num_processes, shard_config
-from request import OutputStream, Request, Result, Settings, Show
+from request import OutputStream, Request, Result, Settings
 
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
@@ -38,44 +38,24 @@ COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 # ---- Results -----------------------------------------------------------------------------------
 
 
-def write_piece(piece: str, origin: str) -> None:
-    write(piece)
-
-
-def write_colored(piece: str, origin: str) -> None:
-    if origin in COLORS:
-        piece = f"\x1b[{COLORS[origin]}m{piece}\x1b[0m"
-    write(piece)
-
-
-def show_for(args: argparse.Namespace) -> Show | None:
-    """What writes each piece of text: in colours with --color, nothing with --json."""
-    if args.json:
-        return None
-    if not args.color:
-        return write_piece
-    say("colours: accepted drafts green, corrected red, bonus cyan; plain: without drafts")
-    return write_colored
+def painted(text: str, code: int | None) -> str:
+    """The text in a terminal's colour, or, with 2, dimmed. None: as it is."""
+    return text if code is None else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def output_stream(
-    args: argparse.Namespace,
-    model: Model,
-    request: Request,
-    prompt: str,
-    show: Show | None,
-    index: int = 0,
+    args: argparse.Namespace, model: Model, request: Request, prompt: str, index: int = 0
 ) -> OutputStream:
-    """A text as it grows. At a terminal its continuation begins with the prompt, dimmed."""
-    if show is not None and not request.is_reply and args.out is None and sys.stdout.isatty():
-        before = iter([f"\x1b[2m{prompt}\x1b[0m"])
+    """A text as it grows: shown in colours with --color, and not at all with --json. At a terminal
+    its continuation begins with the prompt, dimmed."""
+    colors = COLORS if args.color else {}
+    is_continuation = not request.is_reply and args.out is None and sys.stdout.isatty()
+    before = iter([painted(prompt, 2)] if is_continuation else [])
 
-        def show_all(piece: str, origin: str) -> None:
-            write(next(before, ""))
-            show(piece, origin)
+    def show(piece: str, origin: str) -> None:
+        write(next(before, "") + painted(piece, colors.get(origin)))
 
-        return OutputStream(model.tokenizer, request, prompt, show_all, index)
-    return OutputStream(model.tokenizer, request, prompt, show, index)
+    return OutputStream(model.tokenizer, request, prompt, None if args.json else show, index)
 
 
 def summary(result: Result) -> str:
@@ -244,10 +224,9 @@ def one_prompt(
     length = first.num_prompt_tokens + first.num_remaining
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
     engine = start(args, model, draft, max_batch * length, length, max_batch)
-    show = show_for(args)
-    streams = [output_stream(args, model, first, prompt, show)]
+    streams = [output_stream(args, model, first, prompt)]
     for i in range(1, args.n):
-        streams.append(output_stream(args, model, first.sibling_text(i), prompt, show, i))
+        streams.append(output_stream(args, model, first.sibling_text(i), prompt, i))
 
     def report(result: Result) -> None:
         if args.json:
@@ -319,7 +298,6 @@ def print_error(line: Line, index: int) -> None:
 def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None) -> int:
     """Chat at a terminal. The paged cache holds earlier turns, so they are not read again."""
     engine, longest = start_for_any(args, model, draft, 1)
-    show = show_for(args)
     talk = Conversation(model.uses_template(args.use_template), args.system)
     settings, temperature = chat_settings(settings, model.recommended)
     edit_lines()
@@ -334,15 +312,9 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
     kind = "a message" if talk.uses_template else "the beginning of a text"
     say(f"{temperature}\nType {kind}, or /help; Ctrl-D ends.")
     while True:
-        try:
-            typed = read_once(lambda: input("> "))
-        except EOFError:
+        typed = read_once(typed_line)
+        if typed is None:
             return 0
-        except UnicodeError as error:
-            say(f"{error}: type it again")
-            continue
-        if not typed:
-            continue
         if typed.startswith("/"):
             try:
                 talk.obey(typed)
@@ -358,7 +330,7 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
             talk.reset()
             continue
         try:
-            print_results(engine, [output_stream(args, model, request, typed, show)], report)
+            print_results(engine, [output_stream(args, model, request, typed)], report)
         except Terminated:
             raise
         except KeyboardInterrupt:  # enough of this answer
@@ -401,6 +373,8 @@ def run_command(arguments: Sequence[str]) -> int:
         read = {name: read_grammar(getattr(args, name)) for name in FILES}
         settings = replace(settings, **read)
         prompt = read_prompt(args)
+        if args.color:
+            say("colours: accepted drafts green, corrected red, bonus cyan; plain: without drafts")
         model, draft = load(args, device)
         with profile_to_file(args, model, draft):
             if args.prompts is not None:

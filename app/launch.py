@@ -82,18 +82,11 @@ def waiting_signals() -> Iterator[None]:
 
 
 def read_once(read: Callable[[], Any]) -> Any:
-    """The first process reads; every process returns what it read, or raises its error."""
+    """The first process reads, and every process returns what it read. An error ends all."""
     if num_processes() == 1:
         return read()
-    answer: list[Any] = [None, None]  # what was read, and an error
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = read()
-        except (EOFError, OSError, UnicodeError, UserError) as error:
-            answer[1] = error
+    answer = [read() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
     return answer[0]
 
 
