@@ -50,8 +50,8 @@ def load_llama(
     change.
 
     device: a GPU if there is one. dtype: float32 on a CPU, on a GPU the checkpoint's. trainable:
-    plain weights with gradients; otherwise weights are packed. bits: other than 16 rounds the
-    weights of a model in 16 or 32 bits.
+    weights are plain; otherwise they are packed. bits: other than 16 rounds the weights of a model
+    in 16 or 32 bits.
     """
     config, checkpoint = open_checkpoint(find_model(name))
     tensors = cls(config, "meta", seed=None).named_tensors()
@@ -77,7 +77,7 @@ def load_llama(
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
     fill_model(model, numbers)  # numbers: one tensor after the other
-    return model.requires_grad_() if trainable else model.pack_weights()
+    return model if trainable else model.pack_weights()
 
 
 def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:

@@ -163,7 +163,7 @@ def warm_step(llama: Llama, new: int) -> float:
 
 def bits(effort: Effort) -> list[Row]:
     """Bytes and perplexity of the embedded model on stories that it made, which need no file."""
-    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True).requires_grad_(False)
+    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True)
     count = effort.num_stories  # to calibrate with
     end = llama.config.eos_token_ids[0]
     corpus = sample_corpus(llama, 4 * count, 72, end, seed=1)

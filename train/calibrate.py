@@ -456,7 +456,7 @@ def quantized(
     losses: dict[str, float] | None = None,
 ) -> Llama:
     """The model of this name, quantized layer by layer, not packed yet. how None: as it is."""
-    llama = Llama.load(name, device, dtype, trainable=True).requires_grad_(False)
+    llama = Llama.load(name, device, dtype, trainable=True)
     if how is None:
         return llama
     return quantize_model(llama, how, texts, losses)

@@ -221,7 +221,10 @@ class Training:
         return loss.item()
 
     def run(self, checkpoint: Path) -> None:
-        """Train to the last step, with a checkpoint every 20 seconds."""
+        """Train to the last step, from a checkpoint, if there is one, with one every 20 seconds."""
+        if checkpoint.exists():
+            self.resume(checkpoint)
+            say(f"going on after step {self.steps} ({checkpoint})")
         steps = self.recipe.steps
         saved = time.monotonic()
         losses = []
@@ -342,7 +345,6 @@ def distill(args: argparse.Namespace) -> None:
     vocab_size = tokenizer.vocab_size
     if args.target is not None:
         target = Llama.load(args.target, args.device, torch.float32, trainable=True)
-        target.requires_grad_(False)
         vocab_size = target.config.vocab_size
     student = new_student(args, vocab_size, end)
     if target is not None and student.config.vocab_size != vocab_size:
@@ -369,11 +371,7 @@ def distill(args: argparse.Namespace) -> None:
     )
     show("before", evaluate(student, held_out, target))
     training = Training(student, text, target, sampled, recipe)
-    checkpoint = out / "training.pt"
-    if checkpoint.exists():
-        training.resume(checkpoint)
-        say(f"going on after step {training.steps} ({checkpoint})")
-    training.run(checkpoint)
+    training.run(out / "training.pt")
     show("after", evaluate(student, held_out, target))
     save_model(student, out)
 

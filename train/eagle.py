@@ -41,7 +41,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
@@ -58,6 +57,7 @@ from app.shell import Parser, new_file, say, status
 from checkpoint.eagle import EagleConfig
 from checkpoint.hub import find_model
 from checkpoint.load import open_checkpoint
+from checkpoint.progress import progress_bar
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
@@ -67,6 +67,7 @@ from model import Llama, Rope
 from request import Request, Settings
 from train.bpe import write_json
 from train.distill import Hyperparameters, Training, count, make_optimizers, share
+from train.stories import hold_out
 
 DECAY = 0.8  # of the loss, from one unrolled step to the next
 
@@ -97,14 +98,11 @@ def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: in
     """The texts of these requests, from a file as far as it has them; the rest is made, and
     appended to it. UserError if their prompts are others; target, settings and length are not
     compared."""
-    texts = {}
     told = file.read_text().splitlines(keepends=True) if file.exists() else []
     if told and not told[-1].endswith("\n"):  # a killed run has left a part of a line
         told.pop()
         file.write_text("".join(told))
-    for line in told:
-        i, tokens = json.loads(line)
-        texts[i] = tokens
+    texts = dict(map(json.loads, told))
     for i, request in enumerate(requests):
         start = texts.get(i, request.tokens)[: len(request.tokens)]
         if start != request.tokens:
@@ -114,16 +112,14 @@ def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: in
     index = {request: i for i, request in enumerate(requests) if i not in texts}
     batch = min(64, max(1, len(index)))
     engine = Engine(model, None, batch * length, length, batch)
-    said = time.monotonic()
-    with file.open("a") as lines:
+    bar = progress_bar(desc="telling", total=len(requests), initial=len(texts), unit="text")
+    with file.open("a") as lines, bar:
         for request, _ in engine.batcher.run(list(index)):
             if request.finish_reason:
                 texts[index[request]] = request.tokens
                 lines.write(json.dumps([index[request], request.tokens]) + "\n")
                 lines.flush()
-            if time.monotonic() - said > 20:
-                said = time.monotonic()
-                say(f"{len(texts)} of {len(requests)} texts are told")
+                bar.update()
     return [texts[i] for i in range(len(requests))]
 
 
@@ -399,21 +395,15 @@ def train(args: argparse.Namespace) -> None:
     if args.autocast:  # its products are PyTorch's, of plain weights
         del model, target  # before it is loaded again
         target = Llama.load(args.target, device, torch.float32, trainable=True)
-        target.requires_grad_(False)
-    held_out = batches(texts[9::10], args.batch)
-    learned = [text for i, text in enumerate(texts) if i % 10 != 9]
+    learned, held_out = hold_out(texts)
     vocabulary = commonest(learned, target.config.vocab_size, args.vocab)
     head = new_head(target, vocabulary, args.mlp, args.seed)
     per_epoch = batches(learned, args.batch)
     num_steps = args.epochs * len(per_epoch)
     recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
     training = HeadTraining(head, per_epoch, recipe, args.unroll, args.autocast)
-    checkpoint = out / "training.pt"
-    if checkpoint.exists():
-        training.resume(checkpoint)
-        say(f"going on after step {training.steps} ({checkpoint})")
-    training.run(checkpoint)
-    say(evaluate_head(head, held_out, args.unroll))
+    training.run(out / "training.pt")
+    say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
     save_head(head, out, args.target)
 
 

@@ -56,7 +56,7 @@ def cache_bytes(llama: Llama, tokens: int, bits: Bits = (16, 16)) -> int:
 
 def main() -> None:
     """The demonstration: the embedded model with one K/V head a layer, trained for 10 steps."""
-    llama = Llama.load("tiny", dtype=torch.float32, trainable=True).requires_grad_(False)
+    llama = Llama.load("tiny", dtype=torch.float32, trainable=True)
     end = llama.config.eos_token_ids[0]
     held_out = sample_corpus(llama, 8, 129, end, seed=2)
     merged = merge_heads(llama, 1)

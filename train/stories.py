@@ -10,6 +10,7 @@ crops. Every tenth story is held out.
 
 import lzma
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from errors import UserError
 from tokenizer import Tokenizer
 from train.bpe import END
+
+T = TypeVar("T")
 
 
 def read_file(file: str) -> str:
@@ -48,8 +51,8 @@ def read_stories(files: Sequence[str]) -> list[str]:
     return stories
 
 
-def hold_out(stories: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(stories to train on, held-out stories)."""
+def hold_out(stories: Sequence[T]) -> tuple[list[T], list[T]]:
+    """(stories, or other texts, to train on, held-out ones)."""
     train = [story for i, story in enumerate(stories) if i % 10 != 9]
     return train, list(stories[9::10])
 

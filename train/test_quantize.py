@@ -25,7 +25,7 @@ from train import calibrate, quantize
 
 def rounded(folder: Path, how: Quantization) -> Llama:
     """The plain model with the numbers that the quantized weights stand for, in float64."""
-    llama = Llama.load(folder, "cpu", torch.float64, trainable=True).requires_grad_(False)
+    llama = Llama.load(folder, "cpu", torch.float64, trainable=True)
     for name, tensor in llama.named_tensors().items():
         bits = how.head_bits if "embed" in name or "lm_head" in name else how.bits
         if tensor.ndim == 2 and bits != 16:
