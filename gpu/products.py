@@ -15,6 +15,7 @@ operations: at most three for each weight.
   - One operation unpacks two weights of 4 bits: bfloat16 has 7 mantissa bits, so 0x4300 with q <
     128 in its last bits *is* the number 128 + q. The 128 is added to the zero, which is subtracted
     anyway. NF4's sixteen numbers are looked up, four at a time, in registers: `prmt` picks bytes.
+  - Σ x is a product with ones, while tensor cores are idle: up to 8 rows of x.
   - The gate and up product ends with SwiGLU: a program takes rows of gate and the same rows of up.
   - Inputs of 8 bits (W8A8) are rounded by a launch before: if every program did it, that would take
     more instructions than the product itself.
@@ -137,18 +138,30 @@ def _dot(a, v, total, X: tl.constexpr):
 
 @triton.jit
 def _multiply(p, v, total, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
-    """total + q x for a piece, and the sums of x. p: [(B,) ROWS, WIDTH]; v: [(B,) WIDTH, COLS]."""
-    axis: tl.constexpr = len(v.shape) - 2
+    """total + q x for a piece. p: [(B,) ROWS, WIDTH]; v: [(B,) WIDTH, COLS]."""
     if KIND == 4 or KIND == "nf4":
         low, high = _unpack(p, table, KIND, X, OFFSET)
         even, odd = _halves(v, X)
         total = _dot(low, even, total, X)
         total = _dot(high, odd, total, X)
-        sums = tl.sum(even.to(tl.float32), axis) + tl.sum(odd.to(tl.float32), axis)
     else:
         total = _dot(p, v, total, X)
-        sums = tl.sum(v.to(tl.float32), axis)
-    return total, sums
+    return total
+
+
+@triton.jit
+def _sums(p, v, nothing, KIND: tl.constexpr, X: tl.constexpr):
+    """Σ x of a piece: [(B,) ROWS, COLS], all rows alike, or [1, COLS]."""
+    if KIND == 4 and len(v.shape) == 3:  # few tokens: tensor cores have time to add, too
+        even, odd = _halves(v, X)
+        ones = ((p | 1) & 1).to(tl.float32)  # made of p, so that x is wanted in one layout
+        sums = _dot(ones, odd, _dot(ones, even, nothing, X), X)
+    elif KIND == 4:
+        even, odd = _halves(v, X)
+        sums = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 0, keep_dims=True)
+    else:
+        sums = tl.sum(v.to(tl.float32), len(v.shape) - 2, keep_dims=True)
+    return sums
 
 
 # ---- The products --------------------------------------------------------------------------------
@@ -270,14 +283,14 @@ def _product(
         v = tl.load(inputs + tl.expand_dims(j, -1), tl.expand_dims(inside, -1) & exists, 0.0)
         if SPAN:
             next_s, next_z = _scales(scale, zero, row, (piece + B) // SPAN, M)
-            product, sums = _multiply(p, v, nothing, table, KIND, X, OFFSET)
+            product = _multiply(p, v, nothing, table, KIND, X, OFFSET)
             if zero is not None:
-                product -= tl.expand_dims(z + OFFSET, -1) * tl.expand_dims(sums, -2)
+                product -= tl.expand_dims(z + OFFSET, -1) * _sums(p, v, nothing, KIND, X)
             total += tl.expand_dims(s, -1) * product
             s = next_s
             z = next_z
         else:
-            total, _ = _multiply(p, v, total, table, KIND, X, OFFSET)
+            total = _multiply(p, v, total, table, KIND, X, OFFSET)
 
     if B > 1:
         total = tl.sum(total, 0)  # [ROWS, COLS]
@@ -459,6 +472,7 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | Non
         SWIGLU=swiglu,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        maxnreg=cut.registers,
         **early(device),
     )
     return y

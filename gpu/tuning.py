@@ -105,6 +105,7 @@ class Cut(NamedTuple):
     shares: int  # programs that share the columns
     num_warps: int
     num_stages: int
+    registers: int | None = None  # of a thread, at most
 
 
 def plan_product(
@@ -126,7 +127,10 @@ def plan_product(
             piece = min(piece, 64)
         rows = 32 if N > 48 * processors and kind != "nf4" else 16  # NF4 takes many registers
         stages = 3 if kind == 16 else 4  # two programs fit into the shared memory
-        return Cut(rows, 8, piece, columns // piece, 1, 8, stages)
+        registers = None
+        if kind == 4 and rows == 16 and piece > 32:
+            registers = 80  # three programs at a time, as fit into the shared memory
+        return Cut(rows, 8, piece, columns // piece, 1, 8, stages, registers)
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
     most_shares = triton.cdiv(K, piece) // 2
