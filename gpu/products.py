@@ -330,7 +330,7 @@ def _add_shares(total, parts, arrivals):
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == shares - 1:
             total = tl.zeros_like(total)
-            for i in tl.range(shares):
+            for i in tl.range(0, shares, num_stages=4):
                 part = parts + (tile * shares + i) * ROWS * COLS
                 total += tl.load(part + index, cache_modifier=".cg")  # of other multiprocessors
             tl.store(arrivals + tile, 0)  # for the next product
