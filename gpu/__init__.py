@@ -54,7 +54,11 @@ def in_order(x: Tensor, weight: Linear) -> Tensor:
 
 def is_readable(cache: Cache | None) -> bool:
     """Whether the Triton kernels can read and write this cache."""
-    return cache is not None and cache.keys.parts[0].dtype != torch.float64
+    return (
+        tuning.is_on("attention")
+        and cache is not None
+        and cache.keys.parts[0].dtype != torch.float64
+    )
 
 
 def recordings(kind: Callable[[Llama], Any], llama: Llama, cache: Cache) -> Any:
@@ -86,7 +90,7 @@ class GPU(Ops):
     multi_step = 4
 
     def __init__(self, records: bool = True):
-        self.records = records
+        self.records = records and tuning.is_on("graphs") and tuning.is_on("sampling")
 
     def dtypes(
         self, stored: list[torch.dtype], asked: torch.dtype | None
@@ -110,7 +114,7 @@ class GPU(Ops):
         return products.torch_product(in_order(x, weight), w)
 
     def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
-        if not is_fusable(x):
+        if not is_fusable(x) or not tuning.is_on("fused"):
             return super().swiglu(x, gate_up)
         w = products.Stored.of(gate_up)
         if products.can_read(w, x.dtype) and products.fits_kernel(x, w):
@@ -120,7 +124,7 @@ class GPU(Ops):
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if not is_fusable(x):
+        if not is_fusable(x) or not tuning.is_on("fused"):
             return super().add_norm(x, delta, weight, eps)
         return fused.fused_norm(x, delta, weight, eps)
 
@@ -170,11 +174,13 @@ class GPU(Ops):
         """The host would wait for the device: it finds the token −1 later, but no single −∞."""
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
-        if settings.keys() <= draw.SUPPORTED:
+        if settings.keys() <= draw.SUPPORTED and tuning.is_on("sampling"):
             return draw.draw_probabilities(logits, **settings)
         return super().probabilities(logits, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
+        if not tuning.is_on("sampling"):
+            return super().pick(probs, streams)
         return draw.draw_token(probs, streams)
 
     def forward(

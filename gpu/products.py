@@ -414,6 +414,8 @@ def can_read(w: Stored, dtype: torch.dtype) -> bool:
 
 def fits_kernel(x: Tensor, w: Stored) -> bool:
     """Whether `stored_product` multiplies these rows: few, of columns and groups in 32s."""
+    if not tuning.is_on("products"):
+        return False
     most = tuning.ROWS
     if w.kind == 16:  # in float32 always by cuBLAS, which needs no tf32
         most = tuning.FEW if x.itemsize == 2 else 0

@@ -1,13 +1,20 @@
-"""The one test of gpu/ in the default run: the others take minutes (-m gpu_interpreter)."""
+"""A step of all kernels: the one test of gpu/ in the default run, as the others take minutes (-m
+gpu_interpreter). And the same step with each part of gpu/ turned off."""
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+from triton.runtime.interpreter import InterpretedFunction
+
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from gpu import GPU
+from errors import UserError
+from gpu import GPU, tuning
 from gpu.test_graphs import recorded
 from kernels import Ops
 from model import Llama
@@ -51,3 +58,56 @@ def test_recorded_steps_are_those_of_plain_torch():
     assert len(recordings) == 2  # 5 tokens; 1 token
     torch.testing.assert_close(logits, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3)
     assert tokens.tolist() == wanted_tokens.tolist()
+
+
+ATTENTION = {"_store", "_attend"}
+SAMPLING = {"_peaks", "_weigh", "_gather", "_edge", "_cut", "_race", "_winner"}
+KERNELS = {  # that are launched no more
+    "early": set(),
+    "graphs": set(),
+    "splits": set(),
+    "products": {"_product", "_product with SwiGLU"},
+    "attention": ATTENTION,
+    "sampling": SAMPLING,
+    "fused": {"_add_norm", "_product with SwiGLU"},
+}
+ALL = {"_product", "_product with SwiGLU", "_add_norm", *ATTENTION, *SAMPLING}
+
+
+@pytest.mark.gpu_interpreter
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter tells what is launched")
+@pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # no keys
+@pytest.mark.parametrize("part", [*tuning.SWITCHES, ""])
+@torch.inference_mode()
+def test_results_stay_where_a_part_is_turned_off(part, monkeypatch):
+    monkeypatch.setenv("LLAMA_GPU_OFF", part)
+    monkeypatch.setattr(tuning, "LEAST_KEYS", 2)  # so that these few are split
+    launch = InterpretedFunction.run
+    launched = set()
+    grids = set()
+
+    def run(kernel: Any, *arguments: Any, grid: Any, **options: Any) -> None:
+        launched.add(kernel.fn.__name__ + " with SwiGLU" * options.get("SWIGLU", False))
+        grids.add(grid[2:])
+        launch(kernel, *arguments, grid=grid, **options)
+
+    with recorded() as recordings, mock.patch.object(InterpretedFunction, "run", run):
+        logits, tokens = texts(GPU())
+    assert ALL - launched == KERNELS.get(part, set())
+    assert bool(recordings) == (part not in ("graphs", "attention", "sampling"))
+    assert (max(grids) > (1,)) == (part not in ("splits", "attention"))
+    assert (tuning.plan_product(9, 128, 1024, 8, 0).shares > 1) == (part != "splits")
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    assert tuning.early(torch.device("meta"))["EARLY"] == (part != "early")
+    wanted, wanted_tokens = texts(Ops())
+    torch.testing.assert_close(logits, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=1e-3)
+    assert tokens.tolist() == wanted_tokens.tolist()
+
+
+@pytest.mark.gpu_interpreter
+def test_several_parts_and_a_name_that_is_none(monkeypatch):
+    monkeypatch.setenv("LLAMA_GPU_OFF", "graphs, early")
+    assert [part for part in tuning.SWITCHES if not tuning.is_on(part)] == ["early", "graphs"]
+    monkeypatch.setenv("LLAMA_GPU_OFF", "graph")
+    with pytest.raises(UserError, match="'graph' is no part of gpu/ that LLAMA_GPU_OFF turns off"):
+        GPU()

@@ -19,11 +19,24 @@ kernels (gpu/test_resources.py). `python bench.py --gpu first` shows which of th
     plan_product         below
     tile_shape           below
 
+What is wrong on a GPU is found by turning parts off: LLAMA_GPU_OFF=early,graphs …
+
+    early        no kernel starts before the one before it has ended
+    graphs       nothing is recorded: Python launches every kernel
+    splits       keys and columns are not shared among programs, so that nothing is counted
+    products     a kernel dequantizes W, and torch multiplies
+    attention    plain torch stores and attends
+    sampling     plain torch makes probabilities and picks
+    fused        plain torch adds, norms, and computes SwiGLU
+
+Without attention or sampling nothing is recorded, either: plain torch asks the host.
+
 A kernel that begins by `begin_early` may start while the one before it ends (programmatic dependent
 launch, from sm_90 on): its programs take their places, and wait there until the results of the
 kernel before are written. That hides a launch's microsecond.
 """
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,6 +47,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import cuda
 
+from errors import check_names
 from quant import Kind
 
 INTERPRETED = knobs.runtime.interpret
@@ -46,6 +60,24 @@ TILE = 1024
 LEAST_KEYS = 128
 MOST_SPLITS = 128
 MERGED = tl.constexpr(16)
+
+
+# ---- What is turned off --------------------------------------------------------------------------
+
+SWITCHES = ("early", "graphs", "splits", "products", "attention", "sampling", "fused")
+
+
+def is_on(part: str) -> bool:
+    """Whether LLAMA_GPU_OFF leaves this part on."""
+    return part not in parts_off(os.environ.get("LLAMA_GPU_OFF", ""))
+
+
+@cache
+def parts_off(names: str) -> list[str]:
+    """UserError for a name that is not among SWITCHES."""
+    parts = [name.strip() for name in names.split(",") if name.strip()]
+    check_names(parts, SWITCHES, "part of gpu/ that LLAMA_GPU_OFF turns off")
+    return parts
 
 
 # ---- The machine ---------------------------------------------------------------------------------
@@ -70,7 +102,7 @@ def capability(device: torch.device) -> int:
 
 def early(device: torch.device) -> dict[str, Any]:
     """The options of a launch that may start early: kernel[grid](…, **early(device))."""
-    if INTERPRETED or capability(device) < 90:
+    if INTERPRETED or capability(device) < 90 or not is_on("early"):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
 
@@ -134,7 +166,9 @@ def plan_product(
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
     most_shares = triton.cdiv(K, piece) // 2
-    shares = max(1, min(2 * processors // tiles, most_shares))
+    shares = 1
+    if is_on("splits"):
+        shares = max(1, min(2 * processors // tiles, most_shares))
     return Cut(128, cols, piece, 1, shares, 4 if cols < 64 else 8, 4)
 
 
@@ -174,7 +208,7 @@ def count_splits(programs: int, longest: int, slots: int) -> int:
     """How often to split the keys, so that the last round of `slots` programs at a time is nearly
     full.
     """
-    if programs >= 4 * slots:
+    if programs >= 4 * slots or not is_on("splits"):
         return 1
     most = max(1, min(MOST_SPLITS, longest // LEAST_KEYS))
     busy = []  # by splits: the share of the slots that work
