@@ -29,12 +29,16 @@ from model import Llama
 from proof import Toy
 from speculative import Round
 
-# Modest by default; HYPOTHESIS_PROFILE=ci looks further. A test's own max_examples wins over both.
-hypothesis.settings.register_profile("default", max_examples=15, deadline=None)
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-# How many times as many random cases: of damaged files, command lines, schemas. .ci/run says 20.
+# How many times as many random cases: of damaged files, command lines, schemas. .ci/run says 20;
+# then hypothesis looks further, too. A test's own max_examples wins over both.
 TIMES = int(os.environ.get("TEST_TIMES", "1"))
+hypothesis.settings.register_profile(
+    "tests",
+    max_examples=15 if TIMES == 1 else 100,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("tests")
 
 ROOT = Path(__file__).parent
 FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")

@@ -115,7 +115,7 @@ def workload(drafter: str, size: int, bits: Bits, **more) -> dict:
     return {**rest, **sizes, "texts": texts, "drafter": drafter, "bits": bits, **more}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(workloads())
 @example(workload("model", 4, (16, 16)))
 @example(workload("self", 8, (8, 4)))

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +86,6 @@ def slow_look_up(text: list[int], count: int, longest: int) -> list[int]:
     return []
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.integers(1, 4),

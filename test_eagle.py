@@ -258,7 +258,7 @@ def check_rows(runner: ModelRunner, requests: list[Request], head: EagleHead) ->
             assert torch.allclose(rows, wanted, atol=1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, data):
     """In batches, with shared prefixes, forks, preemption, chunks; greedy, and in coupled mode."""

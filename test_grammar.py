@@ -160,7 +160,7 @@ def test_law_of_coupled_mode_is_the_definitions():
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     st.from_regex(r"\A([ab][*?+]?|\([ab]\|[ab]{2}\)[*?]?){1,3}\Z"),
     st.integers(1, 3),
@@ -271,7 +271,6 @@ def bits_of(mask: bytes, count: int) -> list[int]:
     return [i for i in range(count) if number >> i & 1]
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.text("ab the é\n", min_size=1, max_size=6), min_size=1, max_size=4),
     st.integers(0, 1),

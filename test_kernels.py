@@ -71,7 +71,6 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     torch.testing.assert_close(out.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=60)
 @given(
     n=st.integers(1, 5),
     past=st.integers(0, 6),

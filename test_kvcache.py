@@ -228,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(stored, torch.stack(vectors, 1))
 
 
-CacheMachine.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
+CacheMachine.TestCase.settings = settings(stateful_step_count=20)
 test_any_history = CacheMachine.TestCase
 
 
@@ -354,7 +354,6 @@ def test_these_models_would_notice():
         assert (last - other).abs().max() > 0.01 and (last - moved).abs().max() > 0.01
 
 
-@settings(max_examples=25)
 @given(MODEL, TEXT, CUTS)
 @torch.inference_mode()
 def test_every_split_of_a_prompt(llama, text, cuts):
@@ -492,7 +491,6 @@ def test_fewer_bits_hold_more_and_hardly_change_what_the_embedded_model_expects(
         assert abs(losses[name] / losses["16"] - 1) < most
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from([Ops().empty_kv, heads_first]),
     st.sampled_from([(16, None), (8, None), (4, KEY_GROUP), (4, None)]),

@@ -195,7 +195,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestPaged.settings = settings(stateful_step_count=25)
 
 
 # ---- With a model

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.launch import follow, handle_signal, joined, read_once, waiting_signals
@@ -176,9 +176,7 @@ def texts_of(
     return texts
 
 
-@settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=3)
 @given(st.data())
 def test_texts_are_those_of_one_process(everywhere, models, data):
     def draw(*choices: Any) -> Any:
@@ -262,7 +260,6 @@ def test_logits_are_those_of_one_process(everywhere, models):
 
 
 @given(st.sampled_from([1, 2, 3, 4, 8]), st.data())
-@settings(max_examples=30)
 def test_shards_together_are_the_tensor(n, data):
     """With more processes than key/value heads, some have replicas of one shard."""
     rows = data.draw(st.integers(1, 4))
@@ -290,7 +287,6 @@ def test_shards_together_are_the_tensor(n, data):
     st.sampled_from([1, 2, 3]),
     st.integers(1, 40),
 )
-@settings(max_examples=30)
 def test_a_model_that_cannot_be_shared_is_refused_by_name(n, G, R, F):
     heads = dict(num_attention_heads=G * R, num_key_value_heads=G, intermediate_size=F)
     config = Config(**SMALL | heads)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import quant
@@ -69,7 +69,6 @@ def of_columns(x: torch.Tensor, q: quant.Quantized) -> torch.Tensor:
 # ---- Weights
 
 
-@settings(max_examples=100)
 @given(
     KIND,
     st.integers(1, 4),
@@ -103,7 +102,6 @@ def test_weights_are_within_half_a_step_of_a_tight_scale(kind, N, K, bits, group
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
 
-@settings(max_examples=100)
 @given(
     KIND,
     st.integers(1, 4),
@@ -132,26 +130,6 @@ def test_fp8_and_nf4_round_to_the_nearest_code(kind, N, K, bits, group, seed):
     assert q.bits == bits and q.nbytes == N * bytes_of_a_row
 
 
-def test_the_largest_numbers_stay_finite_and_are_not_cut():
-    """The bounds of a scale: above them `steps` times the scale is infinite, below MAX is lost."""
-    w = torch.tensor([[MAX, -MAX, 0.0, MAX / 2]])
-    for bits in STORED:
-        back = dequantize(*quantize(w, bits, 64)).double()
-        assert back.isfinite().all()
-        assert (back - w.double()).abs().max() <= 0.08 * MAX
-    values, scale = int8(w)
-    assert from_int8(values, scale).isfinite().all()
-    assert from_int4(*int4(w)).isfinite().all()
-
-
-def test_fp8_uses_the_whole_range_of_e4m3():
-    w = torch.tensor([[448.0, -448.0, 1.0, 0.0]])
-    for factor in (1.0, 2.0**100, 2.0**-90):
-        q = quantize(w * factor, "fp8")
-        assert q.values.float()[0, :2].tolist() == [448, -448]
-        assert torch.equal(dequantize(*q), w * factor)
-
-
 def test_numbers_on_a_grid_stay():
     """All 255 and all 16 numbers, wherever the sixteen begin."""
     every = torch.arange(-127.0, 128)[None] * 0.25
@@ -173,7 +151,6 @@ def test_packing_round_trips(digits):
     assert packed[0, 0] == digits[0] + 16 * upper  # the order that files and kernels rely on
 
 
-@settings(max_examples=100)
 @given(st.floats(0, 2.0**120, width=32))
 @example(1.0)
 @example(1.0000001192092896)
@@ -227,7 +204,6 @@ def test_a_vector_that_is_not_finite_is_read_as_nan(wrong):
         assert stored[1, :16].isnan().all() and stored[[0, 2]].isfinite().all()
 
 
-@settings(max_examples=100)
 @given(
     KIND,
     st.integers(1, 40),
@@ -276,17 +252,6 @@ def test_groups_keep_large_channels_from_spoiling_a_key():
     )
     assert grouped[16:].sum() < 0.05 * one[16:].sum()
     assert grouped[:16].sum() < 1.1 * one[:16].sum()
-
-
-def test_bytes_of_keys_and_values():
-    keys = torch.randn(4, 32, 64)
-    plain = keys.bfloat16().nbytes
-    eight, grouped, four = (
-        sum(part.nbytes for part in parts) for parts in (int8(keys), int4(keys, 16), int4(keys))
-    )
-    assert eight == 4 * 32 * (64 + 2) <= 0.54 * plain
-    assert grouped + four <= 0.33 * 2 * plain
-    assert eight + four <= 0.42 * 2 * plain
 
 
 # ---- Models

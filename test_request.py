@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import test_spm
@@ -24,7 +24,6 @@ from tokenizer import Tokenizer
 # ---- Stop strings
 
 
-@settings(max_examples=60)
 @given(
     st.text(alphabet="ab", max_size=30),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),

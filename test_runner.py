@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -174,7 +174,6 @@ def test_draft_cache_forgets_rejected_drafts():
     assert runner.drafter.model.calls[:3] == [[(0, 5), (1, 1)], [(2, 9)], [(3, 9)]]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 6),
     st.integers(1, 14),

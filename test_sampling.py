@@ -5,7 +5,7 @@ from itertools import accumulate, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sampling
@@ -88,7 +88,6 @@ def is_clear(
     return all(w in (0, 1) or abs(w - (min_p or 0)) > 1e-9 for w in weight)
 
 
-@settings(max_examples=100)
 @given(
     st.one_of(rows_of(torch.float32), rows_of(torch.float64)),
     st.lists(CHOSEN, min_size=3, max_size=3),

@@ -163,7 +163,7 @@ def test_law_of_coupled_mode_is_the_targets():
         assert distance(law, kind.law()) < 1e-12, kind
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.integers(0, 10**6),
     st.integers(0, 10**6),
@@ -343,7 +343,6 @@ def distributions(rows: int, V: int) -> st.SearchStrategy:
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(2, 5), st.integers(1, 3))
 def test_verify_follows_p_and_accepts_the_overlap(data, V, k):
     """For any p and q: each token's law is p's, and a draft is accepted with Σ min(p, q)."""

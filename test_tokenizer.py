@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import regex
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer
@@ -225,9 +225,6 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(text=TEXTS)
 def test_tokens_are_those_of_the_definition(loaded, kind, text):
     tok, (splits, merges, vocab, ignore) = loaded[kind], REFERENCES[kind]
@@ -260,9 +257,6 @@ def merge_lists(draw) -> tuple[list[tuple[str, str]], list[str], bool]:
     )
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(
     merge_lists(),
     st.lists(
@@ -329,7 +323,6 @@ def test_patterns_of_well_known_models_are_plain(tmp_path):
         )
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.sets(st.text("ab^]-", min_size=1, max_size=3)), st.text("ab^]-c", max_size=20))
 def test_added_tokens_are_found_longest_first(tokens, text):
     by_length = sorted(tokens, key=len, reverse=True)
@@ -351,7 +344,6 @@ def test_many_added_tokens_take_no_longer():
     assert time.thread_time() - start < 2
 
 
-@settings(deadline=None, max_examples=20)
 @given(st.lists(WORDS | st.characters(exclude_categories=["Cs"]), max_size=12).map("".join))
 def test_long_pieces_are_merged_like_short_ones(loaded, text):
     for kind in KINDS:

@@ -175,14 +175,6 @@ def test_coupled_drafts_leave_the_text_as_it_is(base, helper, capsys):
     assert result["stats"]["tokens_per_round"] == pytest.approx(3, abs=0.2)
 
 
-def test_a_fixed_gamma_repeats(base, helper, capsys):
-    flags = (PROMPT, "--target", base, "--draft", helper, "--temperature", "1", "--seed", "5")
-    flags = (*flags, "--max-tokens", "20", "--json")
-    (a,) = run_json(capsys, *flags, "--gamma", "2")
-    (b,) = run_json(capsys, *flags, "--gamma", "2")
-    assert a["tokens"] == b["tokens"] and a["stats"]["acceptance"] == b["stats"]["acceptance"] < 1
-
-
 def test_colors_show_the_origin_of_each_token(base, capsys):
     flags = (PROMPT, "--target", base, "--temperature", "1", "--seed", "5", "--max-tokens", "12")
     drafts = ("--draft", base, "--gamma", "2", "--color")  # its own draft: all is accepted
@@ -366,18 +358,6 @@ def test_turns_of_a_chat_stay_in_the_cache(instruct, monkeypatch, capsys):
     assert read == length == len(prompt)
     # of the second turn's tokens, the full blocks of the first are cached
     assert longer - read_again == (length + 6 - 1) // 16 * 16 > 0
-
-
-def test_drafts_leave_a_chat_as_it_is(instruct, helper, capsys, monkeypatch):
-    flags = ("--target", instruct, "--max-tokens", "9", *FLOAT64, "--seed", "3")
-    texts = set()
-    for draft in (None, "self"):
-        Terminal(monkeypatch, "hello", "again", EOFError)
-        drafts = ("--draft", draft, "--gamma", "2", "--verify", "coupled") if draft else ()
-        status, out, _ = run(capsys, *flags, "--temperature", "1", *drafts)
-        assert status == 0 and len(out) > 4
-        texts.add(out)
-    assert len(texts) == 1
 
 
 def test_how_a_chat_ends(instruct, capsys, monkeypatch):

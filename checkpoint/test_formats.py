@@ -362,7 +362,7 @@ HOW = (
 )
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(HOW, st.sampled_from([ROUND, RAGGED]), st.integers(0, 99))
 @example(settings_of("gptq", 8, 16, False, True), RAGGED, 0)
 @example(settings_of("awq", 4, 16), RAGGED, 0)

@@ -438,55 +438,11 @@ def test_blocks_are_what_their_definition_says(type):
             content = bytes(block.tolist())
             expected += [DEFINITIONS[type](content, i) for i in range(form.weights)]
     reference = torch.tensor(expected).view(N, K)
-    w = dequantize_blocks(type, blocks)
-    assert w.dtype == torch.float32
-    torch.testing.assert_close(w, reference, rtol=0, atol=1e-6 * reference.abs().max().item())
-
-
-@pytest.mark.parametrize("type", BLOCK_FORMATS)
-def test_whole_numbers_fit_their_bits(type):
-    form = BLOCK_FORMATS[type]
-    N, K = 8, 16 * form.weights
-    values, scale, zero, group = unpack(type, random_blocks(type, N, K))
-    lowest, highest = {
-        "Q8_0": (-128, 127),
-        "Q5_0": (-16, 15),
-        "Q5_1": (0, 31),
-        "Q5_K": (0, 31),
-        "Q6_K": (-32, 31),
-    }.get(type, (0, 15))
-    assert values.dtype == torch.int8 and values.shape == (N, K)
-    assert (values.min(), values.max()) == (lowest, highest)
-    assert group == form.group and scale.shape == (N, K // group)
-    assert scale.dtype == torch.float32 and scale.isfinite().all()
-    assert (zero is not None) == form.zeros
-    if zero is not None:
-        assert zero.shape == scale.shape and zero.dtype == torch.float32 and zero.isfinite().all()
-    if type == "Q4_0":
-        assert (zero[scale != 0] == 8).all()
-
-
-@pytest.mark.parametrize("type, start", [("Q4_1", 0), ("Q5_1", 0), ("Q4_K", 0), ("Q5_K", 0)])
-def test_a_group_without_a_scale_is_a_constant(type, start):
-    blocks = random_blocks(type, 1, BLOCK_FORMATS[type].weights)
-    reference = blocks.clone()
-    blocks[:, start : start + 2] = 0
     values, scale, zero, group = unpack(type, blocks)
-    _, minimum = first(bytes(blocks[0].tolist()), 2)
-    constants = [minimum]
-    if type.endswith("K"):
-        content = bytes(reference[0].tolist())
-        constants = [-minimum * bits_of_k(content, j)[1] for j in range(8)]
-    assert (values == 0).all() and (zero == -1).all()
-    torch.testing.assert_close(scale, torch.tensor([constants]))
+    assert values.dtype == torch.int8 and group == form.group
+    assert (zero is not None) == form.zeros
     w = dequantize_blocks(type, blocks)
-    assert torch.equal(w, scale.repeat_interleave(group, 1))
-
-
-def test_a_matrix_of_zeros():
-    for type, form in BLOCK_FORMATS.items():
-        w = dequantize_blocks(type, torch.zeros(2, form.nbytes, dtype=torch.uint8))
-        assert torch.equal(w, torch.zeros(2, form.weights))
+    torch.testing.assert_close(w, reference, rtol=0, atol=1e-6 * reference.abs().max().item())
 
 
 @pytest.mark.parametrize("type", BLOCK_FORMATS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -96,9 +96,6 @@ def test_names_are_printable(tmp_path):
         assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(st.floats(0, 1, exclude_max=True))
 @example(0.0)
 def test_a_file_cut_anywhere_is_refused(tmp_path, share):
@@ -109,9 +106,6 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, share):
         read_all(tmp_path)
 
 
-@settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(st.integers(0), st.integers(1, 255))
 def test_a_damaged_header_is_refused_or_means_the_same(tmp_path, position, change):
     file = write(tmp_path) / "model.safetensors"

@@ -26,8 +26,17 @@ class TestC(Contract):
 
 
 class TestWithoutC(Contract):
+    """Where it differs from plain torch then: products of 16 bits, attention, whole passes."""
+
     ops = CPU()
+    test_between_the_products = test_attention_without_a_cache = test_forbidden_tokens = None
+    test_sampling = test_verifying = test_each_draft_is_accepted_by_its_own_number = None
+    test_room_and_dtype = None
 
     @pytest.fixture(autouse=True)
     def no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "library", lambda: None)
+
+    @pytest.mark.parametrize("layout", [16, 4])
+    def test_products_and_look_ups(self, layout: int) -> None:
+        super().test_products_and_look_ups(layout)

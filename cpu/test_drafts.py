@@ -120,15 +120,11 @@ def test_drafts_in_one_call_are_those_one_by_one(layout, kind):
 @torch.inference_mode()
 def test_logits_that_are_not_finite_are_refused():
     llama = scaled_llama()
-    head = random_head(scaled_llama(), dtype=torch.float32).pack_weights()
-    for damaged in (llama, head):
-        damaged.norm.fill_(torch.nan)
+    llama.norm.fill_(torch.nan)
     for temperature in (0, 1.0):
         for coupled in (False, True):
             with pytest.raises(ValueError, match="not finite"):
                 drafts(llama, False, coupled=coupled, temperature=temperature)
-            with pytest.raises(ValueError, match="not finite"):
-                head_round(head, True, 2, coupled, temperature)
 
 
 def test_a_model_that_nobody_has_any_more_is_not_kept():

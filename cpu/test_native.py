@@ -58,7 +58,7 @@ def poisoned_weight(
 
 
 @pytest.mark.parametrize("layout", [torch.float32, torch.bfloat16, *LAYOUTS[1:]])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     T=st.integers(0, 15) | st.integers(23, 66) | st.integers(190, 300),
     N=st.integers(1, 40) | st.integers(500, 520),
@@ -153,7 +153,6 @@ def halfway(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) & -0x10000) | 0x8000).view(torch.float32)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 @torch.inference_mode()
 def test_attention_over_blocks_anywhere(data):

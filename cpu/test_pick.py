@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sampling
@@ -17,7 +17,6 @@ from speculative import Round
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 5),
     st.integers(1, 600),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -167,9 +167,7 @@ def by_definition(coin: Keyed, probs: torch.Tensor) -> torch.Tensor:
     return sampling.pick(probs.double(), coin.streams)
 
 
-@settings(
-    deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=5)
 @given(
     B=st.integers(1, 3),
     V=st.integers(1, 24),

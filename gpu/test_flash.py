@@ -1,6 +1,5 @@
 """Triton's attention and store beside plain torch: in the interpreter, on a GPU, and compiled."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import nan
@@ -14,15 +13,15 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from conftest import attend
-from gpu import GPU, unpack
+from gpu import GPU
 from gpu.flash import LayerStore, flash_attention
 from gpu.graphs import Bucket, empty_metadata, next_steps
 from gpu.store import store_vectors
 from gpu.tuning import Launch, plan_launches, processors
 from kernels import Ops, attention
-from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
+from kvcache import AttentionMetadata, SequenceSlice, Store
 from paged import PagedCache
-from quant import KEY_GROUP, WIDTHS, int4, int8, unpack4
+from quant import KEY_GROUP, WIDTHS, int4, int8
 from test_kernels import heads_first
 
 pytestmark = pytest.mark.gpu_interpreter
@@ -274,24 +273,6 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
     assert all(map(torch.equal, parts, wanted))  # and nothing else has changed
 
 
-def test_float64_is_computed_in_float64_or_from_what_is_stored():
-    """A cache of float64 is plain torch's, to the bit; in fewer bits the kernels read it, in
-    float32.
-    """
-    for bits in ((16, 16), (8, 4)):
-        torch.manual_seed(0)
-        q, k, v = torch.randn(3, 8, 16, dtype=torch.float64, device=DEVICE).split((4, 2, 2), 1)
-        outputs = []
-        for ops in (GPU(records=False), Ops()):
-            cache = KVCache(1, 2, 16, 9, 1, DEVICE, torch.float64, bits, ops)
-            seq, _ = cache.open(())
-            metadata = cache.extend([(seq, range(3))])
-            outputs.append(attend(ops, q, k, v, metadata, 0))
-        ours, plain = outputs
-        assert ours.dtype == torch.float64
-        torch.testing.assert_close(ours, plain, rtol=0, atol=0 if bits == (16, 16) else 1e-5)
-
-
 # ---- Metadata of a fixed shape -------------------------------------------------------------------
 
 
@@ -344,61 +325,6 @@ def test_a_refilled_bucket_is_the_step_itself():
 
 
 # ---- The compiler, and the machine ---------------------------------------------------------------
-
-
-def as_word(x: Tensor) -> int:
-    return int(x.view(torch.int32)) & 0xFFFFFFFF
-
-
-def as_numbers(words: list[int], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32).view(dtype)
-
-
-def emulate(asm: str, outputs: int, word: int) -> list[int]:
-    """What a few PTX instructions make of a word that comes after their outputs."""
-    registers = {f"${outputs}": word}
-    for instruction in re.sub(r"\.reg[^;]*;", "", asm.strip("{} \n")).split(";"):
-        parts = instruction.replace(",", " ").split()
-        if not parts:
-            continue
-        name, out, *arguments = parts
-        values = []
-        for x in arguments:
-            values.append(registers[x] if x in registers else int(re.sub("^0f", "0x", x), 0))
-        if name == "prmt.b32":
-            source = (values[0] | values[1] << 32).to_bytes(8, "little")
-            registers[out] = sum(source[values[2] >> 4 * i & 15] << 8 * i for i in range(4))
-        elif name in ("sub.rn.f16x2", "sub.f32"):
-            dtype = torch.float32 if name == "sub.f32" else torch.float16
-            a, b = (as_numbers([value], dtype) for value in values)
-            registers[out] = as_word(a - b)
-        elif name == "lop3.b32":
-            assert values[3] == 0xEA  # the table of (a & b) | c
-            registers[out] = values[0] & values[1] | values[2]
-        elif name == "mov.b32":
-            registers[out] = values[0]
-        elif name == "xor.b32":
-            registers[out] = values[0] ^ values[1]
-        elif name == "shr.u32":
-            registers[out] = values[0] >> values[1]
-        elif name == "shl.b32":
-            registers[out] = values[0] << values[1] & 0xFFFFFFFF
-        else:
-            raise NotImplementedError(name)
-    return [registers[f"${i}"] for i in range(outputs)]
-
-
-@pytest.mark.parametrize(
-    "name, dtype", [("K8", torch.float16), ("V8", torch.bfloat16), ("V4", torch.bfloat16)]
-)
-def test_bytes_become_numbers(name, dtype):
-    """The interpreter does not run these instructions, so they are followed one by one."""
-    for first in range(0, 256, 4):
-        packed = torch.tensor([first, first + 1, first + 2, first + 3], dtype=torch.uint8)
-        expected = unpack4(packed) + 16 if name == "V4" else packed.view(torch.int8)
-        words = emulate(getattr(unpack, name).value, len(expected) // 2, as_word(packed))
-        if name[1] != "8" or -128 not in expected.tolist():  # which is never stored
-            assert torch.equal(as_numbers(words, dtype), expected.to(dtype))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter has no 16-bit products")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.bytelevel import GPT2_SPLIT
@@ -31,7 +31,6 @@ def slow(texts: list[str], size: int) -> list[Pair]:
     return learned
 
 
-@settings(deadline=None, max_examples=150)
 @given(TEXTS, st.integers(256, 276))
 def test_merges_are_those_of_counting_anew_each_time(texts: list[str], size: int) -> None:
     merges = learn(texts, size)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.config import Config
@@ -91,7 +91,6 @@ def test_gptq_gives_the_integers_of_the_plain_algorithm(monkeypatch):
         assert q.scale.shape == quantize(w, bits, group).scale.shape
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 6),
     st.integers(1, 40),
@@ -167,7 +166,6 @@ def test_only_4_and_8_bits():
 # ---- AWQ
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 6),
     st.integers(1, 40),

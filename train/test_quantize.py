@@ -10,12 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from app.cli import main as cli
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from conftest import write_model
 from errors import UserError
-from generate import generate
 from kvcache import KVCache
 from model import Llama
 from quant import DEFAULT_GROUP, STORED
@@ -265,26 +263,6 @@ def test_interrupted_run_leaves_no_model(base, tmp_path, monkeypatch, stop, code
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_folder_generates_what_its_source_does_in_these_bits(base, capsys, tmp_path):
-    common = dict(seed=3, max_tokens=12, dtype=torch.float64)
-    no_copy = {
-        8: "the INT4 copy (--draft self): the weights are INT8 already",
-        4: "target's weights are INT4",
-    }
-    for bits, reason in no_copy.items():
-        out = tmp_path / str(bits) / "out"
-        assert run(base, "--bits", bits, "--out", out) == 0
-        expected = generate("Once", base, bits=bits, **common).tokens
-        assert generate("Once", out, **common).tokens == expected
-        again = (["--bits", "8"], f"the weights are INT{bits} already")
-        for flags, says in (again, (["--draft", "self"], reason)):
-            capsys.readouterr()
-            assert cli(["--target", str(out), *flags, "Once"]) == 2
-            stdout, stderr = capsys.readouterr()
-            assert (stdout, stderr.count("\n")) == ("", 1)
-            assert stderr.startswith("error: ") and says in stderr
-
-
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_sizes_and_errors_are_told_the_worst_first(base, tmp_path, capsys, method):
     (tmp_path / "text").write_text("Once upon a time there was a model. " * 30)
@@ -356,11 +334,3 @@ def test_no_text_is_measured_on_that_was_calibrated_with(tmp_path, small, monkey
         assert max(map(len, texts)) == Config.load(plain).max_position_embeddings == 96
         methods = {recipe.how.method for recipe in recipes if recipe.how}
         assert (methods == {"rtn"}) == (not calibration) == (not data)
-
-
-def test_the_size_of_a_model_is_that_of_its_file(small):
-    plain = Llama.load(small / "plain", "cpu", torch.float32, trainable=True)
-    file = (small / "plain" / "model.safetensors").read_bytes()
-    assert (
-        calibrate.size(plain) * 2 == len(file) - int.from_bytes(file[:8], "little") - 8
-    )  # in 16 bits: half
