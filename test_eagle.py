@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batcher import Batcher
 from checkpoint.eagle import EagleConfig, is_eagle
-from conftest import random_llama
+from conftest import random_llama, told
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -186,8 +186,9 @@ def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], 
     return drafted[0].tolist(), q[0, :-1]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("layout", ["speculators", "authors"])
+@pytest.mark.parametrize(
+    "flags, layout", [({}, "authors"), *((flags, "speculators") for flags in FLAGS)], ids=str
+)
 def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout):
     """Read from a folder, after a prompt in chunks and a few rounds."""
     target = random_llama(1, ops=Ops())
@@ -544,36 +545,44 @@ def test_a_damaged_head_is_named_and_the_target_is_not(base, tmp_path, compiler)
                     generate("a word", model, **how)
 
 
+WRONG = told(
+    """
+    head {"use_medusa": true} → use_medusa
+    head {"norm_output": 1} → norm_output
+    head {"norm_before_fc": true, "fc_norm": true} → one of them
+    head {"draft_vocab_size": 0} → draft_vocab_size
+    head {"draft_vocab_size": 262} → at most vocab_size
+    head {"draft_vocab_size": 130} → lm_head.weight
+    head {"draft_vocab_size": "8"} → draft_vocab_size
+    head {"target_hidden_size": 25} → hidden_size of the target
+    head {"eagle_aux_hidden_state_layer_ids": [0, 2]} → reads layers
+    head {"eagle_aux_hidden_state_layer_ids": [0, 0]} → each once
+    head {"eagle_aux_hidden_state_layer_ids": [-1]} → list of layers
+    head {"eagle_aux_hidden_state_layer_ids": null} → reads layers
+    head {"eagle_config": 5} → not an object
+    head {"eagle_config": {"use_aux_hidden_state": false}} → use_aux_hidden_state
+    head {"speculators_model_type": "hass"} → speculators_model_type
+    head {"transformer_layer_config": 5} → not an object
+    layer {"num_hidden_layers": 2} → num_hidden_layers
+    layer {"model_type": "qwen3"} → model_type
+    layer {"vocab_size": 300} → vocab_size
+    layer {"head_dim": 8} → head_dim
+    layer {"num_key_value_heads": 4} → num_key_value
+    layer {"hidden_size": 20, "head_dim": 6} → hidden_size
+    """
+)
+
+
 def test_heads_that_do_not_fit_are_refused_before_anything_is_made(tmp_path, pair):
     target = pair[0]
     folder = write_head(tmp_path / "head", random_head(target))
     config = json.loads((folder / "config.json").read_text())
     layer = config["transformer_layer_config"]
-    wrong = [
-        ({"use_medusa": True}, "use_medusa"),
-        ({"norm_output": 1}, "norm_output"),
-        ({"norm_before_fc": True, "fc_norm": True}, "one of them"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size"),
-        ({"draft_vocab_size": 262}, "at most vocab_size"),
-        ({"draft_vocab_size": 130}, "lm_head.weight"),
-        ({"draft_vocab_size": "8"}, "draft_vocab_size"),
-        ({"target_hidden_size": 25}, "hidden_size of the target"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, "reads layers"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 0]}, "each once"),
-        ({"eagle_aux_hidden_state_layer_ids": [-1]}, "list of layers"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, "reads layers"),
-        ({"eagle_config": 5}, "not an object"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"speculators_model_type": "hass"}, "speculators_model_type"),
-        ({"transformer_layer_config": layer | {"num_hidden_layers": 2}}, "num_hidden_layers"),
-        ({"transformer_layer_config": layer | {"model_type": "qwen3"}}, "model_type"),
-        ({"transformer_layer_config": layer | {"vocab_size": 300}}, "vocab_size"),
-        ({"transformer_layer_config": layer | {"head_dim": 8}}, "head_dim"),
-        ({"transformer_layer_config": layer | {"num_key_value_heads": 4}}, "num_key_value"),
-        ({"transformer_layer_config": layer | {"hidden_size": 20, "head_dim": 6}}, "hidden_size"),
-        ({"transformer_layer_config": 5}, "not an object"),
-    ]
-    for change, message in wrong:
+    for line, message in WRONG:
+        kind, text = line.split(" ", 1)
+        change = json.loads(text)
+        if kind == "layer":
+            change = {"transformer_layer_config": layer | change}
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=message):
             EagleHead.load_for(folder, target)

@@ -149,7 +149,8 @@ def laws_of(
 @pytest.mark.parametrize("where", ["own", "contiguous", "paged", "n-grams"])
 def test_law_of_every_text_of_a_ragged_batch_is_the_definitions(where):
     draft = None if where == "n-grams" else DRAFT
-    for kind, law in zip(KINDS, laws_of(KINDS, draft, where), strict=True):
+    kinds = KINDS if where == "own" else KINDS[:3] + KINDS[-2:]
+    for kind, law in zip(kinds, laws_of(kinds, draft, where), strict=True):
         assert sum(law.values()) == pytest.approx(1, abs=1e-12)
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conftest import attend, poison, random_llama
 from errors import UserError
-from generate import Engine, Model
 from kernels import Ops, attention, ops_for
 from kvcache import (
     AttentionMetadata,
@@ -25,7 +24,7 @@ from kvcache import (
 )
 from model import Llama
 from paged import PagedCache
-from quant import KEY_GROUP, WIDTHS, widths
+from quant import KEY_GROUP, widths
 from test_kernels import heads_first
 
 L, G, H, D, N, S = 2, 2, 4, 6, 9, 3
@@ -232,22 +231,6 @@ CacheMachine.TestCase.settings = settings(stateful_step_count=20)
 test_any_history = CacheMachine.TestCase
 
 
-def test_a_fork_and_its_origin_part_ways():
-    cache = KVCache(1, 1, 2, max_len=4, sequences=2)
-    old, _ = cache.open([])
-    one = torch.ones(2, 1, 2)
-    attend(OPS, one, one, one, cache.extend([(old, [1, 2])]), 0)
-    new = cache.fork(old)
-    values = torch.tensor([[[3.0, 3]], [[9.0, 9]]])
-    metadata = cache.extend([(old, [3]), (new, [9])])
-    out = attend(OPS, one * 0, one, values, metadata, 0)
-    expected = torch.tensor([5 / 3, 11 / 3])  # equal scores: means of 1, 1 and the new
-    torch.testing.assert_close(out[:, 0, 0], expected)
-    cache.truncate(old, 0)
-    assert (cache.length(old), cache.length(new)) == (0, 3)
-    assert cache.values.parts[0][0, new, :3, 0, 0].tolist() == [1, 1, 9]
-
-
 def test_commit_keeps_the_text_without_its_last_token():
     """Drafts that only the device knew (0) become known; rejected ones are forgotten."""
     cache = KVCache(1, 1, 2, 9)
@@ -354,21 +337,6 @@ def test_these_models_would_notice():
         assert (last - other).abs().max() > 0.01 and (last - moved).abs().max() > 0.01
 
 
-@given(MODEL, TEXT, CUTS)
-@torch.inference_mode()
-def test_every_split_of_a_prompt(llama, text, cuts):
-    cache = KVCache.of(llama, len(text))
-    poison(cache.keys)
-    poison(cache.values)
-    seq, _ = cache.open(text)
-    whole = llama(torch.tensor(text))
-    logits = [read(llama, cache, (seq, chunk)) for chunk in chunks_of(text, cuts)]
-    assert_same(torch.cat(logits), whole)
-    cache.truncate(seq, 0)
-    logits = [read(llama, cache, (seq, [token])) for token in text]
-    assert_same(torch.cat(logits), whole)
-
-
 @given(MODEL, st.lists(st.tuples(TEXT, CUTS), min_size=2, max_size=3))
 @torch.inference_mode()
 def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
@@ -419,18 +387,6 @@ def test_a_cache_of_another_dtype_reads_what_was_stored():
         torch.testing.assert_close(whole, WIDE(torch.tensor(text)), atol=atol, rtol=0)
 
 
-@torch.inference_mode()
-def test_logits_are_those_asked_for():
-    text = [5, 9, 1, 22, 8]
-    cache = KVCache.of(WIDE, 10)
-    whole = WIDE(torch.tensor(text))
-    for indices in (slice(-1, None), slice(0, 0), torch.tensor([3, 0]), torch.tensor([]).long()):
-        seq, _ = cache.open(text)
-        logits = WIDE(torch.tensor(text), cache.extend([(seq, text)]), indices)
-        assert_same(logits, whole[indices])
-        cache.free(seq)
-
-
 # ---- Fewer bits: the same text, however it was cut
 
 
@@ -467,28 +423,6 @@ def test_quantized_logits_do_not_depend_on_cuts_layouts_forks_or_truncated_token
         cache.free(seq)
     assert num_cached == 32
     torch.testing.assert_close(logits, expected[32:], atol=1e-9, rtol=1e-9)
-
-
-def test_fewer_bits_hold_more_and_hardly_change_what_the_embedded_model_expects():
-    model = Model.load("tiny", "cpu", torch.float32)
-    blocks = {}
-    for name in WIDTHS:
-        engine = Engine(model, None, 0, 64, 1, kv_memory=2**20, kv_bits=name)
-        blocks[name] = engine.caches[0].pool.total
-    for name, share in (("8", 0.54), ("8/4", 0.42), ("4", 0.33)):
-        assert blocks[name] >= blocks["16"] / share - 1
-    text = model.encode(
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
-        "park with her dog."
-    )
-    losses = {}
-    for name in WIDTHS:
-        cache = KVCache.of(model.llama, len(text), bits=widths(name))
-        logits = read(model.llama, cache, (cache.open(())[0], text))
-        loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text[1:]))
-        losses[name] = loss.item()
-    for name, most in (("8", 0.005), ("8/4", 0.05), ("4", 0.05)):
-        assert abs(losses[name] / losses["16"] - 1) < most
 
 
 @given(

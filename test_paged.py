@@ -1,19 +1,18 @@
 """The paged cache beside Python lists, with planted collisions and faults; logits of a cold run."""
 
 import math
-import random
 from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import attention, ops_for
-from kvcache import CacheFull, KVCache
+from kvcache import CacheFull
 from model import Llama
 from paged import BlockPool, PagedCache, blocks_that_fit
 
@@ -215,38 +214,6 @@ def random_text(length: int, seed: int) -> list[int]:
     return torch.randint(256, (length,), generator=generator).tolist()
 
 
-@given(
-    st.integers(1, 32),
-    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=4),
-    st.integers(0, 99),
-)
-@settings(max_examples=10)
-@torch.inference_mode()
-def test_ragged_steps_equal_those_of_the_contiguous_cache(block_size, sizes, seed):
-    """Prompts, chunks, single tokens and a few at once, in the same steps."""
-    llama = random_llama(seed, num_key_value_heads=1 + seed % 2)
-    blocks = 4 * -(-96 // block_size)
-    caches = (
-        PagedCache.of(llama, blocks, block_size, prefix_caching=False),
-        KVCache.of(llama, 96, len(sizes)),
-    )
-    texts = [random_text(sum(counts), seed + i) for i, counts in enumerate(sizes)]
-    seqs = [[cache.open(text)[0] for text in texts] for cache in caches]
-    for step in range(4):
-        pieces = {}
-        for i, counts in enumerate(sizes):
-            first = sum(counts[:step])
-            if first < sum(counts[: step + 1]):
-                pieces[i] = texts[i][first : sum(counts[: step + 1])]
-        if pieces:
-            tokens = torch.tensor(sum(pieces.values(), []))
-            both = []
-            for cache, own in zip(caches, seqs):
-                metadata = cache.extend([(own[i], piece) for i, piece in pieces.items()])
-                both.append(llama(tokens, metadata))
-            assert torch.allclose(*both, atol=1e-12)
-
-
 @torch.inference_mode()
 def last_logits(
     llama: Llama, cache: PagedCache, tokens: list[int]
@@ -270,34 +237,6 @@ def test_prefix_hit_equals_a_cold_run(llama):
     logits, num_cached, _ = last_logits(llama, cache, other)
     assert num_cached == 20
     assert torch.allclose(logits, llama(torch.tensor(other))[-1], atol=1e-12)
-
-
-def test_prefix_hits_after_eviction_and_reuse(llama):
-    """12 blocks, and texts that need 10 each: what is found again must be what it was."""
-    cache = paged(llama, 12)
-    texts = [random_text(38, seed) for seed in range(3)]
-    texts.append(texts[0][:20] + texts[1][20:])
-    cold = [llama(torch.tensor(text))[-1] for text in texts]
-    hits = []
-    for i in (0, 0, 1, 0, 3, 3, 2, 1, 1, 3, 0):
-        logits, num_cached, seq = last_logits(llama, cache, texts[i])
-        assert torch.allclose(logits, cold[i], atol=1e-12)
-        hits.append(num_cached)
-        cache.free(seq)
-        assert cache.check()[2] == 0
-    assert hits[1] == 36 and hits[2] == 0 and max(hits[2:]) == 36 and hits[4] >= 16
-
-
-def test_a_key_without_its_parent_would_be_wrong(llama):
-    """Two texts whose second blocks hold the same tokens after different first ones."""
-    cache = paged(llama)
-    a = [1, 2, 3, 4, 9, 9, 9, 9, 5]
-    b = [4, 3, 2, 1, 9, 9, 9, 9, 5]
-    cache.free(last_logits(llama, cache, a)[2])
-    assert cache.open(b)[1] == 0
-    cache.free(last_logits(llama, cache, b[:4] + [8])[2])
-    logits, num_cached, _ = last_logits(llama, cache, b)
-    assert num_cached == 4 and torch.allclose(logits, llama(torch.tensor(b))[-1], atol=1e-12)
 
 
 # ---- What is found, and what goes first
@@ -400,31 +339,6 @@ def test_blocks_that_fit():
     ):
         with pytest.raises(UserError, match=match):
             blocks_that_fit(memory, block_bytes, cpu)
-
-
-def test_waste_of_live_blocks_on_a_mix_of_lengths():
-    """Lengths log-normal with mean 300, 32 texts in flight; the mean over time.
-
-    A contiguous cache would reserve 1024 tokens for each.
-    """
-    generator = random.Random(1)
-    cache = PagedCache(1, 1, 1, 32 * 64, 16, prefix_caching=False)
-    lengths = {}
-    wasted = []
-    reserved = []
-    for _ in range(200):
-        while len(lengths) < 32:
-            length = generator.lognormvariate(math.log(300) - 0.18, 0.6)
-            length = min(1024, max(8, round(length)))
-            lengths[stored(cache, [0] * (length // 3))] = length
-        cache.extend([(seq, [0]) for seq in lengths])
-        tokens = sum(map(cache.length, lengths))
-        wasted.append(1 - tokens / (16 * cache.check()[2]))
-        reserved.append(1 - tokens / (32 * 1024))
-        for seq in [seq for seq, length in lengths.items() if cache.length(seq) >= length]:
-            cache.free(seq)
-            del lengths[seq]
-    assert sum(wasted) / len(wasted) < 0.05 and sum(reserved) / len(reserved) > 0.6
 
 
 # ---- The block pool by itself
