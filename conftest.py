@@ -153,37 +153,61 @@ def byte_alphabet() -> list[str]:
     return [chr(b) if b in plain else chr(256 + odd.index(b)) for b in range(256)]
 
 
-def write_tokenizer(folder: Path, template: str | None = None) -> None:
-    """Every byte is a token, and there are three control tokens."""
-    flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-    added = []
-    for i, text in enumerate(SPECIALS):
-        added.append(dict(id=256 + i, content=text, special=True, **flags))
-    split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    bpe = dict(
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def tokenizer_json(
+    vocab: dict[str, int],
+    merges: list[Any],
+    pre: dict[str, Any] = BYTE_LEVEL,
+    ignore_merges: bool = False,
+    special: dict[str, int] = {},
+    plain: dict[str, int] = {},
+    post: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    added = [
+        dict(
+            id=id,
+            content=text,
+            special=text in special,
+            lstrip=False,
+            rstrip=False,
+            single_word=False,
+            normalized=False,
+        )
+        for text, id in (special | plain).items()
+    ]
+    model = dict(
         type="BPE",
-        vocab={c: b for b, c in enumerate(byte_alphabet())},
-        merges=[],
-        ignore_merges=False,
-        fuse_unk=False,
-        byte_fallback=False,
         dropout=None,
         unk_token=None,
         continuing_subword_prefix=None,
         end_of_word_suffix=None,
+        fuse_unk=False,
+        byte_fallback=False,
+        ignore_merges=ignore_merges,
+        vocab=vocab,
+        merges=merges,
     )
-    tokenizer = dict(
+    return dict(
         version="1.0",
         added_tokens=added,
         normalizer=None,
-        pre_tokenizer=split,
-        post_processor=None,
-        decoder=split,
-        model=bpe,
+        pre_tokenizer=pre,
+        post_processor=post,
+        decoder=BYTE_LEVEL,
+        model=model,
     )
+
+
+def write_tokenizer(folder: Path, template: str | None = None) -> None:
+    """Every byte is a token, and there are three control tokens."""
+    vocab = {c: b for b, c in enumerate(byte_alphabet())}
+    special = {text: 256 + i for i, text in enumerate(SPECIALS)}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIALS[0]}
     if template:
         config["chat_template"] = template
+    tokenizer = tokenizer_json(vocab, [], special=special)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 

@@ -156,7 +156,7 @@ def test_law_of_every_text_of_a_ragged_batch_is_the_definitions(where):
 
 
 def test_law_of_coupled_mode_is_the_definitions():
-    kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[:5]]
+    kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[:3]]
     for kind, law in zip(kinds, laws_of(kinds, coupled=True), strict=True):
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
@@ -246,7 +246,7 @@ BUGS = {
 def test_enumeration_catches_every_planted_bug():
     kinds = [
         Kind((1,), 2, 4, (END,), dict(regex="(ab?)*", top_k=2)),
-        Kind((1,), 2, 4, (END,), dict(regex="a?b?a?b?")),
+        Kind((1,), 2, 3, (END,), dict(regex="a?b?a?b?")),
     ]
     assert max(map(error_of, kinds)) < 1e-12
     for bug, planted in BUGS.items():

@@ -5,7 +5,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from checkpoint import bytelevel
 from checkpoint.bytelevel import GPT2_SPLIT, LINEAR, LLAMA3_SPLIT, ByteLevel, compile_split
 from checkpoint.chat import ChatTemplate
 from checkpoint.vocabulary import LONGEST_TOKEN, Finder, Vocabulary
-from conftest import byte_alphabet
+from conftest import BYTE_LEVEL, byte_alphabet, tokenizer_json, told
 from errors import UserError
 from tokenizer import Tokenizer
 
@@ -33,7 +33,6 @@ CORPUS = (
 CORPUS += "".join(random.Random(0).choices("aab ", k=600))
 ALPHABET = byte_alphabet()
 SPECIALS = ["<|end|>", "<|start|>", "<|endless|>"]
-BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
 
 
 def spell(data: bytes) -> str:
@@ -145,50 +144,6 @@ def describe(kind: str) -> tuple[dict[str, Any], list[tuple[str, str]], dict[str
         ),
         merges,
         vocab,
-    )
-
-
-def tokenizer_json(
-    vocab: dict[str, int],
-    merges: list[Any],
-    pre: dict[str, Any] = BYTE_LEVEL,
-    ignore_merges: bool = False,
-    special: dict[str, int] = {},
-    plain: dict[str, int] = {},
-    post: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    added = [
-        dict(
-            id=id,
-            content=text,
-            special=text in special,
-            lstrip=False,
-            rstrip=False,
-            single_word=False,
-            normalized=False,
-        )
-        for text, id in (special | plain).items()
-    ]
-    model = dict(
-        type="BPE",
-        dropout=None,
-        unk_token=None,
-        continuing_subword_prefix=None,
-        end_of_word_suffix=None,
-        fuse_unk=False,
-        byte_fallback=False,
-        ignore_merges=ignore_merges,
-        vocab=vocab,
-        merges=merges,
-    )
-    return dict(
-        version="1.0",
-        added_tokens=added,
-        normalizer=None,
-        pre_tokenizer=pre,
-        post_processor=post,
-        decoder=BYTE_LEVEL,
-        model=model,
     )
 
 
@@ -478,65 +433,69 @@ def test_a_conversation_is_laid_out_by_the_folder_s_template(tmp_path):
 
 # ---- What is refused
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def set_model(**values: Any) -> Change:
-    return lambda data: data["model"].update(values)
-
-
-def set_top(**values: Any) -> Change:
-    return lambda data: data.update(values)
-
-
-def set_steps(*steps: dict[str, Any]) -> Change:
-    return set_top(pre_tokenizer=dict(type="Sequence", pretokenizers=list(steps)))
-
-
-def add_token(content: str, id: Any, **flags: bool) -> Change:
-    entry = dict(id=id, content=content, special=True) | flags
-    return lambda data: data["added_tokens"].append(entry)
-
-
-REFUSED: list[tuple[Change, str]] = [
-    (set_model(type="Unigram"), "Unigram"),
-    (set_model(type="WordPiece"), "WordPiece"),
-    (set_model(unk_token="<unk>"), "unk_token"),
-    (set_model(dropout=0.1), "dropout"),
-    (set_model(continuing_subword_prefix="##"), "continuing_subword_prefix"),
-    (set_top(normalizer={"type": "NFC"}), "normalizer"),
-    (set_top(decoder={"type": "Metaspace"}), "Metaspace"),
-    (set_top(decoder=None), "decoder"),
-    (set_top(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
-    (set_top(pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True}), "prefix"),
-    (set_top(pre_tokenizer={"type": "ByteLevel"}), "prefix"),
-    (set_steps(digits(True)), "end with ByteLevel"),
-    (set_steps(), "not laid out"),
-    (set_steps(BYTE_LEVEL, BYTE_LEVEL), "has a step"),
-    (set_steps(by_pattern("a") | dict(behavior="Removed"), BYTE_LEVEL), "Removed"),
-    (set_steps(by_pattern("a") | dict(invert=True), BYTE_LEVEL), "invert"),
-    (set_top(post_processor={"type": "BertProcessing"}), "BertProcessing"),
-    (set_model(merges=["a b c"]), "merge 0 is 'a b c'"),
-    (set_model(merges=["q q"]), "merge 0 is 'q q'"),
-    (set_model(merges=[["a"]]), "merge 0 is ['a']"),
-    (set_model(vocab={"a": 0, "b": 0}), "two tokens have one id"),
-    (set_model(vocab={"a": -1}), "has id -1"),
-    (set_model(vocab={"a": "x"}), "has id 'x'"),
-    (set_model(vocab={"世": 0}), "stands for no byte"),
-    (set_model(vocab=3), "not laid out"),
-    (set_model(vocab={}, merges=[]), "tokenizer.json"),
-    (add_token("<|x|>", 0), "two tokens have one id"),
-    (add_token("the", 999), "'the' has id 999"),
-    (add_token("", 999), "has id 999"),
-    (add_token("<|x|>", 999, lstrip=True), "lstrip"),
-    (lambda data: add_token("the", data["model"]["vocab"]["the"])(data), "ordinary text merges"),
+REFUSED = told(
+    """
+    model {"type": "Unigram"} → Unigram
+    model {"type": "WordPiece"} → WordPiece
+    model {"unk_token": "<unk>"} → unk_token
+    model {"dropout": 0.1} → dropout
+    model {"continuing_subword_prefix": "##"} → continuing_subword_prefix
+    model {"merges": ["a b c"]} → merge 0 is 'a b c'
+    model {"merges": ["q q"]} → merge 0 is 'q q'
+    model {"merges": [["a"]]} → merge 0 is ['a']
+    model {"vocab": {"a": 0, "b": 0}} → two tokens have one id
+    model {"vocab": {"a": -1}} → has id -1
+    model {"vocab": {"a": "x"}} → has id 'x'
+    model {"vocab": {"世": 0}} → stands for no byte
+    model {"vocab": 3} → not laid out
+    model {"vocab": {}, "merges": []} → tokenizer.json
+    top {"normalizer": {"type": "NFC"}} → normalizer
+    top {"decoder": {"type": "Metaspace"}} → Metaspace
+    top {"decoder": null} → decoder
+    top {"pre_tokenizer": {"type": "Whitespace"}} → Whitespace
+    top {"pre_tokenizer": {"type": "ByteLevel"}} → prefix
+    top {"post_processor": {"type": "BertProcessing"}} → BertProcessing
+    token {"id": 0} → two tokens have one id
+    token {"id": 999, "content": "the"} → 'the' has id 999
+    token {"id": 999, "content": ""} → has id 999
+    token {"id": 999, "lstrip": true} → lstrip
+    """
+)
+STEPS: list[tuple[list[Any], str]] = [
+    ([BYTE_LEVEL | {"add_prefix_space": True}], "prefix"),
+    ([digits(True)], "end with ByteLevel"),
+    ([], "not laid out"),
+    ([BYTE_LEVEL, BYTE_LEVEL], "has a step"),
+    ([by_pattern("a") | dict(behavior="Removed"), BYTE_LEVEL], "Removed"),
+    ([by_pattern("a") | dict(invert=True), BYTE_LEVEL], "invert"),
 ]
 
 
-def test_settings_that_are_not_honoured_are_named(tmp_path):
-    for change, says in REFUSED:
+def refused() -> Iterator[tuple[dict[str, Any], str]]:
+    """A tokenizer.json, and what is said about it."""
+    for line, says in REFUSED:
+        kind, text = line.split(" ", 1)
+        change = json.loads(text)
         data = describe("gpt2")[0]
-        change(data)
+        match kind:
+            case "model":
+                data["model"].update(change)
+            case "top":
+                data.update(change)
+            case "token":
+                data["added_tokens"].append(dict(content="<|x|>", special=True) | change)
+        yield data, says
+    for steps, says in STEPS:
+        pre = dict(type="Sequence", pretokenizers=steps)
+        yield describe("gpt2")[0] | dict(pre_tokenizer=pre), says
+    data = describe("gpt2")[0]
+    merged = dict(id=data["model"]["vocab"]["the"], content="the", special=True)
+    data["added_tokens"].append(merged)
+    yield data, "ordinary text merges"
+
+
+def test_settings_that_are_not_honoured_are_named(tmp_path):
+    for data, says in refused():
         with pytest.raises(UserError) as error:
             Tokenizer.load(write(tmp_path, data))
         said = str(error.value)
