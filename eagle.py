@@ -172,11 +172,11 @@ class EagleHead(Llama):
         qkv = self._linear("qkv", rows, 2 * c.hidden_size, c.attention_bias)
         return replace(super()._layer(i), qkv=qkv)
 
-    def named_tensors(self) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor]:
         """By their names in the speculators layout."""
         tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
         tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
-        tensors |= self._layer_tensors(self.layers[0], "layers.0.")
+        tensors |= self._layer_weights(self.layers[0], "layers.0.")
         tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
         tensors |= self.feature_norms
         if self.eagle.has_embedding:

@@ -118,7 +118,7 @@ class Model:
         dtype: torch.dtype | None = None,
         bits: Kind = 16,
     ) -> Model:
-        """An alias, a Hub id, a folder or a GGUF. bits: see quant.STORED."""
+        """An alias, a Hub id, a folder or a GGUF. bits: see quant.FORMATS."""
         folder = find_model(name)
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)

@@ -181,7 +181,7 @@ class Ops:
         w = weight.weight
         if isinstance(w, Tensor):
             return F.embedding(tokens, w)
-        return w.rows(tokens, dtype)
+        return w.rows(tokens).dequantize(dtype)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         """x Wᵀ + b: [T, K] -> [T, N]. Quantized weights are dequantized some rows of W at a
@@ -194,7 +194,8 @@ class Ops:
         else:
             tile = max(16, DEQUANTIZED_TILE // w.columns)
             tiles = [slice(start, start + tile) for start in range(0, len(w.values), tile)]
-            y = torch.cat([F.linear(x, w.rows(rows, x.dtype)) for rows in tiles], dim=-1)
+            products = [F.linear(x, w.rows(rows).dequantize(x.dtype)) for rows in tiles]
+            y = torch.cat(products, dim=-1)
         return y if bias is None else y + bias
 
     def add_norm(

@@ -228,34 +228,44 @@ class Llama:
                 tensor.normal_(0, 0.02, generator=generator)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The tensors before `pack_weights`, by their names in a checkpoint: views, to be
-        filled."""
-        tensors = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
-        tensors["model.norm.weight"] = self.norm
-        for i, layer in enumerate(self.layers):
-            tensors |= self._layer_tensors(layer, f"model.layers.{i}.")
-        if not self.config.tie_word_embeddings:
-            tensors |= named_parts(self.head, {"lm_head": self.vocab_rows})
+        """The tensors of `named_weights`: a quantized one has several."""
+        tensors = {}
+        for name, weight in self.named_weights().items():
+            if isinstance(weight, Tensor):
+                tensors[name] = weight
+            else:
+                tensors |= weight.named(name)
         return tensors
 
-    def _layer_tensors(self, layer: Layer, name: str) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
+        """The weights before `pack_weights`, by their names in a checkpoint: views, to be
+        filled."""
+        weights = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
+        weights["model.norm.weight"] = self.norm
+        for i, layer in enumerate(self.layers):
+            weights |= self._layer_weights(layer, f"model.layers.{i}.")
+        if not self.config.tie_word_embeddings:
+            weights |= named_parts(self.head, {"lm_head": self.vocab_rows})
+        return weights
+
+    def _layer_weights(self, layer: Layer, name: str) -> dict[str, Tensor | Quantized]:
         c = self.config
         C = c.hidden_size
         F = c.intermediate_size
         qkv = {"q_proj": c.query_size, "k_proj": c.kv_size, "v_proj": c.kv_size}
         gate_up = {"gate_proj": F, "up_proj": F}
-        tensors = {name + "input_layernorm.weight": layer.input_norm}
-        tensors[name + "post_attention_layernorm.weight"] = layer.post_norm
-        tensors |= named_parts(layer.qkv, qkv, name + "self_attn.")
-        tensors |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
-        tensors |= named_parts(layer.gate_up, gate_up, name + "mlp.")
-        tensors |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")
-        return tensors
+        weights = {name + "input_layernorm.weight": layer.input_norm}
+        weights[name + "post_attention_layernorm.weight"] = layer.post_norm
+        weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
+        weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
+        weights |= named_parts(layer.gate_up, gate_up, name + "mlp.")
+        weights |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")
+        return weights
 
     def pack_weights(self) -> Llama:
         """Put the weights in the order that this machine multiplies fastest.
 
-        `named_tensors` and `parameters` have no use after that.
+        `named_weights` and `parameters` have no use after that.
         """
         self._pack_layers()
         is_tied = self.head is self.embed
@@ -314,26 +324,14 @@ class Llama:
 
 def named_parts(
     linear: Linear, rows: dict[str, int], prefix: str = ""
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """The weights of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
 
-    rows: name -> number of rows. A quantized matrix may store its columns in another order: then
-    q, k and v share it.
+    rows: name -> number of rows. Parts of a quantized matrix share the order of its columns.
     """
-    parts = {"weight": linear.weight, "bias": linear.bias}
-    if isinstance(linear.weight, Quantized):
-        weight = linear.weight
-        parts |= {
-            "weight": weight.values,
-            "weight_scale": weight.scale,
-            "weight_zero": weight.zero,
-        }
-        if weight.order is not None:
-            for name in rows:
-                yield f"{prefix}{name}.weight_order", weight.order
-    for kind, tensor in parts.items():
-        if tensor is not None:
-            for name, part in zip(rows, tensor.split(list(rows.values()))):
+    for kind, matrix in zip(("weight", "bias"), linear):
+        if matrix is not None:
+            for name, part in zip(rows, matrix.split(list(rows.values()))):
                 yield f"{prefix}{name}.{kind}", part
 
 

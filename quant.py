@@ -10,7 +10,9 @@ and converted back where they are used:
     4 bits   q in [0, 15], two in a byte          scale = (max x − min x) / 15
                                                   zero = −round(min x / scale)
     FP8      q in E4M3                            scale = max|x| / 448          zero = 0
-    NF4      x ≈ code[q] · scale, q in [0, 15]    scale = max|x|
+    NF4      q = code[i], i in [0, 15]            scale = max|x|                zero = 0
+
+`FORMATS` has a record for each of these kinds.
 
 Invariant: |error| ≤ scale / 2 in 8 and 4 bits. A scale is rounded *up* to 16 bits before q is
 computed with it: a grid with a smaller scale would not reach max x.
@@ -33,8 +35,10 @@ NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (220
 """
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,57 +46,44 @@ from torch import Tensor
 
 from errors import UserError
 
-SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
-# A grid ends there, or by less than a step of bfloat16 beyond: float32's largest is larger still.
-LARGEST = torch.finfo(torch.bfloat16).max
-LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
-PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
-SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
+# ---- Grids: x ≈ (q − zero) · scale ---------------------------------------------------------------
 
 
-# ---- Grids and numbers ---------------------------------------------------------------------------
+def symmetric(x: Tensor, steps: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Grids that reach max|x| in so many steps, one for each group of columns (None: for a row).
 
-
-def affine_grid(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """The 4-bit grids of x: [..., K] -> scale, bfloat16[..., M]; zero, int16[..., M].
-
-    parts: zeros count 1 / parts of a grid step.
+    x: [..., K] -> q, not rounded yet: float32[..., K]; scale, bfloat16[..., M].
     """
-    grouped = groups(x.float(), group)
+    group = group or x.shape[-1]
+    largest = groups(x, group).abs().amax(-1).float()
+    scale = stored_scale(largest / steps, largest, steps)
+    return x.float() / spread(scale, group, x), scale
+
+
+def affine(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Grids from min x to max x in 15 steps, one for each group of columns.
+
+    parts: zeros count 1 / parts of a grid step. x: [..., K] -> q, not rounded yet: float32[..., K];
+    scale, bfloat16[..., M]; zero, int16[..., M].
+    """
+    x = x.float()
+    grouped = groups(x, group)
     low = grouped.amin(-1)
     high = grouped.amax(-1)  # both are quicker than `aminmax` of a dimension
-    scale = high / 15 - low / 15  # high − low may be beyond float32
-    farthest = torch.maximum(high, -low)
-    farthest.nan_to_num_(math.nan, math.nan)  # ∞, too: no clamp is to hide it
-    scale = torch.maximum(scale, farthest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
-    # Near float32's end the grid might reach half a step beyond x, to infinity: there it is
-    # coarser, with 7 steps from 0 to LARGEST on either side.
-    scale.masked_fill_(farthest > 1e38, LARGEST / 7)
-    scale = safe_scale(scale, 7)
+    largest = torch.maximum(high, -low)
+    step = high / 15 - low / 15  # high − low may be beyond float32
+    scale = stored_scale(wide_enough(step, largest), largest, HALF)
     zero = -(low / scale * parts).round_()
-    return scale, zero.to(torch.int16)
+    q = x / spread(scale, group, x)
+    q += spread(zero, group, x) / parts
+    return q, scale, zero.to(torch.int16)
 
 
-def symmetric_scale(x: Tensor, steps: int) -> Tensor:
-    """The scale of a grid with max |x| at `steps`: [..., K] -> bfloat16[..., 1]."""
-    largest = x.abs().amax(-1, keepdim=True).float()
-    largest.nan_to_num_(math.nan, math.nan)  # ∞, too: no clamp is to hide it
-    return safe_scale(largest / steps, steps)
-
-
-def safe_scale(scale: Tensor, steps: int) -> Tensor:
-    """A float32 scale -> bfloat16, rounded up: a smaller one would not reach the largest number.
-
-    At least SMALLEST_SCALE; and at most so large that `steps` times the scale is a float32.
-    """
-    return round_up(scale.clamp_(SMALLEST_SCALE, LARGEST / steps))
-
-
-def round_up(x: Tensor) -> Tensor:
-    """The next bfloat16 that is not below x ≥ 0, a float32."""
-    # A bfloat16 is the upper half of a float32's bits: carry into them, and clear the lower half.
-    bits = (x.view(torch.int32) + 0xFFFF) & -0x10000
-    return bits.view(torch.float32).bfloat16()
+def from_grid(q: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Tensor:
+    """(q − zero) · scale: [..., K] -> float32[..., K]."""
+    if zero is not None:
+        q = q - spread(zero, group, q)
+    return q.float() * spread(scale.float(), group, q)
 
 
 def groups(x: Tensor, group: int) -> Tensor:
@@ -103,16 +94,55 @@ def groups(x: Tensor, group: int) -> Tensor:
     return x.unflatten(-1, (-1, group))
 
 
-def spread(x: Tensor, group: int | None, columns: int) -> Tensor:
-    """Scales or zeros of groups, [..., M] -> of columns, [..., K]. A single one stays [..., 1]."""
-    if x.shape[-1] == 1:
-        return x
-    return x.repeat_interleave(group, -1)[..., :columns]
+def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
+    """Scales or zeros of groups, [..., M] -> of the columns of x, [..., K]. A single one stays."""
+    if grid.shape[-1] == 1:
+        return grid
+    return grid.repeat_interleave(group, -1)[..., : x.shape[-1]]
+
+
+# ---- Scales that can be stored -------------------------------------------------------------------
+
+SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
+# A grid ends there, or by less than a step of bfloat16 beyond: float32's largest is larger still.
+LARGEST = torch.finfo(torch.bfloat16).max
+LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
+HALF = 7  # whole steps on either side of 0, of a grid with 15
+
+
+def wide_enough(scale: Tensor, largest: Tensor) -> Tensor:
+    """The scale of 15 steps, or a larger one. largest: the group's largest |x|."""
+    scale = torch.maximum(scale, largest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
+    # Near float32's end the grid might reach half a step beyond x, to infinity: there it has 7
+    # steps from 0 to LARGEST on either side.
+    return scale.masked_fill_(largest > 1e38, LARGEST / HALF)
+
+
+def stored_scale(scale: Tensor, largest: Tensor, steps: int) -> Tensor:
+    """float32 -> bfloat16, rounded up: a smaller scale would not reach the group's largest |x|.
+
+    At most so large that `steps` times the scale is a float32. A group's scale is NaN, if one of
+    its numbers is not finite: no clamp is to hide it.
+    """
+    scale = scale.clamp(SMALLEST_SCALE, LARGEST / steps)
+    return round_up(torch.where(largest < math.inf, scale, math.nan))
+
+
+def round_up(x: Tensor) -> Tensor:
+    """The next bfloat16 that is not below x ≥ 0, a float32."""
+    # A bfloat16 is the upper half of a float32's bits: carry into them, and clear the lower half.
+    bits = (x.view(torch.int32) + 0xFFFF) & -0x10000
+    return bits.view(torch.float32).bfloat16()
+
+
+# ---- Kinds of numbers ----------------------------------------------------------------------------
+
+Kind = int | str  # of weights: 8, 4, "fp8", "nf4"; 16: not quantized
 
 
 def pack4(q: Tensor) -> Tensor:
-    """Two numbers below 16 in a byte: uint8[..., K] -> uint8[..., ⌈K / 2⌉]."""
-    q = F.pad(q, (0, q.shape[-1] % 2))
+    """Two whole numbers below 16 in a byte: [..., K] -> uint8[..., ⌈K / 2⌉]."""
+    q = F.pad(q.to(torch.uint8), (0, q.shape[-1] % 2))
     lower_half = q[..., ::2]
     upper_half = q[..., 1::2]
     return lower_half | upper_half << 4
@@ -120,9 +150,7 @@ def pack4(q: Tensor) -> Tensor:
 
 def unpack4(packed: Tensor) -> Tensor:
     """uint8[..., J] -> uint8[..., 2 J]."""
-    lower_half = packed & 15
-    upper_half = packed >> 4
-    return torch.stack((lower_half, upper_half), -1).flatten(-2)
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 @cache
@@ -131,13 +159,12 @@ def nf4(device: torch.device | str = "cpu") -> Tensor:
 
     Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
     """
-    # The authors' choice: the middle of the last of 16 equal parts of [0, 1] is 1 − 1/32, that of
-    # 15 parts 1 − 1/30. This is the mean of both.
-    outermost = 0.9677083
 
     def quantiles(count: int) -> Tensor:
         """From the outermost down to 0."""
-        probabilities = torch.linspace(outermost, 0.5, count)
+        # The authors' choice: the middle of the last of 16 equal parts of [0, 1] is 1 − 1/32, that
+        # of 15 parts 1 − 1/30. The outermost is the mean of both.
+        probabilities = torch.linspace(0.9677083, 0.5, count)
         return torch.special.ndtri(probabilities.double()).float()
 
     above = quantiles(9)
@@ -146,101 +173,83 @@ def nf4(device: torch.device | str = "cpu") -> Tensor:
     return code.to(device)
 
 
-# ---- Keys and values -----------------------------------------------------------------------------
-
-Bits = tuple[int, int]  # bits of keys, bits of values
-WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
-KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
-
-
-def widths(name: str | int) -> Bits:
-    """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
-    if str(name) not in WIDTHS:
-        raise UserError(
-            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
-        )
-    return WIDTHS[str(name)]
+def to_nf4(q: Tensor) -> Tensor:
+    """The nearest of the sixteen numbers: [..., K] -> uint8[..., ⌈K / 2⌉]."""
+    code = nf4(q.device)
+    halfway = (code[1:] + code[:-1]) / 2
+    return pack4(torch.bucketize(q, halfway))
 
 
-def int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [..., D] -> int8[..., D] and a scale for each vector, bfloat16[..., 1]."""
-    scale = symmetric_scale(x, 127)
-    q = (x.float() / scale).round_()
-    return q.to(torch.int8), scale
+def from_nf4(values: Tensor) -> Tensor:
+    """uint8[..., J] -> float32[..., 2 J]."""
+    return nf4(values.device)[unpack4(values).int()]
 
 
-def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that int8 stored: [..., D]."""
-    x = values * scale.float()
-    return x.to(dtype)
+class Format(NamedTuple):
+    """A kind of numbers."""
+
+    dtype: torch.dtype  # of stored values
+    steps: int | None  # a symmetric grid has max|x| there; None: the grid is affine
+    encode: Callable[[Tensor], Tensor]  # q, not rounded yet -> values
+    decode: Callable[[Tensor], Tensor] | None = None  # values -> q; None: they are q
+    group: int | None = None  # columns that share a scale, where none are asked for; None: a row
+    in_a_byte: int = 1  # numbers
+    zero: torch.dtype | None = None  # of zeros; None: there are none
+
+    def round(self, x: Tensor, group: int | None = None) -> tuple[Tensor, ...]:
+        """x: [..., K] -> values, scales and, if there are any, zeros: [..., M] each."""
+        q, *grid = symmetric(x, self.steps, group) if self.steps else affine(x, group)
+        return self.encode(q), *grid
 
 
-def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache's vectors x: [..., D] -> `round4`; group None: a vector shares a scale.
-
-    Several groups mark a key: its zeros count 1 / PARTS of a grid step.
-    """
-    D = x.shape[-1]
-    group = group or D
-    return round4(x, group, PARTS if group < D else 1)
-
-
-def round4(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """x: [..., K] on 4-bit grids -> packed, uint8[..., ⌈K / 2⌉]; scale, bfloat16[..., M]; zero,
-    int16[..., M], which counts 1 / parts of a grid step."""
-    K = x.shape[-1]
-    scale, zero = affine_grid(x, group, parts)
-    q = x.float() / spread(scale, group, K)
-    q += spread(zero, group, K) / parts
-    q = q.round_().clamp_(0, 15)
-    return pack4(q.to(torch.uint8)), scale, zero
-
-
-def from_int4(
-    packed: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    dtype: torch.dtype = torch.float32,
-    group: int | None = None,
-) -> Tensor:
-    """The numbers that int4 stored, with its `group`: [..., D]."""
-    D = 2 * packed.shape[-1]
-    parts = PARTS if zero.shape[-1] > 1 else 1  # several groups: a key
-    steps = unpack4(packed) - spread(zero / parts, group, D)
-    x = steps * spread(scale.float(), group, D)
-    return x.to(dtype)
+FORMATS: dict[Kind, Format] = {
+    8: Format(
+        dtype=torch.int8,
+        steps=127,
+        encode=lambda q: q.round_().to(torch.int8),
+    ),
+    4: Format(
+        dtype=torch.uint8,
+        steps=None,
+        encode=lambda q: pack4(q.round_().clamp_(0, 15)),
+        decode=unpack4,
+        group=128,
+        in_a_byte=2,
+        zero=torch.int16,
+    ),
+    "fp8": Format(
+        dtype=torch.float8_e4m3fn,  # 3 mantissa bits, at most 448
+        steps=448,
+        encode=lambda q: q.to(torch.float8_e4m3fn),
+    ),
+    "nf4": Format(
+        dtype=torch.uint8,
+        steps=1,
+        encode=to_nf4,
+        decode=from_nf4,
+        group=64,
+        in_a_byte=2,
+    ),
+}
 
 
 # ---- Weights -------------------------------------------------------------------------------------
 
-Kind = int | str  # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
-STORED: dict[Kind, torch.dtype] = {
-    8: torch.int8,
-    4: torch.uint8,
-    "fp8": torch.float8_e4m3fn,
-    "nf4": torch.uint8,
-}
-DEFAULT_GROUP: dict[Kind, int] = {4: 128, "nf4": 64}  # columns that share a scale
-
-
-def stored_bits(dtype: torch.dtype, zeros: bool) -> Kind:
-    """The kind of weights that are stored in this dtype, with or without zeros."""
-    if dtype == torch.uint8:
-        return 4 if zeros else "nf4"
-    return 8 if dtype == torch.int8 else "fp8"
+SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
 
 
 class Quantized(NamedTuple):
-    """A matrix W [N, K] in 8 or 4 bits. `dequantize(*q)` converts it back to floating point.
+    """A matrix W [N, K] in fewer bits.
 
     `quantize` makes bfloat16 scales, and zeros only for 4 bits. Folders of other programs
     (checkpoint/layouts.py) may have scales of any floating-point type, groups and zeros for int8,
     too, and columns that are stored in another order.
     """
 
-    values: Tensor  # int8 or float8_e4m3fn[N, K]; uint8[N, ⌈K / 2⌉], two a byte
+    bits: Kind
+    values: Tensor  # [N, K], or two numbers a byte: [N, ⌈K / 2⌉]
     scale: Tensor  # [N, M]
-    zero: Tensor | None  # int16[N, M], or float32; None: every zero is 0, and uint8 is NF4
+    zero: Tensor | None  # int16[N, M], or float32; None: every zero is 0
     columns: int  # K (two numbers a byte do not say whether K is odd)
     group: int  # columns that share a scale
     order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
@@ -255,110 +264,83 @@ class Quantized(NamedTuple):
         group: int,
         device: torch.device | str = "cpu",
         scale: torch.dtype = torch.bfloat16,
-        zeros: bool = False,
+        zero: torch.dtype | None = None,
         ordered: bool = False,
     ) -> "Quantized":
-        """An uninitialized matrix. 4 bits always have zeros."""
+        """An uninitialized matrix. scale, zero: their types; 4 bits always have zeros."""
         make = partial(torch.empty, device=device)
-        dtype = STORED[bits]
+        form = FORMATS[bits]
+        zero = zero or form.zero
         M = math.ceil(K / group)
-        width = math.ceil(K / 2) if dtype == torch.uint8 else K
         return cls(
-            values=make(N, width, dtype=dtype),
+            bits=bits,
+            values=make(N, math.ceil(K / form.in_a_byte), dtype=form.dtype),
             scale=make(N, M, dtype=scale),
-            zero=make(N, M, dtype=torch.int16) if zeros or bits == 4 else None,
+            zero=make(N, M, dtype=zero) if zero else None,
             columns=K,
             group=group,
             order=make(K, dtype=torch.int64) if ordered else None,
         )
 
     @property
-    def bits(self) -> Kind:
-        return stored_bits(self.values.dtype, self.zero is not None)
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), self.columns
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
         return sum(part.nbytes for part in self if isinstance(part, Tensor))
 
-    def rows(self, which: Tensor | slice, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Some rows of W, dequantized: float[R, K]."""
+    def named(self, name: str) -> dict[str, Tensor]:
+        """Its tensors, as a checkpoint names them where this is the name of the matrix."""
+        suffixes = {"": self.values, "_scale": self.scale, "_zero": self.zero, "_order": self.order}
+        return {name + suffix: part for suffix, part in suffixes.items() if part is not None}
+
+    def rows(self, which: Tensor | slice) -> "Quantized":
+        """Some rows of W: views, if they are a slice."""
         zero = None if self.zero is None else self.zero[which]
-        values = self.values[which]
-        scale = self.scale[which]
-        part = self._replace(values=values, scale=scale, zero=zero)
-        return dequantize(*part, dtype=dtype)
+        return self._replace(values=self.values[which], scale=self.scale[which], zero=zero)
 
+    def split(self, sizes: list[int]) -> list["Quantized"]:
+        """Views of so many rows each."""
+        return [self.rows(slice(end - n, end)) for n, end in zip(sizes, accumulate(sizes))]
 
-def round_nf4(w: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """W: [N, K] in the sixteen numbers of NF4 -> packed, uint8[N, ⌈K / 2⌉]; scale, [N, M]."""
-    scale = symmetric_scale(groups(w, group), 1).squeeze(-1)
-    code = nf4(w.device)
-    halfway = (code[1:] + code[:-1]) / 2
-    steps = w.float() / spread(scale, group, w.shape[1])
-    q = torch.bucketize(steps, halfway)
-    return pack4(q.to(torch.uint8)), scale
-
-
-def round_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """W: [N, K] in E4M3 (3 mantissa bits, at most 448) -> float8_e4m3fn[N, K]; scale, [N, 1]."""
-    scale = symmetric_scale(w, 448)
-    return (w.float() / scale).to(torch.float8_e4m3fn), scale
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that the matrix stands for: float[N, K]."""
+        q = self.values
+        decode = FORMATS[self.bits].decode
+        if decode is not None:
+            q = decode(q)[:, : self.columns]
+        w = from_grid(q, self.scale, self.zero, self.group).to(dtype)
+        if self.order is None:
+            return w
+        return torch.empty_like(w).index_copy_(1, self.order, w)
 
 
 @torch.no_grad()
 def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
     """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale.
 
-    group: columns that share a scale; None: `DEFAULT_GROUP`. UserError for unknown bits, or a
-    weight that holds numbers that are not finite.
+    group: columns that share a scale; None: the format's. UserError for unknown bits, or a weight
+    that holds numbers that are not finite.
     """
-    if bits not in STORED:
-        raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, STORED))}")
+    if bits not in FORMATS:
+        raise UserError(f"bits is {bits!r}: weights are stored in {', '.join(map(str, FORMATS))}")
     if not torch.stack(torch.aminmax(w)).isfinite().all():
         raise UserError(
             f"a weight of {list(w.shape)} cannot be quantized: it holds numbers that are not finite"
         )
+    form = FORMATS[bits]
     columns = w.shape[1]
-    if bits not in DEFAULT_GROUP:
-        group = columns
-    elif group is None:
-        group = DEFAULT_GROUP[bits]
-    rounding = {
-        8: int8,
-        4: partial(round4, group=group),
-        "fp8": round_fp8,
-        "nf4": partial(round_nf4, group=group),
-    }[bits]
-    slabs = [rounding(rows) for rows in w.split(max(1, SLAB // columns))]
-    parts = [torch.cat(part) for part in zip(*slabs)]
-    zero = parts[2] if len(parts) == 3 else None
-    return Quantized(parts[0], parts[1], zero, columns, group)
+    group = group or form.group if form.group else columns
+    slabs = [form.round(rows, group) for rows in w.split(max(1, SLAB // columns))]
+    values, scale, *zero = [torch.cat(part) for part in zip(*slabs)]
+    return Quantized(bits, values, scale, zero[0] if zero else None, columns, group)
 
 
-def dequantize(
-    values: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    columns: int,
-    group: int,
-    order: Tensor | None = None,
-    input_bits: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def dequantize(*fields: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """The fields of a Quantized -> the matrix that they stand for, float[N, K]."""
-    q = values
-    if q.dtype == torch.uint8:
-        q = unpack4(q)[:, :columns]
-        if zero is None:
-            q = nf4(q.device)[q.int()]
-    if zero is not None:
-        q = q - spread(zero, group, columns)
-    w = q.float() * spread(scale.float(), group, columns)
-    w = w.to(dtype)
-    if order is None:
-        return w
-    return torch.empty_like(w).index_copy_(1, order, w)
+    return Quantized(*fields).dequantize(dtype)
 
 
 def rounded_product(x: Tensor, w: Quantized) -> Tensor:
@@ -367,19 +349,75 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
     W has a scale for each row, no zeros, and its columns in order. Sums are float32's:
     PyTorch's product of integers saturates on a CPU without VNNI.
     """
-    values, scale = int8(x) if w.bits == 8 else round_fp8(x)
+    values, scale = FORMATS[w.bits].round(x, w.columns)
     y = values.float() @ w.values.T.float()
     y = y * scale.float() * w.scale.T.float()
     return y.to(x.dtype)
+
+
+# ---- Keys and values -----------------------------------------------------------------------------
+
+Bits = tuple[int, int]  # bits of keys, bits of values
+WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
+KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
+PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
+
+
+def widths(name: str | int) -> Bits:
+    """'16', '8', '8/4' or '4' -> bits of keys and of values. UserError for others."""
+    if str(name) not in WIDTHS:
+        raise UserError(
+            f"kv_bits is {name!r}: it must be 16, 8, 4 or 8/4 (8-bit keys, 4-bit values)"
+        )
+    return WIDTHS[str(name)]
+
+
+def int8(x: Tensor) -> tuple[Tensor, ...]:
+    """A key or value x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]."""
+    return FORMATS[8].round(x)
+
+
+def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that int8 stored: [..., D]."""
+    return from_grid(values, scale, None, values.shape[-1]).to(dtype)
+
+
+def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """A key or value x: [..., D] -> uint8[..., D / 2]; scale and zero, [..., M].
+
+    group: numbers that share a scale; None: all.
+    """
+    D = x.shape[-1]
+    group = group or D
+    q, scale, zero = affine(x, group, zero_parts(D, group))
+    return FORMATS[4].encode(q), scale, zero
+
+
+def from_int4(
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    dtype: torch.dtype = torch.float32,
+    group: int | None = None,
+) -> Tensor:
+    """The numbers that int4 stored, with its `group`: [..., D]."""
+    D = 2 * packed.shape[-1]
+    group = group or D
+    return from_grid(unpack4(packed), scale, zero / zero_parts(D, group), group).to(dtype)
+
+
+def zero_parts(D: int, group: int) -> int:
+    """1 / parts of a grid step is what zeros count: in a key of several groups, finer ones."""
+    return PARTS if group < D else 1
 
 
 def main() -> None:
     """The demonstration: bytes and error of each kind, for the token embedding of tiny."""
     tensors = load_file(find_model("tiny") / "model.safetensors")
     w = tensors["model.embed_tokens.weight"].float()
-    for bits in STORED:
+    for bits in FORMATS:
         q = quantize(w, bits)
-        error = (dequantize(*q) - w).norm() / w.norm()
+        error = (q.dequantize() - w).norm() / w.norm()
         print(f"{bits:>4}: {q.nbytes / w.numel():.2f} bytes a weight, error {error:.1%}")
 
 

@@ -21,7 +21,7 @@ from kernels import Linear, Ops, attention, rotate, rotated
 from kvcache import AttentionMetadata, Cache, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
-from quant import KEY_GROUP, STORED, Bits, Quantized, dequantize, int8, quantize, round_fp8, spread
+from quant import FORMATS, KEY_GROUP, Bits, Quantized, dequantize, quantize, spread
 from request import Request, Settings
 from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
@@ -181,7 +181,7 @@ SHAPE = dict(
 
 OTHER_LAYOUTS = ["INT8 in groups", "INT8 with zeros", "INT4 in order", "INT8 by INT8", "FP8 by FP8"]
 OTHER_LAYOUTS += ["INT8 with fractions", "INT4 with fractions"]  # zeros that are not whole
-LAYOUTS = [16, *STORED, *OTHER_LAYOUTS]  # of weights
+LAYOUTS = [16, *FORMATS, *OTHER_LAYOUTS]  # of weights
 
 
 def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Quantized:
@@ -190,7 +190,7 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
     M = -(-K // group)
     if layout == 16:
         return w
-    if layout in STORED:
+    if layout in FORMATS:
         return quantize(w, layout, group)
     if layout == "INT4 in order":
         q = quantize(w, 4, group)
@@ -205,18 +205,18 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
     values = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     scale = torch.rand(N, M) / 64
     if layout == "INT8 with fractions":
-        return Quantized(values, scale, torch.randn(N, M) * 50, K, group)
+        return Quantized(8, values, scale, torch.randn(N, M) * 50, K, group)
     if layout == "INT8 in groups":
-        return Quantized(values, scale, None, K, group)
+        return Quantized(8, values, scale, None, K, group)
     zero = torch.randint(-128, 128, (N, M), dtype=torch.int16)
-    return Quantized(values, scale.half(), zero, K, group)
+    return Quantized(8, values, scale.half(), zero, K, group)
 
 
 def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
     """The numbers of W, of x as W multiplies it, and of the sum of their sizes: float64."""
     wide = w.double() if isinstance(w, torch.Tensor) else dequantize(*w, dtype=torch.float64)
     if isinstance(w, Quantized) and w.input_bits == 8:
-        values, scale = int8(x) if w.bits == 8 else round_fp8(x)
+        values, scale = FORMATS[w.bits].round(x)
         x = values.double() * scale.double()
     x = x.double()
     return wide, x, x.abs() @ wide.abs().T
@@ -496,7 +496,7 @@ class Contract:
         step = 0
         rounding = ROUNDING[x.dtype]
         if store.bits != 16:
-            step = spread(encoded[1].double(), store.group, x.shape[-1])
+            step = spread(encoded[1].double(), store.group, x)
             rounding = max(rounding, 1e-6)
         error = (store.decode(parts, torch.float64) - x.double()).abs()
         assert (error <= 0.51 * step + 4 * rounding * x.double().abs().amax() + 1e-29).all()

@@ -18,7 +18,7 @@ from checks import require
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint.gguf import GGUF, TYPES
-from checkpoint.gguf_blocks import BLOCK_FORMATS, dequantize_blocks
+from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
 
 ROWS = 48
 COLUMNS = 768
@@ -108,7 +108,7 @@ def main() -> None:
         require(opened.tensors.keys() == blocks.keys() | plain.keys(), "all tensors are listed")
         for type, data in blocks.items():
             raw = opened.read(type)
-            error = largest_error(type, dequantize_blocks(type, raw), data)
+            error = largest_error(type, unpack(type, raw).dequantize(), data)
             is_right = error < 1e-6 and np.array_equal(raw.numpy(), data)
             require(is_right, f"{type}: off by {error:.1e} of the largest weight")
         for type, data in plain.items():

@@ -5,7 +5,7 @@ A `Layout` says how a folder stores the matrices of the layers. There are two ki
   - `Quantization` is quant.py's: the folder holds the model's own tensors.
   - `Foreign` is the base of other programs' layouts (layouts.py), which store a matrix in tensors
     of other shapes. A layout checks its settings (`parse`), names the tensors of a matrix
-    (`headers`), and makes ours of them (`parts`).
+    (`tensors`), and makes ours of them (`convert`).
 
 Both make an `empty` matrix in memory, and their `to_dict` is the `quantization_config` again.
 
@@ -16,8 +16,8 @@ Invariant: a number is read as it is stored, never rounded. (A scale becomes a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,14 +25,13 @@ from torch import Tensor
 
 from checkpoint.files import Json
 from errors import UserError, brief
-from quant import STORED, Kind, Quantized
+from quant import FORMATS, Kind, Quantized
 
 if TYPE_CHECKING:
     from checkpoint.tensors import Checkpoint
 
 OWN_METHOD = "quant.py"  # quant_method of the folders that this project writes
 VOCABULARY = ("embed", "head")  # matrices of the model whose rows are tokens
-PARTS = ("weight", "weight_scale", "weight_zero", "weight_order")  # of a quantized matrix
 
 # ---- The header of a stored tensor
 
@@ -53,6 +52,10 @@ class Header(NamedTuple):
 
     shape: list[int]
     dtype: str  # as safetensors names it, or FLOAT
+
+
+Headers = Mapping[str, Header]  # by name
+Weights = Mapping[str, Tensor | Quantized]  # of the model, by name
 
 
 def header_of(tensor: Tensor) -> Header:
@@ -76,7 +79,7 @@ class Layout:
     """How the matrices of the layers are stored."""
 
     bits: Kind
-    group: int = 128  # columns that share a scale in 4 bits; of a Foreign layout 0: the whole row
+    group: int | None = None  # columns that share a scale; None: all of a row
     head_bits: int = 16  # of embedding and head; 16: not quantized
     method: str = "rtn"  # how the numbers were found: loading does not use it
     activations: int = 16  # bits of the layers' inputs; 8: each row is rounded as the weights are
@@ -87,25 +90,30 @@ class Layout:
         """The numbers' name: INT8, INT4, FP8 or NF4."""
         return self.bits.upper() if isinstance(self.bits, str) else f"INT{self.bits}"
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether a byte holds two numbers."""
-        return STORED[self.bits] == torch.uint8
-
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
         """An uninitialized matrix of the model ("embed", "head", "3.qkv"); None: not quantized."""
+        raise NotImplementedError
+
+    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
+        """The tensors that the folder must hold for a matrix. stored: all that it holds."""
+        raise NotImplementedError
+
+    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+        """The folder's numbers of a matrix. weights: the model's, for their shapes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Quantization(Layout):
-    """quant.py's layout."""
+    """quant.py's layout. group: in 4 bits; None: as many as is usual."""
 
     head_bits: int = 8
 
     def __post_init__(self) -> None:
         methods = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
-        check_setting("quantization: bits", self.bits, *STORED)
+        check_setting("quantization: bits", self.bits, *FORMATS)
+        if self.group is None:
+            object.__setattr__(self, "group", FORMATS[self.bits].group or 128)
         check_setting("quantization: group", self.group, 32, 64, 128)
         check_setting("quantization: head_bits", self.head_bits, 16, 8, 4)
         check_setting("quantization: activations", self.activations, 16, 8)
@@ -140,54 +148,35 @@ class Quantization(Layout):
         return cls(**settings)
 
     def to_dict(self) -> Json:
-        return dict(
-            quant_method=OWN_METHOD,
-            bits=self.bits,
-            group=self.group,
-            head_bits=self.head_bits,
-            method=self.method,
-            activations=self.activations,
-        )
+        settings = asdict(self)
+        del settings["ordered"]
+        return {"quant_method": OWN_METHOD} | settings
 
     @property
     def shard_multiple(self) -> int:
         """Columns that must stay together where several processes share a row."""
-        return self.group if self.is_packed else 1
+        return self.group if FORMATS[self.bits].group else 1
 
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
-        bits = self.head_bits if name in VOCABULARY else self.bits
+        is_layer = name not in VOCABULARY
+        bits = self.bits if is_layer else self.head_bits
         if bits == 16:
             return None
-        group = self.group if STORED[bits] == torch.uint8 else K
-        inputs = 16 if name in VOCABULARY else self.activations
-        return Quantized.empty(N, K, bits, group, device)._replace(input_bits=inputs)
+        group = self.group if FORMATS[bits].group else K
+        weight = Quantized.empty(N, K, bits, group, device)
+        return weight._replace(input_bits=self.activations) if is_layer else weight
+
+    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
+        return {part: header_of(tensor) for part, tensor in weight.named(name).items()}
+
+    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+        weight = weights[name]
+        values, scale, *zero = [checkpoint.read(part) for part in weight.named(name)]
+        return weight._replace(values=values, scale=scale, zero=zero[0] if zero else None)
 
 
-class Matrix(NamedTuple):
-    """A quantized matrix of the model."""
-
-    name: str  # without ".weight"
-    N: int
-    K: int
-    M: int
-
-    def key(self, suffix: str) -> str:
-        """The name of one of its tensors."""
-        return f"{self.name}.{suffix}"
-
-
-class Parts(NamedTuple):
-    """The tensors of a quantized matrix, up to broadcasting."""
-
-    weight: Tensor  # [N, K], or two numbers a byte
-    scale: Tensor  # [N, M]
-    zero: Tensor | None = None  # [N, M], less the middle of the range; None: all are in the middle
-    order: Tensor | None = None  # [K]
-
-
-Tensors = Mapping[str, Tensor]  # of the model, by name
-Headers = Mapping[str, Header]  # of the folder's tensors, by name
-Get = Callable[[str], Tensor | None]  # the folder's tensor of this suffix ("qweight"), if any
+Find = Callable[[str], Header | None]  # the folder's tensor of this suffix ("qweight"), if any
+Get = Callable[[str], Tensor | None]  # the same, read
 
 
 @dataclass(frozen=True)
@@ -197,12 +186,13 @@ class Foreign(Layout):
     zeros: bool = False  # whether 8 bits have zeros, too
     source: Json = field(default_factory=dict, repr=False)
 
-    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        """The tensors that the folder must hold for a matrix, by suffix. stored: what it holds."""
+    def tensors(self, weight: Quantized, find: Find) -> Headers:
+        """The tensors that the folder must hold for a matrix, by suffix."""
         raise NotImplementedError
 
-    def parts(self, matrix: Matrix, get: Get) -> Parts:
-        """A matrix, from the folder's tensors."""
+    def convert(self, weight: Quantized, get: Get) -> Quantized:
+        """A matrix, from the folder's tensors. Scales and zeros may be of a shape that `expand`
+        makes [N, M]."""
         raise NotImplementedError
 
     def columns_of_scale(self, K: int) -> int:
@@ -212,9 +202,7 @@ class Foreign(Layout):
     @property
     def shard_multiple(self) -> int:
         """Columns that must stay together where several processes share a row."""
-        if self.group:
-            return self.group
-        return 2 if self.is_packed else 1
+        return self.group or FORMATS[self.bits].in_a_byte
 
     def to_dict(self) -> Json:
         return self.source
@@ -222,7 +210,7 @@ class Foreign(Layout):
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
         if name in VOCABULARY:
             return None
-        if K % 2 and self.is_packed:
+        if K % FORMATS[self.bits].in_a_byte:
             raise UserError(
                 f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
                 "must have an even number: name a folder in 16 bits, with --bits 4"
@@ -234,73 +222,37 @@ class Foreign(Layout):
             self.columns_of_scale(K),
             device,
             torch.float32,
-            self.zeros,
+            torch.int16 if self.zeros else None,
             self.ordered,
         )
         return weight._replace(input_bits=self.activations)
 
-    def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
-        """The tensors that the folder must hold for the model's. stored: what it holds."""
-        expected = {name: header_of(tensors[name]) for name in plain_names(tensors)}
-        for matrix in matrices(tensors):
-            for suffix, header in self.headers(matrix, stored).items():
-                expected[matrix.key(suffix)] = header
-        return expected
+    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
+        module = name.removesuffix("weight")  # with its dot
+        tensors = self.tensors(weight, lambda suffix: stored.get(module + suffix))
+        return {module + suffix: header for suffix, header in tensors.items()}
 
-    def convert(self, tensors: Tensors, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-        """(name, numbers) for each of the model's tensors, one after the other."""
-        for name in plain_names(tensors):
-            yield name, checkpoint.read(name)
-        first_orders = dict[int, Tensor]()  # of each product: q, k and v share one
-        for matrix in matrices(tensors):
-            try:
-                parts = self._checked_parts(matrix, tensors, checkpoint)
-                if parts.order is not None:
-                    product = id(tensors[matrix.key("weight_order")])
-                    first = first_orders.setdefault(product, parts.order)
-                    if not torch.equal(parts.order, first):
-                        raise UserError("its g_idx differs from that of another part of a product")
-            except UserError as error:
-                raise UserError(
-                    f"{matrix.name}: {brief(error)}: fetch the model again, or name one in 16 bits"
-                ) from None
-            for suffix, part in zip(PARTS, parts):
-                if part is not None:
-                    yield matrix.key(suffix), part
-
-    def _checked_parts(self, matrix: Matrix, tensors: Tensors, checkpoint: Checkpoint) -> Parts:
-        """A matrix, its zeros as quant.py stores them."""
+    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+        module = name.removesuffix("weight")
 
         def get(suffix: str) -> Tensor | None:
-            name = matrix.key(suffix)
-            return checkpoint.read(name) if name in checkpoint.headers else None
+            stored = module + suffix
+            return checkpoint.read(stored) if stored in checkpoint.headers else None
 
-        parts = self.parts(matrix, get)
-        if not parts.scale.isfinite().all():
-            raise UserError("its scales must be finite numbers")
-        bias = get("bias")
-        if bias is not None and matrix.key("bias") not in tensors and bias.any():
-            raise UserError("its bias is not all 0, and config.json asks for none")
-        if self.bits != 4:
-            return parts
-        zero = torch.tensor(8) if parts.zero is None else parts.zero + 8
-        return parts._replace(zero=zero)
-
-
-def matrices(tensors: Tensors) -> list[Matrix]:
-    """The quantized matrices among the model's tensors."""
-    result = []
-    for name, scale in tensors.items():
-        if name.endswith(".weight_scale"):
-            weight = tensors[name.removesuffix("_scale")]
-            N, K = weight.shape
-            if weight.dtype == torch.uint8:
-                K = 2 * K  # two numbers a byte
-            result.append(Matrix(name.removesuffix(".weight_scale"), N, K, scale.shape[1]))
-    return result
-
-
-def plain_names(tensors: Tensors) -> list[str]:
-    """The model's tensors that are no part of a quantized matrix."""
-    quantized = {matrix.key(suffix) for matrix in matrices(tensors) for suffix in PARTS}
-    return [name for name in tensors if name not in quantized]
+        weight = weights[name]
+        try:
+            matrix = self.convert(weight, get)
+            if not matrix.scale.isfinite().all():
+                raise UserError("its scales must be finite numbers")
+            bias = get("bias")
+            if bias is not None and f"{module}bias" not in weights and bias.any():
+                raise UserError("its bias is not all 0, and config.json asks for none")
+        except UserError as error:
+            raise UserError(
+                f"{module[:-1]}: {brief(error)}: fetch the model again, or name one in 16 bits"
+            ) from None
+        zero = weight.zero
+        if zero is not None:
+            middle = torch.tensor(8)  # of 4 bits
+            zero = (middle if matrix.zero is None else matrix.zero).expand(zero.shape)
+        return matrix._replace(scale=matrix.scale.expand(weight.scale.shape), zero=zero)

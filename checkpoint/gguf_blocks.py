@@ -33,20 +33,11 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from quant import dequantize
-
-
-class Unpacked(NamedTuple):
-    """A matrix of whole numbers: (values − zero) · scale."""
-
-    values: Tensor  # int8[N, K]
-    scale: Tensor  # float32[N, M]
-    zero: Tensor | None  # float32[N, M]; None: every zero is 0
-    group: int  # columns that share a scale
+from quant import Quantized
 
 
 class Grid(NamedTuple):
-    """The same, block by block: q · scale + minimum."""
+    """The numbers of a matrix, block by block: q · scale + minimum."""
 
     q: Tensor  # int8 or uint8[N, B, weights of a block]
     scale: Tensor  # float32[N, B, G]
@@ -195,8 +186,9 @@ BLOCK_FORMATS = {
 # ---- Matrices
 
 
-def unpack(type: str, blocks: Tensor) -> Unpacked:
-    """Rows of blocks, uint8[N, bytes of a row] -> the whole numbers that they hold.
+def unpack(type: str, blocks: Tensor) -> Quantized:
+    """Rows of blocks, uint8[N, bytes of a row] -> the whole numbers that they hold, in 8 bits, with
+    float32 scales and zeros.
 
     type: a name of `BLOCK_FORMATS`. UserError for a scale or minimum that is not finite.
     """
@@ -214,19 +206,12 @@ def unpack(type: str, blocks: Tensor) -> Unpacked:
     if form.zeros:
         is_constant = scale == 0  # [N, B, G]
         zero = -minimum / scale
-        zero = zero.masked_fill(is_constant, -1)
-        zero = zero.flatten(1)
+        zero = zero.masked_fill(is_constant, -1).flatten(1)
         scale = torch.where(is_constant, minimum, scale)
         by_group = values.unflatten(-1, (-1, form.group))  # [N, B, G, group]
         values = by_group.masked_fill(is_constant.unsqueeze(-1), 0)
-    return Unpacked(values.flatten(1), scale.flatten(1), zero, form.group)
-
-
-def dequantize_blocks(type: str, blocks: Tensor) -> Tensor:
-    """Rows of blocks, uint8[N, bytes of a row] -> their weights, float32[N, K]."""
-    values, scale, zero, group = unpack(type, blocks)
-    K = values.shape[1]
-    return dequantize(values, scale, zero, K, group)
+    values = values.flatten(1)
+    return Quantized(8, values, scale.flatten(1), zero, values.shape[1], form.group)
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:

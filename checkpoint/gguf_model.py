@@ -15,7 +15,7 @@ Not covered, and refused by name: other architectures, experts, a part of a head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,18 +29,15 @@ from checkpoint.formats import (
     Foreign,
     Header,
     Headers,
-    Parts,
-    Tensors,
+    Weights,
     check_setting,
-    matrices,
-    plain_names,
 )
-from checkpoint.gguf import GGUF
-from checkpoint.gguf_blocks import BLOCK_FORMATS, Unpacked, unpack, unpermute
+from checkpoint.gguf import GGUF, SUPPORTED
+from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack, unpermute
 from checkpoint.gguf_vocabulary import end_ids
 from checkpoint.tensors import Checkpoint
 from errors import UserError, brief
-from quant import Quantized, dequantize, pack4
+from quant import Quantized, pack4
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +83,7 @@ class Container(NamedTuple):
     bits: int
     group: int
     scale: torch.dtype  # float16 where all scales are the file's own, else float32
-    zeros: torch.dtype | None  # int16 where all zeros are whole, else float32
+    zero: torch.dtype | None  # int16 where all zeros are whole, else float32; None: all are 0
 
 
 def folder_name(name: str) -> str:
@@ -101,6 +98,8 @@ def folder_name(name: str) -> str:
 
 class GGUFCheckpoint(Checkpoint):
     """The tensors of a GGUF, by their names in a folder. A header's dtype is a type of GGUF's."""
+
+    floats = SUPPORTED  # blocks are dequantized where the model is in floating point
 
     def __init__(self, file: Path) -> None:
         self.gguf = GGUF.open(file)
@@ -125,25 +124,19 @@ class GGUFCheckpoint(Checkpoint):
             return [torch.bfloat16, torch.float32]
         return super().dtypes
 
-    def read(self, name: str) -> Tensor:
-        """One tensor; blocks, uint8[N, bytes of a row], if it is quantized."""
+    def read(self, name: str) -> Tensor | Quantized:
+        """One tensor; a matrix of whole numbers, if it is quantized. UserError names it."""
         stored = self.gguf.read(self.names[name])
         module = name.split(".")[-2]
-        return unpermute(stored, self.heads[module]) if module in self.heads else stored
-
-    def unpacked(self, name: str) -> Unpacked:
-        """A quantized matrix. UserError names the tensor."""
+        if module in self.heads:
+            stored = unpermute(stored, self.heads[module])
+        type = self.headers[name].dtype
+        if type not in BLOCK_FORMATS:
+            return stored
         try:
-            return unpack(self.headers[name].dtype, self.read(name))
+            return unpack(type, stored)
         except UserError as error:
             raise UserError(f"{self.files[name]}: {self.names[name]}: {brief(error)}") from None
-
-    def numbers(self, name: str) -> Tensor:
-        """One tensor in floating point."""
-        if self.headers[name].dtype not in BLOCK_FORMATS:
-            return self.read(name)
-        values, scale, zero, group = self.unpacked(name)
-        return dequantize(values, scale, zero, values.shape[1], group)
 
 
 def setting(gguf: GGUF, name: str, default: Any = None) -> Any:
@@ -237,33 +230,25 @@ class BlockLayout(Foreign):
 
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
         how = self.containers[name]
-        if how is None:
-            return None
-        has_zeros = how.zeros is not None
-        matrix = Quantized.empty(N, K, how.bits, how.group, device, how.scale, has_zeros)
-        return matrix._replace(zero=matrix.zero.to(how.zeros)) if has_zeros else matrix
+        return how and Quantized.empty(N, K, device=device, **how._asdict())
 
-    def expected(self, tensors: Tensors, stored: Headers) -> dict[str, Header]:
-        shapes = {name: tensors[name].shape for name in plain_names(tensors)}
-        shapes |= {matrix.key("weight"): (matrix.N, matrix.K) for matrix in matrices(tensors)}
-        expected = {}
-        for name, shape in shapes.items():
-            is_block = name in stored and stored[name].dtype in BLOCK_FORMATS
-            expected[name] = Header(list(shape), stored[name].dtype if is_block else FLOAT)
-        return expected
+    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
+        return {name: Header(list(weight.shape), FLOAT)}
 
-    def convert(self, tensors: Tensors, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-        for name in plain_names(tensors):
-            yield name, checkpoint.numbers(name)
-        for matrix in matrices(tensors):
-            name = matrix.key("weight")
-            group = matrix.K // matrix.M
-            is_packed = tensors[name].dtype == torch.uint8
-            parts = contained(checkpoint.unpacked(name), group, is_packed)
-            yield name, parts.weight
-            yield f"{name}_scale", parts.scale
-            if f"{name}_zero" in tensors:
-                yield f"{name}_zero", torch.zeros(()) if parts.zero is None else parts.zero
+    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+        """The same numbers with smaller groups, and two in a byte, where its container asks."""
+        weight = weights[name]
+        q = checkpoint.read(name)
+        repeats = q.group // weight.group
+        zero = weight.zero
+        if zero is not None:
+            none = torch.zeros(len(zero), 1)
+            zero = none if q.zero is None else q.zero.repeat_interleave(repeats, 1)
+        return weight._replace(
+            values=pack4(q.values) if weight.bits == 4 else q.values,
+            scale=q.scale.repeat_interleave(repeats, 1),
+            zero=zero,
+        )
 
 
 def container(headers: Headers, modules: list[str]) -> Container | None:
@@ -281,14 +266,5 @@ def container(headers: Headers, modules: list[str]) -> Container | None:
         bits=max(form.bits for form in forms),
         group=min(form.group for form in forms),
         scale=torch.float32 if has_products else torch.float16,
-        zeros=zeros,
+        zero=zeros,
     )
-
-
-def contained(q: Unpacked, group: int, is_packed: bool) -> Parts:
-    """The same numbers with a scale for each `group` columns, and two in a byte if `is_packed`."""
-    values = pack4(q.values.view(torch.uint8)) if is_packed else q.values
-    repeats = q.group // group
-    scale = q.scale.repeat_interleave(repeats, 1)
-    zero = None if q.zero is None else q.zero.repeat_interleave(repeats, 1)
-    return Parts(values, scale, zero)

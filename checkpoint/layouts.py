@@ -29,7 +29,7 @@ Words pack rows (along) or columns (down).
 
 Not covered: inputs with stored (static) scales; 2 and 3 bits; an odd number of columns in 4 bits;
 FP8 in blocks of rows; FP4; bitsandbytes' INT8; Marlin and GEMV; folders in which some layers are
-not quantized. A new layout is a class with `parse`, `headers` and `parts`, and a line in
+not quantized. A new layout is a class with `parse`, `tensors` and `convert`, and a line in
 `load_quantization`.
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323). AWQ: Lin et al. 2024 (2306.00978). NF4: Dettmers et
 al. 2023 (2305.14314).
@@ -47,21 +47,20 @@ from torch import Tensor
 
 from checkpoint.files import Json
 from checkpoint.formats import (
-    EXACT,
     FLOAT,
     OWN_METHOD,
+    Find,
     Foreign,
     Get,
     Header,
     Headers,
     Layout,
-    Matrix,
-    Parts,
     Quantization,
     check_setting,
+    header_of,
 )
 from errors import UserError, brief
-from quant import STORED, nf4, pack4, unpack4
+from quant import Quantized, nf4, pack4, unpack4
 
 # Modules that may stay in 16 bits. (bitsandbytes' folders name some that a Llama lacks.)
 HEADS = {"lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi_modal_projector"}
@@ -102,11 +101,11 @@ def check(how: Any, where: str = "quantization_config", **known: tuple[Any, ...]
         check_setting(f"{where}: {name}", how.get(name), *values)
 
 
-def group_size(how: Json) -> int:
-    """The group_size in these settings; 0 for a whole row (-1 in the file)."""
+def group_size(how: Json) -> int | None:
+    """The group_size in these settings; None for a whole row (-1 in the file)."""
     size = how.get("group_size")
     if size == -1:
-        return 0
+        return None
     if type(size) is not int or size < 1:
         raise UserError(
             f"quantization_config: group_size is {size!r}; it must be a whole number above 0, or -1"
@@ -135,32 +134,29 @@ def word_bytes(words: Tensor) -> Tensor:
 
 
 def numbers(words: Tensor, bits: int) -> Tensor:
-    """Rows of words, int32[R, J] -> the numbers in them, uint8[R, 32 J / bits]."""
-    return unpack4(word_bytes(words)) if bits == 4 else word_bytes(words)
+    """Rows of words, int32[R, J] -> the numbers in them: uint8[R, 32 J / bits]; those of 8 bits
+    become signed, 128 less: int8."""
+    packed = word_bytes(words)
+    return unpack4(packed) if bits == 4 else (packed ^ 128).view(torch.int8)
 
 
-def zeros(words: Tensor, bits: int, N: int) -> Tensor:
-    """Zeros of N rows, words along [M, J] -> int16[N, M], less the middle of the range."""
-    return numbers(words, bits)[:, :N].T.short() - 2 ** (bits - 1)
+def values(words: Tensor, weight: Quantized, order: Tensor | None) -> Tensor:
+    """Rows of words, int32[N, J] -> Quantized.values, with columns in `order`."""
+    if weight.bits == 4 and order is None:  # they are packed as ours
+        return word_bytes(words)[:, : weight.columns // 2]
+    q = numbers(words, weight.bits)[:, : weight.columns]
+    if order is not None:
+        q = q[:, order]
+    return pack4(q) if weight.bits == 4 else q
 
 
-def values(words: Tensor, bits: int, K: int, order: Tensor | None) -> Tensor:
-    """Rows of words, int32[N, J] -> Quantized.values, uint8[N, K / 2] or int8[N, K], with columns
-    in `order`."""
-    packed = word_bytes(words)[:, : K * bits // 8]
-    if bits == 8:
-        q = packed if order is None else packed[:, order]
-        return (q ^ 128).view(torch.int8)
-    if order is None:
-        return packed
-    return pack4(unpack4(packed)[:, order])
-
-
-def sort_columns(groups: Tensor, K: int, group: int) -> Tensor:
-    """The group of each column, int32[K] -> the columns sorted by group, int64[K]."""
+def sorted_columns(groups: Tensor | None, weight: Quantized) -> Tensor | None:
+    """The group of each column, int32[K] -> the columns sorted by group, int64[K]; None: None."""
+    if groups is None:
+        return None
     order = groups.argsort(stable=True)
-    if not torch.equal(groups[order].long(), torch.arange(K) // group):
-        raise UserError(f"its g_idx must put {group} columns in each group")
+    if not torch.equal(groups[order].long(), torch.arange(weight.columns) // weight.group):
+        raise UserError(f"its g_idx must put {weight.group} columns in each group")
     return order
 
 
@@ -185,49 +181,48 @@ class GPTQ(Foreign):
             rotation=(None, ""),
         )
         group = group_size(how)
-        is_ordered = group > 0 and bool(how.get("desc_act"))
-        has_zeros = not how.get("sym")
-        return cls(how["bits"], group, 16, "gptq", 16, is_ordered, has_zeros, how)
+        return cls(
+            how["bits"],
+            group,
+            method="gptq",
+            ordered=group is not None and bool(how.get("desc_act")),
+            zeros=not how.get("sym"),
+            source=how,
+        )
 
-    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        _, N, K, M = matrix
-        headers = {
+    def tensors(self, weight: Quantized, find: Find) -> Headers:
+        N, K = weight.shape
+        M = weight.scale.shape[1]
+        tensors = {
             "qweight": Header([num_words(K, self.bits), N], "I32"),
             "qzeros": Header([M, num_words(N, self.bits)], "I32"),
             "scales": Header([M, N], FLOAT),
         }
-        if self.ordered or matrix.key("g_idx") in stored:  # without act-order some folders lack it
-            headers["g_idx"] = Header([K], "I32")
-        if matrix.key("bias") in stored:  # old folders have one, all 0
-            headers["bias"] = Header([N], FLOAT)
-        return headers
+        if self.ordered or find("g_idx"):  # without act-order some folders lack it
+            tensors["g_idx"] = Header([K], "I32")
+        if find("bias"):  # old folders have one, all 0
+            tensors["bias"] = Header([N], FLOAT)
+        return tensors
 
-    def parts(self, matrix: Matrix, get: Get) -> Parts:
-        order = self._order(matrix.K, get("g_idx"))
-        weight = values(get("qweight").T, self.bits, matrix.K, order)
+    def convert(self, weight: Quantized, get: Get) -> Quantized:
+        N, K = weight.shape
+        order = sorted_columns(get("g_idx"), weight)
+        if order is not None and not self.ordered:
+            if not torch.equal(order, torch.arange(K)):
+                raise UserError(
+                    "its g_idx must put columns in one group after the other, as config.json says"
+                )
+            order = None
         zero = None
         if self.zeros:
-            zero = zeros(self._raised(get("qzeros")), self.bits, matrix.N)
-        return Parts(weight, get("scales").T, zero, order)
-
-    def _order(self, K: int, groups: Tensor | None) -> Tensor | None:
-        """The order of the columns; None if they are stored one group after the other."""
-        if groups is None:
-            return None
-        order = sort_columns(groups, K, self.columns_of_scale(K))
-        if self.ordered:
-            return order
-        if not torch.equal(order, torch.arange(K)):
-            raise UserError(
-                "its g_idx must put columns in one group after the other, as config.json says"
-            )
-        return None
-
-    def _raised(self, words: Tensor) -> Tensor:
-        """Words of zeros, with the 1 that this layout takes from each number."""
-        if "gptq_v2" in (self.source.get("checkpoint_format"), self.source.get("format")):
-            return words
-        return words + (0x11111111 if self.bits == 4 else 0x01010101)
+            words = get("qzeros")
+            if "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format")):
+                words = words + (
+                    0x11111111 if self.bits == 4 else 0x01010101
+                )  # the 1 of each number
+            zero = numbers(words, self.bits)[:, :N].T
+        q = values(get("qweight").T, weight, order)
+        return weight._replace(values=q, scale=get("scales").T, zero=zero, order=order)
 
 
 class AWQ(Foreign):
@@ -247,18 +242,21 @@ class AWQ(Foreign):
         check_skipped(how, "modules_to_not_convert")
         return cls(4, group_size(how), method="awq", source=how)
 
-    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        _, N, K, M = matrix
+    def tensors(self, weight: Quantized, find: Find) -> Headers:
+        N, K = weight.shape
+        M = weight.scale.shape[1]
+        words = num_words(N, 4)
         return {
-            "qweight": Header([K, num_words(N, 4)], "I32"),
-            "qzeros": Header([M, num_words(N, 4)], "I32"),
+            "qweight": Header([K, words], "I32"),
+            "qzeros": Header([M, words], "I32"),
             "scales": Header([M, N], FLOAT),
         }
 
-    def parts(self, matrix: Matrix, get: Get) -> Parts:
-        q = self._unpacked(get("qweight"), matrix.N)  # [N, K]
-        zero = self._unpacked(get("qzeros"), matrix.N)  # [N, M]
-        return Parts(pack4(q), get("scales").T, zero.short() - 8)
+    def convert(self, weight: Quantized, get: Get) -> Quantized:
+        N, _ = weight.shape
+        q = self._unpacked(get("qweight"), N)  # [N, K]
+        zero = self._unpacked(get("qzeros"), N)  # [N, M]
+        return weight._replace(values=pack4(q), scale=get("scales").T, zero=zero)
 
     def _unpacked(self, words: Tensor, N: int) -> Tensor:
         """Words along, int32[R, J] -> uint8[N, R]: number 1 of a word is in field 4, and so on."""
@@ -287,7 +285,7 @@ class CompressedTensors(Foreign):
             is_float = weights.get("type") == "float"
         in_words = how["format"] == "pack-quantized"
         cls._check_weights(weights, is_float)
-        group = group_size(weights) if weights["strategy"] == "group" else 0
+        group = group_size(weights) if weights["strategy"] == "group" else None
         has_zeros = weights.get("symmetric") is False
         if inputs is not None:
             cls._check_inputs(inputs, is_float)
@@ -301,7 +299,7 @@ class CompressedTensors(Foreign):
             bits="fp8" if is_float else bits,
             group=group,
             activations=16 if inputs is None else 8,
-            ordered=group > 0 and weights.get("actorder") in ("group", "dynamic"),
+            ordered=group is not None and weights.get("actorder") in ("group", "dynamic"),
             zeros=has_zeros,
             source=how,
             in_words=in_words,
@@ -348,42 +346,40 @@ class CompressedTensors(Foreign):
             symmetric=(None, True),
         )
 
-    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        name, N, K, M = matrix
+    def tensors(self, weight: Quantized, find: Find) -> Headers:
+        N, K = weight.shape
+        M = weight.scale.shape[1]
         scale = Header([N, M], FLOAT)
         if self.scale_of_tensor:
-            stored_scale = stored.get(f"{name}.weight_scale")
-            is_scalar = stored_scale is not None and stored_scale.shape == []
+            stored = find("weight_scale")
+            is_scalar = stored is not None and stored.shape == []
             scale = Header([] if is_scalar else [1], FLOAT)
-        headers = {"weight_scale": scale}
+        tensors = {"weight_scale": scale}
         if self.in_words:
-            headers["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
-            headers["weight_shape"] = Header([2], "I64")
+            tensors["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
+            tensors["weight_shape"] = Header([2], "I64")
         else:
-            headers["weight"] = Header([N, K], EXACT[STORED[self.bits]])
+            tensors["weight"] = header_of(weight.values)
         if self.ordered:
-            headers["weight_g_idx"] = Header([K], "I32")
+            tensors["weight_g_idx"] = Header([K], "I32")
         if self.zeros and self.in_words:
-            headers["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
+            tensors["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
         elif self.zeros:
-            headers["weight_zero_point"] = Header(scale.shape, "I8")
-        return headers
+            tensors["weight_zero_point"] = Header(scale.shape, "I8")
+        return tensors
 
-    def parts(self, matrix: Matrix, get: Get) -> Parts:
-        order = None
-        if self.ordered:
-            group = self.columns_of_scale(matrix.K)
-            order = sort_columns(get("weight_g_idx"), matrix.K, group)
+    def convert(self, weight: Quantized, get: Get) -> Quantized:
+        order = sorted_columns(get("weight_g_idx"), weight)
         zero = get("weight_zero_point")
         if self.in_words:
-            weight = values(get("weight_packed"), self.bits, matrix.K, order)
+            q = values(get("weight_packed"), weight, order)
             if zero is not None:
-                zero = zeros(zero.T, self.bits, matrix.N)
+                zero = numbers(zero.T, self.bits)[:, : len(q)].T
         else:
-            weight = get("weight")
+            q = get("weight")
             if order is not None:
-                weight = weight[:, order]
-        return Parts(weight, get("weight_scale"), zero, order)
+                q = q[:, order]
+        return weight._replace(values=q, scale=get("weight_scale"), zero=zero, order=order)
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -410,23 +406,24 @@ class NF4(Foreign):
     def columns_of_scale(self, K: int) -> int:
         return math.gcd(K, BLOCK)
 
-    def headers(self, matrix: Matrix, stored: Headers) -> dict[str, Header]:
-        num_blocks = math.ceil(matrix.N * matrix.K / BLOCK)
+    def tensors(self, weight: Quantized, find: Find) -> Headers:
+        N, K = weight.shape
+        num_blocks = math.ceil(N * K / BLOCK)
         is_nested = bool(self.source.get("bnb_4bit_use_double_quant"))
-        state = stored.get(matrix.key(STATE), Header([1], "U8"))
-        headers = {
-            "weight": Header([matrix.N * matrix.K // 2, 1], "U8"),
+        state = find(STATE) or Header([1], "U8")
+        tensors = {
+            "weight": Header([N * K // 2, 1], "U8"),
             "weight.quant_map": Header([16], FLOAT),
             "weight.absmax": Header([num_blocks], "U8" if is_nested else FLOAT),
             STATE: Header(state.shape, "U8"),  # of any length
         }
         if is_nested:
-            headers["weight.nested_absmax"] = Header([math.ceil(num_blocks / NESTED_BLOCK)], FLOAT)
-            headers["weight.nested_quant_map"] = Header([256], FLOAT)
-        return headers
+            tensors["weight.nested_absmax"] = Header([math.ceil(num_blocks / NESTED_BLOCK)], FLOAT)
+            tensors["weight.nested_quant_map"] = Header([256], FLOAT)
+        return tensors
 
-    def parts(self, matrix: Matrix, get: Get) -> Parts:
-        _, N, K, M = matrix
+    def convert(self, weight: Quantized, get: Get) -> Quantized:
+        N, K = weight.shape
         try:
             state = json.loads(bytes(get(STATE).flatten().tolist()))
         except (ValueError, RecursionError):
@@ -437,10 +434,10 @@ class NF4(Foreign):
         scale = get("weight.absmax")
         if scale.dtype == torch.uint8:
             scale = self._nested_scale(scale, state, get)
-        groups_a_block = BLOCK // self.columns_of_scale(K)
-        scale = scale.repeat_interleave(groups_a_block)[: N * M].view(N, M)
+        M = K // weight.group
+        scale = scale.repeat_interleave(BLOCK // weight.group)[: N * M].view(N, M)
         pairs = get("weight").view(N, -1)
-        return Parts(pairs >> 4 | pairs << 4, scale)
+        return weight._replace(values=pairs >> 4 | pairs << 4, scale=scale)
 
     def _nested_scale(self, codes: Tensor, state: Json, get: Get) -> Tensor:
         """Double quantization: the scale of each block, float32[blocks]."""

@@ -11,7 +11,7 @@ Cost: the peak of memory is the model and a tensor of each thread (progress.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from checkpoint.eagle import EagleCheckpoint, EagleConfig
-from checkpoint.formats import Foreign, Quantization, header_of
+from checkpoint.formats import Header, Layout, Quantization, Weights, header_of
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
 from checkpoint.progress import do_each
@@ -28,7 +28,7 @@ from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
 from parallel import group_for
-from quant import DEFAULT_GROUP, Kind, quantize
+from quant import Kind, Quantized, quantize
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -54,19 +54,16 @@ def load_llama(
     in 16 or 32 bits.
     """
     config, checkpoint = open_checkpoint(find_model(name))
-    tensors = cls(config, "meta", seed=None).named_tensors()
-    check_tensors(checkpoint, tensors, config)
+    weights = cls(config, "meta", seed=None).named_weights()
+    check_tensors(checkpoint, weights, config)
     if trainable and (config.quantization or bits != 16):
         raise UserError(
             f"{name}: quantized weights cannot be trained or changed: "
             "use the model in 16 or 32 bits that they were made from"
         )
-    if isinstance(config.quantization, Foreign):
-        numbers = config.quantization.convert(tensors, checkpoint)
-    else:
-        numbers = ((name, checkpoint.read(name)) for name in tensors)
+    numbers = read_weights(checkpoint, weights, config.quantization)
     if bits != 16:
-        config = config.quantized(Quantization(bits, DEFAULT_GROUP.get(bits, 128)))
+        config = config.quantized(Quantization(bits))
     device = torch.device(device) if device else find_device()
     ops = ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, dtype)
@@ -76,7 +73,7 @@ def load_llama(
     empty = cls(shard, "meta", dtype, None, weight_dtype=weight_dtype)
     check_fits_in_memory(name, empty.named_tensors().values(), device)
     model = cls(config, device, dtype, None, ops, weight_dtype)
-    fill_model(model, numbers)  # numbers: one tensor after the other
+    fill_model(model, numbers)
     return model if trainable else model.pack_weights()
 
 
@@ -91,11 +88,11 @@ def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:
     shard = config.shard(target.group)  # what this process will hold
     config.check_target(target.config, shard.layer)
     empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)
-    tensors = cls(config, target, "meta", seed=None).named_tensors()  # of the whole head
-    checkpoint.check({name: header_of(tensor) for name, tensor in tensors.items()})
+    weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
+    checkpoint.check(expected_headers(checkpoint, weights))
     check_fits_in_memory(folder, empty.named_tensors().values(), device)
     head = cls(config, target, device, dtype, None, ops, weight_dtype)
-    fill_model(head, ((name, checkpoint.read(name)) for name in tensors))
+    fill_model(head, read_weights(checkpoint, weights))
     config.check_tokens(head.tokens)
     return head.pack_weights()
 
@@ -108,13 +105,9 @@ def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:
     return Config.load(path), Checkpoint(path)
 
 
-def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Config) -> None:
+def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> None:
     """UserError unless the folder holds the model's tensors, and no other with an effect."""
-    layout = config.quantization
-    if isinstance(layout, Foreign):
-        expected = layout.expected(tensors, checkpoint.headers)
-    else:
-        expected = {name: header_of(tensor) for name, tensor in tensors.items()}
+    expected = expected_headers(checkpoint, weights, config.quantization)
     if config.tie_word_embeddings and HEAD in checkpoint.headers:  # the embedding, stored again
         expected[HEAD] = expected[EMBEDDING]
         checkpoint.check(expected)
@@ -124,6 +117,39 @@ def check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], config: Co
                 "the config ties them"
             )
     checkpoint.check(expected)
+
+
+def expected_headers(
+    checkpoint: Checkpoint, weights: Weights, layout: Layout | None = None
+) -> dict[str, Header]:
+    """The tensors that the folder must hold for these weights."""
+    expected = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):
+            expected[name] = header_of(weight)
+        else:
+            expected |= layout.headers(name, weight, checkpoint.headers)
+    return expected
+
+
+def read_weights(
+    checkpoint: Checkpoint, weights: Weights, layout: Layout | None = None
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(name, numbers) of one weight after the other. UserError for numbers that make no sense."""
+    orders = dict[int, Tensor]()  # of each product's columns: q, k and v share one
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):
+            yield name, checkpoint.read(name)
+            continue
+        numbers = layout.read(name, weights, checkpoint)
+        if weight.order is not None:
+            first = orders.setdefault(id(weight.order), numbers.order)
+            if not torch.equal(numbers.order, first):
+                raise UserError(
+                    f"{name.removesuffix('.weight')}: its g_idx differs from that of another part "
+                    "of a product: fetch the model again, or name one in 16 bits"
+                )
+        yield name, numbers
 
 
 def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -139,37 +165,27 @@ def check_fits_in_memory(name: str | Path, tensors: Iterable[Tensor], device: to
         )
 
 
-def fill_model(model: Llama, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy tensors of a checkpoint into a model. A plain weight is rounded where the model stores
-    it in fewer bits."""
-    targets = model.named_tensors()
+def fill_model(model: Llama, numbers: Iterable[tuple[str, Tensor | Quantized]]) -> None:
+    """Copy the weights of a checkpoint into a model. Where it stores one in fewer bits, a plain
+    weight is rounded, on the model's device; a quantized one is dequantized where it does not."""
+    weights = model.named_weights()
+    cut = model.group.cut
 
     @torch.no_grad()  # in its thread
-    def fill(named: tuple[str, Tensor]) -> int:
-        name, tensor = named
-        if f"{name}_scale" in targets and tensor.dtype != targets[name].dtype:
-            return fill_quantized(model, targets, name, tensor)
-        target = targets[name]
-        target.copy_(model.group.cut(tensor, target.shape))
-        return target.nbytes
+    def fill(named: tuple[str, Tensor | Quantized]) -> int:
+        name, source = named
+        target = weights[name]
+        if isinstance(target, Tensor):
+            source = source if isinstance(source, Tensor) else source.dequantize()
+            pairs = [(source, target)]
+        else:
+            if isinstance(source, Tensor):
+                rows = cut(source, (len(target.values), source.shape[1]))  # scales are of rows
+                source = quantize(rows.to(model.device), target.bits, target.group)
+            pairs = [*zip(source.named("").values(), target.named("").values())]
+        for source, target in pairs:
+            target.copy_(cut(source, target.shape))
+        return sum(target.nbytes for _, target in pairs)
 
-    num_bytes = sum(target.nbytes for target in targets.values())
-    do_each("loading", fill, tensors, model.device, num_bytes)
-
-
-def fill_quantized(model: Llama, targets: dict[str, Tensor], name: str, tensor: Tensor) -> int:
-    """Round a weight [N, K] of a checkpoint on the model's device, and copy the parts -> their
-    bytes."""
-    layout = model.config.quantization
-    bits = layout.head_bits if name in (EMBEDDING, HEAD) else layout.bits
-    num_rows = len(targets[name])
-    rows = model.group.cut(tensor, (num_rows, tensor.shape[1]))  # a scale is of whole rows
-    q = quantize(rows.to(model.device), bits, layout.group)
-    parts = {"": q.values, "_scale": q.scale, "_zero": q.zero}
-    num_bytes = 0
-    for suffix, part in parts.items():
-        if part is not None:
-            target = targets[name + suffix]
-            target.copy_(model.group.cut(part, target.shape))
-            num_bytes += target.nbytes
-    return num_bytes
+    num_bytes = sum(tensor.nbytes for tensor in model.named_tensors().values())
+    do_each("loading", fill, numbers, model.device, num_bytes)

@@ -11,7 +11,7 @@ Invariant: every tensor of the model is filled, or an error names it.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ def open_file(file: Path) -> Any:
 
 class Checkpoint:
     """The tensors of a folder. Names, shapes and dtypes are read at once, numbers by `read`."""
+
+    floats: Collection[str] = FLOATS  # dtypes that stand for FLOAT
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,7 +102,7 @@ class Checkpoint:
                 )
             stored = self.headers[name]
             where = f"tensor {name} in {self.files[name]}"
-            dtypes = list(FLOATS) if dtype == FLOAT else [dtype]
+            dtypes = list(self.floats) if dtype == FLOAT else [dtype]
             if stored.dtype not in dtypes:
                 rule = f"one of {dtypes}" if dtype == FLOAT else dtype
                 raise UserError(f"{where} is {stored.dtype}; weights must be {rule}")

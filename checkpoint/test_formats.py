@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.cli import main as cli
 from checkpoint.config import Config
-from checkpoint.formats import Matrix, Quantization
+from checkpoint.formats import Quantization
 from checkpoint.layouts import load_quantization
 from conftest import SMALL, told, write_tokenizer
 from errors import UserError
@@ -436,11 +436,9 @@ def test_the_table_is_the_published_one():
 
 def test_double_quantization_of_many_blocks():
     stored, w = bnb(random.Random(0), 132, 160, NESTED, [])  # 330 blocks of 64
-    matrix = Matrix("layer", 132, 160, 160 // 32)
-    values, scale, _, _ = load_quantization(NESTED).parts(matrix, stored.get)
-    torch.testing.assert_close(
-        dequantize(values, scale, None, 160, 32).double(), w, rtol=1e-6, atol=0
-    )
+    layout = load_quantization(NESTED)
+    matrix = layout.convert(layout.empty("0.o", 132, 160, "meta"), stored.get)
+    torch.testing.assert_close(matrix.dequantize().double(), w, rtol=1e-6, atol=0)
 
 
 # ---- What old or odd folders have, and what no folder may have

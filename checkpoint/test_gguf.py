@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.gguf import GGUF, LARGEST_HEADER, PLAIN, TYPES
-from checkpoint.gguf_blocks import BLOCK_FORMATS, dequantize_blocks, unpack, unpermute
+from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack, unpermute
 from errors import UserError
 
 # ---- A writer
@@ -438,10 +438,11 @@ def test_blocks_are_what_their_definition_says(type):
             content = bytes(block.tolist())
             expected += [DEFINITIONS[type](content, i) for i in range(form.weights)]
     reference = torch.tensor(expected).view(N, K)
-    values, scale, zero, group = unpack(type, blocks)
-    assert values.dtype == torch.int8 and group == form.group
-    assert (zero is not None) == form.zeros
-    w = dequantize_blocks(type, blocks)
+    q = unpack(type, blocks)
+    assert q.values.dtype == torch.int8 and q.group == form.group
+    assert (q.zero is not None) == form.zeros
+    w = q.dequantize()
+    assert w.dtype == torch.float32
     torch.testing.assert_close(w, reference, rtol=0, atol=1e-6 * reference.abs().max().item())
 
 
@@ -475,5 +476,5 @@ def test_rows_return_to_hugging_faces_order(heads, D):
 
 def test_rows_may_be_packed():
     blocks = random_blocks("Q4_K", 12, 512)
-    packed = dequantize_blocks("Q4_K", unpermute(blocks, 3))
-    assert torch.equal(packed, unpermute(dequantize_blocks("Q4_K", blocks), 3))
+    packed = unpack("Q4_K", unpermute(blocks, 3)).dequantize()
+    assert torch.equal(packed, unpermute(unpack("Q4_K", blocks).dequantize(), 3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpoint.config import Config
 from checkpoint.gguf import GGUF, PLAIN
-from checkpoint.gguf_blocks import BLOCK_FORMATS, dequantize_blocks
+from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
 from checkpoint.gguf_model import MODULES, SETTINGS, GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_folder, find_model
 from checkpoint.load import fill_model
@@ -99,7 +99,7 @@ def write_model(file: Path, types: dict[str, str], **changes: Any) -> Llama:
         else:
             stored = quantized(type, shape)
             blocks = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8).view(shape[0], -1)
-            filled[name] = dequantize_blocks(type, blocks).double()
+            filled[name] = unpack(type, blocks).dequantize().double()
             stored = Stored(type, shape, raw(interleaved(blocks, name, config)))
         tensors.append((gguf_name(name), stored))
     fill_model(llama, filled.items())

@@ -174,7 +174,7 @@ def as_quantized(weight: Tensor | Quantized) -> Quantized:
     Where a row has at most one scale, its group becomes complete stretches.
     """
     if isinstance(weight, Tensor):
-        weight = Quantized(weight, None, None, weight.shape[1], 0)
+        weight = Quantized(16, weight, None, None, weight.shape[1], 0)
     if weight.scale is None or weight.scale.shape[1] == 1:
         num_stretches = -(-weight.columns // STRETCH)
         return weight._replace(group=num_stretches * STRETCH)

@@ -53,7 +53,7 @@ static void some_panels(const Weight *w, Rows x, float *y, long T, long N, long 
 }
 
 // bfloat16: the scale of a vector whose largest number becomes `top`, 127 in INT8, 448 in FP8
-// (quant.int8, round_fp8). NaN, if a number is not finite.
+// (quant.FORMATS). NaN, if a number is not finite.
 INLINE uint16_t row_scale(const float *x, long n, float top) {
     float most = 0, bad = 0;
     #pragma omp simd reduction(max:most) reduction(+:bad)

@@ -75,7 +75,7 @@ def _swiglu(x, y, F, SIZE: tl.constexpr, EARLY: tl.constexpr):
 
 @triton.jit
 def _input_scale(largest, KIND: tl.constexpr):
-    """quant.symmetric_scale of rows whose largest |x| is given."""
+    """The scale of quant.symmetric, of rows whose largest |x| is given."""
     steps: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
     scale = tl.div_rn(largest, steps)
     scale = tl.maximum(scale, TINY)
@@ -85,7 +85,7 @@ def _input_scale(largest, KIND: tl.constexpr):
 
 @triton.jit
 def _round_input(v, scale, KIND: tl.constexpr):
-    """quant.int8 or quant.round_fp8: the integers or E4M3 numbers of v, as float32."""
+    """The integers or E4M3 numbers of v, as float32: `encode` of its quant.Format."""
     x = tl.div_rn(v.to(tl.float32), scale)
     if KIND == "fp8":
         bits = x.to(tl.int32, bitcast=True)  # 3 of 23 mantissa bits stay; halves to even
@@ -189,7 +189,7 @@ def fused_swiglu(x: Tensor) -> Tensor:
 
 
 def round_inputs(x: Tensor, bits: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """quant.int8 or quant.round_fp8 of rows: [T, K] in `dtype`, and the scales, float32[T, 1]."""
+    """`round` of this quant.Format: [T, K] in `dtype`, and the scales, float32[T, 1]."""
     T, K = x.shape
     x = x.contiguous()
     out = torch.empty(T, K, dtype=dtype, device=x.device)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TINY = tl.constexpr(SMALLEST_SCALE)
 FAR = tl.constexpr(LARGEST_ZERO)
-MOST8 = tl.constexpr(LARGEST / 127)  # the largest scales, as in quant.safe_scale
+MOST8 = tl.constexpr(LARGEST / 127)  # the largest scales, as in quant.stored_scale
 MOST4 = tl.constexpr(LARGEST / 7)
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 this large has no fraction
 

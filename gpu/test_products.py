@@ -16,7 +16,7 @@ from gpu import GPU, fused, in_order, products
 from gpu.products import DTYPES, Stored, fits_kernel, stored_product
 from gpu.tuning import FEW, ROWS, plan_product
 from kernels import Linear, Ops
-from quant import Quantized, dequantize, int8, quantize, round_fp8, rounded_product
+from quant import FORMATS, Quantized, dequantize, quantize, rounded_product
 from test_kernels import LAYOUTS, laid_out, stands_for
 
 pytestmark = [
@@ -123,7 +123,7 @@ def test_whole_numbers_add_up_exactly(bits, group, zeros, T, dtype):
     else:
         values = torch.randint(0, 256, (N, K // 2)).to(torch.uint8)
         zero = torch.randint(*zeros, (N, M)).to(torch.int16)
-    q = Quantized(values, torch.ones(N, M).bfloat16(), zero, K, group)
+    q = Quantized(bits, values, torch.ones(N, M).bfloat16(), zero, K, group)
     x = torch.zeros(T, K).scatter_(1, torch.randint(K, (T, 3)), 1).to(dtype)
     x[:, ::7] = 0.5
     if zeros[0] > 99:
@@ -161,7 +161,7 @@ def test_many_rows_multiply_dequantized_weights(T, N, K, layout, group, dtype, w
         return
     numbers = products.dequantized(stored(w), dtype).cpu()
     cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0
-    wanted = w._replace(order=None).rows(slice(None), dtype)
+    wanted = w._replace(order=None).dequantize(dtype)
     torch.testing.assert_close(numbers, wanted, rtol=cut_off, atol=0)
     bias = torch.randn(N).to(dtype)
     weight = Linear(on_device(w), bias.to(DEVICE))
@@ -172,9 +172,9 @@ def test_many_rows_multiply_dequantized_weights(T, N, K, layout, group, dtype, w
             assert_near(y, x, w, bias)
 
 
-@pytest.mark.parametrize("bits, round_rows", [(8, int8), ("fp8", round_fp8)])
+@pytest.mark.parametrize("bits", [8, "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_are_rounded_as_weights_are(bits, round_rows, dtype):
+def test_inputs_are_rounded_as_weights_are(bits, dtype):
     """To the bit: ties, the smallest numbers, rows of zeros, and the largest."""
     torch.manual_seed(0)
     x = torch.randn(9, 200).to(dtype)
@@ -187,7 +187,7 @@ def test_inputs_are_rounded_as_weights_are(bits, round_rows, dtype):
     x[5, 0] = 448
     x[5, 1:] = (torch.arange(199) / 1024).to(dtype)
     x[6, 0] = torch.finfo(dtype).max
-    wanted, scale = round_rows(x)
+    wanted, scale = FORMATS[bits].round(x)
     for kind in (wanted.dtype, torch.float32):
         values, found = fused.round_inputs(x.to(DEVICE), bits, kind)
         assert torch.equal(found.cpu(), scale.float())

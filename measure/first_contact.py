@@ -51,7 +51,7 @@ from measure.launches import Launch, launching_by
 from measure.serving import serve_at_once
 from measure.smoke import ROUNDING
 from paged import PagedCache
-from quant import STORED, WIDTHS, Kind
+from quant import FORMATS, WIDTHS, Kind
 from request import Request, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -164,7 +164,7 @@ def recording_row(scale: Scale, bandwidth: float, number: int) -> Row:
 def text_keys(scale: Scale) -> Iterator[tuple[Kind, str, str | None]]:
     for draft in (None, "tiny-draft"):
         yield from product((16,), WIDTHS, (draft,))
-        yield from product(STORED, ("16",), (draft,))
+        yield from product(FORMATS, ("16",), (draft,))
 
 
 def text_row(scale: Scale, bandwidth: float, bits: Kind, kv_bits: str, draft: str | None) -> Row:

@@ -45,7 +45,7 @@ from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
 from model import Llama, weight_bytes
 from parallel import shard_config, traffic
-from quant import DEFAULT_GROUP, Kind, widths
+from quant import Kind, widths
 
 LLAMA3 = dict(
     max_position_embeddings=131072,
@@ -265,7 +265,7 @@ def in_bits(config: Config, bits: Kind) -> Config:
     """As `--bits` rounds the weights of a model while loading them."""
     if bits == 16:
         return config
-    return config.quantized(Quantization(bits, DEFAULT_GROUP.get(bits, 128)))
+    return config.quantized(Quantization(bits))
 
 
 # ---- What was measured ---------------------------------------------------------------------------

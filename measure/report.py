@@ -47,15 +47,15 @@ def format_ratio(ratio: float) -> str:
     return f"{ratio:.3g}x"
 
 
-FORMATS = {"bytes": format_bytes, "seconds": format_seconds, "ratio": format_ratio}
+FORMATTERS = {"bytes": format_bytes, "seconds": format_seconds, "ratio": format_ratio}
 
 
 class CellFormatter(Formatter):
     """`{name:seconds}`, as str.format would."""
 
     def format_field(self, value: Any, spec: str) -> str:
-        if spec in FORMATS:
-            return FORMATS[spec](value)
+        if spec in FORMATTERS:
+            return FORMATTERS[spec](value)
         return format(value, spec)
 
 

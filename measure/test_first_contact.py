@@ -15,7 +15,7 @@ from measure import first_contact, gpu_cases
 from measure.effort import SENTENCES
 from measure.first_contact import plain_model, text_row, wanted_texts
 from measure.gpu_parts import QUICK, Scale
-from quant import STORED, WIDTHS
+from quant import FORMATS, WIDTHS
 
 
 def test_a_step_that_fails_or_hangs_does_not_stop_the_next(monkeypatch, capfd):
@@ -62,10 +62,10 @@ def test_all_steps_run_with_toy_shapes_on_a_cpu(tmp_path):
 
 def test_texts_are_of_all_flags():
     keys = [*first_contact.text_keys(QUICK)]
-    assert {bits for bits, _, _ in keys} == {16, *STORED}
+    assert {bits for bits, _, _ in keys} == {16, *FORMATS}
     assert {kv_bits for _, kv_bits, _ in keys} == {*WIDTHS}
     assert {draft for _, _, draft in keys} == {None, "tiny-draft"}
-    assert len(keys) == len({*keys}) == 2 * (len(STORED) + len(WIDTHS))
+    assert len(keys) == len({*keys}) == 2 * (len(FORMATS) + len(WIDTHS))
 
 
 @pytest.mark.parametrize("draft", [None, "tiny-draft"])

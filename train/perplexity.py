@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint.formats import Quantization
 from kvcache import KVCache
 from model import Llama
-from quant import DEFAULT_GROUP, WIDTHS, Bits
+from quant import FORMATS, WIDTHS, Bits
 from train.calibrate import quantized, size
 from train.gqa import cache_bytes
 
@@ -129,7 +129,7 @@ def recipe_label(how: Quantization | None) -> str:
     label = f"{how.name} {how.method}"
     if how.activations == 8:
         label = f"W8A8 {how.method}"
-    if how.bits in DEFAULT_GROUP:
+    if FORMATS[how.bits].group:
         label += f", groups of {how.group}"
     return label
 

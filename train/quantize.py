@@ -30,7 +30,7 @@ from checkpoint.tensors import EXACT, Checkpoint
 from errors import UserError
 from kernels import find_device
 from model import Llama
-from quant import DEFAULT_GROUP, STORED
+from quant import FORMATS
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files, write_json
@@ -99,7 +99,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--bits",
         type=number_or_word,
         default=8,
-        choices=[*STORED],
+        choices=[*FORMATS],
         help="of the layers' weights (8)",
     )
     add(
@@ -162,8 +162,7 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_or_store(args: argparse.Namespace) -> None:
     source = find_folder(args.name)
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
-    group = args.group or DEFAULT_GROUP.get(args.bits, 128)
-    how = Quantization(args.bits, group, args.head_bits, args.method, activations)
+    how = Quantization(args.bits, args.group, args.head_bits, args.method, activations)
     config = Config.load(source).quantized(how)  # refuses a model that is quantized
     args.device = find_device(args.device)
     calibration = []

@@ -16,7 +16,7 @@ from conftest import write_model
 from errors import UserError
 from kvcache import KVCache
 from model import Llama
-from quant import DEFAULT_GROUP, STORED
+from quant import FORMATS
 from tokenizer import Tokenizer
 from train import calibrate, quantize
 
@@ -59,7 +59,7 @@ def test_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape):
     for bits, group, head in recipes:
         out = tmp_path / f"{bits}-{group}-{head}"
         flags = ["--bits", bits, "--head-bits", head, "--out", out]
-        grouped = ["--group", group] if bits in DEFAULT_GROUP or head in DEFAULT_GROUP else []
+        grouped = ["--group", group] if {bits, head} & {4, "nf4"} else []
         assert run(folder, *flags, *grouped) == 0
         expected = rounded(folder, Quantization(bits, group, head))(text)
         small = Llama.load(out, "cpu", torch.float64)
@@ -76,12 +76,12 @@ def test_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape):
 def test_bits_at_load_are_those_of_a_folder(tmp_path, shape):
     folder = write_model(tmp_path / "plain", **shape)
     text = torch.arange(9)
-    for bits in STORED:
+    for bits in FORMATS:
         run(folder, "--bits", bits, "--out", tmp_path / str(bits))
         loaded = Llama.load(folder, bits=bits)
         stored = Llama.load(tmp_path / str(bits))
         assert loaded.config == stored.config
-        assert loaded.config.quantization == Quantization(bits, DEFAULT_GROUP.get(bits, 128))
+        assert loaded.config.quantization == Quantization(bits)
         assert torch.equal(loaded(text), stored(text))
         cache = KVCache.of(loaded, 16)
         seq, _ = cache.open(())
