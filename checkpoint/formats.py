@@ -16,6 +16,7 @@ Invariant: a number is read as it is stored, never rounded. (A scale becomes a f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,8 +176,8 @@ class Quantization(Layout):
         return weight._replace(values=values, scale=scale, zero=zero[0] if zero else None)
 
 
-Find = Callable[[str], Header | None]  # the folder's tensor of this suffix ("qweight"), if any
-Get = Callable[[str], Tensor | None]  # the same, read
+Find = Callable[[str], Header | None]  # what the folder has under this suffix ("qweight")
+Tensors = Mapping[str, Tensor]  # by suffix
 
 
 @dataclass(frozen=True)
@@ -186,12 +187,17 @@ class Foreign(Layout):
     zeros: bool = False  # whether 8 bits have zeros, too
     source: Json = field(default_factory=dict, repr=False)
 
-    def tensors(self, weight: Quantized, find: Find) -> Headers:
-        """The tensors that the folder must hold for a matrix, by suffix."""
+    def tensors(self, find: Find) -> dict[str, str]:
+        """The tensors that the folder must hold for a matrix, by suffix: "M N float" is
+        floating-point numbers of [M, N]. N-words: words that hold N numbers; any: any shape."""
         raise NotImplementedError
 
-    def convert(self, weight: Quantized, get: Get) -> Quantized:
-        """A matrix, from the folder's tensors. Scales and zeros may be of a shape that `expand`
+    def sizes(self, weight: Quantized) -> dict[str, int]:
+        """More sizes that `tensors` names."""
+        return {}
+
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
+        """A matrix, from `tensors` of the folder. Scales and zeros may be of a shape that `expand`
         makes [N, M]."""
         raise NotImplementedError
 
@@ -229,23 +235,30 @@ class Foreign(Layout):
 
     def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
         module = name.removesuffix("weight")  # with its dot
-        tensors = self.tensors(weight, lambda suffix: stored.get(module + suffix))
-        return {module + suffix: header for suffix, header in tensors.items()}
+        N, K = weight.shape
+        in_a_word = 4 * FORMATS[self.bits].in_a_byte
+        sizes = {"N": N, "K": K, "M": weight.scale.shape[1]} | self.sizes(weight)
+        sizes |= {"N-words": math.ceil(N / in_a_word), "K-words": math.ceil(K / in_a_word)}
+        headers = {}
+        for suffix, text in self.tensors(lambda suffix: stored.get(module + suffix)).items():
+            part = module + suffix
+            *dims, dtype = text.split()
+            shape = [sizes.get(dim) or int(dim) for dim in dims if dim != "any"]
+            if "any" in dims and part in stored:
+                shape = stored[part].shape
+            headers[part] = Header(shape, dtype)
+        return headers
 
     def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
         module = name.removesuffix("weight")
-
-        def get(suffix: str) -> Tensor | None:
-            stored = module + suffix
-            return checkpoint.read(stored) if stored in checkpoint.headers else None
-
         weight = weights[name]
+        parts = self.headers(name, weight, checkpoint.headers)
+        tensors = {part.removeprefix(module): checkpoint.read(part) for part in parts}
         try:
-            matrix = self.convert(weight, get)
+            matrix = self.convert(weight, tensors)
             if not matrix.scale.isfinite().all():
                 raise UserError("its scales must be finite numbers")
-            bias = get("bias")
-            if bias is not None and f"{module}bias" not in weights and bias.any():
+            if f"{module}bias" not in weights and "bias" in tensors and tensors["bias"].any():
                 raise UserError("its bias is not all 0, and config.json asks for none")
         except UserError as error:
             raise UserError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,22 +68,14 @@ SETTINGS = {  # of a config.json -> of a GGUF, behind "llama."
     "rope_theta": "rope.freq_base",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-# The parts of each matrix of the model. embed and head are alone.
-FUSED = {
+FUSED = {  # the matrices of the model, and what a folder has of each
+    "embed": ("model.embed_tokens",),
+    "head": ("lm_head",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-
-
-class Container(NamedTuple):
-    """How a quantized matrix is held in memory."""
-
-    bits: int
-    group: int
-    scale: torch.dtype  # float16 where all scales are the file's own, else float32
-    zero: torch.dtype | None  # int16 where all zeros are whole, else float32; None: all are 0
 
 
 def folder_name(name: str) -> str:
@@ -114,8 +106,8 @@ class GGUFCheckpoint(Checkpoint):
                 self.headers[ours] = Header(list(info.shape), info.type)
                 self.files[ours] = info.file
         heads = setting(self.gguf, "attention.head_count")
-        self.heads = {"q_proj": heads}
-        self.heads["k_proj"] = setting(self.gguf, "attention.head_count_kv", heads)
+        kv_heads = setting(self.gguf, "attention.head_count_kv", heads)
+        self.heads = {"q_proj": heads, "k_proj": kv_heads}
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -155,16 +147,13 @@ def read_gguf_config(checkpoint: GGUFCheckpoint) -> Config:
         check_setting("general.architecture", gguf.metadata.get("general.architecture"), "llama")
         check_setting("llama.expert_count", setting(gguf, "expert_count"), None, 0)
         config = Config.parse(data)
-        rope_size = setting(gguf, "rope.dimension_count", config.head_dim)
-        check_setting("rope.dimension_count", rope_size, config.head_dim)
-        value_size = setting(gguf, "attention.value_length", config.head_dim)
-        check_setting("attention.value_length", value_size, config.head_dim)
+        for name in ("rope.dimension_count", "attention.value_length"):
+            check_setting(name, setting(gguf, name, config.head_dim), config.head_dim)
     except UserError as error:
         raise UserError(f"{gguf.file}: {brief(error)}") from None
     if ROPE_FACTORS in gguf.tensors:
         config = replace(config, rope_scaling=rope_factors(gguf, config))
-    layout = BlockLayout.of(checkpoint.headers, config.num_hidden_layers)
-    return replace(config, quantization=layout)
+    return replace(config, quantization=BlockLayout.of(checkpoint.headers))
 
 
 def config_json(gguf: GGUF) -> Json:
@@ -203,34 +192,49 @@ def rope_factors(gguf: GGUF, config: Config) -> Json:
 
 @dataclass(frozen=True)
 class BlockLayout(Foreign):
-    """A layout for each matrix. containers: of the model's matrices, by name; None: not
-    quantized."""
+    """A layout for each matrix. types: of the file's tensors, by their names in a folder."""
 
-    containers: Mapping[str, Container | None] = field(default_factory=dict)
-    types: tuple[str, ...] = ()  # in the file, the most frequent first
+    types: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, headers: Headers, num_layers: int) -> BlockLayout | None:
+    def of(cls, headers: Headers) -> BlockLayout | None:
         """The layout of a file with these tensors; None: nothing is quantized."""
-        types = [header.dtype for header in headers.values() if header.dtype in BLOCK_FORMATS]
-        if not types:
-            return None
-        parts = {"embed": ["model.embed_tokens"], "head": ["lm_head"]}
-        for i in range(num_layers):
-            for role, modules in FUSED.items():
-                parts[f"{i}.{role}"] = [f"model.layers.{i}.{module}" for module in modules]
-        containers = {name: container(headers, modules) for name, modules in parts.items()}
-        ranked = sorted(set(types), key=types.count, reverse=True)
-        bits = BLOCK_FORMATS[ranked[0]].bits
-        return cls(bits, 32, containers=containers, types=tuple(ranked))
+        layout = cls(8, 32, types={name: header.dtype for name, header in headers.items()})
+        ranked = layout.ranked
+        return replace(layout, bits=BLOCK_FORMATS[ranked[0]].bits) if ranked else None
+
+    @property
+    def ranked(self) -> list[str]:
+        """Types of blocks, the most frequent first."""
+        blocks = [type for type in self.types.values() if type in BLOCK_FORMATS]
+        return sorted(set(blocks), key=blocks.count, reverse=True)
 
     @property
     def name(self) -> str:
-        return ", ".join(self.types)
+        return ", ".join(self.ranked)
 
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
-        how = self.containers[name]
-        return how and Quantized.empty(N, K, device=device, **how._asdict())
+        """A container that holds the numbers of all parts exactly, side by side."""
+        *layer, role = name.split(".")
+        prefix = f"model.layers.{layer[0]}." if layer else ""
+        parts = [f"{prefix}{module}.weight" for module in FUSED[role]]
+        types = {self.types[part] for part in parts if part in self.types}
+        if not types or not types <= BLOCK_FORMATS.keys():
+            return None
+        forms = [BLOCK_FORMATS[type] for type in types]
+        has_products = any(type.endswith("_K") for type in types)  # of scales
+        zero = None
+        if any(form.zeros for form in forms):
+            zero = torch.int16 if types == {"Q4_0"} else torch.float32  # Q4_0's are all 8
+        return Quantized.empty(
+            N,
+            K,
+            bits=max(form.bits for form in forms),
+            group=min(form.group for form in forms),
+            device=device,
+            scale=torch.float32 if has_products else torch.float16,
+            zero=zero,
+        )
 
     def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
         return {name: Header(list(weight.shape), FLOAT)}
@@ -249,22 +253,3 @@ class BlockLayout(Foreign):
             scale=q.scale.repeat_interleave(repeats, 1),
             zero=zero,
         )
-
-
-def container(headers: Headers, modules: list[str]) -> Container | None:
-    """What holds the weights of these modules exactly, side by side."""
-    names = [f"{module}.weight" for module in modules]
-    types = [headers[name].dtype for name in names if name in headers]
-    if not types or not BLOCK_FORMATS.keys() >= {*types}:
-        return None
-    forms = [BLOCK_FORMATS[type] for type in types]
-    zeros = None
-    if any(form.zeros for form in forms):
-        zeros = torch.int16 if {*types} == {"Q4_0"} else torch.float32  # Q4_0's are all 8
-    has_products = any(type.endswith("_K") for type in types)  # of scales
-    return Container(
-        bits=max(form.bits for form in forms),
-        group=min(form.group for form in forms),
-        scale=torch.float32 if has_products else torch.float16,
-        zero=zeros,
-    )

@@ -47,20 +47,17 @@ from torch import Tensor
 
 from checkpoint.files import Json
 from checkpoint.formats import (
-    FLOAT,
+    EXACT,
     OWN_METHOD,
     Find,
     Foreign,
-    Get,
-    Header,
-    Headers,
     Layout,
     Quantization,
+    Tensors,
     check_setting,
-    header_of,
 )
 from errors import UserError, brief
-from quant import Quantized, nf4, pack4, unpack4
+from quant import FORMATS, Quantized, nf4, pack4, unpack4
 
 # Modules that may stay in 16 bits. (bitsandbytes' folders name some that a Llama lacks.)
 HEADS = {"lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi_modal_projector"}
@@ -123,11 +120,6 @@ def check_skipped(how: Json, name: str) -> None:
         )
 
 
-def num_words(count: int, bits: int) -> int:
-    """The number of words that hold `count` numbers."""
-    return math.ceil(count * bits / 32)
-
-
 def word_bytes(words: Tensor) -> Tensor:
     """Rows of words, int32[R, J] -> their bytes, uint8[R, 4 J]."""
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -185,44 +177,33 @@ class GPTQ(Foreign):
             how["bits"],
             group,
             method="gptq",
-            ordered=group is not None and bool(how.get("desc_act")),
+            ordered=bool(group and how.get("desc_act")),
             zeros=not how.get("sym"),
             source=how,
         )
 
-    def tensors(self, weight: Quantized, find: Find) -> Headers:
-        N, K = weight.shape
-        M = weight.scale.shape[1]
-        tensors = {
-            "qweight": Header([num_words(K, self.bits), N], "I32"),
-            "qzeros": Header([M, num_words(N, self.bits)], "I32"),
-            "scales": Header([M, N], FLOAT),
-        }
+    def tensors(self, find: Find) -> dict[str, str]:
+        tensors = {"qweight": "K-words N I32", "qzeros": "M N-words I32", "scales": "M N float"}
         if self.ordered or find("g_idx"):  # without act-order some folders lack it
-            tensors["g_idx"] = Header([K], "I32")
+            tensors["g_idx"] = "K I32"
         if find("bias"):  # old folders have one, all 0
-            tensors["bias"] = Header([N], FLOAT)
+            tensors["bias"] = "N float"
         return tensors
 
-    def convert(self, weight: Quantized, get: Get) -> Quantized:
-        N, K = weight.shape
-        order = sorted_columns(get("g_idx"), weight)
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
+        order = sorted_columns(tensors.get("g_idx"), weight)
         if order is not None and not self.ordered:
-            if not torch.equal(order, torch.arange(K)):
+            if not torch.equal(order, torch.arange(weight.columns)):
                 raise UserError(
                     "its g_idx must put columns in one group after the other, as config.json says"
                 )
             order = None
-        zero = None
-        if self.zeros:
-            words = get("qzeros")
-            if "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format")):
-                words = words + (
-                    0x11111111 if self.bits == 4 else 0x01010101
-                )  # the 1 of each number
-            zero = numbers(words, self.bits)[:, :N].T
-        q = values(get("qweight").T, weight, order)
-        return weight._replace(values=q, scale=get("scales").T, zero=zero, order=order)
+        q = values(tensors["qweight"].T, weight, order)
+        zero = tensors["qzeros"]
+        if "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format")):
+            zero = zero + (0x11111111 if self.bits == 4 else 0x01010101)  # 1 to each number
+        zero = numbers(zero, self.bits)[:, : len(q)].T if self.zeros else None
+        return weight._replace(values=q, scale=tensors["scales"].T, zero=zero, order=order)
 
 
 class AWQ(Foreign):
@@ -242,21 +223,14 @@ class AWQ(Foreign):
         check_skipped(how, "modules_to_not_convert")
         return cls(4, group_size(how), method="awq", source=how)
 
-    def tensors(self, weight: Quantized, find: Find) -> Headers:
-        N, K = weight.shape
-        M = weight.scale.shape[1]
-        words = num_words(N, 4)
-        return {
-            "qweight": Header([K, words], "I32"),
-            "qzeros": Header([M, words], "I32"),
-            "scales": Header([M, N], FLOAT),
-        }
+    def tensors(self, find: Find) -> dict[str, str]:
+        return {"qweight": "K N-words I32", "qzeros": "M N-words I32", "scales": "M N float"}
 
-    def convert(self, weight: Quantized, get: Get) -> Quantized:
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         N, _ = weight.shape
-        q = self._unpacked(get("qweight"), N)  # [N, K]
-        zero = self._unpacked(get("qzeros"), N)  # [N, M]
-        return weight._replace(values=pack4(q), scale=get("scales").T, zero=zero)
+        q = self._unpacked(tensors["qweight"], N)  # [N, K]
+        zero = self._unpacked(tensors["qzeros"], N)  # [N, M]
+        return weight._replace(values=pack4(q), scale=tensors["scales"].T, zero=zero)
 
     def _unpacked(self, words: Tensor, N: int) -> Tensor:
         """Words along, int32[R, J] -> uint8[N, R]: number 1 of a word is in field 4, and so on."""
@@ -274,21 +248,47 @@ class CompressedTensors(Foreign):
 
     @classmethod
     def parse(cls, how: Json) -> CompressedTensors:
-        formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-        check(how, format=formats, kv_cache_scheme=(None,), transform_config=(None, {}))
+        types = {  # of weights, by format
+            "pack-quantized": ("int",),
+            "int-quantized": ("int",),
+            "float-quantized": ("float",),
+            "naive-quantized": ("int", "float"),
+        }
+        check(how, format=(*types,), kv_cache_scheme=(None,), transform_config=(None, {}))
         check_skipped(how, "ignore")
+        form = how["format"]
         recipe = cls._recipe(how)
         weights = recipe.get("weights")
-        inputs = recipe.get("input_activations")
-        is_float = how["format"] == "float-quantized"
-        if how["format"] == "naive-quantized" and isinstance(weights, dict):
-            is_float = weights.get("type") == "float"
-        in_words = how["format"] == "pack-quantized"
-        cls._check_weights(weights, is_float)
+        check(
+            weights,
+            "weights",
+            type=types[form],
+            strategy=("channel", "tensor", "group"),
+            dynamic=(None, False),
+            actorder=(None, False, "weight", "static", "group", "dynamic"),
+        )
+        kind = weights["type"]
+        is_float = kind == "float"
+        check(
+            weights,
+            "weights",
+            num_bits=(8,) if is_float else (4, 8),
+            symmetric=(None, True) if is_float else (None, True, False),
+        )
+        in_words = form == "pack-quantized"
         group = group_size(weights) if weights["strategy"] == "group" else None
         has_zeros = weights.get("symmetric") is False
+        inputs = recipe.get("input_activations")
         if inputs is not None:
-            cls._check_inputs(inputs, is_float)
+            check(
+                inputs,
+                "input_activations",
+                num_bits=(8,),
+                type=(kind,),
+                dynamic=(True,),
+                strategy=("token",),
+                symmetric=(None, True),
+            )
             if in_words or has_zeros or group:
                 raise UserError(
                     "quantization_config: input_activations of 8 bits need weights of 8 bits that "
@@ -299,7 +299,7 @@ class CompressedTensors(Foreign):
             bits="fp8" if is_float else bits,
             group=group,
             activations=16 if inputs is None else 8,
-            ordered=group is not None and weights.get("actorder") in ("group", "dynamic"),
+            ordered=bool(group) and weights.get("actorder") in ("group", "dynamic"),
             zeros=has_zeros,
             source=how,
             in_words=in_words,
@@ -321,65 +321,35 @@ class CompressedTensors(Foreign):
         check(recipe, "config_groups", targets=targets, output_activations=(None,), format=formats)
         return recipe
 
-    @staticmethod
-    def _check_weights(weights: Any, is_float: bool) -> None:
-        check(
-            weights,
-            "weights",
-            type=("float",) if is_float else ("int",),
-            num_bits=(8,) if is_float else (4, 8),
-            symmetric=(None, True) if is_float else (None, True, False),
-            strategy=("channel", "tensor", "group"),
-            dynamic=(None, False),
-            actorder=(None, False, "weight", "static", "group", "dynamic"),
-        )
-
-    @staticmethod
-    def _check_inputs(inputs: Any, is_float: bool) -> None:
-        check(
-            inputs,
-            "input_activations",
-            num_bits=(8,),
-            type=("float",) if is_float else ("int",),
-            dynamic=(True,),
-            strategy=("token",),
-            symmetric=(None, True),
-        )
-
-    def tensors(self, weight: Quantized, find: Find) -> Headers:
-        N, K = weight.shape
-        M = weight.scale.shape[1]
-        scale = Header([N, M], FLOAT)
+    def tensors(self, find: Find) -> dict[str, str]:
+        scale = "N M float"
         if self.scale_of_tensor:
             stored = find("weight_scale")
-            is_scalar = stored is not None and stored.shape == []
-            scale = Header([] if is_scalar else [1], FLOAT)
+            scale = "float" if stored and not stored.shape else "1 float"
         tensors = {"weight_scale": scale}
         if self.in_words:
-            tensors["weight_packed"] = Header([N, num_words(K, self.bits)], "I32")
-            tensors["weight_shape"] = Header([2], "I64")
+            tensors |= {"weight_packed": "N K-words I32", "weight_shape": "2 I64"}
         else:
-            tensors["weight"] = header_of(weight.values)
+            tensors["weight"] = f"N K {EXACT[FORMATS[self.bits].dtype]}"
         if self.ordered:
-            tensors["weight_g_idx"] = Header([K], "I32")
-        if self.zeros and self.in_words:
-            tensors["weight_zero_point"] = Header([num_words(N, self.bits), M], "I32")
-        elif self.zeros:
-            tensors["weight_zero_point"] = Header(scale.shape, "I8")
+            tensors["weight_g_idx"] = "K I32"
+        if self.zeros:
+            zero = "N-words M I32" if self.in_words else scale.replace("float", "I8")
+            tensors["weight_zero_point"] = zero
         return tensors
 
-    def convert(self, weight: Quantized, get: Get) -> Quantized:
-        order = sorted_columns(get("weight_g_idx"), weight)
-        zero = get("weight_zero_point")
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
+        order = sorted_columns(tensors.get("weight_g_idx"), weight)
+        zero = tensors.get("weight_zero_point")
         if self.in_words:
-            q = values(get("weight_packed"), weight, order)
+            q = values(tensors["weight_packed"], weight, order)
             if zero is not None:
                 zero = numbers(zero.T, self.bits)[:, : len(q)].T
         else:
-            q = get("weight")
+            q = tensors["weight"]
             if order is not None:
                 q = q[:, order]
-        return weight._replace(values=q, scale=get("weight_scale"), zero=zero, order=order)
+        return weight._replace(values=q, scale=tensors["weight_scale"], zero=zero, order=order)
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -406,45 +376,48 @@ class NF4(Foreign):
     def columns_of_scale(self, K: int) -> int:
         return math.gcd(K, BLOCK)
 
-    def tensors(self, weight: Quantized, find: Find) -> Headers:
-        N, K = weight.shape
-        num_blocks = math.ceil(N * K / BLOCK)
-        is_nested = bool(self.source.get("bnb_4bit_use_double_quant"))
-        state = find(STATE) or Header([1], "U8")
+    def tensors(self, find: Find) -> dict[str, str]:
+        is_nested = self.source.get("bnb_4bit_use_double_quant")
         tensors = {
-            "weight": Header([N * K // 2, 1], "U8"),
-            "weight.quant_map": Header([16], FLOAT),
-            "weight.absmax": Header([num_blocks], "U8" if is_nested else FLOAT),
-            STATE: Header(state.shape, "U8"),  # of any length
+            "weight": "pairs 1 U8",
+            "weight.quant_map": "16 float",
+            "weight.absmax": "blocks U8" if is_nested else "blocks float",
+            STATE: "any U8",
         }
         if is_nested:
-            tensors["weight.nested_absmax"] = Header([math.ceil(num_blocks / NESTED_BLOCK)], FLOAT)
-            tensors["weight.nested_quant_map"] = Header([256], FLOAT)
+            tensors["weight.nested_absmax"] = "nested-blocks float"
+            tensors["weight.nested_quant_map"] = "256 float"
         return tensors
 
-    def convert(self, weight: Quantized, get: Get) -> Quantized:
+    def sizes(self, weight: Quantized) -> dict[str, int]:
+        count = math.prod(weight.shape)
+        blocks = math.ceil(count / BLOCK)
+        nested = math.ceil(blocks / NESTED_BLOCK)
+        return {"pairs": count // 2, "blocks": blocks, "nested-blocks": nested}
+
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         N, K = weight.shape
         try:
-            state = json.loads(bytes(get(STATE).flatten().tolist()))
+            state = json.loads(bytes(tensors[STATE].flatten().tolist()))
         except (ValueError, RecursionError):
             raise UserError(f"its {STATE} is not JSON") from None
         check(state, "its quant_state", quant_type=("nf4",), blocksize=(BLOCK,), shape=([N, K],))
-        if not (get("weight.quant_map").float() - nf4()).abs().max() < 1e-6:  # NaN, too
+        if not (tensors["weight.quant_map"].float() - nf4()).abs().max() < 1e-6:  # NaN, too
             raise UserError("its quant_map is not NF4's")
-        scale = get("weight.absmax")
+        scale = tensors["weight.absmax"]
         if scale.dtype == torch.uint8:
-            scale = self._nested_scale(scale, state, get)
+            scale = self._nested_scale(scale, state, tensors)
         M = K // weight.group
         scale = scale.repeat_interleave(BLOCK // weight.group)[: N * M].view(N, M)
-        pairs = get("weight").view(N, -1)
+        pairs = tensors["weight"].view(N, -1)
         return weight._replace(values=pairs >> 4 | pairs << 4, scale=scale)
 
-    def _nested_scale(self, codes: Tensor, state: Json, get: Get) -> Tensor:
+    def _nested_scale(self, codes: Tensor, state: Json, tensors: Tensors) -> Tensor:
         """Double quantization: the scale of each block, float32[blocks]."""
         check(state, "its quant_state", nested_blocksize=(NESTED_BLOCK,))
         offset = state.get("nested_offset")
         if not isinstance(offset, float):
             raise UserError(f"its nested_offset is {offset!r}; it must be a number")
-        table = get("weight.nested_quant_map")
-        absmax = get("weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(codes)]
+        table = tensors["weight.nested_quant_map"]
+        absmax = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(codes)]
         return table[codes.long()] * absmax + offset

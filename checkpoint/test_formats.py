@@ -437,7 +437,7 @@ def test_the_table_is_the_published_one():
 def test_double_quantization_of_many_blocks():
     stored, w = bnb(random.Random(0), 132, 160, NESTED, [])  # 330 blocks of 64
     layout = load_quantization(NESTED)
-    matrix = layout.convert(layout.empty("0.o", 132, 160, "meta"), stored.get)
+    matrix = layout.convert(layout.empty("0.o", 132, 160, "meta"), stored)
     torch.testing.assert_close(matrix.dequantize().double(), w, rtol=1e-6, atol=0)
 
 
