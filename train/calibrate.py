@@ -53,7 +53,7 @@ from checkpoint.progress import progress_bar
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
-from quant import Kind, Quantized, dequantize, pack4, quantize, rounded_product
+from quant import FORMATS, Kind, Quantized, quantize, rounded_product
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
 BLOCK = 128  # columns that GPTQ rounds before it moves the columns right of them
@@ -81,27 +81,21 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     hessian = hessian.to(w.dtype)
     U = inverse_factor(hessian)
     moved = w.clone()
-    integers = torch.empty_like(w)
-    grid = rounded  # 8 bits: a row has one scale
-    grids = []
+    q = torch.empty_like(w)
+    grids = [rounded]  # 8 bits: a row has one scale
     block = group if bits == 4 else BLOCK
     for start in range(0, w.shape[1], block):
         columns = slice(start, start + block)
         later = slice(start + block, None)
         if bits == 4:
-            grid = quantize(moved[:, columns], bits, group)
-            grids.append(grid)
-        q, e = round_block(moved[:, columns], grid, U[columns, columns])
-        integers[:, columns] = q
+            grids.append(quantize(moved[:, columns], bits, group))
+        q[:, columns], e = round_block(moved[:, columns], grids[-1], U[columns, columns])
         moved[:, later] -= e @ U[columns, later]
+    compensated = rounded._replace(values=FORMATS[bits].encode(q))
     if bits == 4:
-        compensated = rounded._replace(
-            values=pack4(integers.to(torch.uint8)),
-            scale=torch.cat([grid.scale for grid in grids], 1),
-            zero=torch.cat([grid.zero for grid in grids], 1),
-        )
-    else:
-        compensated = rounded._replace(values=integers.to(torch.int8))
+        scale = torch.cat([grid.scale for grid in grids[1:]], 1)
+        zero = torch.cat([grid.zero for grid in grids[1:]], 1)
+        compensated = compensated._replace(scale=scale, zero=zero)
     return better_rows(w, hessian, compensated, rounded)
 
 
@@ -110,13 +104,8 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
 
     w: [N, S]. grid: its scale and zero are those of the block. U: [S, S], the block's."""
     scale = grid.scale[:, 0].to(w.dtype)  # [N]
-    zero = 0
-    low = -127
-    high = 127
-    if grid.zero is not None:  # 4 bits
-        zero = grid.zero[:, 0]  # [N]
-        low = 0
-        high = 15
+    zero = 0 if grid.zero is None else grid.zero[:, 0]  # [N]
+    low, high = (-127, 127) if grid.bits == 8 else (0, 15)
     w = w.clone()
     q = torch.empty_like(w)
     e = torch.empty_like(w)
@@ -142,17 +131,14 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 def better_rows(w: Tensor, hessian: Tensor, new: Quantized, rounded: Quantized) -> Quantized:
     """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN)."""
-    new_errors = errors(w - dequantize(*new, dtype=w.dtype), hessian)
-    rounded_errors = errors(w - dequantize(*rounded, dtype=w.dtype), hessian)
+    new_errors = errors(w - new.dequantize(w.dtype), hessian)
+    rounded_errors = errors(w - rounded.dequantize(w.dtype), hessian)
     better = (new_errors < rounded_errors)[:, None]  # [N, 1]
-    zero = new.zero
-    if zero is not None:
-        zero = torch.where(better, zero, rounded.zero)
-    return rounded._replace(
-        values=torch.where(better, new.values, rounded.values),
-        scale=torch.where(better, new.scale, rounded.scale),
-        zero=zero,
-    )
+    fields = [
+        torch.where(better, ours, theirs) if isinstance(ours, Tensor) else ours
+        for ours, theirs in zip(new, rounded)
+    ]
+    return Quantized(*fields)
 
 
 # ---- AWQ and SmoothQuant -------------------------------------------------------------------------
@@ -190,15 +176,15 @@ def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 
     """
 
     def cost(s: Tensor) -> float:
-        rounded = dequantize(*quantize(w * s, bits, group)) / s
+        rounded = quantize(w * s, bits, group).dequantize() / s
         return errors(w - rounded, hessian).sum().item()
 
+    def scale(a: float) -> Tensor:
+        s = mean.pow(a)
+        return s / (s.max().sqrt() * s.min().sqrt())  # around 1
+
     mean = at_least_little(magnitude)
-    candidates = [torch.ones_like(mean)]
-    for step in range(1, CANDIDATES + 1):
-        s = mean.pow(step / CANDIDATES)
-        candidates.append(s / (s.max().sqrt() * s.min().sqrt()))  # around 1
-    return min(candidates, key=cost)
+    return best(cost, scale, mean)
 
 
 @torch.no_grad()
@@ -214,12 +200,18 @@ def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tens
         product = rounded_product(x / s, quantize(w * s, 8))
         return (product - exact).square().sum().item()
 
+    def scale(a: float) -> Tensor:
+        return share(largest_x.pow(a) / largest_w.pow(1 - a))
+
     largest_x = at_least_little(largest)
     largest_w = at_least_little(w.abs().amax(0))
-    candidates = [torch.ones_like(largest_x)]
-    for step in range(1, CANDIDATES + 1):
-        a = step / CANDIDATES
-        candidates.append(share(largest_x.pow(a) / largest_w.pow(1 - a)))
+    return best(cost, scale, largest_x)
+
+
+def best(cost: Callable[[Tensor], float], scale: Callable[[float], Tensor], like: Tensor) -> Tensor:
+    """The scale(a) that costs least, with a from 1 / CANDIDATES to 1, or a scale of 1."""
+    steps = range(1, CANDIDATES + 1)
+    candidates = [torch.ones_like(like), *(scale(step / CANDIDATES) for step in steps)]
     return min(candidates, key=cost)
 
 
@@ -392,14 +384,11 @@ def quantize_linear(
 def relative_loss(before: Linear, after: Linear, hessian: Tensor | None) -> float:
     """|W − Q| / |W|; with the H of a text |X (W − Q)ᵀ| / |X Wᵀ|, of the product's output."""
     w = before.weight.float()
-    difference = w - dequantize(*after.weight)
+    difference = w - after.weight.dequantize()
     if hessian is None:
-        loss = difference.norm() / w.norm()
-        return loss.item()
-    error = errors(difference, hessian).sum()
-    whole = errors(w, hessian).sum()
-    loss = (error / whole).sqrt()
-    return loss.item()
+        return (difference.norm() / w.norm()).item()
+    share = errors(difference, hessian).sum() / errors(w, hessian).sum()
+    return share.sqrt().item()
 
 
 @torch.no_grad()
