@@ -265,7 +265,6 @@ class Quantized(NamedTuple):
         device: torch.device | str = "cpu",
         scale: torch.dtype = torch.bfloat16,
         zero: torch.dtype | None = None,
-        ordered: bool = False,
     ) -> "Quantized":
         """An uninitialized matrix. scale, zero: their types; 4 bits always have zeros."""
         make = partial(torch.empty, device=device)
@@ -279,7 +278,6 @@ class Quantized(NamedTuple):
             zero=make(N, M, dtype=zero) if zero else None,
             columns=K,
             group=group,
-            order=make(K, dtype=torch.int64) if ordered else None,
         )
 
     @property
@@ -289,12 +287,17 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
-        return sum(part.nbytes for part in self if isinstance(part, Tensor))
+        return sum(part.nbytes for part in self.named("").values())
 
     def named(self, name: str) -> dict[str, Tensor]:
         """Its tensors, as a checkpoint names them where this is the name of the matrix."""
-        suffixes = {"": self.values, "_scale": self.scale, "_zero": self.zero, "_order": self.order}
-        return {name + suffix: part for suffix, part in suffixes.items() if part is not None}
+        parts = {
+            name: self.values,
+            f"{name}_scale": self.scale,
+            f"{name}_zero": self.zero,
+            f"{name}_order": self.order,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def rows(self, which: Tensor | slice) -> "Quantized":
         """Some rows of W: views, if they are a slice."""

@@ -1,13 +1,11 @@
 """Weights in fewer bits: the `quantization_config` of a config.json.
 
-A `Layout` says how a folder stores the matrices of the layers. There are two kinds:
+A `Layout` says how a folder stores the matrices of the layers. It checks its settings (`parse`),
+makes an `empty` matrix in memory, names the tensors that a folder has of it (`tensors`), and makes
+ours of them (`convert`). Its `to_dict` is the `quantization_config` again.
 
   - `Quantization` is quant.py's: the folder holds the model's own tensors.
-  - `Foreign` is the base of other programs' layouts (layouts.py), which store a matrix in tensors
-    of other shapes. A layout checks its settings (`parse`), names the tensors of a matrix
-    (`tensors`), and makes ours of them (`convert`).
-
-Both make an `empty` matrix in memory, and their `to_dict` is the `quantization_config` again.
+  - Other programs' (layouts.py) store a matrix in tensors of other shapes.
 
 Invariant: a number is read as it is stored, never rounded. (A scale becomes a float32.)
 
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,10 +72,13 @@ def check_setting(name: str, value: Any, *supported: Any) -> None:
 
 # ---- Layouts
 
+Find = Callable[[str], Header | None]  # what the folder has under this suffix ("qweight")
+Tensors = Mapping[str, Tensor]  # by suffix
+
 
 @dataclass(frozen=True)
 class Layout:
-    """How the matrices of the layers are stored."""
+    """How the matrices of the layers are stored; here, as tensors of ours."""
 
     bits: Kind
     group: int | None = None  # columns that share a scale; None: all of a row
@@ -85,23 +86,117 @@ class Layout:
     method: str = "rtn"  # how the numbers were found: loading does not use it
     activations: int = 16  # bits of the layers' inputs; 8: each row is rounded as the weights are
     ordered: bool = False  # whether columns are stored in another order
+    zeros: bool = False  # whether 8 bits have zeros, too
+    scale: torch.dtype = torch.float32  # of scales in memory
+    source: Json = field(
+        default_factory=dict, repr=False
+    )  # the settings, which `parse` has checked
 
     @property
     def name(self) -> str:
         """The numbers' name: INT8, INT4, FP8 or NF4."""
         return self.bits.upper() if isinstance(self.bits, str) else f"INT{self.bits}"
 
+    @property
+    def shard_multiple(self) -> int:
+        """Columns that must stay together where several processes share a row."""
+        return self.group or FORMATS[self.bits].in_a_byte
+
+    def to_dict(self) -> Json:
+        """The `quantization_config`."""
+        return self.source
+
+    # ---- In memory
+
+    def columns_of_scale(self, bits: Kind, K: int) -> int:
+        """Columns that share a scale, of K in a row."""
+        if K % FORMATS[bits].in_a_byte:
+            raise UserError(
+                f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
+                "must have an even number: name a folder in 16 bits, with --bits 4"
+            )
+        return min(self.group or K, K)
+
     def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
         """An uninitialized matrix of the model ("embed", "head", "3.qkv"); None: not quantized."""
-        raise NotImplementedError
+        is_layer = name not in VOCABULARY
+        bits = self.bits if is_layer else self.head_bits
+        if bits == 16:
+            return None
+        zero = torch.int16 if self.zeros else None
+        group = self.columns_of_scale(bits, K)
+        return Quantized.empty(N, K, bits, group, device, self.scale, zero)._replace(
+            order=torch.empty(K, dtype=torch.int64, device=device) if self.ordered else None,
+            input_bits=self.activations if is_layer else 16,
+        )
+
+    # ---- In the folder
+
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
+        """The tensors that the folder must hold for a matrix, by suffix: "M N float" is
+        floating-point numbers of [M, N]. N-words: words that hold N numbers; any: any shape."""
+        values = f"N K-bytes {EXACT[weight.values.dtype]}"
+        tensors = {"weight": values, "weight_scale": "N M float", "weight_zero": "N M I16"}
+        if weight.zero is None:
+            del tensors["weight_zero"]
+        return tensors
+
+    def sizes(self, weight: Quantized) -> dict[str, int]:
+        """The sizes that `tensors` names."""
+        N, K = weight.shape
+        in_a_word = 4 * FORMATS[weight.bits].in_a_byte
+        return {
+            "N": N,
+            "K": K,
+            "M": weight.scale.shape[1],
+            "N-words": math.ceil(N / in_a_word),
+            "K-words": math.ceil(K / in_a_word),
+            "K-bytes": weight.values.shape[1],
+        }
+
+    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
+        """A matrix, from `tensors` of the folder. Its scales and zeros may be of any shape that
+        `expand` makes [N, M]; a zero of None is the middle."""
+        scale = tensors["weight_scale"]
+        zero = tensors.get("weight_zero")
+        return weight._replace(values=tensors["weight"], scale=scale, zero=zero)
 
     def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
         """The tensors that the folder must hold for a matrix. stored: all that it holds."""
-        raise NotImplementedError
+        module = name.removesuffix("weight")  # with its dot
+        sizes = self.sizes(weight)
+        tensors = self.tensors(weight, lambda suffix: stored.get(module + suffix))
+        headers = {}
+        for suffix, text in tensors.items():
+            part = module + suffix
+            *dims, dtype = text.split()
+            shape = [sizes.get(dim) or int(dim) for dim in dims if dim != "any"]
+            if "any" in dims and part in stored:
+                shape = stored[part].shape
+            headers[part] = Header(shape, dtype)
+        return headers
 
     def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
         """The folder's numbers of a matrix. weights: the model's, for their shapes."""
-        raise NotImplementedError
+        module = name.removesuffix("weight")
+        weight = weights[name]
+        parts = self.headers(name, weight, checkpoint.headers)
+        tensors = {part.removeprefix(module): checkpoint.read(part) for part in parts}
+        try:
+            matrix = self.convert(weight, tensors)
+            if not matrix.scale.isfinite().all():
+                raise UserError("its scales must be finite numbers")
+            if f"{module}bias" not in weights and "bias" in tensors and tensors["bias"].any():
+                raise UserError("its bias is not all 0, and config.json asks for none")
+        except UserError as error:
+            raise UserError(
+                f"{module[:-1]}: {brief(error)}: fetch the model again, or name one in 16 bits"
+            ) from None
+        zero = weight.zero
+        if zero is not None:
+            middle = torch.tensor(8 if weight.bits == 4 else 0)
+            zero = (middle if matrix.zero is None else matrix.zero).expand(zero.shape)
+        return matrix._replace(scale=matrix.scale.expand(weight.scale.shape), zero=zero)
 
 
 @dataclass(frozen=True)
@@ -109,6 +204,7 @@ class Quantization(Layout):
     """quant.py's layout. group: in 4 bits; None: as many as is usual."""
 
     head_bits: int = 8
+    scale: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         methods = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
@@ -149,123 +245,12 @@ class Quantization(Layout):
         return cls(**settings)
 
     def to_dict(self) -> Json:
-        settings = asdict(self)
-        del settings["ordered"]
-        return {"quant_method": OWN_METHOD} | settings
+        names = ("bits", "group", "head_bits", "method", "activations")
+        return {"quant_method": OWN_METHOD} | {name: getattr(self, name) for name in names}
 
     @property
     def shard_multiple(self) -> int:
-        """Columns that must stay together where several processes share a row."""
         return self.group if FORMATS[self.bits].group else 1
 
-    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
-        is_layer = name not in VOCABULARY
-        bits = self.bits if is_layer else self.head_bits
-        if bits == 16:
-            return None
-        group = self.group if FORMATS[bits].group else K
-        weight = Quantized.empty(N, K, bits, group, device)
-        return weight._replace(input_bits=self.activations) if is_layer else weight
-
-    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
-        return {part: header_of(tensor) for part, tensor in weight.named(name).items()}
-
-    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
-        weight = weights[name]
-        values, scale, *zero = [checkpoint.read(part) for part in weight.named(name)]
-        return weight._replace(values=values, scale=scale, zero=zero[0] if zero else None)
-
-
-Find = Callable[[str], Header | None]  # what the folder has under this suffix ("qweight")
-Tensors = Mapping[str, Tensor]  # by suffix
-
-
-@dataclass(frozen=True)
-class Foreign(Layout):
-    """Another program's layout. source: its `quantization_config`, which `parse` has checked."""
-
-    zeros: bool = False  # whether 8 bits have zeros, too
-    source: Json = field(default_factory=dict, repr=False)
-
-    def tensors(self, find: Find) -> dict[str, str]:
-        """The tensors that the folder must hold for a matrix, by suffix: "M N float" is
-        floating-point numbers of [M, N]. N-words: words that hold N numbers; any: any shape."""
-        raise NotImplementedError
-
-    def sizes(self, weight: Quantized) -> dict[str, int]:
-        """More sizes that `tensors` names."""
-        return {}
-
-    def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
-        """A matrix, from `tensors` of the folder. Scales and zeros may be of a shape that `expand`
-        makes [N, M]."""
-        raise NotImplementedError
-
-    def columns_of_scale(self, K: int) -> int:
-        """Columns that share a scale, of K in a row."""
-        return min(self.group or K, K)
-
-    @property
-    def shard_multiple(self) -> int:
-        """Columns that must stay together where several processes share a row."""
-        return self.group or FORMATS[self.bits].in_a_byte
-
-    def to_dict(self) -> Json:
-        return self.source
-
-    def empty(self, name: str, N: int, K: int, device: torch.device | str) -> Quantized | None:
-        if name in VOCABULARY:
-            return None
-        if K % FORMATS[self.bits].in_a_byte:
-            raise UserError(
-                f"quantization_config: 4 bits, but a matrix has {K} columns; another program's "
-                "must have an even number: name a folder in 16 bits, with --bits 4"
-            )
-        weight = Quantized.empty(
-            N,
-            K,
-            self.bits,
-            self.columns_of_scale(K),
-            device,
-            torch.float32,
-            torch.int16 if self.zeros else None,
-            self.ordered,
-        )
-        return weight._replace(input_bits=self.activations)
-
-    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
-        module = name.removesuffix("weight")  # with its dot
-        N, K = weight.shape
-        in_a_word = 4 * FORMATS[self.bits].in_a_byte
-        sizes = {"N": N, "K": K, "M": weight.scale.shape[1]} | self.sizes(weight)
-        sizes |= {"N-words": math.ceil(N / in_a_word), "K-words": math.ceil(K / in_a_word)}
-        headers = {}
-        for suffix, text in self.tensors(lambda suffix: stored.get(module + suffix)).items():
-            part = module + suffix
-            *dims, dtype = text.split()
-            shape = [sizes.get(dim) or int(dim) for dim in dims if dim != "any"]
-            if "any" in dims and part in stored:
-                shape = stored[part].shape
-            headers[part] = Header(shape, dtype)
-        return headers
-
-    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
-        module = name.removesuffix("weight")
-        weight = weights[name]
-        parts = self.headers(name, weight, checkpoint.headers)
-        tensors = {part.removeprefix(module): checkpoint.read(part) for part in parts}
-        try:
-            matrix = self.convert(weight, tensors)
-            if not matrix.scale.isfinite().all():
-                raise UserError("its scales must be finite numbers")
-            if f"{module}bias" not in weights and "bias" in tensors and tensors["bias"].any():
-                raise UserError("its bias is not all 0, and config.json asks for none")
-        except UserError as error:
-            raise UserError(
-                f"{module[:-1]}: {brief(error)}: fetch the model again, or name one in 16 bits"
-            ) from None
-        zero = weight.zero
-        if zero is not None:
-            middle = torch.tensor(8)  # of 4 bits
-            zero = (middle if matrix.zero is None else matrix.zero).expand(zero.shape)
-        return matrix._replace(scale=matrix.scale.expand(weight.scale.shape), zero=zero)
+    def columns_of_scale(self, bits: Kind, K: int) -> int:
+        return self.group if FORMATS[bits].group else K

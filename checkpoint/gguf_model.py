@@ -25,11 +25,10 @@ from torch import Tensor
 from checkpoint.config import Config
 from checkpoint.files import Json
 from checkpoint.formats import (
-    FLOAT,
-    Foreign,
+    Find,
     Header,
     Headers,
-    Weights,
+    Layout,
     check_setting,
 )
 from checkpoint.gguf import GGUF, SUPPORTED
@@ -191,7 +190,7 @@ def rope_factors(gguf: GGUF, config: Config) -> Json:
 
 
 @dataclass(frozen=True)
-class BlockLayout(Foreign):
+class BlockLayout(Layout):
     """A layout for each matrix. types: of the file's tensors, by their names in a folder."""
 
     types: Mapping[str, str] = field(default_factory=dict)
@@ -236,20 +235,15 @@ class BlockLayout(Foreign):
             zero=zero,
         )
 
-    def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
-        return {name: Header(list(weight.shape), FLOAT)}
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
+        return {"weight": "N K float"}
 
-    def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:
+    def convert(self, weight: Quantized, tensors: Mapping[str, Quantized]) -> Quantized:
         """The same numbers with smaller groups, and two in a byte, where its container asks."""
-        weight = weights[name]
-        q = checkpoint.read(name)
+        q = tensors["weight"]
         repeats = q.group // weight.group
-        zero = weight.zero
-        if zero is not None:
-            none = torch.zeros(len(zero), 1)
-            zero = none if q.zero is None else q.zero.repeat_interleave(repeats, 1)
         return weight._replace(
             values=pack4(q.values) if weight.bits == 4 else q.values,
             scale=q.scale.repeat_interleave(repeats, 1),
-            zero=zero,
+            zero=None if q.zero is None else q.zero.repeat_interleave(repeats, 1),
         )

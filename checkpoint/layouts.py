@@ -50,14 +50,13 @@ from checkpoint.formats import (
     EXACT,
     OWN_METHOD,
     Find,
-    Foreign,
     Layout,
     Quantization,
     Tensors,
     check_setting,
 )
 from errors import UserError, brief
-from quant import FORMATS, Quantized, nf4, pack4, unpack4
+from quant import Kind, Quantized, nf4, pack4, unpack4
 
 # Modules that may stay in 16 bits. (bitsandbytes' folders name some that a Llama lacks.)
 HEADS = {"lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi_modal_projector"}
@@ -155,7 +154,7 @@ def sorted_columns(groups: Tensor | None, weight: Quantized) -> Tensor | None:
 # ---- The layouts
 
 
-class GPTQ(Foreign):
+class GPTQ(Layout):
     """AutoGPTQ and GPTQModel. Where `sym` is true, all zeros are 2^(b−1): those of the folder,
     which some programs have not lowered, are not read."""
 
@@ -182,7 +181,7 @@ class GPTQ(Foreign):
             source=how,
         )
 
-    def tensors(self, find: Find) -> dict[str, str]:
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         tensors = {"qweight": "K-words N I32", "qzeros": "M N-words I32", "scales": "M N float"}
         if self.ordered or find("g_idx"):  # without act-order some folders lack it
             tensors["g_idx"] = "K I32"
@@ -206,7 +205,7 @@ class GPTQ(Foreign):
         return weight._replace(values=q, scale=tensors["scales"].T, zero=zero, order=order)
 
 
-class AWQ(Foreign):
+class AWQ(Layout):
     """AutoAWQ's layout for matrix products. The zeros are stored even where zero_point is false."""
 
     @classmethod
@@ -223,7 +222,7 @@ class AWQ(Foreign):
         check_skipped(how, "modules_to_not_convert")
         return cls(4, group_size(how), method="awq", source=how)
 
-    def tensors(self, find: Find) -> dict[str, str]:
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         return {"qweight": "K N-words I32", "qzeros": "M N-words I32", "scales": "M N float"}
 
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
@@ -240,7 +239,7 @@ class AWQ(Foreign):
 
 
 @dataclass(frozen=True)
-class CompressedTensors(Foreign):
+class CompressedTensors(Layout):
     """llm-compressor's layouts: `config_groups` must hold one recipe for all Linear modules."""
 
     in_words: bool = False  # pack-quantized
@@ -321,7 +320,7 @@ class CompressedTensors(Foreign):
         check(recipe, "config_groups", targets=targets, output_activations=(None,), format=formats)
         return recipe
 
-    def tensors(self, find: Find) -> dict[str, str]:
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         scale = "N M float"
         if self.scale_of_tensor:
             stored = find("weight_scale")
@@ -330,7 +329,7 @@ class CompressedTensors(Foreign):
         if self.in_words:
             tensors |= {"weight_packed": "N K-words I32", "weight_shape": "2 I64"}
         else:
-            tensors["weight"] = f"N K {EXACT[FORMATS[self.bits].dtype]}"
+            tensors["weight"] = f"N K {EXACT[weight.values.dtype]}"
         if self.ordered:
             tensors["weight_g_idx"] = "K I32"
         if self.zeros:
@@ -357,7 +356,7 @@ BLOCK = 64  # numbers that share a scale
 NESTED_BLOCK = 256  # scales that share a scale, after double quantization
 
 
-class NF4(Foreign):
+class NF4(Layout):
     """bitsandbytes in 4 bits, with or without double quantization."""
 
     @classmethod
@@ -373,10 +372,11 @@ class NF4(Foreign):
         check_skipped(how, "llm_int8_skip_modules")
         return cls("nf4", BLOCK, source=how)
 
-    def columns_of_scale(self, K: int) -> int:
+    def columns_of_scale(self, bits: Kind, K: int) -> int:
+        super().columns_of_scale(bits, K)
         return math.gcd(K, BLOCK)
 
-    def tensors(self, find: Find) -> dict[str, str]:
+    def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         is_nested = self.source.get("bnb_4bit_use_double_quant")
         tensors = {
             "weight": "pairs 1 U8",
@@ -393,7 +393,8 @@ class NF4(Foreign):
         count = math.prod(weight.shape)
         blocks = math.ceil(count / BLOCK)
         nested = math.ceil(blocks / NESTED_BLOCK)
-        return {"pairs": count // 2, "blocks": blocks, "nested-blocks": nested}
+        more = {"pairs": count // 2, "blocks": blocks, "nested-blocks": nested}
+        return super().sizes(weight) | more
 
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         N, K = weight.shape
