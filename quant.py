@@ -143,9 +143,7 @@ Kind = int | str  # of weights: 8, 4, "fp8", "nf4"; 16: not quantized
 def pack4(q: Tensor) -> Tensor:
     """Two whole numbers below 16 in a byte: [..., K] -> uint8[..., ⌈K / 2⌉]."""
     q = F.pad(q.to(torch.uint8), (0, q.shape[-1] % 2))
-    lower_half = q[..., ::2]
-    upper_half = q[..., 1::2]
-    return lower_half | upper_half << 4
+    return q[..., ::2] | q[..., 1::2] << 4  # the lower half comes first
 
 
 def unpack4(packed: Tensor) -> Tensor:
@@ -363,7 +361,7 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 Bits = tuple[int, int]  # bits of keys, bits of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
 KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
-PARTS = 4  # of a grid step, which the zeros of 4-bit keys count: up to 4 · 2,000, in int16
+PARTS = 4  # of a grid step: what zeros of several groups count, up to 4 · 2,000, in int16
 
 
 def widths(name: str | int) -> Bits:
@@ -375,9 +373,7 @@ def widths(name: str | int) -> Bits:
     return WIDTHS[str(name)]
 
 
-def int8(x: Tensor) -> tuple[Tensor, ...]:
-    """A key or value x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]."""
-    return FORMATS[8].round(x)
+int8 = FORMATS[8].round  # x: [..., D] -> int8[..., D]; scale, bfloat16[..., 1]
 
 
 def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -392,7 +388,7 @@ def int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """
     D = x.shape[-1]
     group = group or D
-    q, scale, zero = affine(x, group, zero_parts(D, group))
+    q, scale, zero = affine(x, group, PARTS if group < D else 1)
     return FORMATS[4].encode(q), scale, zero
 
 
@@ -406,12 +402,8 @@ def from_int4(
     """The numbers that int4 stored, with its `group`: [..., D]."""
     D = 2 * packed.shape[-1]
     group = group or D
-    return from_grid(unpack4(packed), scale, zero / zero_parts(D, group), group).to(dtype)
-
-
-def zero_parts(D: int, group: int) -> int:
-    """1 / parts of a grid step is what zeros count: in a key of several groups, finer ones."""
-    return PARTS if group < D else 1
+    steps = zero / PARTS if group < D else zero
+    return from_grid(unpack4(packed), scale, steps, group).to(dtype)
 
 
 def main() -> None:
