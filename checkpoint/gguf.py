@@ -66,7 +66,6 @@ class HeaderReader:
     def __init__(self, file: Path, data: mmap.mmap) -> None:
         self.file = file
         self.data = data  # at most LARGEST_HEADER bytes
-        self.position = 0  # of the next byte
         self.where = "header"  # what is read now, for errors
 
     def error(self, problem: str, way_out: str = "fetch the file again") -> UserError:
@@ -81,32 +80,29 @@ class HeaderReader:
 
     def require(self, nbytes: int) -> None:
         """UserError unless this many bytes follow."""
-        left = len(self.data) - self.position
+        left = len(self.data) - self.data.tell()
         if nbytes > left:
             raise self.error(
                 f"needs {nbytes} bytes, but {left} are left of the file, or of the "
                 f"{LARGEST_HEADER} that a header may have"
             )
 
-    def claim(self, nbytes: int) -> int:
-        """Where the next bytes begin; it moves beyond them."""
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
         self.require(nbytes)
-        start = self.position
-        self.position += nbytes
-        return start
+        return self.data.read(nbytes)
 
     def numbers(self, code: str, count: int) -> list[Any]:
         """The next numbers; code: their type, as `struct` names it."""
-        start = self.claim(count * struct.calcsize(f"<{code}"))
-        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
+        data = self.take(count * struct.calcsize(f"<{code}"))
+        return list(struct.unpack(f"<{count}{code}", data))
 
     def number(self, code: str) -> Any:
         return self.numbers(code, 1)[0]
 
     def string(self) -> str:
-        (length,) = U64.unpack_from(self.data, self.claim(8))
-        start = self.claim(length)
-        text = self.data[start : self.position]
+        (length,) = U64.unpack(self.take(8))
+        text = self.take(length)
         try:
             return text.decode()
         except UnicodeDecodeError:
@@ -186,7 +182,8 @@ class HeaderReader:
         self.where = "general.alignment"
         is_alignment = isinstance(alignment, int) and alignment > 0 and alignment % 8 == 0
         self.check(is_alignment, f"is {brief(alignment)}; it must be a multiple of 8")
-        first = self.position + -self.position % alignment
+        position = self.data.tell()
+        first = position + -position % alignment
         for name, info in tensors.items():
             start = first + info.offset
             end = start + info.nbytes
