@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from torch import Tensor
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.progress import progress_bar
-from kernels import Linear, Ops
+from kernels import Linear
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
 from quant import FORMATS, Kind, Quantized, quantize, rounded_product
@@ -289,33 +289,6 @@ class LayerInput(NamedTuple):
     metadata: AttentionMetadata
 
 
-class Observer:
-    """The operations `ops`, with the inputs of the products and the residual streams, in order."""
-
-    def __init__(self, ops: Ops):
-        self.ops = ops
-        self.inputs: list[Tensor] = []  # [T, K] each
-        self.streams: list[Tensor] = []  # [T, C] each
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)
-
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        self.inputs.append(x)
-        return self.ops.linear(x, weight)
-
-    def swiglu(self, x: Tensor, gate_up: Linear) -> Tensor:
-        self.inputs.append(x)
-        return self.ops.swiglu(x, gate_up)
-
-    def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        stream, normed = self.ops.add_norm(x, delta, weight, eps)
-        self.streams.append(stream)
-        return stream, normed
-
-
 def first_input(llama: Llama, text: Tensor) -> LayerInput:
     """What the first layer reads of a text: int64[T]."""
     metadata = AttentionMetadata.without_cache(1, len(text)).to(llama.device)
@@ -347,17 +320,20 @@ def observe(llama: Llama, layer: Layer, texts: Sequence[LayerInput]) -> dict[str
     moments = {}
     for name in PRODUCTS:
         moments[name] = Moments(getattr(layer, name).weight.shape[1], llama.device)
+    ops = llama.ops
+    config = llama.config
+    eps = config.rms_norm_eps
     fast = packed(llama, layer)
-    observed = copy(llama)
-    for text in texts:
-        observed.ops = observer = Observer(llama.ops)
-        after = next_input(observed, fast, text)
-        qkv, o, gate_up, down = observer.inputs
-        _, middle = observer.streams  # before and after attention
-        moments["qkv"].add(qkv)
-        moments["o"].add(o / length(middle))
-        moments["gate_up"].add(gate_up)
-        moments["down"].add(down / length(after.x + after.delta))
+    for x, delta, rope, metadata in texts:  # Llama.decoder_layer
+        x, normed = ops.add_norm(x, delta, layer.input_norm, eps)
+        moments["qkv"].add(normed)
+        qkv = ops.linear(normed, fast.qkv).unflatten(1, (-1, config.head_dim))
+        heads = ops.attend(qkv, config.num_key_value_heads, rope, metadata, 0).flatten(1)
+        x, normed = ops.add_norm(x, ops.linear(heads, fast.o), layer.post_norm, eps)
+        moments["o"].add(heads / length(x))
+        moments["gate_up"].add(normed)
+        hidden = ops.swiglu(normed, fast.gate_up)
+        moments["down"].add(hidden / length(x + ops.linear(hidden, fast.down)))
     return moments
 
 

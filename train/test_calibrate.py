@@ -9,7 +9,7 @@ from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from conftest import SMALL
 from errors import UserError
-from kernels import Linear, Ops
+from kernels import Linear
 from model import Llama
 from quant import Quantized, dequantize, quantize, rounded_product, unpack4
 from train import calibrate
@@ -17,7 +17,6 @@ from train.calibrate import (
     DAMP,
     PRODUCTS,
     Moments,
-    Observer,
     awq,
     errors,
     first_input,
@@ -25,6 +24,7 @@ from train.calibrate import (
     gptq,
     next_input,
     observe,
+    packed,
     quantize_model,
     relative_loss,
     smooth,
@@ -250,46 +250,32 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
 
 
 @torch.inference_mode()
-def test_what_goes_to_the_residual_stream_counts_as_divided_by_its_length():
-    """Beside a layer written out with plain operations; and the model's own operations stay."""
-    llama, ops, c = model(), Ops(), Config(**SMALL)
+def test_inputs_are_those_of_the_model_to_the_bit(monkeypatch):
+    """Those that go to the residual stream count as divided by its length."""
+    llama = model(dtype=torch.float32)
     layer = llama.layers[0]
-    before = llama.ops
+    ops = llama.ops
     text = first_input(llama, torch.arange(30))
     moments = observe(llama, layer, [text])
-    start, _, rope, metadata = text
-    _, qkv_in = ops.add_norm(start, None, layer.input_norm, c.rms_norm_eps)
-    qkv = ops.linear(qkv_in, layer.qkv).unflatten(1, (-1, c.head_dim))
-    o_in = ops.attend(qkv, c.num_key_value_heads, rope, metadata, 0).flatten(1)
-    attn_out = ops.linear(o_in, layer.o)
-    middle, gate_up_in = ops.add_norm(start, attn_out, layer.post_norm, c.rms_norm_eps)
-    down_in = ops.swiglu(gate_up_in, layer.gate_up)
-    end = middle + ops.linear(down_in, layer.down)
+    inputs = []
+    streams = []
+    for name in ("linear", "swiglu"):
+        run = getattr(ops, name)
+        seen = lambda x, weight, run=run: inputs.append(x) or run(x, weight)  # noqa: E731
+        monkeypatch.setattr(ops, name, seen)
+    add_norm = ops.add_norm
+    monkeypatch.setattr(ops, "add_norm", lambda *x: streams.append(add_norm(*x)) or streams[-1])
+    after = next_input(llama, packed(llama, layer), text)
 
     def length(x: torch.Tensor) -> torch.Tensor:
         return x.square().mean(1, keepdim=True).sqrt()
 
-    expected = (qkv_in, o_in / length(middle), gate_up_in, down_in / length(end))
-    for name, x in zip(PRODUCTS, expected):
-        hessian = moments[name].hessian.double()
-        torch.testing.assert_close(hessian, 2 * x.T @ x, rtol=1e-4, atol=1e-4)
-    assert llama.ops is before
-
-
-@torch.inference_mode()
-def test_observed_layer_computes_the_same_to_the_bit():
-    """And all that is not observed is the other operations' own."""
-    llama = model(dtype=torch.float32).pack_weights()
-    text = first_input(llama, torch.arange(30))
-    expected = next_input(llama, llama.layers[0], text)
-    plain = llama.ops
-    llama.ops = Observer(plain)
-    found = next_input(llama, llama.layers[0], text)
-    assert torch.equal(found.x, expected.x) and torch.equal(found.delta, expected.delta)
-    assert len(llama.ops.inputs) == 4 and len(llama.ops.streams) == 2
-    names = {name for name in dir(Ops) if not name.startswith("_")}
-    names -= {"linear", "swiglu", "add_norm"}
-    assert all(getattr(llama.ops, name) == getattr(plain, name) for name in names)
+    inputs[1] = inputs[1] / length(streams[1][0])
+    inputs[3] = inputs[3] / length(after.x + after.delta)
+    for name, x in zip(PRODUCTS, inputs, strict=True):
+        expected = Moments(x.shape[1])
+        expected.add(x)
+        assert torch.equal(moments[name].hessian, expected.hessian), name
 
 
 # ---- SmoothQuant
