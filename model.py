@@ -45,7 +45,7 @@ from checkpoint.progress import do_each
 from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata
 from parallel import ROW_PARALLEL, group_for
-from quant import Kind, Quantized
+from quant import Kind, Quantized, named_tensors
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
@@ -231,10 +231,7 @@ class Llama:
         """The tensors of `named_weights`: a quantized one has several."""
         tensors = {}
         for name, weight in self.named_weights().items():
-            if isinstance(weight, Tensor):
-                tensors[name] = weight
-            else:
-                tensors |= weight.named(name)
+            tensors |= named_tensors(name, weight)
         return tensors
 
     def named_weights(self) -> dict[str, Tensor | Quantized]:

@@ -285,17 +285,7 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
-        return sum(part.nbytes for part in self.named("").values())
-
-    def named(self, name: str) -> dict[str, Tensor]:
-        """Its tensors, as a checkpoint names them where this is the name of the matrix."""
-        parts = {
-            name: self.values,
-            f"{name}_scale": self.scale,
-            f"{name}_zero": self.zero,
-            f"{name}_order": self.order,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
+        return sum(part.nbytes for part in self if isinstance(part, Tensor))
 
     def rows(self, which: Tensor | slice) -> "Quantized":
         """Some rows of W: views, if they are a slice."""
@@ -316,6 +306,19 @@ class Quantized(NamedTuple):
         if self.order is None:
             return w
         return torch.empty_like(w).index_copy_(1, self.order, w)
+
+
+def named_tensors(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
+    """A weight's tensors, as a checkpoint names them where this is the weight's name."""
+    if isinstance(weight, Tensor):
+        return {name: weight}
+    parts = {
+        name: weight.values,
+        f"{name}_scale": weight.scale,
+        f"{name}_zero": weight.zero,
+        f"{name}_order": weight.order,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 @torch.no_grad()

@@ -63,32 +63,6 @@ def bit_fields(data: Tensor, bits: int) -> Tensor:
     return torch.cat(fields, -1)
 
 
-def fifth_bits(data: Tensor) -> Tensor:
-    """The highest bits of Q5_0 and Q5_1: uint8[..., 4] -> uint8[..., 32], each 16 or 0.
-
-    Bit j of the 32 belongs to weight j.
-    """
-    bits = bit_fields(data.unsqueeze(-1), 1)  # [..., 4, 8]
-    return bits.flatten(-2) << 4
-
-
-def k_grid(q: Tensor, d: Tensor, dmin: Tensor, packed: Tensor) -> Grid:
-    """q of Q4_K or Q5_K, with the scales and minima of its 8 groups.
-
-    packed: uint8[N, B, 12]. Groups 0 to 3 have the low 6 bits of a byte each, first the scales,
-    then the minima. Groups 4 to 7 have a nibble, and the 2 bits that those bytes have left.
-    """
-    own, shared = packed.split((8, 4), -1)
-    upper = own >> 6 << 4
-    early = own & 63  # of groups 0 to 3: 4 scales, 4 minima
-    late = upper | bit_fields(shared, 4)  # the same, of groups 4 to 7
-    both = torch.stack((early, late), -2)  # [N, B, 2, 8]
-    sc, m = both.split(4, -1)  # each [N, B, 2, 4]
-    scale = halves(d) * sc.flatten(-2)
-    minimum = -halves(dmin) * m.flatten(-2)
-    return Grid(q, scale, minimum)
-
-
 # ---- Types: the parts of the blocks, each uint8[N, B, bytes] -> Grid
 
 BlockParts = tuple[Tensor, ...]
@@ -107,41 +81,53 @@ def q4_0(parts: BlockParts) -> Grid:
     return Grid(q, scale, -8 * scale)
 
 
+def q5_0(parts: BlockParts) -> Grid:
+    d, *bits = parts
+    q = five_bits(*bits)
+    q = q.view(torch.int8) - 16
+    return Grid(q, halves(d))
+
+
 def q4_1(parts: BlockParts) -> Grid:
     d, m, q = parts
     q = bit_fields(q, 4)
     return Grid(q, halves(d), halves(m))
 
 
-def q5_0(parts: BlockParts) -> Grid:
-    d, high, low = parts
-    q = bit_fields(low, 4)
-    q |= fifth_bits(high)
-    q = q.view(torch.int8) - 16
-    return Grid(q, halves(d))
-
-
 def q5_1(parts: BlockParts) -> Grid:
-    d, m, high, low = parts
-    q = bit_fields(low, 4)
-    q |= fifth_bits(high)
+    d, m, *bits = parts
+    q = five_bits(*bits)
     return Grid(q, halves(d), halves(m))
 
 
+def five_bits(high: Tensor, low: Tensor) -> Tensor:
+    """Of Q5_0 and Q5_1: bit j of `high` is the fifth of weight j."""
+    fifth = bit_fields(high.unsqueeze(-1), 1)  # [N, B, 4, 8]
+    lower = bit_fields(low, 4)
+    return lower | fifth.flatten(-2) << 4
+
+
 def q4_k(parts: BlockParts) -> Grid:
-    d, dmin, packed, q = parts
-    pairs = q.unflatten(-1, (4, 32))  # of groups: a low and a high nibble in each byte
-    q = bit_fields(pairs, 4).flatten(-2)
-    return k_grid(q, d, dmin, packed)
+    """And Q5_K, whose fifth bits are before the others.
 
-
-def q5_k(parts: BlockParts) -> Grid:
-    d, dmin, packed, high, low = parts
-    fifth = bit_fields(high, 1)  # bit j of byte l: weight l of group j
-    pairs = low.unflatten(-1, (4, 32))
+    packed: 6 bits for the scales and minima of 8 groups. Groups 0 to 3 have the low 6 bits of a
+    byte each, first the scales, then the minima. Groups 4 to 7 have a nibble, and the 2 bits that
+    those bytes have left.
+    """
+    d, dmin, packed, *fifth, low = parts
+    pairs = low.unflatten(-1, (4, 32))  # of groups: a low and a high nibble in each byte
     q = bit_fields(pairs, 4).flatten(-2)
-    q |= fifth << 4
-    return k_grid(q, d, dmin, packed)
+    for high in fifth:
+        q |= bit_fields(high, 1) << 4  # bit j of byte l: weight l of group j
+    own, shared = packed.split((8, 4), -1)
+    early = own & 63  # of groups 0 to 3: 4 scales, 4 minima
+    upper = own >> 6 << 4
+    late = upper | bit_fields(shared, 4)  # the same, of groups 4 to 7
+    both = torch.stack((early, late), -2)  # [N, B, 2, 8]
+    sc, m = both.split(4, -1)  # each [N, B, 2, 4]
+    scale = halves(d) * sc.flatten(-2)
+    minimum = -halves(dmin) * m.flatten(-2)
+    return Grid(q, scale, minimum)
 
 
 def q6_k(parts: BlockParts) -> Grid:
@@ -178,7 +164,7 @@ BLOCK_FORMATS = {
     "Q5_0": BlockFormat(32, (2, 4, 16), 8, 32, False, q5_0),
     "Q5_1": BlockFormat(32, (2, 2, 4, 16), 8, 32, True, q5_1),
     "Q4_K": BlockFormat(256, (2, 2, 12, 128), 4, 32, True, q4_k),
-    "Q5_K": BlockFormat(256, (2, 2, 12, 32, 128), 8, 32, True, q5_k),
+    "Q5_K": BlockFormat(256, (2, 2, 12, 32, 128), 8, 32, True, q4_k),
     "Q6_K": BlockFormat(256, (128, 64, 16, 2), 8, 16, False, q6_k),
 }
 
@@ -206,12 +192,15 @@ def unpack(type: str, blocks: Tensor) -> Quantized:
     if form.zeros:
         is_constant = scale == 0  # [N, B, G]
         zero = -minimum / scale
-        zero = zero.masked_fill(is_constant, -1).flatten(1)
+        zero = zero.masked_fill(is_constant, -1)
+        zero = zero.flatten(1)
         scale = torch.where(is_constant, minimum, scale)
         by_group = values.unflatten(-1, (-1, form.group))  # [N, B, G, group]
         values = by_group.masked_fill(is_constant.unsqueeze(-1), 0)
     values = values.flatten(1)
-    return Quantized(8, values, scale.flatten(1), zero, values.shape[1], form.group)
+    scale = scale.flatten(1)
+    K = values.shape[1]
+    return Quantized(8, values, scale, zero, K, form.group)
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:

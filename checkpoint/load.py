@@ -28,7 +28,7 @@ from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device, free_memory, ops_for
 from parallel import group_for
-from quant import Kind, Quantized, quantize
+from quant import Kind, Quantized, named_tensors, quantize
 
 if TYPE_CHECKING:
     from eagle import EagleHead
@@ -175,17 +175,15 @@ def fill_model(model: Llama, numbers: Iterable[tuple[str, Tensor | Quantized]]) 
     def fill(named: tuple[str, Tensor | Quantized]) -> int:
         name, source = named
         target = weights[name]
-        if isinstance(target, Tensor):
-            source = source if isinstance(source, Tensor) else source.dequantize()
-            pairs = [(source, target)]
-        else:
-            if isinstance(source, Tensor):
-                rows = cut(source, (len(target.values), source.shape[1]))  # scales are of rows
-                source = quantize(rows.to(model.device), target.bits, target.group)
-            pairs = [*zip(source.named("").values(), target.named("").values())]
-        for source, target in pairs:
-            target.copy_(cut(source, target.shape))
-        return sum(target.nbytes for _, target in pairs)
+        if isinstance(target, Quantized) and isinstance(source, Tensor):
+            rows = cut(source, (target.shape[0], source.shape[1]))  # a scale is of whole rows
+            source = quantize(rows.to(model.device), target.bits, target.group)
+        if isinstance(target, Tensor) and isinstance(source, Quantized):
+            source = source.dequantize()
+        parts = named_tensors(name, source)
+        for part, place in named_tensors(name, target).items():
+            place.copy_(cut(parts[part], place.shape))
+        return target.nbytes
 
     num_bytes = sum(tensor.nbytes for tensor in model.named_tensors().values())
     do_each("loading", fill, numbers, model.device, num_bytes)

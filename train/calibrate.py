@@ -71,7 +71,12 @@ def errors(difference: Tensor, hessian: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    bits: int,
+    group: int = 128,
+) -> Quantized:
     """W: [N, K], quantized by GPTQ for inputs with this H: [K, K], in w's dtype.
 
     A column moves the rest of its block of columns at once, and the columns right of the block only
@@ -87,9 +92,10 @@ def gptq(w: Tensor, hessian: Tensor, bits: int, group: int = 128) -> Quantized:
     for start in range(0, w.shape[1], block):
         columns = slice(start, start + block)
         later = slice(start + block, None)
+        part = moved[:, columns]
         if bits == 4:
-            grids.append(quantize(moved[:, columns], bits, group))
-        q[:, columns], e = round_block(moved[:, columns], grids[-1], U[columns, columns])
+            grids.append(quantize(part, bits, group))
+        q[:, columns], e = round_block(part, grids[-1], U[columns, columns])
         moved[:, later] -= e @ U[columns, later]
     compensated = rounded._replace(values=FORMATS[bits].encode(q))
     if bits == 4:
@@ -104,8 +110,13 @@ def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
 
     w: [N, S]. grid: its scale and zero are those of the block. U: [S, S], the block's."""
     scale = grid.scale[:, 0].to(w.dtype)  # [N]
-    zero = 0 if grid.zero is None else grid.zero[:, 0]  # [N]
-    low, high = (-127, 127) if grid.bits == 8 else (0, 15)
+    zero = 0
+    low = -127
+    high = 127
+    if grid.zero is not None:  # 4 bits
+        zero = grid.zero[:, 0]  # [N]
+        low = 0
+        high = 15
     w = w.clone()
     q = torch.empty_like(w)
     e = torch.empty_like(w)
@@ -129,7 +140,12 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True)
 
 
-def better_rows(w: Tensor, hessian: Tensor, new: Quantized, rounded: Quantized) -> Quantized:
+def better_rows(
+    w: Tensor,
+    hessian: Tensor,
+    new: Quantized,
+    rounded: Quantized,
+) -> Quantized:
     """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN)."""
     new_errors = errors(w - new.dequantize(w.dtype), hessian)
     rounded_errors = errors(w - rounded.dequantize(w.dtype), hessian)
@@ -169,7 +185,13 @@ class Moments:
 
 
 @torch.no_grad()
-def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 128) -> Tensor:
+def awq(
+    w: Tensor,
+    hessian: Tensor,
+    magnitude: Tensor,
+    bits: Kind,
+    group: int = 128,
+) -> Tensor:
     """AWQ's scale s of each input channel: [K], with the smallest error of rounding W diag(s).
 
     All 1 if no scale helps. magnitude: mean |x| of each channel, [K], or a multiple of it.
@@ -188,7 +210,12 @@ def awq(w: Tensor, hessian: Tensor, magnitude: Tensor, bits: Kind, group: int = 
 
 
 @torch.no_grad()
-def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tensor]) -> Tensor:
+def smooth(
+    w: Tensor,
+    largest: Tensor,
+    x: Tensor,
+    share: Callable[[Tensor], Tensor],
+) -> Tensor:
     """SmoothQuant's scale s of each input channel: [K], with the smallest error of an INT8 x Wᵀ.
 
     All 1 if no scale helps. largest: max |x| of each channel, [K]; x: some inputs, [T, K]; share:
@@ -208,7 +235,11 @@ def smooth(w: Tensor, largest: Tensor, x: Tensor, share: Callable[[Tensor], Tens
     return best(cost, scale, largest_x)
 
 
-def best(cost: Callable[[Tensor], float], scale: Callable[[float], Tensor], like: Tensor) -> Tensor:
+def best(
+    cost: Callable[[Tensor], float],
+    scale: Callable[[float], Tensor],
+    like: Tensor,
+) -> Tensor:
     """The scale(a) that costs least, with a from 1 / CANDIDATES to 1, or a scale of 1."""
     steps = range(1, CANDIDATES + 1)
     candidates = [torch.ones_like(like), *(scale(step / CANDIDATES) for step in steps)]
