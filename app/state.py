@@ -49,9 +49,9 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
     runner = batcher.runner
     rows = []
     for request in batcher.running:
-        rows.append(text_row(request, texts) | stored_row(batcher, request))
+        rows.append(picture_row(request, texts) | stored_row(batcher, request))
     for request in islice(batcher.waiting, MAX_WAITING):
-        rows.append(text_row(request, texts))
+        rows.append(picture_row(request, texts))
     return {
         "seconds": time.perf_counter(),
         "step": batcher.num_steps,
@@ -68,7 +68,7 @@ def snapshot(batcher: Batcher, num_tokens: int, texts: TextNumbers) -> Picture:
 # ---- Rows of the batch ---------------------------------------------------------------------------
 
 
-def text_row(request: Request, texts: TextNumbers) -> Picture:
+def picture_row(request: Request, texts: TextNumbers) -> Picture:
     """A text. In the queue it is not begun, or preempted, so that it has no blocks."""
     return {
         "number": texts.number(request),

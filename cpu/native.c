@@ -199,9 +199,9 @@ static void scores(const float *q, const float *k, float *p, long n, long wide) 
     }
 }
 
-// The same to the bit, of the 16 keys of each of P panels: [P, D, WIDE] -> [P, WIDE]. What is a lane
-// of s there is a sum of its own here, for all keys of a register; then lanes are added in the order
-// of `sum`: two as soon as there are two.
+// The same to the bit, of the 16 keys of each of P panels: [P, D, WIDE] -> [P, WIDE]. What is a
+// lane of s there is a sum of its own here, for all keys of a register; then lanes are added in the
+// order of `sum`: two as soon as there are two.
 INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, long D) {
     enum { LEVELS = LANES == 16 ? 4 : 3 };
     for (int v = 0; v < VECS; v++) {
