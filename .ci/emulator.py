@@ -1,0 +1,86 @@
+"""What Triton makes of gpu/ for sm_90, run without a GPU, in bfloat16 too.
+
+    python .ci/emulator.py FOLDER [part of a row's name …]
+
+FOLDER has ptxemu.py, which runs PTX in numpy and is no part of this repository. Rows are those of
+`bench.py --gpu smoke` whose names have one of these parts, or all; the layer is smaller, but its
+kernels are those of 8B. Copies arrive when they are waited for, programs run in a random order,
+what nobody has written is NaN; with RACES=1, what another warp may not have written is a fault.
+"""
+
+import math
+import os
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [sys.argv[1], "."]
+import ptxemu
+import torch
+
+from checkpoint.config import Config
+from gpu import GPU
+from measure import smoke
+from measure.gpu_parts import SHAPES, WRONG, Row, Scale, judged, relative_error
+
+LAYER = Config(256, 1024, 1024, 1, 8, 2, 128, 1024)
+SHAPES["emulated"] = LAYER
+SHAPES["emulated sampling"] = Config(20000, 1024, 1024, 1, 8, 2, 128, 1024)
+PROCESSORS = 4  # so few that keys and columns are still split
+EMPTY = torch.empty
+
+
+def poisoned(*shape: Any, **how: Any) -> torch.Tensor:
+    x = EMPTY(*shape, **how)
+    return x.fill_(math.nan if x.is_floating_point() else 77)
+
+
+def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int, step: str) -> Row:
+    """As smoke's, but launched once, and never recorded."""
+    llama, reference = smoke.model_pair(scale, way, dtype)
+    torch.manual_seed(0)
+    metadata = smoke.open_texts(llama, kv_bits, smoke.STEPS[step], past)
+    tokens = torch.randint(1, llama.config.vocab_size, metadata.positions.shape)
+    with mock.patch("torch.empty", poisoned):
+        output = llama.forward(tokens, metadata, None)
+    wanted = reference.forward(tokens, metadata, None)
+    rounding = smoke.ROUNDING[dtype]
+    grid = smoke.GRIDS.get(kv_bits, 0.0) + smoke.GRIDS.get(way, 0.0)
+    return judged([relative_error(output, wanted)], rounding + math.sqrt(rounding * grid))
+
+
+def main() -> None:
+    ptxemu.ORDER = "shuffled"
+    ptxemu.RACES = bool(os.environ.get("RACES"))
+    parts = sys.argv[2:] or [""]
+    scale = Scale("emulated sampling", layer="emulated", device="cpu", num_texts=2)
+    wrong = 0
+    for key in smoke.smoke_keys(scale):
+        name = ", ".join(map(str, key))
+        if not any(part in name for part in parts):
+            continue
+        start = time.monotonic()
+        try:
+            if key[0] == "sampling":
+                row = smoke.sampling_row(scale, *key[1:])
+            else:
+                row = step_row(scale, *key)
+        except RuntimeError as error:  # ptxemu.Fault, too
+            row = [str(error)[:300], WRONG]
+            if "per-tensor scaling" in row[0]:  # on a CPU this PyTorch has FP8 with one scale only
+                row = ["left out: FP8 of more than 64 tokens is torch's, and needs a GPU"]
+        wrong += row[-1] == WRONG
+        print(f"{name:60}", *row, f"{time.monotonic() - start:.1f} s", flush=True)
+    print("kernels:", *(f"{name} {count}," for name, count in sorted(ptxemu.STATS.items())))
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    with (
+        torch.inference_mode(),
+        ptxemu.emulated(),
+        mock.patch("gpu.tuning.processors", lambda device: PROCESSORS),
+        mock.patch.object(smoke, "checked_ops", lambda scale: GPU(records=False)),
+    ):
+        main()
