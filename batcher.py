@@ -37,6 +37,7 @@ from errors import UserError
 from kvcache import CacheFull
 from request import Request
 from runner import ModelRunner, ScheduledRequest
+from settings import Options
 
 # Steps before a text that found no room in the caches is tried again, unless a text ends before: a
 # try costs time, and seldom finds room.
@@ -198,7 +199,7 @@ class Batcher:
 def main() -> None:
     """The demonstration: 16 texts, four at a time; a row each, a column a step."""
     model = Model.load("tiny")
-    batcher = Engine(model, None, tokens=1000, max_len=64, max_batch=4).batcher
+    batcher = Engine(model, None, Options(max_len=64, max_batch=4), 1000).batcher
     batcher.runner.multi_step = 1  # a column is a token, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []

@@ -27,7 +27,6 @@ if __name__ == "__main__":  # imports take their time: a signal ends the program
 
     tell_early(generate_flags)
 
-import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -45,17 +44,17 @@ from eagle import EagleDrafter, EagleHead
 from errors import UserError, brief, check_names
 from grammar import Grammars
 from kernels import free_memory, send
-from kvcache import Cache, KVCache, NoCache, kv_bytes, tokens_that_fit
+from kvcache import Cache, KVCache, NoCache, contiguous_caches
 from model import Llama
-from paged import PagedCache, blocks_that_fit
+from paged import PagedCache, paged_caches
 from quant import Kind, widths
 from request import Message, OutputStream, Request, Result, Settings
 from runner import ModelRunner
 from sampling import Keyed, probabilities
-from settings import SETTINGS
+from settings import SETTINGS, Options
 from tokenizer import Tokenizer
 
-BLOCK_SIZE = 16  # tokens
+OPTIONS = tuple(Options.__dataclass_fields__)
 STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
@@ -65,7 +64,7 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
     llama = model.llama
     tokens = model.encode(prompt)
     text = []
-    cache = KVCache.of(llama, len(tokens) + max_tokens)
+    cache = KVCache(llama.kv_spec(), len(tokens) + max_tokens)
     seq, _ = cache.open(tokens)
     new = tokens  # what the cache lacks: first the prompt, then the last token
     while len(text) < max_tokens:
@@ -161,24 +160,17 @@ class Model:
             messages = [{"role": "system", "content": system}, *messages]
         return self.tokenizer.chat(messages)
 
-    def max_total_tokens(self, max_len: int | None = None, kv_bits: str | int = 16) -> int:
-        """The most tokens of prompt and answer; max_len None: as memory allows."""
-        c = self.llama.config
-        limit = max_len
+    def max_total_tokens(self, options: Options) -> int:
+        """The most tokens of prompt and answer; where the options say nothing, as memory allows."""
+        most = self.llama.config.max_position_embeddings
+        limit = options.max_len
         if limit is None:
-            fitting = tokens_that_fit(
-                c.num_hidden_layers,
-                c.num_key_value_heads,
-                c.head_dim,
-                self.llama.dtype,
-                self.llama.device,
-                bits=widths(kv_bits),
-            )
-            limit = min(c.max_position_embeddings, fitting)
-        if not 1 < limit <= c.max_position_embeddings:
+            spec = self.llama.kv_spec(widths(options.kv_bits))
+            limit = min(most, spec.tokens_in(0.8 * free_memory(self.llama.device)))
+        if not 1 < limit <= most:
             raise UserError(
-                f"max_len is {limit}: it must be from 2 to {c.max_position_embeddings}, the "
-                "model's limit, as memory allows"
+                f"max_len is {limit}: it must be from 2 to {most}, the model's limit, as memory "
+                "allows"
             )
         return limit
 
@@ -186,15 +178,14 @@ class Model:
         self,
         prompt: str | list[Message],
         settings: Settings,
+        options: Options = Options(),
         system: str | None = None,
         chat: bool | None = None,
-        max_len: int | None = None,
-        kv_bits: str | int = 16,
     ) -> Request:
-        """A request with complete settings; max_tokens is cut to what max_len leaves. UserError,
+        """A request with complete settings; max_tokens is cut to what the options leave. UserError,
         also for a grammar that no text follows."""
         tokens = self.encode(prompt, system, chat)
-        limit = self.max_total_tokens(max_len, kv_bits)
+        limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
         if request.settings.follows is not None:
             request.compiled = self.grammars.compile(request.settings.follows)
@@ -289,73 +280,33 @@ def load_draft(
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    max_len    tokens of the longest text
-    kv         "paged": blocks on demand, or "contiguous": max_batch rows of max_len
-    kv_memory  of the paged cache, in bytes; up to 1: a share of free memory
-    tokens     without kv_memory: the paged cache is made for so many, or for fewer, if they would
-               take more than 80 % of free memory
-    kv_bits    16, 8, 4 or "8/4" (keys in 8, values in 4)
-
-    A request waits until the cache holds it. UserError; CacheFull if memory is short.
+    tokens: without kv_memory, the paged cache is made for so many of all texts together (None:
+    max_batch texts of max_len), or for fewer, if they would take more than 80 % of free memory. A
+    request waits until the cache holds it. UserError; CacheFull if memory is short.
     """
 
     def __init__(
-        self,
-        model: Model,
-        draft: Draft | None,
-        tokens: int,
-        max_len: int,
-        max_batch: int = 1,
-        coupled: bool = False,
-        use_cache: bool = True,
-        kv: str = "paged",
-        kv_memory: float | None = None,
-        prefix_cache: bool = True,
-        kv_bits: str | int = 16,
+        self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
-        llamas = [model.llama]
-        draft_layers = 0 if draft is None else draft.num_layers
-        if draft is not None and draft.has_own_cache:
-            llamas += draft.models
-        if not use_cache:
-            if draft is not None or max_batch > 1 or widths(kv_bits) != (16, 16):
-                raise UserError(
-                    "without a cache there are no drafts, batches or bits of it: leave out "
-                    "--draft, --prompts and --kv-bits, or --no-cache"
-                )
-            self.caches: list[Cache] = [NoCache(model.llama.device)]
-        elif kv == "contiguous":
-            if kv_memory is not None:
-                raise UserError(
-                    "kv_memory is for the paged cache: a contiguous one has max_batch rows of "
-                    "max_len"
-                )
-            self.caches = contiguous_caches(llamas, max_len, max_batch, kv_bits, draft_layers)
-        elif kv == "paged":
-            self.caches = paged_caches(
-                llamas, tokens, max_len, max_batch, kv_memory, prefix_cache, kv_bits, draft_layers
-            )
-        else:
-            raise UserError(f"kv is {kv!r}: it must be paged or contiguous")
-        drafter = None
-        if draft is not None:
-            drafter = draft.make(self.caches[-1])  # its own, or, as the only one, the target's
+        llama = model.llama
+        max_len = options.max_len or model.max_total_tokens(options)
         vocab_size = model.tokenizer.vocab_size
+        self.caches = make_caches(llama, draft, options, max_len, tokens)
         self.runner = ModelRunner(
-            model.llama,
+            llama,
             self.caches[0],
             vocab_size,
-            drafter,
-            coupled,
-            budget=STEP_BUDGET if use_cache else max_len,  # no cache: a step reads all again
-            multi_step=model.llama.ops.multi_step if use_cache else 1,  # steps done as one
+            draft and draft.make(self.caches[-1]),  # its own cache, or the target's
+            options.verify == "coupled",
+            budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
+            multi_step=llama.ops.multi_step if options.use_cache else 1,
             grammars=model.grammars,
         )
-        self.batcher = Batcher(self.runner, max_batch)
-        if max_batch > 1:  # a lone text would wait for what it never launches
-            model.llama.ops.warm_up(model.llama, self.caches[0], vocab_size)
-            for llama in draft.models if draft else ():
-                llama.ops.warm_up(llama, self.caches[-1], vocab_size)
+        self.batcher = Batcher(self.runner, options.max_batch)
+        if options.max_batch > 1:  # compile now what only steps of many texts launch
+            llama.ops.warm_up(llama, self.caches[0], vocab_size)
+            for drafting in draft.models if draft else ():
+                drafting.ops.warm_up(drafting, self.caches[-1], vocab_size)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""
@@ -369,6 +320,14 @@ class Engine:
             size = f"rows of {cache.max_len:,} tokens"
         return f"keys and values: {size}, {megabytes:,.1f} MB"
 
+    def step(self, streams: dict[Request, OutputStream]) -> dict[Request, Result]:
+        """Run a step, and feed the streams -> the results of those that are finished."""
+        new_tokens = self.batcher.step()
+        for request, tokens in new_tokens.items():
+            streams[request].feed(tokens)
+        done = [request for request in new_tokens if streams[request].is_done]
+        return {request: self.finish(streams[request]) for request in done}
+
     def serve(self, streams: Iterable[OutputStream]) -> Generator[Result, None, None]:
         """Yield each text's result when the text is finished.
 
@@ -380,14 +339,9 @@ class Engine:
             for request in waiting:
                 self.batcher.add(request)
             while waiting:
-                new_tokens = self.batcher.step()
-                for request, tokens in new_tokens.items():  # all, before Ctrl-C may come at a yield
-                    waiting[request].feed(tokens)
-                for request in new_tokens:
-                    if waiting[request].is_done:
-                        result = self.finish(waiting[request])
-                        del waiting[request]
-                        yield result
+                for request, result in self.step(waiting).items():
+                    del waiting[request]
+                    yield result
         except KeyboardInterrupt:
             for request in list(waiting):
                 yield self.finish(waiting.pop(request), "interrupted")
@@ -404,83 +358,29 @@ class Engine:
         return result
 
 
-def block_bytes(llamas: Sequence[Llama], kv_bits: str | int, draft_layers: int) -> int:
-    """Bytes of a block in the caches of all these models together."""
-    total = 0
-    for llama in llamas:
-        c = llama.config
-        num_layers = c.num_hidden_layers + draft_layers
-        shape = (num_layers, c.num_key_value_heads, c.head_dim, BLOCK_SIZE)
-        total += kv_bytes(*shape, llama.dtype, widths(kv_bits))
-    return total
-
-
-def check_free(num_bytes: float, device: torch.device) -> None:
-    """UserError if the memory for keys and values is not free."""
-    free = free_memory(device)
-    if num_bytes > free:
-        raise UserError(
-            f"the memory for keys and values is {num_bytes:.4g} bytes, and {free:,} are free: a "
-            "smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len"
-        )
-
-
-def contiguous_caches(
-    llamas: Sequence[Llama],
-    max_len: int,
-    max_batch: int,
-    kv_bits: str | int,
-    draft_layers: int,
+def make_caches(
+    target: Llama, draft: Draft | None, options: Options, max_len: int, tokens: int | None
 ) -> list[Cache]:
-    """Rows of max_len for each model."""
-    blocks = max_batch * math.ceil(max_len / BLOCK_SIZE)  # only to count bytes: a row is not cut
-    check_free(blocks * block_bytes(llamas, kv_bits, draft_layers), llamas[0].device)
-    caches = []
-    for llama in llamas:
-        longest = min(
-            max_len, llama.config.max_position_embeddings
-        )  # a draft may have a shorter one
-        bits = widths(kv_bits)
-        caches.append(KVCache.of(llama, longest, max_batch, None, bits, draft_layers))
-    return caches
-
-
-def paged_caches(
-    llamas: Sequence[Llama],
-    tokens: int,
-    max_len: int,
-    max_batch: int,
-    kv_memory: float | None,
-    prefix_cache: bool,
-    kv_bits: str | int,
-    draft_layers: int,
-) -> list[Cache]:
-    """As many blocks for each model as memory holds or, without kv_memory, as `tokens` need."""
-    device = llamas[0].device
-    size = block_bytes(llamas, kv_bits, draft_layers)
-    if kv_memory is None:
-        needed = math.ceil(tokens / BLOCK_SIZE) + max_batch  # a text's last block is part-filled
-        blocks = min(needed, blocks_that_fit(0.8, size, device))
-    else:
-        if kv_memory > 1:
-            check_free(kv_memory, device)
-        blocks = blocks_that_fit(kv_memory, size, device)
-    bits = widths(kv_bits)
-    caches = []
-    for llama in llamas:
-        shape = (blocks, BLOCK_SIZE, max_len, prefix_cache, bits)
-        caches.append(PagedCache.of(llama, *shape, draft_layers=draft_layers))
-    return caches
+    """The target's cache, and the draft's own, if it has one."""
+    bits = widths(options.kv_bits)
+    if not options.use_cache:
+        if draft is not None or options.max_batch > 1 or bits != (16, 16):
+            raise UserError(
+                "without a cache there are no drafts, batches or bits of it: leave out --draft, "
+                "--prompts and --kv-bits, or --no-cache"
+            )
+        return [NoCache(target.device)]
+    specs = [target.kv_spec(bits, draft.num_layers if draft else 0)]
+    limits = [min(max_len, target.config.max_position_embeddings)]
+    for llama in draft.models if draft and draft.has_own_cache else ():
+        specs.append(llama.kv_spec(bits))
+        limits.append(min(max_len, llama.config.max_position_embeddings))
+    if options.kv == "contiguous":
+        return contiguous_caches(specs, limits, options.max_batch)
+    return paged_caches(specs, limits, tokens or options.max_batch * max_len, options)
 
 
 # ---- For Python callers --------------------------------------------------------------------------
-
-
-def either(prompt: Any, messages: Any) -> Any:
-    """The one that is not None."""
-    if (prompt is None) == (messages is None):
-        raise UserError("give either a prompt or messages")
-    return prompt if messages is None else messages
 
 
 def stream(
@@ -490,15 +390,20 @@ def stream(
     pieces: list[str] = []
     options["show"] = lambda piece, origin: pieces.append(piece)
     engine, streams = prepare([either(prompt, messages)], **options)
-    request = streams[0].request
-    engine.batcher.add(request)
-    while not streams[0].is_done:
-        new_tokens = engine.batcher.step()
-        streams[0].feed(new_tokens.get(request, ()))
+    waiting = {streams[0].request: streams[0]}
+    engine.batcher.add(streams[0].request)
+    is_done = False
+    while not is_done:
+        is_done = bool(engine.step(waiting))
         yield from pieces
         pieces.clear()
-    engine.finish(streams[0])
-    yield from pieces
+
+
+def either(prompt: Any, messages: Any) -> Any:
+    """The one that is not None."""
+    if (prompt is None) == (messages is None):
+        raise UserError("give either a prompt or messages")
+    return prompt if messages is None else messages
 
 
 def generate(
@@ -531,54 +436,33 @@ def prepare(
     target: str | Path | Model = "tiny",
     *,
     draft: str | Path | Model | Draft | None = None,
-    verify: str = "exact",
     system: str | None = None,
     chat: bool | None = None,
-    max_len: int | None = None,
-    max_batch: int = 16,
-    use_cache: bool = True,
-    kv: str = "paged",
-    kv_memory: float | None = None,
-    kv_bits: str | int = 16,
-    bits: Kind = 16,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
     show: Callable[[str, str], None] | None = None,
-    **settings: Any,
+    **named: Any,
 ) -> tuple[Engine, list[OutputStream]]:
     """An engine for these prompts, and a stream for each.
 
-    draft: a model, "ngram" or "self". verify: exact, or coupled: the text then depends on target
-    and seed alone; in exact mode also on the draft, and on how many tokens it drafts, which follows
-    the clock unless `gamma` is given. system, chat: see `Model.encode`; bits: `Model.load`; kv…:
-    `Engine`. show: is called with each new piece of text, and how its last token came about
-    (request.py).
+    draft: a model, "ngram" or "self". system, chat: see `Model.encode`. show: is called with each
+    new piece of text, and how its last token came about (request.py). named: device, dtype and bits
+    of `Model.load`; fields of `Options` and of `Settings`. In exact mode a text depends on the
+    draft, too, and on how many tokens it drafts, which follows the clock unless `gamma` is given.
     """
-    if verify not in ("exact", "coupled"):
-        raise UserError(f"verify is {verify!r}: it must be exact or coupled")
-    options = prepare.__kwdefaults__
-    check_names(settings, [*Settings.__dataclass_fields__, *options], "setting or option")
-    asked = Settings(**settings)
-    model = target if isinstance(target, Model) else Model.load(target, device, dtype, bits)
+    loading = {name: named.pop(name) for name in ("device", "dtype", "bits") if name in named}
+    check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *loading], "setting or option")
+    options = Options(**{name: named.pop(name) for name in OPTIONS if name in named})
+    asked = Settings(**named)
+    model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []
     for index, prompt in enumerate(prompts):
-        request = model.request(prompt, asked, system, chat, max_len, kv_bits)
+        request = model.request(prompt, asked, options, system, chat)
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show, index))
-    engine = Engine(
-        model,
-        load_draft(draft, model, dtype),
-        tokens=sum(lengths),
-        max_len=max(lengths, default=1),
-        max_batch=min(max_batch, max(1, len(prompts))),
-        coupled=verify == "coupled",
-        use_cache=use_cache,
-        kv=kv,
-        kv_memory=kv_memory,
-        kv_bits=kv_bits,
-    )
-    return engine, streams
+    max_batch = min(options.max_batch, max(1, len(prompts)))
+    options = replace(options, max_len=max(lengths, default=1), max_batch=max_batch)
+    draft = load_draft(draft, model, loading.get("dtype"))
+    return Engine(model, draft, options, sum(lengths)), streams
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from kernels import Ops, free_memory, ops_for, send
 from quant import KEY_GROUP, Bits, from_int4, from_int8, int4, int8
 
 if TYPE_CHECKING:
-    from model import Llama
+    from checkpoint.config import Config
 
 
 # ---- Attention metadata --------------------------------------------------------------------------
@@ -261,40 +261,48 @@ class Store:
         return sum(part.nbytes for part in self.parts)
 
 
+@dataclass(frozen=True)
+class KVSpec:
+    """What a cache stores of a token, and where."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    bits: Bits = (16, 16)  # of keys, of values; 16: numbers as they are, in `dtype`
+    device: torch.device | str = "cpu"
+    lookahead: int = 0  # 1: a layer's keys and values depend on the next token, too (eagle.py)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        dtype: torch.dtype,
+        bits: Bits = (16, 16),
+        device: torch.device | str = "cpu",
+        draft_layers: int = 0,
+    ) -> KVSpec:
+        """A model's. draft_layers: more layers, of a head that shares its cache (eagle.py)."""
+        layers = config.num_hidden_layers + draft_layers
+        lookahead = 1 if draft_layers else 0
+        heads = config.num_key_value_heads, config.head_dim
+        return cls(layers, *heads, dtype, bits, device, lookahead)
+
+    def bytes(self, tokens: int) -> int:
+        """What the keys and values of so many tokens take."""
+        key_bits, value_bits = self.bits
+        parts = stored_parts(self.head_dim, key_bits, self.dtype, KEY_GROUP)
+        parts += stored_parts(self.head_dim, value_bits, self.dtype)
+        vector_bytes = sum(width * kind.itemsize for width, kind in parts)
+        return self.layers * self.kv_heads * tokens * vector_bytes
+
+    def tokens_in(self, num_bytes: float) -> int:
+        """How many tokens' keys and values so many bytes hold."""
+        return int(num_bytes) // self.bytes(1)
+
+
 class CacheFull(UserError):
     """There is not enough memory for these tokens, and nothing has changed."""
-
-
-def kv_bytes(
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    tokens: int,
-    dtype: torch.dtype,
-    bits: Bits = (16, 16),
-) -> int:
-    """Bytes that the keys and values of `tokens` tokens take."""
-    key_bits, value_bits = bits
-    parts = stored_parts(head_dim, key_bits, dtype, KEY_GROUP) + stored_parts(
-        head_dim, value_bits, dtype
-    )
-    vector_bytes = sum(width * kind.itemsize for width, kind in parts)
-    return layers * kv_heads * tokens * vector_bytes
-
-
-def tokens_that_fit(
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    fraction: float = 0.8,
-    bits: Bits = (16, 16),
-) -> int:
-    """How many tokens' keys and values fit into a fraction of the memory that is free on `device`
-    now."""
-    token_bytes = kv_bytes(layers, kv_heads, head_dim, 1, dtype, bits)
-    return int(fraction * free_memory(device)) // token_bytes
 
 
 # ---- Caches --------------------------------------------------------------------------------------
@@ -316,40 +324,31 @@ class Cache:
     """
 
     def __init__(
-        self,
-        layers: int,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        bits: Bits,
-        ops: Ops | None,
+        self, spec: KVSpec, num_blocks: int, block_size: int, max_len: int, ops: Ops | None
     ):
+        dtype = spec.dtype
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
                 f"a cache of {dtype} is not supported; use float64, float32, bfloat16 or float16"
             )
-        self.device = torch.device(device)
+        self.device = torch.device(spec.device)
         self.dtype = dtype
         self.block_size = block_size
         self.max_len = max_len
         self.backend: dict[str, Any] = {}  # what a backend keeps for this cache
         self._sequences: dict[int, CachedSequence] = {}
-        shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        empty_kv = (ops or ops_for(device)).empty_kv
-        key_bits, value_bits = bits
+        shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
+        empty_kv = (ops or ops_for(spec.device)).empty_kv
+        key_bits, value_bits = spec.bits
         try:
             # errors in keys hurt most: in 4 bits they have a scale for each group of numbers
             self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, KEY_GROUP)
             self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
-            needed = kv_bytes(layers, kv_heads, head_dim, num_blocks * block_size, dtype, bits)
+            needed = spec.bytes(num_blocks * block_size)
             raise CacheFull(
                 f"a cache of {num_blocks} x {block_size} tokens needs {needed / 1e9:.1f} GB, "
-                f"which {device} does not have: ask for less"
+                f"which {spec.device} does not have: ask for less"
             ) from None
 
     @property
@@ -434,58 +433,11 @@ class KVCache(Cache):
     """Memory for `sequences` sequences of up to `max_len` tokens, reserved at once: sequence `seq`
     has block `seq`."""
 
-    def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        max_len: int,
-        sequences: int = 1,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        bits: Bits = (16, 16),
-        ops: Ops | None = None,
-    ):
+    def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1, ops: Ops | None = None):
         if max_len < 1 or sequences < 1:
             raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
-        super().__init__(
-            layers,
-            num_blocks=sequences,
-            block_size=max_len,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_len=max_len,
-            dtype=dtype,
-            device=device,
-            bits=bits,
-            ops=ops,
-        )
+        super().__init__(spec, sequences, max_len, max_len, ops)
         self._free_rows = list(reversed(range(sequences)))  # a row is a sequence's one block
-
-    @classmethod
-    def of(
-        cls,
-        llama: Llama,
-        max_len: int | None = None,
-        sequences: int = 1,
-        dtype: torch.dtype | None = None,
-        bits: Bits = (16, 16),
-        draft_layers: int = 0,
-    ) -> KVCache:
-        """A cache of this model's shape. max_len None: the model's own limit. draft_layers: more
-        layers, of a draft that shares this cache (eagle.py)."""
-        c = llama.config
-        return cls(
-            c.num_hidden_layers + draft_layers,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.max_position_embeddings if max_len is None else max_len,
-            sequences,
-            llama.device,
-            dtype or llama.dtype,
-            bits,
-            llama.ops,
-        )
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         """A new, empty sequence for `tokens` -> (seq, 0): this cache shares nothing between
@@ -534,10 +486,31 @@ class NoCache(Cache):
         """Nothing is stored."""
 
 
+def contiguous_caches(
+    specs: Sequence[KVSpec], limits: Sequence[int], sequences: int
+) -> list[Cache]:
+    """Rows for each model, as long as its limit. UserError if memory is short."""
+    needed = 0
+    for spec, limit in zip(specs, limits):
+        needed += sequences * spec.bytes(limit)
+    check_free(needed, specs[0].device)
+    return [KVCache(spec, limit, sequences) for spec, limit in zip(specs, limits)]
+
+
+def check_free(num_bytes: float, device: torch.device) -> None:
+    """UserError if the memory for keys and values is not free."""
+    free = free_memory(device)
+    if num_bytes > free:
+        raise UserError(
+            f"the memory for keys and values is {num_bytes:.4g} bytes, and {free:,} are free: a "
+            "smaller --kv-memory (up to 1: a share), or a smaller --max-batch or --max-len"
+        )
+
+
 def main() -> None:
     """The demonstration: 50 tokens after 200, without a cache and with one."""
     llama = Llama.load("tiny")
-    for cache in (NoCache(llama.device), KVCache.of(llama, 250)):
+    for cache in (NoCache(llama.device), KVCache(llama.kv_spec(), 250)):
         seq, _ = cache.open(())
         tokens = [1] * 200
         times = []

@@ -43,9 +43,9 @@ from torch import Tensor
 from checkpoint.load import load_llama
 from checkpoint.progress import do_each
 from kernels import Linear, Ops, ops_for
-from kvcache import AttentionMetadata
+from kvcache import AttentionMetadata, KVSpec
 from parallel import ROW_PARALLEL, group_for
-from quant import Kind, Quantized, named_tensors
+from quant import Bits, Kind, Quantized, named_tensors
 
 if TYPE_CHECKING:
     from checkpoint.config import Config
@@ -186,6 +186,10 @@ class Llama:
         hidden = ops.swiglu(normed, layer.gate_up)  # [T, F]
         mlp_out = self.group.sum(ops.linear(hidden, layer.down))
         return x, mlp_out
+
+    def kv_spec(self, bits: Bits = (16, 16), draft_layers: int = 0) -> KVSpec:
+        """What a cache stores of a token. draft_layers: of a head that shares it (eagle.py)."""
+        return KVSpec.of(self.config, self.dtype, bits, self.device, draft_layers)
 
     # ---- The weights
 
@@ -377,7 +381,7 @@ def main(name: str = "tiny") -> None:
     whole = llama(text)
     print("100 tokens at once, and in chunks through a cache:")
     for sizes in ([100], [99, 1], [50, 50], [1] * 100, [7, 13, 80]):
-        cache = KVCache.of(llama, len(text))
+        cache = KVCache(llama.kv_spec(), len(text))
         seq, _ = cache.open(())
         logits = [llama(chunk, cache.extend([(seq, chunk)])) for chunk in text.split(sizes)]
         error = (torch.cat(logits) - whole).abs().max() / whole.abs().max()

@@ -33,18 +33,15 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 
 from errors import UserError
 from kernels import Ops, free_memory
-from kvcache import Cache, CachedSequence, CacheFull, NewTokens
-from quant import Bits
+from kvcache import Cache, CachedSequence, CacheFull, KVSpec, NewTokens, check_free
+from settings import Options
 
-if TYPE_CHECKING:
-    from model import Llama
-
+BLOCK_SIZE = 16  # tokens
 BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), tokens of this block
 
 
@@ -113,79 +110,28 @@ class BlockPool:
             del self.hash_of[block]
 
 
-def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
-    """How many blocks fit into `memory`: a share of the free memory, or, above 1, bytes."""
-    num_bytes = memory * free_memory(device) if memory <= 1 else memory
-    if not num_bytes >= block_bytes:  # NaN, too
-        raise UserError(
-            f"the memory for keys and values is {memory}: that does not hold a block, which takes "
-            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or bytes"
-        )
-    return int(num_bytes) // block_bytes
-
-
 class PagedCache(Cache):
     """Keys and values of any number of sequences, in `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        spec: KVSpec,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         max_len: int | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         prefix_caching: bool = True,
-        bits: Bits = (16, 16),
         ops: Ops | None = None,
-        lookahead: int = 0,
     ):
-        """lookahead 1: a layer's keys and values depend on the next token, too (eagle.py)."""
         if num_blocks < 1 or block_size < 1:
             raise UserError(f"{num_blocks} blocks of {block_size} tokens: both must be at least 1")
         longest = num_blocks * block_size
         if max_len is not None:
             longest = min(max_len, longest)
-        super().__init__(
-            layers, num_blocks, block_size, kv_heads, head_dim, longest, dtype, device, bits, ops
-        )
+        super().__init__(spec, num_blocks, block_size, longest, ops)
         self.prefix_caching = prefix_caching
-        self.lookahead = lookahead
+        self.lookahead = spec.lookahead
         self.pool = BlockPool(num_blocks)
         self._next_seq = count(1)
-
-    @classmethod
-    def of(
-        cls,
-        llama: Llama,
-        num_blocks: int,
-        block_size: int = 16,
-        max_len: int | None = None,
-        prefix_caching: bool = True,
-        bits: Bits = (16, 16),
-        dtype: torch.dtype | None = None,
-        draft_layers: int = 0,
-    ) -> PagedCache:
-        """A cache of this model's shape. max_len: at most the model's own limit, which is the
-        default. draft_layers: more layers, of a draft that shares this cache (eagle.py)."""
-        c = llama.config
-        longest = c.max_position_embeddings
-        return cls(
-            c.num_hidden_layers + draft_layers,
-            c.num_key_value_heads,
-            c.head_dim,
-            num_blocks,
-            block_size,
-            longest if max_len is None else min(max_len, longest),
-            llama.device,
-            dtype or llama.dtype,
-            prefix_caching,
-            bits,
-            llama.ops,
-            lookahead=1 if draft_layers else 0,
-        )
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
         """What a full block is found by. (A method: a test puts keys in its place whose Python
@@ -327,9 +273,41 @@ class PagedCache(Cache):
         return counts
 
 
+# ---- How large caches are ------------------------------------------------------------------------
+
+
+def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> int:
+    """How many blocks fit into `memory`: a share of the free memory, or, above 1, bytes."""
+    num_bytes = memory * free_memory(device) if memory <= 1 else memory
+    if not num_bytes >= block_bytes:  # NaN, too
+        raise UserError(
+            f"the memory for keys and values is {memory}: that does not hold a block, which takes "
+            f"{block_bytes:,} bytes; it must be a share of what is free (up to 1), or bytes"
+        )
+    return int(num_bytes) // block_bytes
+
+
+def paged_caches(
+    specs: Sequence[KVSpec], limits: Sequence[int], tokens: int, options: Options
+) -> list[Cache]:
+    """As many blocks for each model as memory holds or, without kv_memory, as `tokens` need.
+    limits: tokens of a sequence. UserError if memory is short."""
+    device = torch.device(specs[0].device)
+    block_bytes = sum(spec.bytes(BLOCK_SIZE) for spec in specs)
+    if options.kv_memory is None:
+        needed = math.ceil(tokens / BLOCK_SIZE) + options.max_batch  # last blocks are part-filled
+        blocks = min(needed, blocks_that_fit(0.8, block_bytes, device))
+    else:
+        if options.kv_memory > 1:
+            check_free(options.kv_memory, device)
+        blocks = blocks_that_fit(options.kv_memory, block_bytes, device)
+    how = dict(block_size=BLOCK_SIZE, prefix_caching=options.prefix_caching)
+    return [PagedCache(spec, blocks, max_len=limit, **how) for spec, limit in zip(specs, limits)]
+
+
 def main() -> None:
     """The demonstration: how many tables hold each block; ·: none."""
-    cache = PagedCache(1, 1, 2, num_blocks=40, block_size=4)
+    cache = PagedCache(KVSpec(1, 1, 2), num_blocks=40, block_size=4)
     for text in (
         b"Once upon a time, a dog",
         b"Once upon a time, a big girl",

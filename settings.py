@@ -89,6 +89,38 @@ class Settings:
         return Grammar(notation, getattr(self, notation))
 
 
+# ---- The options of an engine --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine makes texts, whichever they are."""
+
+    max_len: int | None = (
+        None  # tokens of the longest text; None: as many as model and memory allow
+    )
+    max_batch: int = 16  # texts at a time
+    verify: str = "exact"  # or coupled: the text then depends on target and seed alone
+    use_cache: bool = True
+    kv: str = "paged"  # blocks on demand; or contiguous: max_batch rows of max_len
+    kv_bits: str | int = 16  # 16, 8, 4 or "8/4": keys in 8, values in 4
+    kv_memory: float | None = None  # of the paged cache, in bytes; up to 1: a share of free memory
+    prefix_caching: bool = True
+
+    def __new__(cls, *values: Any, **named: Any) -> Options:
+        check_names(named, cls.__dataclass_fields__, "option")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_choice("verify", self.verify, ("exact", "coupled"))
+        check_choice("kv", self.kv, ("paged", "contiguous"))
+        check_whole("max_batch", self.max_batch, 1, None)
+        if self.kv == "contiguous" and self.kv_memory is not None:
+            raise UserError(
+                "kv_memory is for the paged cache: a contiguous one has max_batch rows of max_len"
+            )
+
+
 # ---- Checks --------------------------------------------------------------------------------------
 
 
@@ -103,6 +135,12 @@ def check_settings(**settings: Any) -> None:
             raise UserError(f"{name} is {value!r}: it must be {rule}")
         if name == "top_k" and value % 1:
             raise UserError(f"{name} is {value!r}: it must be {rule}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, str]) -> None:
+    """UserError unless the value is one of the two."""
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}: it must be {' or '.join(choices)}")
 
 
 def checked_texts(name: str, value: Any) -> tuple[str, ...]:

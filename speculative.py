@@ -38,6 +38,7 @@ from torch import Tensor
 
 from grammar import Masks
 from kernels import Ops, send
+from kvcache import KVSpec
 from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role
 from settings import SETTINGS
@@ -246,9 +247,7 @@ def main() -> None:
     """
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
-        cache, draft_cache = (
-            KVCache(1, 1, 1, max_len=7, sequences=n, dtype=torch.float64) for _ in range(2)
-        )
+        cache, draft_cache = (KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, n) for _ in range(2))
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
         runner = ModelRunner(target, cache, vocab_size=3, drafter=drafter, make_coin=walk)
         requests = []

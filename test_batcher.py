@@ -16,7 +16,7 @@ from conftest import random_llama, write_model
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import Cache, KVCache
+from kvcache import Cache, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
 from proof import Walk, distance, enumerate_law
@@ -24,6 +24,7 @@ from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from sampling import Keyed, exponential, probabilities
+from settings import Options
 from test_drafters import LastToken
 from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
 
@@ -39,7 +40,7 @@ for tensor in ROUNDED.named_tensors().values():
 
 
 def paged(llama: Llama, blocks: int, size: int, sharing=True, bits: Bits = (16, 16)) -> PagedCache:
-    return PagedCache.of(llama, blocks, size, prefix_caching=sharing, bits=bits)
+    return PagedCache(llama.kv_spec(bits=bits), blocks, size, prefix_caching=sharing)
 
 
 def drafter_of(name: str, cache: Cache, make_cache: Callable[[Llama], Cache]) -> Drafter | None:
@@ -55,7 +56,7 @@ def alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)
     """The text of this request by itself, with the contiguous cache."""
 
     def make_cache(llama: Llama) -> KVCache:
-        return KVCache.of(llama, 300, bits=bits)
+        return KVCache(llama.kv_spec(bits=bits), 300)
 
     prompt = request.tokens[: request.num_prompt_tokens]
     copy = Request(prompt, request.settings, request.eos_token_ids)
@@ -139,7 +140,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
 
     def make_cache(llama: Llama) -> Cache:
         if w["contiguous"]:
-            return KVCache.of(llama, longest, w["batch"], bits=w["bits"])
+            return KVCache(llama.kv_spec(bits=w["bits"]), longest, w["batch"])
         return paged(llama, blocks, w["size"], w["sharing"], w["bits"])
 
     cache = make_cache(LLAMA)
@@ -181,11 +182,14 @@ def test_float32_texts_differ_only_at_near_ties():
     """The embedded pair in coupled mode, in a pool that makes texts wait for each other."""
     model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
     prompts = ["Once upon a time", "Once upon a time, there was a little dog", "Lily saw"]
-    memory = sum(KVCache.of(each.llama, 1).bytes for each in (model, draft))
+    memory = sum(KVCache(each.llama.kv_spec(), 1).bytes for each in (model, draft))
     texts = {}
     for max_batch in (3, 1):
         engine = Engine(
-            model, load_draft(draft, model), 0, 60, max_batch, True, kv_memory=4 * 16 * memory
+            model,
+            load_draft(draft, model),
+            Options(max_len=60, max_batch=max_batch, verify="coupled", kv_memory=4 * 16 * memory),
+            0,
         )
         requests = []
         for i, prompt in enumerate(prompts):
@@ -215,10 +219,12 @@ def test_law_of_a_batch_whose_texts_are_preempted(drafter):
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
         requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
         blocks = max(3, n // 2)
-        cache = PagedCache(1, 1, 1, blocks, 2, dtype=torch.float64)
+        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
         drafts = SelfDrafter(COPY, cache)
         if drafter == "model":
-            drafts = ModelDrafter(DRAFT, PagedCache(1, 1, 1, 2 * blocks, 1, dtype=torch.float64))
+            drafts = ModelDrafter(
+                DRAFT, PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 2 * blocks, 1)
+            )
         runner = ModelRunner(TARGET, cache, 3, drafts, make_coin=walk)
         list(Batcher(runner, max(2, n)).run(requests))
         num_preemptions += sum(request.num_preemptions for request in requests)
@@ -315,7 +321,7 @@ def test_slots_are_taken_at_once_first_come_first_served():
 
 def test_a_client_of_many_texts_does_not_keep_others_waiting_for_all_of_them():
     """Nor is it kept waiting by many clients of one text each."""
-    runner = ModelRunner(LLAMA, KVCache.of(LLAMA, 300, 2), V)
+    runner = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300, 2), V)
     batcher = Batcher(runner, 2)
     order = []
 
@@ -454,7 +460,7 @@ def test_shared_prefix_is_computed_once():
 
 
 def test_requests_wait_where_a_contiguous_cache_has_no_row():
-    batcher = Batcher(ModelRunner(LLAMA, KVCache.of(LLAMA, 40, 2), V), max_batch=5)
+    batcher = Batcher(ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 40, 2), V), max_batch=5)
     requests = [make_request(5, 6, i) for i in range(5)]
     add_all(batcher, requests)
     opened = steps_of_opens(batcher)
@@ -496,7 +502,9 @@ def counted_calls(counts: list[int]):
 def calls_of_a_step(models, draft, texts: int, length: int, gamma: int | None, waits=0) -> float:
     """Of a step that decodes so many texts of such a length, for each; `waits`: others wait."""
     draft = load_draft(models[1] if draft == "model" else draft, models[0])
-    engine = Engine(models[0], draft, texts * (length + 200), 4000, texts + 1)
+    engine = Engine(
+        models[0], draft, Options(max_len=4000, max_batch=texts + 1), texts * (length + 200)
+    )
     batcher = engine.batcher
     requests = [make_request(length, 100, i, gamma) for i in range(texts)]
     add_all(batcher, requests)
@@ -533,7 +541,7 @@ def test_finished_request_is_not_searched_among_those_that_wait(models):
         def __contains__(self, item):
             raise AssertionError("searched")
 
-    engine = Engine(models[0], None, 100, 50, 2)
+    engine = Engine(models[0], None, Options(max_len=50, max_batch=2), 100)
     engine.batcher.waiting = Queue()
     streams = [OutputStream(models[0].tokenizer, make_request(4, 3, i), "") for i in range(6)]
     assert len(list(engine.serve(streams))) == 6
@@ -542,7 +550,12 @@ def test_finished_request_is_not_searched_among_those_that_wait(models):
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 def test_nothing_is_kept_of_finished_requests(models, draft):
     model = models[0]
-    engine = Engine(model, load_draft(models[1] if draft == "model" else draft, model), 300, 60, 4)
+    engine = Engine(
+        model,
+        load_draft(models[1] if draft == "model" else draft, model),
+        Options(max_len=60, max_batch=4),
+        300,
+    )
     counts = []
     gc.freeze()  # what there is already is not looked through
     for i in range(3):

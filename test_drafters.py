@@ -16,7 +16,7 @@ from conftest import SMALL
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Draft, Engine, Model, load_draft
 from kernels import Ops
-from kvcache import CacheFull, KVCache
+from kvcache import CacheFull, KVCache, KVSpec
 from model import Llama
 from paged import PagedCache
 from proof import Toy, Walk, distance, enumerate_law
@@ -24,6 +24,7 @@ from quant import WIDTHS, dequantize, quantize
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
+from settings import Options
 from speculative import Proposal, Round
 from test_speculative import COPY, CPU, KINDS, TARGET, Kind, new_tokens, play, toy_cache
 
@@ -154,7 +155,7 @@ def test_a_coupled_round_makes_no_distributions(B):
     V = 5000
     llama = Llama(Config(**SMALL | dict(vocab_size=V)), seed=3).pack_weights()
     llamas = [llama, Llama(Config(**SMALL | dict(vocab_size=V)), seed=3, ops=Ops()).pack_weights()]
-    drafters = [ModelDrafter(llama, KVCache.of(llama, 20, 2 * B)) for llama in llamas]
+    drafters = [ModelDrafter(llama, KVCache(llama.kv_spec(), 20, 2 * B)) for llama in llamas]
     texts = []
     for drafter in (*drafters, NgramDrafter()):
         _, q, largest = proposed(drafter, False, B, V)
@@ -174,7 +175,7 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
     answers = set()
     for lag, num_drafts in itertools.product(range(1, 5), range(1, 6)):
         request = Request([1] * 4, Settings(1.0, seed=0, max_tokens=9))
-        cache = PagedCache(1, 1, 1, blocks, 2, dtype=torch.float64)
+        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), blocks, 2)
         drafter = ModelDrafter(Toy(longest=12, V=1), cache)
         drafter.open(request)
         if lag < 4:
@@ -187,7 +188,9 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
         with nullcontext() if fits else pytest.raises(CacheFull):
             drafter.propose(toy_round(request, num_drafts, V=1))
     assert answers == {True, False}
-    drafter = ModelDrafter(Toy(longest=12, V=1), PagedCache(1, 1, 1, 1, 2, dtype=torch.float64))
+    drafter = ModelDrafter(
+        Toy(longest=12, V=1), PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 1, 2)
+    )
     request = Request([1, 1], Settings(1.0, seed=0))
     drafter.open(request)
     assert drafter.fits([ScheduledRequest(request, 2, num_catch_up=2)])
@@ -206,7 +209,7 @@ def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         llama = Llama(Config(**SMALL), dtype=dtype)
         for num_drafts in ([2, 2], [1, 2]):
-            drafter = ModelDrafter(llama, KVCache.of(llama, 20, 2))
+            drafter = ModelDrafter(llama, KVCache(llama.kv_spec(), 20, 2))
             requests = [Request([1, 2], Settings(1.0, seed=i)) for i in range(2)]
             for request in requests:
                 drafter.open(request)
@@ -264,7 +267,7 @@ def equal(before: list[Tensor], after: list[Tensor]) -> bool:
 def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
     assert bits in WIDTHS
     model, draft = small
-    engine = Engine(model, draft, 300, 90, 3, kv=kv, kv_bits=bits)
+    engine = Engine(model, draft, Options(max_len=90, max_batch=3, kv=kv, kv_bits=bits), 300)
     runner = engine.runner
     cache = engine.caches[0]
     requests = []
@@ -296,7 +299,7 @@ def test_law_of_a_text_that_begins_as_an_earlier_one_went_on():
     second = Kind((1, *max(went_on, key=went_on.__getitem__)), 1, 3)
 
     def run(walk: Walk, n: int) -> list:
-        cache = PagedCache(1, 1, 1, 14 * n, 1, dtype=torch.float64)
+        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 14 * n, 1)
         runner = ModelRunner(TARGET, cache, 3, SelfDrafter(COPY, cache), make_coin=walk)
         for kind in (first, second):
             requests = [kind.request(seed) for seed in range(n)]
@@ -323,7 +326,7 @@ def drafting(cache, num_drafts: int, prompt=(1, 0)) -> tuple[ModelRunner, Reques
 
 
 def test_no_block_with_a_drafts_keys_and_values_is_cached():
-    cache = PagedCache(1, 1, 1, 40, 1, dtype=torch.float64)
+    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 1)
     runner, request = drafting(cache, 2)
     while not request.finish_reason:
         drafted, _ = runner.drafter.propose(toy_round(request, request.num_remaining))
@@ -340,7 +343,7 @@ def test_no_block_with_a_drafts_keys_and_values_is_cached():
 
 
 def test_drafts_in_a_shared_or_cached_block_are_written_to_a_copy():
-    cache = PagedCache(1, 1, 1, 40, 2, dtype=torch.float64)
+    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 2)
     runner, request = drafting(cache, 3, (1, 0, 2))
     sibling = cache.fork(request.seq)
     before = stored(cache, sibling, cache.length(sibling))
@@ -406,10 +409,10 @@ def test_siblings_get_the_texts_that_they_get_alone(small):
 
     alone = requests()
     for request in alone:
-        list(Engine(model, draft, 60, 60).batcher.run([request]))
+        list(Engine(model, draft, Options(max_len=60, max_batch=1), 60).batcher.run([request]))
     siblings = requests()
     for request in siblings[1:]:
         request.sibling = siblings[0]
-    list(Engine(model, draft, 200, 60, 3).batcher.run(siblings))
+    list(Engine(model, draft, Options(max_len=60, max_batch=3), 200).batcher.run(siblings))
     assert [r.tokens for r in siblings] == [r.tokens for r in alone]
     assert len({tuple(r.tokens) for r in siblings}) == 3

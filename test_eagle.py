@@ -25,6 +25,7 @@ from proof import distance, enumerate_law
 from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import Setting, probabilities
+from settings import Options
 from speculative import Round
 from test_kernels import num_found
 from test_speculative import Kind, PaddedCoin, new_tokens, play
@@ -204,7 +205,7 @@ def test_drafts_are_those_of_the_formulas(tmp_path, flags, layout):
 def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
     """The prompt takes 3 steps; the last of them also makes a token. No other text finds a block
     that holds the 0 of a draft."""
-    cache = PagedCache.of(target, 20, 4, draft_layers=1)
+    cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
     drafter = EagleDrafter(head, cache)
     runner = ModelRunner(target, cache, target.config.vocab_size, drafter, budget=6)
     chosen = Settings(1.0, seed=3, max_tokens=20, gamma=3)
@@ -241,7 +242,7 @@ def stored_rows(cache, seq: int) -> Tensor:
 
 def rows_at_once(target: Llama, head: EagleHead, text: list[int]) -> Tensor:
     """The same, of a text that is read in one pass, by a drafter of its own."""
-    cache = KVCache.of(target, draft_layers=1)
+    cache = KVCache(target.kv_spec(draft_layers=1), 96)
     runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
     request = Request(text, Settings(1.0, seed=0, max_tokens=1))
     runner.open(request)
@@ -269,12 +270,14 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
     budget = draw(st.integers(4, 24))
     if draw(st.booleans()):
         blocks = draw(st.integers(20, 40))  # the longest prompt has 17 tokens
-        cache = PagedCache.of(target, blocks, draw(st.sampled_from([1, 2, 4])), 48, draft_layers=1)
+        cache = PagedCache(
+            target.kv_spec(draft_layers=1), blocks, draw(st.sampled_from([1, 2, 4])), max_len=48
+        )
     else:
-        cache = KVCache.of(target, 48, 4, draft_layers=1)
+        cache = KVCache(target.kv_spec(draft_layers=1), 48, 4)
     is_coupled = draw(st.booleans())
     runner = ModelRunner(target, cache, V, EagleDrafter(head, cache), is_coupled, budget=budget)
-    plain_cache = KVCache.of(target, 48)
+    plain_cache = KVCache(target.kv_spec(), 48)
     plain = ModelRunner(target, plain_cache, V)
     batcher = Batcher(runner, draw(st.integers(1, 4)))
     start = draw(st.lists(st.integers(0, 9), min_size=1, max_size=14))
@@ -307,7 +310,7 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
 def check_texts(pair) -> None:
     """Texts that begin alike, one after the other: γ = 3, blocks of two tokens."""
     target, head = pair
-    cache = PagedCache.of(target, 60, 2, draft_layers=1)
+    cache = PagedCache(target.kv_spec(draft_layers=1), 60, 2)
     runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
     for i in range(4):
         chosen = Settings(1.0, seed=i, max_tokens=8, gamma=3)
@@ -403,7 +406,7 @@ def test_planted_bugs_are_caught(pair, monkeypatch, plant):
 def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after, stays):
     """The newest row stays if it is still the row of the text's last token that was read."""
     target, head = pair
-    cache = PagedCache.of(target, 20, 4, draft_layers=1)
+    cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
     drafter = EagleDrafter(head, cache)
     runner = ModelRunner(target, cache, target.config.vocab_size, drafter)
     request = Request([1, 2, 3, 4], Settings(0.0, seed=0, max_tokens=9, gamma=3))
@@ -441,7 +444,7 @@ def test_drafts_that_are_not_finite_are_told():
     target = random_llama(1, ops=LikeAGPU())
     head = random_head(target)
     head.norm.fill_(torch.nan)
-    cache = KVCache.of(target, 20, 2, draft_layers=1)
+    cache = KVCache(target.kv_spec(draft_layers=1), 20, 2)
     runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
     requests = []
     for seed in range(2):
@@ -474,7 +477,7 @@ def test_law_is_the_targets_with_a_head(coupled):
     def run(walk, n: int) -> list:
         chosen = [branch.decide([1.0] * len(kinds)) for branch in walk.branches]
         requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
-        cache = KVCache.of(target, 8, n, draft_layers=1)
+        cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
         drafter = EagleDrafter(head, cache)
 
         def coin(*keys):
@@ -518,7 +521,12 @@ def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv
     draft = load_draft(folder, model)
     texts = []
     for one in (None, draft):
-        engine = Engine(model, one, 400, 90, 2, coupled=True, kv=kv, kv_bits=kv_bits)
+        engine = Engine(
+            model,
+            one,
+            Options(max_len=90, max_batch=2, verify="coupled", kv=kv, kv_bits=kv_bits),
+            400,
+        )
         requests = []
         for seed in range(5):
             chosen = Settings(1.0, top_k=3, seed=seed, max_tokens=40, gamma=one and 3)

@@ -20,6 +20,7 @@ from generate import DRAFTS, Draft, Engine, Model, generate, plain_loop, stream
 from grammar import Grammars
 from kvcache import CacheFull
 from request import OutputStream, Request, Settings
+from settings import Options
 from test_drafters import LastToken
 
 PROMPT = "Once upon a time, there was a little"
@@ -270,7 +271,9 @@ def test_siblings_compute_their_prompt_once_and_get_their_own_texts(model, kv):
     computed = {}
     texts = {}
     for siblings in (True, False):
-        engine = Engine(model, None, 4 * 60, 60, 4, kv=kv, prefix_cache=False)
+        engine = Engine(
+            model, None, Options(max_len=60, max_batch=4, kv=kv, prefix_caching=False), 4 * 60
+        )
         computed[siblings] = 0
         step = engine.runner.step
 
@@ -288,7 +291,7 @@ def test_siblings_compute_their_prompt_once_and_get_their_own_texts(model, kv):
 
 def test_stop_string_frees_its_request_while_the_others_go_on(model):
     def serve(**chosen) -> tuple[Engine, dict]:
-        engine = Engine(model, None, 300, 60, 4)
+        engine = Engine(model, None, Options(max_len=60, max_batch=4), 300)
         results = engine.serve(streams(model, 3, max_tokens=20, **chosen))
         return engine, {result.index: result for result in results}
 
@@ -304,7 +307,7 @@ def test_stop_string_frees_its_request_while_the_others_go_on(model):
 
 
 def test_ctrl_c_ends_all_with_what_there_is(model):
-    engine = Engine(model, None, 300, 60, 2)
+    engine = Engine(model, None, Options(max_len=60, max_batch=2), 300)
     step = engine.runner.step
 
     def interrupted(scheduled):
@@ -323,7 +326,7 @@ def test_ctrl_c_ends_all_with_what_there_is(model):
 
 
 def test_an_engine_serves_again_after_a_caller_had_enough_or_an_error(model):
-    engine = Engine(model, None, 300, 60, 2)
+    engine = Engine(model, None, Options(max_len=60, max_batch=2), 300)
     for _ in engine.serve(streams(model, 3, siblings=False)):
         break
     assert not engine.batcher.running and not engine.batcher.waiting
@@ -345,14 +348,22 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
     token = 2 * 2 * 2 * 6 * 8  # bytes, in float64
 
     def blocks(**memory) -> list[int]:
-        return [cache.pool.total for cache in Engine(model, None, 100, 50, 2, **memory).caches]
+        return [
+            cache.pool.total
+            for cache in Engine(model, None, Options(max_len=50, max_batch=2, **memory), 100).caches
+        ]
 
     assert blocks() == [7 + 2]
     assert blocks(kv_memory=token * 16 * 5 + 7) == [5]
-    both = Engine(model, page.load_draft(model, model), 100, 50, 2, kv_memory=token * 16 * 10)
+    both = Engine(
+        model,
+        page.load_draft(model, model),
+        Options(max_len=50, max_batch=2, kv_memory=token * 16 * 10),
+        100,
+    )
     assert [cache.pool.total for cache in both.caches] == [5, 5]
     assert both.describe() == "keys and values: 5 blocks of 16 tokens, 0.1 MB"
-    contiguous = Engine(model, None, 100, 50, 2, kv="contiguous")
+    contiguous = Engine(model, None, Options(max_len=50, max_batch=2, kv="contiguous"), 100)
     assert contiguous.describe() == "keys and values: rows of 50 tokens, 0.0 MB"
     with pytest.raises(CacheFull):
         contiguous.caches[0].extend([(contiguous.caches[0].open([])[0], [1] * 51)])
@@ -371,7 +382,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
-            Engine(model, None, 100, 50, **wrong)
+            Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), 100)
 
 
 # ---- Folders

@@ -36,7 +36,7 @@ from tokenizer import Tokenizer
 pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
 import grammar as grammar_page
 from grammar import Grammars, GrammarState, Masks, forbid
-from settings import MAX_GRAMMAR, Grammar
+from settings import MAX_GRAMMAR, Grammar, Options
 
 # ---- A vocabulary of four tokens, and what a grammar allows there, by definition
 
@@ -431,7 +431,7 @@ def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkey
     for i, request in enumerate(requests):
         prompt = request.tokens[: request.num_prompt_tokens]
         alone = Request(prompt, request.settings, request.eos_token_ids)
-        lone = ModelRunner(LLAMA, KVCache.of(LLAMA, 300), 259, grammars=byte_grammars)
+        lone = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300), 259, grammars=byte_grammars)
         list(Batcher(lone, 1).run([alone]))
         made = new_tokens(request)
         assert made == new_tokens(alone)[: len(made)]
@@ -467,7 +467,9 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
     def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
         gamma = None if draft is None else 3
         options = dict(max_batch=8, coupled=coupled)
-        engine = Engine(model, load_draft(draft, model), 600, 100, **options)
+        engine = Engine(
+            model, load_draft(draft, model), Options(max_len=100, max_batch=1, **options), 600
+        )
         requests = []
         for i, rule in enumerate(RULES):
             for ends in ((), model.eos_token_ids):
@@ -674,7 +676,7 @@ def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
 
     def texts(slow_mask: float) -> list[Request]:
         monkeypatch.setattr(grammar_page, "SLOW_MASK", slow_mask)
-        engine = Engine(model, load_draft("ngram", model), 2000, 300, 4)
+        engine = Engine(model, load_draft("ngram", model), Options(max_len=300, max_batch=4), 2000)
         grammars = (None, AMBIGUOUS, None)
         requests = [
             Request(model.encode("Once"), Settings(0, grammar=lark, seed=0, max_tokens=60))
@@ -710,11 +712,13 @@ def test_so_many_grammars_stay_compiled(model):
 
 def test_a_request_keeps_its_grammar(model, monkeypatch):
     """The engine compiles none that was compiled early: not at admission, not after preemption."""
-    first = model.request("Once", Settings(0, regex="[a-z ]+", seed=0, max_tokens=20), max_len=50)
+    first = model.request(
+        "Once", Settings(0, regex="[a-z ]+", seed=0, max_tokens=20), Options(max_len=50)
+    )
     requests = [first, first.sibling_text(1)]
     cannot = lambda *arguments: pytest.fail("compiled")  # noqa: E731
     monkeypatch.setattr(Grammars, "submit", cannot)
-    list(Engine(model, None, 200, 50, 2).batcher.run(requests))
+    list(Engine(model, None, Options(max_len=50, max_batch=2), 200).batcher.run(requests))
     assert all(request.finish_reason for request in requests)
 
 

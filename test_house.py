@@ -18,6 +18,7 @@ import torch
 from conftest import FOLDERS, PAGES, ROOT
 from generate import Engine, Model, load_draft
 from request import Request, Settings
+from settings import Options
 
 ORDER = (
     "errors settings sampling quant parallel kernels flash kvcache paged model spm tokenizer "
@@ -55,7 +56,7 @@ NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
 NODES = 103_300
 NODES_OF_THE_ROOT = 31_800
-NODES_OF_TESTS = 152_700  # and of .ci
+NODES_OF_TESTS = 153_900  # and of .ci
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100
@@ -244,7 +245,7 @@ def test_a_token_visits_few_pages(draft, most, monkeypatch):
     """A step after the prompt, and a round of speculation, as plain torch computes them."""
     monkeypatch.setenv("LLAMA_PLAIN", "1")
     model = Model.load("tiny", "cpu", torch.float32)
-    engine = Engine(model, load_draft(draft, model), 200, 100)
+    engine = Engine(model, load_draft(draft, model), Options(max_len=100, max_batch=1), 200)
     settings = Settings(1.0, seed=1, max_tokens=40, gamma=3)
     engine.batcher.add(Request(model.encode("Once upon a time"), settings, model.eos_token_ids))
     for _ in range(2):

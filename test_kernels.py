@@ -648,7 +648,7 @@ class Contract:
             for seed in (1, 2)
         ]
         generator = torch.Generator()
-        cache = PagedCache.of(models[0], 40, 4)
+        cache = PagedCache(models[0].kv_spec(), 40, 4)
         poison(cache.keys)
         poison(cache.values)
         seqs = [[cache.open(())[0] for _ in range(3)] for _ in models]

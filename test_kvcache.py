@@ -1,6 +1,7 @@
 """The cache against lists of vectors; and a text cut in any way gives the same logits."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,11 +17,10 @@ from kvcache import (
     AttentionMetadata,
     CacheFull,
     KVCache,
+    KVSpec,
     SequenceSlice,
     Store,
-    kv_bytes,
     stored_parts,
-    tokens_that_fit,
 )
 from model import Llama
 from paged import PagedCache
@@ -82,7 +82,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = KVCache(L, G, D, N, S, dtype=torch.float64)
+        self.cache = KVCache(KVSpec(L, G, D, dtype=torch.float64), N, S)
         self.texts = {}
         self.poison()
         self.random = torch.Generator().manual_seed(0)
@@ -233,7 +233,7 @@ test_any_history = CacheMachine.TestCase
 
 def test_commit_keeps_the_text_without_its_last_token():
     """Drafts that only the device knew (0) become known; rejected ones are forgotten."""
-    cache = KVCache(1, 1, 2, 9)
+    cache = KVCache(KVSpec(1, 1, 2), 9)
     seq, _ = cache.open(())
     cache.extend([(seq, [5, 6, 0, 0, 0])])
     cache.commit(seq, [5, 6, 7, 8], 2)  # of three drafts one is accepted; 8 is the correction
@@ -252,43 +252,34 @@ def allocated(cache: KVCache) -> int:
 
 
 def test_bytes_by_formula_and_as_allocated():
-    assert kv_bytes(32, 8, 128, 1, torch.bfloat16) == 131_072  # Llama 3.1 8B, a token
-    assert kv_bytes(80, 8, 128, 4096, torch.bfloat16) == 1_342_177_280  # Llama 2 70B
+    assert KVSpec(32, 8, 128, torch.bfloat16).bytes(1) == 131_072  # Llama 3.1 8B, a token
+    assert KVSpec(80, 8, 128, torch.bfloat16).bytes(4096) == 1_342_177_280  # Llama 2 70B
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        cache = KVCache(3, 2, 8, max_len=11, sequences=2, dtype=dtype)
-        formula = kv_bytes(3, 2, 8, 22, dtype)
+        spec = KVSpec(3, 2, 8, dtype)
+        cache = KVCache(spec, 11, 2)
+        formula = spec.bytes(22)
         assert cache.bytes == allocated(cache) == formula == 2 * 2 * 3 * 2 * 8 * 11 * dtype.itemsize
     for D in (64, 80, 72, 128):
-        plain = kv_bytes(3, 2, D, 11, torch.bfloat16)
+        plain = KVSpec(3, 2, D, torch.bfloat16).bytes(11)
         most = {"16": 1.0, "8": 0.54, "8/4": 0.42, "4": 0.35 if D == 72 else 0.33}
         for name, share in most.items():
-            bits = widths(name)
-            cache = KVCache(3, 2, D, 11, dtype=torch.bfloat16, bits=bits)
-            formula = kv_bytes(3, 2, D, 11, torch.bfloat16, bits)
-            assert cache.bytes == allocated(cache) == formula <= share * plain
-
-
-def test_tokens_that_fit_are_a_share_of_free_memory(monkeypatch):
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1_000_000, 9_000_000))
-    fitting = tokens_that_fit(2, 3, 5, torch.bfloat16, torch.device("cuda"), fraction=0.5)
-    assert fitting == 500_000 // kv_bytes(2, 3, 5, 1, torch.bfloat16)
-    fit = partial(tokens_that_fit, 3, 2, 64, torch.bfloat16, CPU)
-    half, whole, eight = fit(0.5), fit(1.0), fit(0.5, bits=(8, 8))
-    assert half > 10 and 1.3 < whole / half < 3  # what is free changes between two looks
-    assert eight > 1.5 * half
+            spec = KVSpec(3, 2, D, torch.bfloat16, widths(name))
+            cache = KVCache(spec, 11)
+            assert cache.bytes == allocated(cache) == spec.bytes(11) <= share * plain
+            assert spec.tokens_in(10.5 * spec.bytes(1)) == 10
 
 
 def test_impossible_caches_are_refused():
     for wrong in (dict(max_len=0), dict(sequences=0), dict(max_len=-1)):
         with pytest.raises(UserError, match="a cache of .* tokens: both must be at least 1"):
-            KVCache(**(dict(layers=1, kv_heads=1, head_dim=2, max_len=3) | wrong))
+            KVCache(KVSpec(1, 1, 2), **(dict(max_len=3) | wrong))
     for dtype in (torch.int8, torch.bool):
         with pytest.raises(UserError, match=f"a cache of {dtype} is not supported; use float64"):
-            KVCache(1, 1, 2, 3, dtype=dtype)
+            KVCache(KVSpec(1, 1, 2, dtype=dtype), 3)
     with pytest.raises(CacheFull, match="3 x 10{12} tokens needs 96000.0 GB, which cpu does not"):
-        KVCache(1, 1, 4, 10**12, 3)
+        KVCache(KVSpec(1, 1, 4), 10**12, 3)
     with pytest.raises(UserError, match="head_dim is 5: .* use 8 bits"):
-        KVCache(1, 1, 5, 4, bits=(8, 4))
+        KVCache(KVSpec(1, 1, 5, bits=(8, 4)), 4)
     for wrong in ("3", 2, "4/8", ""):
         with pytest.raises(UserError, match="kv_bits is .*: it must be 16, 8, 4 or 8/4"):
             widths(wrong)
@@ -340,7 +331,7 @@ def test_these_models_would_notice():
 @given(MODEL, st.lists(st.tuples(TEXT, CUTS), min_size=2, max_size=3))
 @torch.inference_mode()
 def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
-    cache = KVCache.of(llama, 20, sequences=3)
+    cache = KVCache(llama.kv_spec(), 20, 3)
     poison(cache.keys)
     poison(cache.values)
     waiting = {cache.open(text)[0]: chunks_of(text, cuts) for text, cuts in texts}
@@ -357,7 +348,7 @@ def test_texts_packed_into_one_step_do_not_see_each_other(llama, texts):
 @given(MODEL, TEXT, st.lists(st.tuples(TEXT, st.integers(0, 20)), max_size=3), TEXT, CUTS)
 @torch.inference_mode()
 def test_truncated_tokens_are_as_if_they_had_never_been(llama, text, detours, more, cuts):
-    cache = KVCache.of(llama, 100, sequences=2)
+    cache = KVCache(llama.kv_spec(), 100, 2)
     seq, _ = cache.open(text)
     read(llama, cache, (seq, text))
     for wrong, keep in detours:  # rejected drafts
@@ -378,7 +369,7 @@ def test_a_cache_of_another_dtype_reads_what_was_stored():
     """Coarser than the model or finer: the result depends on what is stored, not on the cuts."""
     text = [5, 9, 1, 22, 8, 17, 3]
     for stored in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        cache = KVCache.of(WIDE, len(text), sequences=2, dtype=stored)
+        cache = KVCache(replace(WIDE.kv_spec(), dtype=stored), len(text), 2)
         one, _ = cache.open(text)
         many, _ = cache.open(text)
         whole = read(WIDE, cache, (one, text))
@@ -396,13 +387,13 @@ def test_quantized_logits_do_not_depend_on_cuts_layouts_forks_or_truncated_token
     llama = random_llama(1)
     text = torch.randint(256, (41,), generator=torch.Generator().manual_seed(2))
     tokens = text.tolist()
-    cache = KVCache.of(llama, 50, bits=bits)
+    cache = KVCache(llama.kv_spec(bits=bits), 50)
     expected = llama(text, cache.extend([(cache.open(())[0], tokens)]))
     exact = llama(text)
     assert (expected - exact).abs().max() > 1e-4 * exact.abs().max()  # quantized it is
     for make in (
-        lambda: KVCache.of(llama, 50, 3, bits=bits),
-        lambda: PagedCache.of(llama, 12, 16, 50, bits=bits),
+        lambda: KVCache(llama.kv_spec(bits=bits), 50, 3),
+        lambda: PagedCache(llama.kv_spec(bits=bits), 12, 16, max_len=50),
     ):
         for sizes in ([1] * 41, [20, 1, 20], [7, 33, 1]):
             cache = make()

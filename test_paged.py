@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conftest import attend, poison, random_llama
 from errors import UserError
 from kernels import attention, ops_for
-from kvcache import CacheFull
+from kvcache import CacheFull, KVSpec
 from model import Llama
 from paged import BlockPool, PagedCache, blocks_that_fit
 
@@ -47,7 +47,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = PagedCache(L, G, D, BLOCKS, S, max_len=22, dtype=torch.float64)
+        self.cache = PagedCache(KVSpec(L, G, D, dtype=torch.float64), BLOCKS, S, max_len=22)
         self.texts: dict[int, list[int]] = {}  # what each sequence has stored
         poison(self.cache.keys)
         poison(self.cache.values)
@@ -206,7 +206,8 @@ def llama() -> Llama:
 
 
 def paged(llama: Llama, num_blocks: int = 60, block_size: int = 4, **settings) -> PagedCache:
-    return PagedCache.of(llama, num_blocks, block_size, 96, **settings)
+    prefix_caching = settings.pop("prefix_caching", True)
+    return PagedCache(llama.kv_spec(**settings), num_blocks, block_size, 96, prefix_caching)
 
 
 def random_text(length: int, seed: int) -> list[int]:
@@ -243,7 +244,8 @@ def test_prefix_hit_equals_a_cold_run(llama):
 
 
 def small_cache(num_blocks: int = 20, block_size: int = 3, **settings) -> PagedCache:
-    return PagedCache(1, 1, 1, num_blocks, block_size, dtype=torch.float64, **settings)
+    spec = KVSpec(1, 1, 1, torch.float64)
+    return PagedCache(spec, num_blocks, block_size, **settings)
 
 
 def stored(cache: PagedCache, tokens: list[int]) -> int:
@@ -317,12 +319,11 @@ def test_impossible_caches_are_refused():
     for wrong, match in (
         (dict(num_blocks=0), "0 blocks of 16 tokens: both must be at least 1"),
         (dict(block_size=0), "2 blocks of 0 tokens"),
-        (dict(dtype=torch.int8), "torch.int8 is not supported"),
     ):
         with pytest.raises(UserError, match=match):
-            PagedCache(**(dict(layers=1, kv_heads=1, head_dim=2, num_blocks=2) | wrong))
+            PagedCache(KVSpec(1, 1, 2), **(dict(num_blocks=2) | wrong))
     with pytest.raises(CacheFull, match="a cache of 1099511627776 x 16 tokens needs .* GB"):
-        PagedCache(80, 8, 128, 2**40)
+        PagedCache(KVSpec(80, 8, 128), 2**40)
 
 
 def test_blocks_that_fit():

@@ -33,10 +33,11 @@ from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import kv_bytes
+from kvcache import KVSpec
 from model import Llama
 from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag, traffic
 from request import OutputStream, Settings
+from settings import Options
 from test_eagle import random_head, write_head
 
 WIDE = dict(hidden_size=32, intermediate_size=256, head_dim=64, num_key_value_heads=4)
@@ -162,11 +163,16 @@ def texts_of(
     """The texts of these requests, made together: tokens, seed, how often each was preempted, how
     many drafts were accepted."""
     model = Model.load(folder, "cpu", torch.float64, bits)
-    engine = Engine(model, load_draft(draft, model, torch.float64), 300, 60, 3, coupled, **cache)
+    engine = Engine(
+        model,
+        load_draft(draft, model, torch.float64),
+        Options(max_len=60, max_batch=3, verify="coupled" if coupled else "exact", **cache),
+        300,
+    )
     requests = []
     for fields in asked:
         chosen = {name: value for name, value in fields.items() if name != "prompt"}
-        requests.append(model.request(fields["prompt"], Settings(**chosen), max_len=60))
+        requests.append(model.request(fields["prompt"], Settings(**chosen), Options(max_len=60)))
     list(engine.batcher.run(requests))
     texts = []
     for request in requests:
@@ -220,7 +226,7 @@ def test_preempted_requests_have_the_same_texts(everywhere, models):
 
     def six_blocks(n: int) -> dict[str, int]:
         kv_heads = c.num_key_value_heads // n
-        return dict(kv_memory=6 * kv_bytes(2, kv_heads, c.head_dim, 16, torch.float64))
+        return dict(kv_memory=6 * KVSpec(2, kv_heads, c.head_dim, torch.float64).bytes(16))
 
     alone = texts_of(models["biased"], 16, None, True, six_blocks(1), asked)
     assert sum(times for _, _, times, _ in alone)
@@ -420,7 +426,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
 def interrupted(folder: Path) -> list[Any]:
     """A signal in the first process after five pieces of text; then other texts are made."""
     model = Model.load(folder, "cpu", torch.float64)
-    engine = Engine(model, None, 300, 60, 3)
+    engine = Engine(model, None, Options(max_len=60, max_batch=3), 300)
     handler = signal.SIG_IGN if dist.get_rank() else handle_signal
     done: list[Any] = []
     with handled([signal.SIGINT], handler):
@@ -485,7 +491,7 @@ def test_torchrun_starts_it_too():
     model = Model.load("tiny", "cpu")
     request = model.request("Once upon", Settings(seed=1, max_tokens=8))
     assert result["prompt"] == "Once upon" and result["prompt_tokens"] == request.tokens
-    list(Engine(model, None, 100, 100).batcher.run([request]))
+    list(Engine(model, None, Options(max_len=100, max_batch=1), 100).batcher.run([request]))
     assert result["tokens"] == request.tokens[request.num_prompt_tokens :]
     assert done.stderr.count("8 tokens (") == 1
 

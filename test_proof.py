@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache import KVCache
+from kvcache import KVCache, KVSpec
 from proof import Toy, Walk, distance, enumerate_law, sequential_law
 
 
@@ -37,7 +37,7 @@ def test_rows_of_a_group_share_a_script():
 
 def test_toy_reads_its_whole_text_back_from_the_cache():
     toy = Toy()
-    cache = KVCache(1, 1, 1, 7, 2, dtype=torch.float64)
+    cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, 2)
     for text in ([0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2], [0, 1, 2, 1, 0, 2]):
         seq, _ = cache.open(text)
         logits = []

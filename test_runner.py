@@ -16,12 +16,13 @@ from errors import UserError
 from gamma import ALIKE, MEASURED, TRIAL
 from generate import Engine, Model, load_draft
 from kernels import Ops
-from kvcache import CacheFull, KVCache
+from kvcache import CacheFull, KVCache, KVSpec
 from paged import PagedCache
 from parallel import Group
 from proof import Walk, distance, enumerate_law
 from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
+from settings import Options
 from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
 
@@ -54,8 +55,8 @@ class Scripted:
 def scripted_runner(
     script: Sequence[int], draft_script: Sequence[int], draft_len: int = 200, **options
 ) -> ModelRunner:
-    cache = KVCache(1, 1, 1, 200, dtype=torch.float64)
-    draft_cache = KVCache(1, 1, 1, draft_len, dtype=torch.float64)
+    cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 200)
+    draft_cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), draft_len)
     drafter = ModelDrafter(Scripted(draft_script), draft_cache)
     return ModelRunner(Scripted(script), cache, 10, drafter, **options)
 
@@ -265,7 +266,12 @@ def pair_runner(
 ) -> ModelRunner:
     model, draft = pair
     draft = load_draft(draft, model)
-    return Engine(model, draft, 96 * sequences, 96, sequences, coupled, kv=kv).runner
+    return Engine(
+        model,
+        draft,
+        Options(max_len=96, max_batch=sequences, verify="coupled" if coupled else "exact", kv=kv),
+        96 * sequences,
+    ).runner
 
 
 def pair_request(pair: tuple[Model, Model], prompt: str, **chosen) -> Request:
@@ -394,7 +400,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
 
 def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
     """Several processes stop where they agree, the last time after the target's pass."""
-    cache, draft_cache = (PagedCache(1, 1, 1, 20, 2, dtype=torch.float64) for _ in range(2))
+    cache, draft_cache = (PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 2) for _ in range(2))
     runner = ModelRunner(TARGET, cache, 3, ModelDrafter(COPY, draft_cache))
     request = Request([1, 2], Settings(seed=1, max_tokens=9, gamma=3), ())
     runner.open(request)
@@ -438,7 +444,7 @@ def test_a_token_of_minus_one_says_whose_logits_are_not_finite():
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():
     """The target found the prompt in its cache; the drafter has read none of it."""
-    cache = PagedCache(1, 1, 1, 40, 2, dtype=torch.float64)
+    cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 40, 2)
     prompt = [*range(10)] * 5
     seq, _ = cache.open(prompt)
     cache.extend([(seq, prompt)])
@@ -453,8 +459,8 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
 
 
 def test_a_request_that_the_targets_cache_refuses_takes_no_room_in_the_drafts():
-    drafter = ModelDrafter(COPY, KVCache(1, 1, 1, 20, 3, dtype=torch.float64))
-    runner = ModelRunner(TARGET, KVCache(1, 1, 1, 20, 1, dtype=torch.float64), 3, drafter)
+    drafter = ModelDrafter(COPY, KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 3))
+    runner = ModelRunner(TARGET, KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 1), 3, drafter)
     first, second = (Request([1, 2], Settings(seed=seed)) for seed in range(2))
     runner.open(first)
     with pytest.raises(CacheFull):
@@ -473,7 +479,7 @@ def test_law_of_multi_step_tokens_is_the_targets():
 
         def run(walk: Walk, n: int) -> list:
             requests = [kind.request(seed) for seed in range(n)]
-            cache = PagedCache(1, 1, 1, 4 * n, 2, dtype=torch.float64)
+            cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 4 * n, 2)
             play(ModelRunner(TARGET, cache, 3, make_coin=walk, multi_step=multi_step), requests)
             num_steps.append(max(len(request.rounds) for request in requests))
             return list(map(new_tokens, requests))
@@ -484,7 +490,7 @@ def test_law_of_multi_step_tokens_is_the_targets():
 
 def test_multi_step_text_is_the_plain_text(pair):
     model, _ = pair
-    cache = KVCache.of(model.llama, 64, 3)
+    cache = KVCache(model.llama.kv_spec(), 64, 3)
     texts = []
     for multi_step in (1, 4):
         requests = [pair_request(pair, p, gamma=0, seed=i) for i, p in enumerate(PROMPTS)]
@@ -497,7 +503,7 @@ def test_multi_step_text_is_the_plain_text(pair):
         assert most == (12 if multi_step == 1 else 1 + 2 + 3)  # the prompt; 4 at once; the rest
     assert texts[0] == texts[1]
     asks = pair_request(pair, PROMPTS[0], gamma=0, logprobs=2)
-    runner = ModelRunner(model.llama, KVCache.of(model.llama, 64, 1), 259, multi_step=4)
+    runner = ModelRunner(model.llama, KVCache(model.llama.kv_spec(), 64, 1), 259, multi_step=4)
     play(runner, [asks])
     check_logprobs(model, asks)
 
@@ -527,7 +533,7 @@ def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkey
     """Steps that read a prompt make one."""
     monkeypatch.setattr(Ops, "probabilities", lambda self, logits, **settings: logits.exp())
     n = 72
-    cache = KVCache(1, 1, 1, 8, n, dtype=torch.float64)
+    cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 8, n)
     runner = ModelRunner(Large(TRUTH), cache, 128_000, make_coin=Greedy, multi_step=4)
     requests = [Request(TRUTH[:2], Settings(max_tokens=5, seed=i)) for i in range(n)]
     play(runner, requests)

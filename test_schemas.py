@@ -27,6 +27,7 @@ pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run"
 from jsonschema import Draft202012Validator, FormatChecker
 
 from grammar import Masks
+from settings import Options
 
 BATCH = 16
 FORMATS = ("date", "time", "uuid", "ipv4", "email", "date-time", "hostname")
@@ -147,7 +148,12 @@ def generate_each(
         request = model.request("Once upon a time", chosen, chat=False)
         streams.append(OutputStream(model.tokenizer, request, "", index=i))
     max_len = max_tokens + 20
-    engine = Engine(model, draft, BATCH * max_len, max_len, BATCH, coupled)
+    engine = Engine(
+        model,
+        draft,
+        Options(max_len=max_len, max_batch=BATCH, verify="coupled" if coupled else "exact"),
+        BATCH * max_len,
+    )
     return sorted(engine.serve(streams), key=lambda result: result.index)
 
 

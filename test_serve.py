@@ -13,6 +13,7 @@ import serve
 from generate import Engine, Model, generate, load_draft
 from request import OutputStream, Settings
 from serve import Answer, BatchServer, QueueFull, Unavailable, Update
+from settings import Options
 
 PROMPTS = ["Once upon a time", "Lily saw", "Tom had a red ball. He", "One day", "The dog"]
 
@@ -24,7 +25,7 @@ def tiny() -> Model:
 
 def make_stream(prompt: str, index: int = 0, **chosen) -> OutputStream:
     settings = Settings(**{**dict(temperature=0, max_tokens=12, seed=0), **chosen})
-    request = tiny().request(prompt, settings, max_len=200)
+    request = tiny().request(prompt, settings, Options(max_len=200))
     return OutputStream(tiny().tokenizer, request, prompt, index=index)
 
 
@@ -40,7 +41,9 @@ async def read(answer: Answer) -> list[Update]:
 
 def run(scenario: Callable[[BatchServer], Awaitable[None]], capacity: int = 8, draft=None) -> None:
     """Play it against a server of four texts at a time; at its end nothing may be left."""
-    engine = Engine(tiny(), load_draft(draft, tiny(), torch.float64), 800, 200, 4)
+    engine = Engine(
+        tiny(), load_draft(draft, tiny(), torch.float64), Options(max_len=200, max_batch=4), 800
+    )
 
     async def play() -> None:
         server = BatchServer(engine, capacity)

@@ -13,7 +13,7 @@ import speculative
 from conftest import Cipher
 from drafters import ModelDrafter, SelfDrafter
 from kernels import Ops
-from kvcache import KVCache
+from kvcache import KVCache, KVSpec
 from paged import PagedCache
 from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
 from request import Request, Settings
@@ -54,8 +54,8 @@ class Kind(NamedTuple):
 
 def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
     if paged:
-        return PagedCache(1, 1, 1, 7 * sequences, 1, dtype=torch.float64)
-    return KVCache(1, 1, 1, 7, sequences, dtype=torch.float64)
+        return PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 7 * sequences, 1)
+    return KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, sequences)
 
 
 def toy_runner(n: int, target=TARGET, draft=DRAFT, where: str = "own", **options) -> ModelRunner:

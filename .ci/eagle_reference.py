@@ -95,7 +95,7 @@ def compare(flags: dict, folder: Path) -> float:
         document_ids=document,
         ttt_steps=STEPS,
     )
-    cache = KVCache.of(target, 40, draft_layers=1)
+    cache = KVCache(target.kv_spec(draft_layers=1), 40)
     seq, _ = cache.open(())
     z = head.rows(head.combine(features), following[:n], cache.extend([(seq, text[:n])]))[-1:]
     for step in range(STEPS):

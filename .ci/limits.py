@@ -36,6 +36,7 @@ from measure.steps import PAST, compare, load_widths
 from model import Llama
 from quant import WIDTHS
 from request import Request, Settings
+from settings import Options
 from tokenizer import Tokenizer
 from train.perplexity import Recipe, Row, recipe_label, table
 from train.quantize import pieces
@@ -153,7 +154,12 @@ def greedy(model: Model, gamma: int | None, prompts: list[str]) -> list[Request]
         requests.append(Request(model.encode(prompt), settings, model.eos_token_ids))
     longest = max(len(request.tokens) for request in requests) + 24
     draft = None if gamma == 0 else load_draft("ngram", model)
-    serve_at_once(Engine(model, draft, longest * len(requests), longest, len(requests)), requests)
+    serve_at_once(
+        Engine(
+            model, draft, Options(max_len=longest, max_batch=len(requests)), longest * len(requests)
+        ),
+        requests,
+    )
     return requests
 
 
@@ -212,7 +218,7 @@ def shared_prefix(model: Model) -> Figures:
     """The first token of 500, cold, over that where the first 90 % were read before: seconds."""
     ratios = []
     for trial in range(5):
-        engine = Engine(model, None, 4000, 600, 2)
+        engine = Engine(model, None, Options(max_len=600, max_batch=2), 4000)
         prompt = random_request(500, 1, trial)
         other = random_request(50, 1, 100 + trial)
         other = Request(prompt.tokens[:450] + other.tokens, other.settings)
@@ -228,7 +234,12 @@ def batching(model: Model) -> Figures:
     def serve(lengths: list[int], max_batch: int) -> float:
         """Tokens a second."""
         requests = [random_request(16, length, seed) for seed, length in enumerate(lengths)]
-        engine = Engine(model, None, max_batch * 512, 512, max_batch, prefix_cache=False)
+        engine = Engine(
+            model,
+            None,
+            Options(max_len=512, max_batch=max_batch, prefix_caching=False),
+            max_batch * 512,
+        )
         return serve_at_once(engine, requests).tokens_per_second
 
     generator = random.Random(0)
@@ -249,7 +260,9 @@ def pauses(model: Model) -> Figures:
     prompts over chunks of 128."""
     longest = {}
     for budget in (1024, 128):
-        engine = Engine(model, None, 16 * 1024, 1024, 16, prefix_cache=False)
+        engine = Engine(
+            model, None, Options(max_len=1024, max_batch=16, prefix_caching=False), 16 * 1024
+        )
         engine.runner.budget = budget
         for seed in range(4):
             engine.batcher.add(random_request(24, 300, seed))
@@ -272,10 +285,12 @@ def speculation(model: Model) -> Figures:
     drafts = {"useless": Model(noise, draft.tokenizer), "copy": "self", "tiny-draft": draft}
     wanted = [("tiny-draft", gamma) for gamma in (*GAMMAS, None)]
     wanted += [("useless", None), ("copy", None), ("copy", 2)]
-    plain = Engine(model, None, 200, 200)
+    plain = Engine(model, None, Options(max_len=200, max_batch=1), 200)
     engines = {}
     for name, gamma in wanted:
-        engines[name, gamma] = Engine(model, load_draft(drafts[name], model), 200, 200)
+        engines[name, gamma] = Engine(
+            model, load_draft(drafts[name], model), Options(max_len=200, max_batch=1), 200
+        )
     gains = {key: [] for key in wanted}
     acceptance = []
 

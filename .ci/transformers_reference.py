@@ -166,7 +166,7 @@ def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
 def five_over_one(llama: Llama, prompt: torch.Tensor, rounds: int = 25) -> float:
     """What a pass of five tokens costs over a pass of one, after the prompt: the median of the
     ratios, in turns."""
-    cache = KVCache.of(llama, len(prompt) + 8)
+    cache = KVCache(llama.kv_spec(), len(prompt) + 8)
     seq, _ = cache.open(())
     llama(prompt, cache.extend([(seq, prompt)]))
 

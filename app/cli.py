@@ -31,6 +31,7 @@ from kernels import find_device
 from model import Llama, weight_bytes
 from parallel import num_processes, shard_config
 from request import OutputStream, Request, Result, Settings
+from settings import Options
 
 COLORS = {"accepted": 32, "corrected": 31, "bonus": 36}
 
@@ -175,28 +176,26 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     return model, load_draft(args.draft, model, dtype)
 
 
+def options_of(args: argparse.Namespace) -> Options:
+    """How the engine runs, as the flags say."""
+    return Options(
+        max_len=args.max_len,
+        max_batch=args.max_batch,
+        verify=args.verify or "exact",
+        use_cache=not args.no_cache,
+        kv=args.kv,
+        kv_bits=args.kv_bits,
+        kv_memory=args.kv_memory,
+        prefix_caching=not args.no_prefix_cache,
+    )
+
+
 def start(
-    args: argparse.Namespace,
-    model: Model,
-    draft: Draft | None,
-    tokens: int,
-    max_len: int,
-    max_batch: int = 1,
+    args: argparse.Namespace, model: Model, draft: Draft | None, max_len: int, max_batch: int
 ) -> Engine:
     """The engine; messages say what runs, and which settings are ignored."""
-    engine = Engine(
-        model,
-        draft,
-        tokens,
-        max_len,
-        max_batch,
-        args.verify == "coupled",
-        not args.no_cache,
-        args.kv,
-        args.kv_memory,
-        not args.no_prefix_cache,
-        args.kv_bits,
-    )
+    options = replace(options_of(args), max_len=max_len, max_batch=max_batch)
+    engine = Engine(model, draft, options)
     llamas = [model.llama, *(draft.models if draft else ())]
     say(describe(args.target, llamas))
     say(engine.describe())
@@ -209,8 +208,8 @@ def start_for_any(
     args: argparse.Namespace, model: Model, draft: Draft | None, max_batch: int
 ) -> tuple[Engine, int]:
     """The engine for texts that are not known yet, and the most tokens that one may have."""
-    limit = model.max_total_tokens(args.max_len, args.kv_bits)
-    engine = start(args, model, draft, max_batch * limit, limit, max_batch)
+    limit = model.max_total_tokens(options_of(args))
+    engine = start(args, model, draft, limit, max_batch)
     return engine, min(limit, engine.runner.cache.max_len)
 
 
@@ -218,12 +217,10 @@ def one_prompt(
     args: argparse.Namespace, settings: Settings, model: Model, draft: Draft | None, prompt: str
 ) -> int:
     """Answer a prompt --n times: one after the other, or with --json in a batch. -> 0"""
-    first = model.request(
-        prompt, settings, args.system, args.use_template, args.max_len, args.kv_bits
-    )
+    first = model.request(prompt, settings, options_of(args), args.system, args.use_template)
     length = first.num_prompt_tokens + first.num_remaining
     max_batch = min(args.n, args.max_batch) if args.json and not args.no_cache else 1
-    engine = start(args, model, draft, max_batch * length, length, max_batch)
+    engine = start(args, model, draft, length, max_batch)
     streams = [output_stream(args, model, first, prompt)]
     for i in range(1, args.n):
         streams.append(output_stream(args, model, first.sibling_text(i), prompt, i))
@@ -255,7 +252,7 @@ def many_prompts(
         engine.batcher.check(request)
 
     texts = text.removeprefix("\ufeff").split("\n")  # a text may hold other line ends
-    how = (model, settings, longest, args.system, args.use_template, check)
+    how = (model, settings, Options(max_len=longest), args.system, args.use_template, check)
     lines = [*read_requests(texts, *how)]
     streams = []
     for index, line in enumerate(lines):
@@ -324,7 +321,8 @@ def chat(args: argparse.Namespace, settings: Settings, model: Model, draft: Draf
         talk.messages.append({"role": "user", "content": typed})
         prompt = talk.messages if talk.uses_template else typed
         try:
-            request = model.request(prompt, settings, talk.system, args.use_template, longest)
+            options = Options(max_len=longest)
+            request = model.request(prompt, settings, options, talk.system, args.use_template)
         except UserError as error:
             say(brief(error, MAX_MESSAGE))
             talk.reset()

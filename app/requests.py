@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoint.files import parse_json
 from errors import UserError, check_names
 from request import Request, Settings
-from settings import NOTATIONS
+from settings import NOTATIONS, Options
 
 if TYPE_CHECKING:
     from generate import Model
@@ -45,7 +45,7 @@ def read_requests(
     lines: Iterable[str],
     model: "Model",
     defaults: Settings,
-    max_len: int | None,
+    options: Options,
     system: str | None,
     use_template: bool | None,
     check: Callable[[Request], None],
@@ -64,9 +64,9 @@ def read_requests(
             request = model.request(
                 line.fields["prompt"],
                 settings_of(line.fields, defaults),
+                options,
                 line.fields.get("system", system),
                 False if line.fields.get("raw") else use_template,
-                max_len,
             )
             check(request)
             line.request = request

@@ -36,7 +36,7 @@ from generate import Engine, Model, generate
 from grammar import Grammars
 from request import OutputStream, Request, Result, RoundStats, Settings
 from serve import Answer, BatchServer, Unavailable
-from settings import Grammar
+from settings import Grammar, Options
 
 PROMPT = "Once upon a time"
 GREEDY = dict(prompt=PROMPT, temperature=0, max_tokens=8)
@@ -139,7 +139,7 @@ def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=N
     """Play it against an application; at its end no block may be taken, and no text open."""
     model = model or tiny()
     limit = min(300, model.llama.config.max_position_embeddings)
-    engine = Engine(model, None, 4 * limit, limit, 4)
+    engine = Engine(model, None, Options(max_len=limit, max_batch=4), 4 * limit)
     metrics = Metrics("tiny")
     batch = BatchServer(engine, capacity, metrics.observe)
     offer = Offer(model, "tiny", limit, Settings())
@@ -809,14 +809,14 @@ def test_an_engine_that_fails_ends_all(monkeypatch):
 
 def test_the_engines_failure_is_the_programs(capsys):
     """Status 1, after all streams have their error, with the traceback."""
-    engine = Engine(tiny(), None, 300, 300, 4)
+    engine = Engine(tiny(), None, Options(max_len=300, max_batch=4), 300)
     batch = BatchServer(engine, 4)
 
     class HTTPServer:
         should_exit = False
 
         async def serve(self, listeners):
-            request = tiny().request(PROMPT, Settings(max_tokens=200), max_len=300)
+            request = tiny().request(PROMPT, Settings(max_tokens=200), Options(max_len=300))
             answer = Answer([OutputStream(tiny().tokenizer, request, PROMPT)])
             batch.submit(answer)
             engine.batcher.step = lambda: 1 / 0
@@ -876,7 +876,9 @@ def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
         metrics.observe({request: [1] * (accepted + 1)}, {})
     times = dict(seconds_queued=0.25, seconds_to_first_token=0.75, seconds=2.0)
     metrics.observe({}, {request: Result("", [1], 0, finish_reason="stop", **times)})
-    lines = metrics.render(Engine(tiny(), None, 100, 100).batcher).splitlines()
+    lines = metrics.render(
+        Engine(tiny(), None, Options(max_len=100, max_batch=1), 100).batcher
+    ).splitlines()
     label = 'model_name="a \\"b\\"\\\\"'
     numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     wanted = {

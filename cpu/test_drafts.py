@@ -60,9 +60,9 @@ def drafts(
     """-> drafts, their distributions, the logits after them (so what is in the cache), and whether
     it was one call."""
     if layout == "contiguous":
-        cache = KVCache.of(llama, 40, 2, bits=WIDTHS[bits])
+        cache = KVCache(llama.kv_spec(bits=WIDTHS[bits]), 40, 2)
     else:
-        cache = PagedCache.of(llama, 20, 4, prefix_caching=False, bits=WIDTHS[bits])
+        cache = PagedCache(llama.kv_spec(bits=WIDTHS[bits]), 20, 4, prefix_caching=False)
     seqs = [cache.open(())[0] for _ in range(texts)]
     for seq in seqs:
         llama(torch.tensor(TEXT[:-unread]), cache.extend([(seq, TEXT[:-unread])]))
@@ -179,7 +179,7 @@ def head_round(
 ) -> list[torch.Tensor]:
     """Rows of two texts, then k drafts of the first -> all that this computes and stores. What
     drafts store is for no other text to find."""
-    cache = PagedCache.of(head.target, 20, 4, draft_layers=1)
+    cache = PagedCache(head.target.kv_spec(draft_layers=1), 20, 4)
     tokens = TEXT + TEXT[:4]
     spans = []
     for text in (TEXT, TEXT[:4]):

@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from conftest import SMALL, attend
 from cpu import CPU, native
 from cpu.test_products import rounding_of_x
 from kernels import Linear, Ops
-from kvcache import AttentionMetadata, KVCache, SequenceSlice, Store
+from kvcache import AttentionMetadata, KVCache, KVSpec, SequenceSlice, Store
 from model import Llama
 from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, quantize
@@ -303,7 +304,7 @@ def test_which_attention_a_step_takes(compiler, monkeypatch):
         ((4, 4), torch.float32, True),
         ((8, 4), torch.float64, False),
     ):
-        cache = KVCache(2, 1, 4, 20, 2, "cpu", dtype, bits, CPU())
+        cache = KVCache(KVSpec(2, 1, 4, dtype=dtype, bits=bits, device="cpu"), 20, 2, ops=CPU())
         slices = [SequenceSlice([b], 0, 2) for b in range(2)]
         q = torch.zeros(4, 1, 4, dtype=dtype)
         attend(CPU(), q, q, q, AttentionMetadata(slices, 20, cache), 0)
@@ -326,9 +327,9 @@ def models() -> list[Any]:
 
 def logits_of(llama: Llama, layout: str) -> list[Tensor]:
     """Of three sequences, read piece by piece: longer than the first table of angles."""
-    cache = KVCache.of(llama, 60, 3)
+    cache = KVCache(llama.kv_spec(), 60, 3)
     if layout == "paged":
-        cache = PagedCache.of(llama, 40, 4, prefix_caching=False)
+        cache = PagedCache(llama.kv_spec(), 40, 4, prefix_caching=False)
     texts = [
         torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)) for n in (47, 43, 9)
     ]
@@ -394,7 +395,7 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
     assert not any(llama.ops.native_model(llama) for llama in others)
     slices = [SequenceSlice([0], 0, 1)]
     for dtype, in_c in ((None, True), (torch.bfloat16, True), (torch.float64, False)):
-        cache = KVCache.of(full, 9, dtype=dtype)
+        cache = KVCache(replace(full.kv_spec(), dtype=dtype), 9)
         assert cpu.attends_in_c(AttentionMetadata(slices, 9, cache)) == in_c
     llama = Llama(Config(**SMALL), ops=CPU())
     o = llama.layers[1].o

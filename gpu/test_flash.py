@@ -19,7 +19,7 @@ from gpu.graphs import Bucket, empty_metadata, next_steps
 from gpu.store import store_vectors
 from gpu.tuning import Launch, plan_launches, processors
 from kernels import Ops, attention
-from kvcache import AttentionMetadata, SequenceSlice, Store
+from kvcache import AttentionMetadata, KVSpec, SequenceSlice, Store
 from paged import PagedCache
 from quant import KEY_GROUP, WIDTHS, int4, int8
 from test_kernels import heads_first
@@ -279,7 +279,7 @@ def test_storing_rounds_as_quant_does_to_the_bit(D, bits, contiguous):
 @torch.inference_mode()
 def test_a_draft_too_many_becomes_zero():
     """It has no slot and no keys, and its counters are cleared like all others."""
-    cache = PagedCache(1, 2, 16, 9, 4, device=DEVICE)
+    cache = PagedCache(KVSpec(1, 2, 16, device=DEVICE), 9, 4)
     first = empty_metadata(cache, Bucket(sequences=2, each=1, blocks=3))
     (metadata,) = next_steps(first, torch.zeros(2, dtype=torch.int32, device=DEVICE), 1)
     q, k, v = torch.randn(2, 8, 16, device=DEVICE).split((4, 2, 2), 1)
@@ -295,8 +295,8 @@ def test_a_refilled_bucket_is_the_step_itself():
     torch.manual_seed(3)
     ops = GPU(records=False)
     bucket = Bucket(sequences=3, each=2, blocks=3)
-    cache = PagedCache(1, 1, 16, 9, 4, device=DEVICE)
-    other = PagedCache(1, 1, 16, 9, 4, device=DEVICE)
+    cache = PagedCache(KVSpec(1, 1, 16, device=DEVICE), 9, 4)
+    other = PagedCache(KVSpec(1, 1, 16, device=DEVICE), 9, 4)
     for store in (cache.keys, cache.values):
         store.parts[0].normal_()
     metadata = empty_metadata(cache, bucket)

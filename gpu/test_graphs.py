@@ -30,7 +30,7 @@ from gpu import GPU, graphs
 from gpu.graphs import rounded
 from grammar import Grammars, GrammarState
 from kernels import Ops, ops_for
-from kvcache import AttentionMetadata, Cache, KVCache, SequenceSlice
+from kvcache import AttentionMetadata, Cache, KVCache, KVSpec, SequenceSlice
 from model import Llama
 from paged import PagedCache
 from proof import Branch, Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
@@ -170,11 +170,11 @@ def loud(seed: int, ops: Ops) -> Llama:
 
 
 def contiguous_cache(llama: Llama) -> Cache:
-    return KVCache.of(llama, 40, 3)
+    return KVCache(llama.kv_spec(), 40, 3)
 
 
 def paged_cache(llama: Llama) -> Cache:
-    return PagedCache.of(llama, 30, 6, 40)
+    return PagedCache(llama.kv_spec(), 30, 6, max_len=40)
 
 
 def test_shapes_are_few_and_large_enough():
@@ -259,7 +259,7 @@ def draft(
     kv: Cache | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """k drafts of new texts with so many unread tokens."""
-    kv = kv or PagedCache.of(llama, 30, 6, 40)
+    kv = kv or PagedCache(llama.kv_spec(), 30, 6, max_len=40)
     unread = [[1] * n for n in num_unread]
     requests = [Request(text, Settings(seed=seed)) for seed, text in enumerate(unread)]
     seqs = [kv.open(())[0] for _ in requests]
@@ -337,7 +337,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
         encode=lambda text, is_first: [letter - 40 for letter in text.encode()],
     )
     llama = loud(1, Kernels())
-    kv = PagedCache.of(llama, 30, 6, 40)
+    kv = PagedCache(llama.kv_spec(), 30, 6, max_len=40)
     requests = [Request([1], Settings(seed=seed)) for seed in range(2)]
     grammars = Grammars(tokenizer, {66})
     requests[1].grammar_state = GrammarState(
@@ -411,7 +411,7 @@ def test_texts_from_recordings_are_those_without():
 def test_a_warm_up_leaves_caches_and_texts_as_they_are(dtype, bits):
     """In float64, too, which Triton's kernels do not read."""
     llama = Llama(Config(**{**SMALL, **TINY}), DEVICE, dtype, seed=1, ops=Kernels()).pack_weights()
-    cache = PagedCache.of(llama, 30, 6, 40, bits=bits)
+    cache = PagedCache(llama.kv_spec(bits=bits), 30, 6, max_len=40)
     seq, _ = cache.open([1, 2, 3])
     llama.forward(torch.tensor([1, 2, 3], device=DEVICE), cache.extend([(seq, [1, 2, 3])]), None)
     parts = [*cache.keys.parts, *cache.values.parts]
@@ -481,8 +481,8 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     recordings: list[Any] = []
 
     def run(walk: Walk, n: int) -> list[Any]:
-        cache = KVCache(1, 1, 1, 5, n, ops=target.ops)
-        drafter = ModelDrafter(draft, KVCache(1, 1, 1, 5, n, ops=target.ops))
+        cache = KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops)
+        drafter = ModelDrafter(draft, KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops))
         runner = ModelRunner(target, cache, 2, drafter, make_coin=walk)
         requests = []
         for row in range(n):

@@ -43,7 +43,7 @@ def attend_and_multiply(
     if bits < 16:
         config = config.quantized(Quantization(bits))
     llama = Llama(config, "meta", dtype, seed=None, ops=GPU(records=False)).pack_weights()
-    cache = PagedCache.of(llama, 16, bits=kv)
+    cache = PagedCache(llama.kv_spec(bits=kv), 16)
 
     def run() -> None:
         for shape in shapes:

@@ -38,7 +38,7 @@ def texts(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
     llama = Llama(CONFIG.quantized(Quantization(8)), DEVICE, seed=None, ops=ops)
     fill_model(llama, Llama(CONFIG, DEVICE, seed=1).named_tensors().items())
     llama.pack_weights()
-    cache = PagedCache.of(llama, 8, 4, bits=(8, 4))
+    cache = PagedCache(llama.kv_spec(bits=(8, 4)), 8, 4)
     seq, _ = cache.open(())
     logits = []
     for tokens in ([1, 2, 3, 4, 5], [6], [7]):

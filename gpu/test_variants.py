@@ -35,6 +35,7 @@ from paged import PagedCache
 from quant import Kind
 from request import Request, Settings
 from runner import ModelRunner
+from settings import Options
 from tokenizer import Tokenizer
 
 pytestmark = [
@@ -139,7 +140,7 @@ def engine(
         llama = random_llama(draft_bits, ops, vocab_size=272)
         kind = SelfDrafter if draft_bits == 4 else ModelDrafter
         draft = Draft(partial(kind, llama), (llama,), kind is ModelDrafter)
-    return Engine(model, draft, 6400, 640, max_batch, kv_bits=kv_bits)
+    return Engine(model, draft, Options(max_len=640, max_batch=max_batch, kv_bits=kv_bits), 6400)
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -172,7 +173,7 @@ def launches(layers: int, width: tuple[Kind, int], tokens: int, length: int) -> 
     ops = GPU(records=False)
     shape = dict(num_hidden_layers=layers, max_position_embeddings=8192)
     llama = random_llama(width[0], ops, width[1], torch.bfloat16, **shape)
-    cache = PagedCache.of(llama, 600, 16)
+    cache = PagedCache(llama.kv_spec(), 600, 16)
     seq, _ = cache.open(())
     if length > tokens:
         cache.extend([(seq, [1] * (length - tokens))])
@@ -213,6 +214,6 @@ def test_a_layer_is_eight_launches(width):
 def test_the_core_kernel_has_two_variants():
     llama = random_llama(16, Flash())
     with counted() as variants:
-        runner = ModelRunner(llama, PagedCache.of(llama, 400, 4), 67, budget=100)
+        runner = ModelRunner(llama, PagedCache(llama.kv_spec(), 400, 4), 67, budget=100)
         serve(Batcher(runner, 70), 64)
     assert len(variants.pop("_flash")) == 2 and not variants  # of 16 and of 64 rows

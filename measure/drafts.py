@@ -25,6 +25,7 @@ from measure.effort import Effort
 from measure.serving import serve_at_once
 from measure.steps import label
 from request import Request, Settings
+from settings import Options
 from speculative import Proposal, Round
 
 Row = dict[str, Any]
@@ -38,7 +39,7 @@ class Told:
     def __init__(self, model: Model, draft: Draft | None, prompt: str, settings: Settings):
         self.request = Request(model.encode(prompt), settings, model.eos_token_ids)
         length = self.request.num_prompt_tokens + settings.max_tokens
-        engine = Engine(model, draft, length, length)
+        engine = Engine(model, draft, Options(max_len=length, max_batch=1), length)
         self.drafter = engine.batcher.runner.drafter
         self.propose = self.drafter.propose
         self.drafter.propose = self.timed_propose

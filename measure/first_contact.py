@@ -53,6 +53,7 @@ from measure.smoke import ROUNDING
 from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
 from request import Request, Settings
+from settings import Options
 
 ROOT = Path(__file__).parent.parent
 TIE = 1e-3  # of two logits
@@ -117,7 +118,7 @@ def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
         return launch
 
     llama = random_model(scale.layer, way, scale)
-    cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
+    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), 100)
     begin = time.perf_counter()
     with launching_by(collecting):
         llama.ops.warm_up(llama, cache, llama.config.vocab_size)
@@ -201,7 +202,12 @@ def wanted_texts(bits: Kind, kv_bits: str) -> list[list[int]]:
 
 def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int]]:
     """The tokens after two prompts, in one batch."""
-    engine = Engine(model, load_draft(draft, model, torch.float32), 1000, 500, 2, kv_bits=kv_bits)
+    engine = Engine(
+        model,
+        load_draft(draft, model, torch.float32),
+        Options(max_len=500, max_batch=2, kv_bits=kv_bits),
+        1000,
+    )
     settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)
     requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
     return serve_at_once(engine, requests).texts
@@ -211,6 +217,6 @@ def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> torch
     """Of the CPU, after a prompt and a text: float[V]."""
     model = plain_model(bits)
     tokens = model.encode(prompt) + text
-    cache = PagedCache.of(model.llama, len(tokens), bits=WIDTHS[kv_bits])
+    cache = PagedCache(model.llama.kv_spec(bits=WIDTHS[kv_bits]), len(tokens))
     seq, _ = cache.open(())
     return model.llama(torch.tensor(tokens), cache.extend([(seq, tokens)]))[-1]

@@ -34,7 +34,7 @@ from app.shell import say
 from errors import UserError
 from generate import Engine
 from kernels import Linear, ops_for
-from kvcache import kv_bytes
+from kvcache import KVSpec
 from measure import first_contact, smoke
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
@@ -100,13 +100,8 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     bits = WIDTHS[kv_bits]
     ops = ops_for(scale.device)
     cache = PagedCache(
-        1,
-        G,
-        c.head_dim,
+        KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=bits, device=scale.device),
         num_blocks,
-        device=scale.device,
-        dtype=scale.dtype,
-        bits=bits,
         ops=ops,
     )
     seqs = [cache.open([])[0] for _ in range(num_texts)]
@@ -115,7 +110,7 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     metadata = cache.extend([(seq, [0] * count) for seq in seqs])
     num_heads = c.num_attention_heads + 2 * G
     qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
-    read = kv_bytes(1, G, c.head_dim, num_texts * scale.prompt, scale.dtype, bits)
+    read = KVSpec(1, G, c.head_dim, scale.dtype, bits).bytes(num_texts * scale.prompt)
     return partial(ops.attend, qkv, G, None, metadata, 0), read
 
 

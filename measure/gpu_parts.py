@@ -21,6 +21,7 @@ from generate import Draft, Engine, Model
 from kernels import Ops
 from measure.clock import median_seconds
 from model import Llama
+from settings import Options
 
 Row = list[str]
 WRONG = "WRONG"  # the last cell of a row begins with it
@@ -133,4 +134,9 @@ def random_engine(
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
     drafts = Draft(partial(ModelDrafter, draft), (draft,), True) if draft else None
-    return Engine(model, drafts, max_len * max_batch, max_len, max_batch, kv_bits=kv_bits)
+    return Engine(
+        model,
+        drafts,
+        Options(max_len=max_len, max_batch=max_batch, kv_bits=kv_bits),
+        max_len * max_batch,
+    )

@@ -18,6 +18,7 @@ from generate import Engine, Model
 from measure.effort import SENTENCES, Effort
 from measure.steps import Rows, label
 from request import Settings
+from settings import Options
 
 
 def list_schema(i: int) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def add_texts(model: Model, count: int, has_grammar: bool) -> Batcher:
     """A batch of texts of `count` tokens, after the step that reads the prompts."""
     n = len(SENTENCES)
     max_len = 50 + count
-    batcher = Engine(model, None, n * max_len, max_len, n).batcher
+    batcher = Engine(model, None, Options(max_len=max_len, max_batch=n), n * max_len).batcher
     for i, prompt in enumerate(SENTENCES):
         schema = list_schema(i) if has_grammar else None
         chosen = Settings(1.0, seed=i, max_tokens=count, schema=schema)

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from drafters import ModelChain, Unread, fastest_draft
 from errors import UserError
 from kernels import ops_for
-from kvcache import kv_bytes
 from measure.gpu_parts import SHAPES, WAYS, Scale, device_seconds, random_numbers
 from measure.report import Section
 from measure.serving import random_request
@@ -109,7 +108,7 @@ def launches_a_token(llama: Llama, context: int = CONTEXT) -> float:
     """Of a text of `context` tokens, without filters."""
     ops = llama.ops
     count = ops.multi_step
-    cache = PagedCache.of(llama, context // 16 + 2)
+    cache = PagedCache(llama.kv_spec(), context // 16 + 2)
     seq, _ = cache.open(())
     cache.extend([(seq, [0] * context)])
     for part in (*cache.keys.parts, *cache.values.parts):
@@ -153,9 +152,7 @@ def launch_seconds(scale: Scale) -> float:
 
 def token_bytes(llama: Llama, context: int = CONTEXT) -> int:
     """What a token reads: weights, and keys and values in the model's dtype."""
-    c = llama.config
-    shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim, context
-    return weight_bytes(llama, read=True) + kv_bytes(*shape, llama.dtype)
+    return weight_bytes(llama, read=True) + llama.kv_spec().bytes(context)
 
 
 def model_on_meta(way: str, layers: int) -> Llama:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batcher import Batcher
 from kernels import Ops
-from kvcache import AttentionMetadata, KVCache
+from kvcache import AttentionMetadata, KVCache, KVSpec
 from measure.effort import Effort
 from measure.serving import random_request
 from paged import PagedCache
@@ -58,9 +58,9 @@ class BlankModel:
 
 def waste(effort: Effort) -> list[Row]:
     """With memory for 8 texts of 1024 tokens: the texts in flight, and the wasted share."""
-    layouts: dict[str, KVCache | PagedCache] = {"rows of 1024": KVCache(1, 1, 1, 1024, 8)}
+    layouts: dict[str, KVCache | PagedCache] = {"rows of 1024": KVCache(KVSpec(1, 1, 1), 1024, 8)}
     for size in (256, 64, 16, 1):
-        layouts[f"blocks of {size}"] = PagedCache(1, 1, 1, 8192 // size, size, 1024)
+        layouts[f"blocks of {size}"] = PagedCache(KVSpec(1, 1, 1), 8192 // size, size, max_len=1024)
     rows = []
     for name, cache in layouts.items():
         requests = mixed_requests(effort.num_mixed)

@@ -24,6 +24,7 @@ from measure.serving import Served, log_spread, serve_at_once
 from measure.steps import PAST, step_times
 from model import Llama, weight_bytes
 from request import Request, Settings
+from settings import Options
 from train.distill import sample_corpus
 from train.perplexity import recipe_label, recipes, table
 
@@ -44,7 +45,7 @@ class StackRow(NamedTuple):
 ALONE = {"kv": "contiguous"}
 ALONE_INT8 = {"kv": "contiguous", "kv_bits": "8"}
 BATCH = {"kv_bits": "8"}
-BATCH_UNSHARED = {**BATCH, "prefix_cache": False}
+BATCH_UNSHARED = {**BATCH, "prefix_caching": False}
 STACK = (
     StackRow("one at a time, no cache", {"use_cache": False}),
     StackRow("+ KV cache", ALONE),
@@ -99,7 +100,12 @@ def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -
         requests.append(Request(model.encode(BEGINNING + sentence), settings))
     drafts = load_draft(draft, model) if technique.draft else None
     batch = technique.max_batch
-    engine = Engine(model, drafts, batch * max_len, max_len, batch, **technique.engine)
+    engine = Engine(
+        model,
+        drafts,
+        Options(max_len=max_len, max_batch=batch, **technique.engine),
+        batch * max_len,
+    )
     return serve_at_once(engine, requests)
 
 
@@ -137,7 +143,7 @@ def timed_text(
     settings = Settings(temperature=1.0, seed=seed, max_tokens=count, gamma=gamma)
     request = Request(model.encode(opening), settings)
     length = request.num_prompt_tokens + count
-    engine = Engine(model, load_draft(draft, model), length, length)
+    engine = Engine(model, load_draft(draft, model), Options(max_len=length, max_batch=1), length)
     return request, serve_at_once(engine, [request]).seconds_per_token
 
 

@@ -36,6 +36,7 @@ from measure.steps import PROMPTS, WIDTHS, Rows, label
 from model import weight_bytes
 from quant import Kind
 from request import Request, Settings
+from settings import Options
 from tokenizer import Tokenizer
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
@@ -89,7 +90,9 @@ def ours(target: str, name: str, bits: Kind = 16) -> Contestant:
         longest = len(prompts[0]) + count
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests = [Request(list(prompt), settings) for prompt in prompts]
-        engine = Engine(model, None, len(prompts) * longest, longest, len(prompts))
+        engine = Engine(
+            model, None, Options(max_len=longest, max_batch=len(prompts)), len(prompts) * longest
+        )
         served = serve_at_once(engine, requests)
         return Made(served.texts[0], served.first_token[0], served.seconds)
 

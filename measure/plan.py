@@ -39,11 +39,12 @@ from checkpoint.formats import Quantization
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import EMBEDDED, find_model, is_gguf
 from errors import UserError
-from generate import BLOCK_SIZE, STEP_BUDGET, block_bytes
-from kvcache import kv_bytes
+from generate import STEP_BUDGET
+from kvcache import KVSpec
 from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
 from model import Llama, weight_bytes
+from paged import BLOCK_SIZE
 from parallel import shard_config, traffic
 from quant import Kind, widths
 
@@ -140,15 +141,13 @@ class Plan:
 
     def stored_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens on each GPU."""
-        c = self.shard.config
-        shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim, tokens
-        return kv_bytes(*shape, self.shard.dtype, widths(self.kv_bits))
+        return self.shard.kv_spec(widths(self.kv_bits)).bytes(tokens)
 
     @property
     def text_bytes(self) -> int:
         """Keys and values of a text on each GPU, in whole blocks."""
         blocks = math.ceil(self.context / BLOCK_SIZE)
-        return blocks * block_bytes([self.shard], self.kv_bits, 0)
+        return self.stored_bytes(blocks * BLOCK_SIZE)
 
     @property
     def kv_memory(self) -> float:
@@ -365,14 +364,13 @@ def memory_section() -> Section:
         cells = [name]
         for bits in (16, 8, 4):
             cells.append(format_bytes(weight_bytes(without_numbers(in_bits(config, bits)))))
-        c = config
-        shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 8192
         for kv_bits, dtype in (
             ("16", torch.float32),
             ("16", torch.bfloat16),
             ("8", torch.bfloat16),
         ):
-            cells.append(format_bytes(kv_bytes(*shape, dtype, widths(kv_bits))))
+            spec = KVSpec.of(config, dtype, widths(kv_bits))
+            cells.append(format_bytes(spec.bytes(8192)))
         rows.append(cells)
     weights = ("weights, 16 bits", "8 bits", "4 bits")
     headers = ("Llama 3", *weights, "8,192 tokens, 32 bits", "16 bits", "8 bits")

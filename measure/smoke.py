@@ -115,7 +115,7 @@ def open_texts(llama: Llama, kv_bits: str, counts: Sequence[int], past: int) -> 
     the first text; each next one has fewer."""
     c = llama.config
     num_blocks = len(counts) * ((past + max(counts)) // 16 + 1)
-    cache = PagedCache.of(llama, num_blocks, bits=WIDTHS[kv_bits])
+    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), num_blocks)
     seqs = [cache.open(())[0] for _ in counts]
     if past:
         old = []

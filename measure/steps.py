@@ -31,7 +31,7 @@ def step_times(llama: Llama, past: int, new: int, repeats: int = 1) -> list[floa
 
     past 0: of a prompt, with its last logits.
     """
-    cache = KVCache.of(llama, past + new)
+    cache = KVCache(llama.kv_spec(), past + new)
     seq, _ = cache.open([])
     tokens = torch.arange(past + new, device=llama.device) % 1000
     old_tokens, new_tokens = tokens.split((past, new))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import bench
 from errors import UserError
-from kvcache import kv_bytes
+from kvcache import KVSpec
 from measure import plan
 from measure.plan import GPUS, KV_SHARE, MODELS, Plan
 from model import Llama, weight_bytes
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_program(bits, kv_bits):
     llama = Llama.load("tiny", "cpu", torch.bfloat16, bits=bits)
     planned = make("tiny", bits=bits, kv_bits=kv_bits, context=100)
     assert weight_bytes(planned.shard) == weight_bytes(llama)
-    assert planned.text_bytes == PagedCache.of(llama, 7, 16, bits=WIDTHS[kv_bits]).bytes
+    assert planned.text_bytes == PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), 7, 16).bytes
 
 
 def test_a_folder_in_another_layout_has_its_own_bytes(tmp_path):
@@ -100,8 +100,8 @@ def test_texts_fit_and_one_more_does_not_or_a_way_out_is_true(name, gpu, n, bits
     made = make(name, gpu, n, bits, kv_bits, context)
     rest = KV_SHARE * (1e9 * GPUS[gpu].memory - weight_bytes(made.shard))
     c = made.shard.config
-    shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-    text = kv_bytes(*shape, 16 * ((context + 15) // 16), torch.bfloat16, WIDTHS[kv_bits])
+    spec = KVSpec.of(c, torch.bfloat16, WIDTHS[kv_bits])
+    text = spec.bytes(16 * ((context + 15) // 16))
     if rest >= text:
         plan.check_plan(made)
         assert made.num_texts * text <= rest < (made.num_texts + 1) * text

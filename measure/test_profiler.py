@@ -10,6 +10,7 @@ from app import cli
 from conftest import program
 from measure import profiler
 from runner import ModelRunner
+from settings import Options
 
 
 @pytest.mark.parametrize("draft", ["tiny-draft", "tiny-eagle"])
@@ -48,7 +49,9 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     model = generate.Model.load(base)
     request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
     with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama):
-        engine = generate.Engine(model, generate.load_draft(model, model), 40, 40)
+        engine = generate.Engine(
+            model, generate.load_draft(model, model), Options(max_len=40, max_batch=1), 40
+        )
         steps = sum(1 for _ in engine.batcher.run([request]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("ph") == "X"]

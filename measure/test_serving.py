@@ -8,7 +8,7 @@ import torch
 
 from batcher import Batcher
 from checkpoint.formats import Quantization
-from kvcache import KVCache, NoCache
+from kvcache import KVCache, KVSpec, NoCache
 from measure import serving
 from measure.gpu_parts import SHAPES
 from measure.memory import BlankModel, memory_use, mixed_requests
@@ -19,7 +19,7 @@ from runner import ModelRunner
 
 
 def test_every_token_is_counted():
-    cache = KVCache(1, 1, 1, 64, 2)
+    cache = KVCache(KVSpec(1, 1, 1), 64, 2)
     requests = [random_request(3, 4, 1), random_request(5, 2, 2), random_request(2, 6, 3)]
     batcher = Batcher(ModelRunner(BlankModel(), cache, 2), 2)
     served = serving.serve_at_once(SimpleNamespace(batcher=batcher, caches=[cache]), requests)
@@ -40,13 +40,13 @@ def test_rates_are_tokens_over_seconds():
 
 
 def test_bytes_in_use_are_live_blocks():
-    cache = PagedCache(1, 1, 1, 8, block_size=4)
+    cache = PagedCache(KVSpec(1, 1, 1), 8, 4)
     assert serving.bytes_in_use([cache]) == 0
     seq, _ = cache.open([1] * 9)
     cache.extend([(seq, [1] * 9)])
     assert serving.bytes_in_use([cache]) == 3 * cache.bytes // 8
     cache.free(seq)
-    rows = KVCache(1, 1, 1, 64, 2)
+    rows = KVCache(KVSpec(1, 1, 1), 64, 2)
     assert serving.bytes_in_use([cache, rows, NoCache(torch.device("cpu"))]) == rows.bytes
 
 
@@ -73,8 +73,8 @@ def test_lengths_are_spread():
 @pytest.mark.parametrize(
     "cache, texts, waste",
     [
-        (KVCache(1, 1, 1, 1024, 8), (7.9, 8), (0.6, 1)),
-        (PagedCache(1, 1, 1, 512), (20, 99), (0, 0.05)),
+        (KVCache(KVSpec(1, 1, 1), 1024, 8), (7.9, 8), (0.6, 1)),
+        (PagedCache(KVSpec(1, 1, 1), 512), (20, 99), (0, 0.05)),
     ],
     ids=["rows", "blocks"],
 )

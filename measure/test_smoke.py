@@ -166,7 +166,7 @@ def warmed_up(page: Any, shape: Config) -> Variants:
         for layout in WAYS.values():
             config = replace(shape, num_hidden_layers=1, quantization=layout)
             llama = Llama(config, "meta", torch.bfloat16, seed=None, ops=GPU()).pack_weights()
-            llama.ops.warm_up(llama, PagedCache.of(llama, 100), config.vocab_size)
+            llama.ops.warm_up(llama, PagedCache(llama.kv_spec(), 100), config.vocab_size)
     return found
 
 

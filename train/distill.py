@@ -84,7 +84,7 @@ def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) ->
     for i in range(count):
         settings = Settings(temperature=1.0, seed=(seed << 32) + i, max_tokens=length)
         requests.append(Request([end], settings))
-    cache = KVCache.of(llama, length, count)
+    cache = KVCache(llama.kv_spec(), length, count)
     runner = ModelRunner(llama, cache, llama.config.vocab_size)
     for _ in Batcher(runner, count).run(requests):
         pass

@@ -65,6 +65,7 @@ from kernels import Ops, find_device, rotated
 from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
+from settings import Options
 from train.bpe import write_json
 from train.distill import Hyperparameters, Training, count, make_optimizers, share
 from train.stories import hold_out
@@ -111,7 +112,7 @@ def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: in
             )
     index = {request: i for i, request in enumerate(requests) if i not in texts}
     batch = min(64, max(1, len(index)))
-    engine = Engine(model, None, batch * length, length, batch)
+    engine = Engine(model, None, Options(max_len=length, max_batch=batch), batch * length)
     bar = progress_bar(desc="telling", total=len(requests), initial=len(texts), unit="text")
     with file.open("a") as lines, bar:
         for request, _ in engine.batcher.run(list(index)):

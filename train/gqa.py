@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from errors import UserError
-from kvcache import kv_bytes
+from kvcache import KVSpec
 from model import Llama
 from quant import Bits
 
@@ -49,9 +49,7 @@ def merge_heads(llama: Llama, kv_heads: int) -> Llama:
 
 def cache_bytes(llama: Llama, tokens: int, bits: Bits = (16, 16)) -> int:
     """Bytes of the keys and values of so many tokens, in bfloat16 or in these bits."""
-    c = llama.config
-    shape = (c.num_hidden_layers, c.num_key_value_heads, c.head_dim, tokens)
-    return kv_bytes(*shape, torch.bfloat16, bits)
+    return KVSpec.of(llama.config, torch.bfloat16, bits).bytes(tokens)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def perplexity(
 
     texts: int64[T] each.
     """
-    cache = KVCache.of(llama, max(len(text) for text in texts), bits=bits)
+    cache = KVCache(llama.kv_spec(bits=bits), max(len(text) for text in texts))
     losses = []
     for text in texts:
         context = text[:-1]

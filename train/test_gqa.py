@@ -42,7 +42,9 @@ def test_the_cache_shrinks_by_the_same_factor() -> None:
     llama = new_model(replace(CONFIG, num_key_value_heads=4), 8)
     two, one = (merge_heads(llama, heads) for heads in (2, 1))
     assert cache_bytes(llama, 10) == 2 * cache_bytes(two, 10) == 4 * cache_bytes(one, 10)
-    assert cache_bytes(llama, 10) == KVCache.of(llama, 10, dtype=torch.bfloat16).bytes
+    assert (
+        cache_bytes(llama, 10) == KVCache(replace(llama.kv_spec(), dtype=torch.bfloat16), 10).bytes
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [0, 3, 8])

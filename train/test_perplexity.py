@@ -5,7 +5,7 @@ import torch
 
 from checkpoint.formats import Quantization
 from conftest import write_model
-from kvcache import KVCache, kv_bytes
+from kvcache import KVCache, KVSpec
 from model import Llama
 from quant import WIDTHS
 from train import quantize
@@ -52,7 +52,7 @@ def test_author_weighs_every_token_by_its_probability(llama, folder, monkeypatch
 def test_perplexity_is_that_of_decoding_with_these_kv_bits(llama, monkeypatch):
     """Token by token, through a cache of these bits."""
     monkeypatch.setattr("train.perplexity.CHUNK", 1)
-    cache, losses = KVCache.of(llama, 96, bits=WIDTHS["8/4"]), []
+    cache, losses = KVCache(llama.kv_spec(bits=WIDTHS["8/4"]), 96), []
     for text in TEXTS:
         seq, _ = cache.open(())
         for token, after in zip(text.tolist(), text[1:].tolist()):
@@ -90,14 +90,8 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     told = [float(line.split()[-1].rstrip("%")) / 100 for line in lines[2:]]
     found = torch.tensor([float(line.split()[-2]) for line in lines[2:]])
     assert told == pytest.approx((found / found[0] - 1).tolist(), abs=1e-4) and max(told) > 0
-    c = llama.config
     for line, (name, bits) in zip(lines[2:], WIDTHS.items()):
-        token = (
-            kv_bytes(
-                c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 1024, torch.bfloat16, bits
-            )
-            / 1024
-        )
+        token = KVSpec.of(llama.config, torch.bfloat16, bits).bytes(1)
         assert line[30:35].strip() == name
         assert f"{size(Llama.load(folder, trainable=True)):,}" in line and f"{token:,.0f}" in line
 

@@ -83,7 +83,7 @@ def test_bits_at_load_are_those_of_a_folder(tmp_path, shape):
         assert loaded.config == stored.config
         assert loaded.config.quantization == Quantization(bits)
         assert torch.equal(loaded(text), stored(text))
-        cache = KVCache.of(loaded, 16)
+        cache = KVCache(loaded.kv_spec(), 16)
         seq, _ = cache.open(())
         metadata = cache.extend([(seq, text.tolist())])
         assert loaded(text, metadata, slice(-1, None)).shape == (1, 261)
