@@ -176,7 +176,9 @@ class Batcher:
             return None
         item = self.runner.schedule(request, left)
         # Asked, never run: a text of which only the first chunk fits would soon be preempted.
-        whole_text = ScheduledRequest(request, self.runner.num_pending(request))
+        whole_text = item._replace(
+            num_tokens=self.runner.num_pending(request), num_drafts=0, samples=True
+        )
         has_room = all(self.runner.fits([*scheduled, work]) for work in (item, whole_text))
         if item.num_new_tokens == 0 or not has_room:
             self.runner.close(request)

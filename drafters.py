@@ -150,12 +150,16 @@ class Drafter:
     def close(self, request: Request) -> None:
         """Forget a request."""
 
-    def num_pending(self, request: Request) -> int:
-        """How many tokens of the text the drafter has not read."""
+    def length(self, request: Request) -> int:
+        """How many tokens of the text the drafter has read, or need not read."""
+        return len(request.tokens)
+
+    def num_to_read(self, item: ScheduledRequest) -> int:
+        """How many tokens of the text the drafter reads in a step: to draft, or in `prepare`."""
         return 0
 
-    def read(self, request: Request, count: int) -> None:
-        """Read so many pending tokens, without drafting."""
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Read what is to be read without drafting, in a step that runs these plans."""
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether there is room for a step's drafts, and for what it reads. Changes nothing."""
@@ -180,11 +184,13 @@ class Drafter:
 
 
 class ModelDrafter(Drafter):
-    """A model with a cache of its own. A text longer than its context gets no drafts any more."""
+    """A model with a cache of its own. A text longer than its context gets no drafts any more.
+    budget: tokens of a text that it reads in a step without drafting."""
 
-    def __init__(self, model: Llama, cache: Cache):
+    def __init__(self, model: Llama, cache: Cache, budget: int = 512):
         self.model = model
         self.cache = cache
+        self.budget = budget
         self.seqs: dict[Request, int] = {}  # of requests that fit into the context
 
     def open(self, request: Request) -> None:
@@ -195,34 +201,49 @@ class ModelDrafter(Drafter):
         if request in self.seqs:
             self.cache.free(self.seqs.pop(request))
 
-    def num_pending(self, request: Request) -> int:
+    def length(self, request: Request) -> int:
         if request not in self.seqs:
+            return len(request.tokens)
+        return self.cache.length(self.seqs[request])
+
+    def num_to_read(self, item: ScheduledRequest) -> int:
+        """What a round with drafts lacks; of a chunk, as much as the target reads. After many
+        rounds without drafts a budget of tokens a step."""
+        missing = item.stop - self.length(item.request)
+        if item.num_drafts:
+            return missing
+        if item.samples and missing <= self.budget:
             return 0
-        return len(request.tokens) - self.cache.length(self.seqs[request])
+        return max(0, min(self.budget, missing))
 
     @torch.inference_mode()
-    def read(self, request: Request, count: int) -> None:
-        seq = self.seqs[request]
-        length = self.cache.length(seq)
-        new = request.tokens[length : length + count]
-        metadata = self.cache.extend([(seq, new)])
-        # No logits are wanted: the fewest.
-        self.model(send(new, self.model.device), metadata, logits_indices=slice(-1, None))
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        for item in scheduled:
+            count = self.num_to_read(item)
+            if count and not item.num_drafts:
+                start = self.length(item.request)
+                new = item.request.tokens[start : start + count]
+                metadata = self.cache.extend([(self.seqs[item.request], new)])
+                # No logits are wanted: the fewest.
+                self.model(send(new, self.model.device), metadata, slice(-1, None))
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """A round stores the text's pending tokens and all drafts but the last."""
         wanted = []
         for item in scheduled:
-            count = item.num_catch_up
-            if item.num_drafts:
-                count = self.num_pending(item.request) + item.num_drafts - 1
+            count = self.num_to_read(item) + max(0, item.num_drafts - 1)
             if count:
                 wanted.append((self.seqs[item.request], count))
         return self.cache.fits(wanted)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """The text and all drafts but the last must fit into the context."""
+        """The text and all drafts but the last must fit into the context. 0, too, while much is to
+        be read; but a fixed γ waits for all of it: a seed is to give the same text, whatever a
+        cache holds."""
         if request not in self.seqs:
+            return 0
+        lag = len(request.tokens) - self.length(request)
+        if request.settings.gamma is None and lag > self.budget:
             return 0
         return min(wanted, self.cache.max_len - len(request.tokens) + 1)
 

@@ -7,7 +7,7 @@ plain passes, and the target's pass over γ + 1 tokens w of them:
     speed-up = (1 − α^(γ+1)) / (1 − α) / (w + γ c)         (Leviathan et al. 2023, 3.3, where w = 1)
 
 `AutoGamma` takes the γ with the best speed-up, or 0. The denominator is the time of a whole round
-over that of a plain one, both measured on real rounds: ALIKE plain rounds, a few with TRIAL drafts,
+over that of a plain one, both measured on real rounds: PLAIN plain rounds, a few with TRIAL drafts,
 and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
 shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
 measured lies on the line through those that were, as far as twice the largest of them. α is a
@@ -27,13 +27,14 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import linear_regression
 
+from request import Request, Speculation
+
 TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
 PATIENCE = 128  # rounds before what seems worse is tried again
 MEASURED = 2  # rounds, at least, that a time is taken from
-ALIKE = 4  # rounds, at least, of either kind whose times are told as a speed-up
-UNEVEN = 2  # upper over lower quartile of times that are not alike: other programs took a share
+PLAIN = 4  # rounds without drafts before the first ones with drafts
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -68,17 +69,6 @@ class AutoGamma:
             return None
         return sorted(times)[len(times) // 4]
 
-    def steady_seconds(self, batch_size: int, gamma: int) -> float | None:
-        """`round_seconds`, if there are enough times and they are alike; None: not to be told."""
-        times = sorted(self.seconds.get((batch_size.bit_length(), gamma), ()))
-        lower = len(times) // 4
-        upper = len(times) * 3 // 4
-        if len(times) < ALIKE:
-            return None
-        if times[upper] > UNEVEN * times[lower]:
-            return None
-        return times[lower]
-
     def measured(self, batch_size: int) -> dict[int, float]:
         """γ -> seconds of a round, for each γ that was measured often enough."""
         measured = {}
@@ -106,7 +96,7 @@ class AutoGamma:
         best = self.best.get(batch_size.bit_length())
         if best is None:  # the trial
             plain = self.seconds.get((batch_size.bit_length(), 0), ())
-            return TRIAL if len(plain) >= ALIKE else 0
+            return TRIAL if len(plain) >= PLAIN else 0
         gamma, cost = best
         if expected_tokens(self.alpha, gamma) > cost:
             plain_is_due = self.num_drafting >= PATIENCE  # to measure it again
@@ -135,6 +125,27 @@ class AutoGamma:
         is_trial = batch_size.bit_length() not in self.best
         if is_trial or (self.num_plain + self.num_drafting) % 8 == 0:  # one round teaches little
             self._choose_best(batch_size)
+
+    def report(self, request: Request) -> Speculation | None:
+        """A text's acceptance, and its speed-up over plain decoding, by the times of its rounds and
+        of plain ones (None: unknown); all this after the first round, which reads the prompt's
+        end."""
+        rounds = request.rounds[1:]
+        if not rounds:
+            return None
+        num_tokens = sum(stats.num_accepted + 1 for stats in rounds)
+        seconds = 0.0
+        plain_seconds = 0.0  # of the same tokens by plain decoding
+        num_drafts = 0  # in rounds whose times are known
+        for stats in rounds:
+            own = self.round_seconds(stats.batch_size, stats.num_drafts)
+            plain = self.round_seconds(stats.batch_size, 0)
+            if own is not None and plain is not None:
+                seconds += own
+                plain_seconds += (stats.num_accepted + 1) * plain
+                num_drafts += stats.num_drafts
+        speed_up = plain_seconds / seconds if num_drafts else None
+        return Speculation(request.acceptance, num_tokens / len(rounds), speed_up)
 
     def _choose_best(self, batch_size: int) -> None:
         """The γ of the largest gain, if the trial is over: a plain round and another are known."""

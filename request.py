@@ -32,7 +32,6 @@ class RoundStats(NamedTuple):
 
     num_drafts: int
     num_accepted: int  # of its drafts; where plain steps were done as one, all tokens but the last
-    seconds: float = 0.0  # of drafting and of the target's pass
     batch_size: int = 1  # requests that shared the round
 
 

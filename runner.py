@@ -39,7 +39,7 @@ from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
 from sampling import Keyed, NotFinite, TokenLogprob, check_tokens, token_logprobs
-from speculative import Coin, Round
+from speculative import Coin, Proposal, Round
 
 MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
 
@@ -48,15 +48,20 @@ class ScheduledRequest(NamedTuple):
     """What a request does in one step."""
 
     request: Request
+    start: int  # tokens of its text that the target's cache has
     num_tokens: int  # pending tokens that the target computes
     num_drafts: int = 0  # drafts that it verifies
     samples: bool = True  # False: a chunk, nothing is drawn
-    num_catch_up: int = 0  # tokens that the drafter has not read, and reads without drafting
 
     @property
     def num_new_tokens(self) -> int:
         """Its rows in the target's pass, which its cache stores."""
         return self.num_tokens + self.num_drafts
+
+    @property
+    def stop(self) -> int:
+        """Tokens of its text that the target has read after the step."""
+        return self.start + self.num_tokens
 
 
 @contextmanager
@@ -145,22 +150,18 @@ class ModelRunner:
         """What a request does next, with at most `budget` tokens: a round, or a chunk."""
         if budget is None:
             budget = self.budget
-        num_pending = self.num_pending(request)
+        start = self.cache.length(request.seq)
+        num_pending = len(request.tokens) - start
         num_drafts = self._num_drafts(request, budget - num_pending)
         # A drafter that has the target's keys and values needs those of all but the last token.
         must_read = num_pending > 1 and self.drafter.shares_target_cache
         if (num_drafts and must_read) or num_pending + num_drafts > budget:
-            # the last token is for the round
-            return self._chunk(request, min(budget, num_pending - 1))
-        if num_drafts and self._catches_up_first(request):
-            # The drafter's own pass is not part of the target's budget.
-            return ScheduledRequest(request, num_pending, num_catch_up=self.budget)
-        return ScheduledRequest(request, num_pending, num_drafts)
+            num_tokens = min(budget, num_pending - 1)  # the last token is for the round
+            return ScheduledRequest(request, start, num_tokens, samples=False)
+        return ScheduledRequest(request, start, num_pending, num_drafts)
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ: as the request says, or as many as pay, of the `room` in the step."""
-        if not self.has_drafter:
-            return 0
         most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
         if wanted is None:  # only then cut: a fixed γ must not depend on the texts beside it
@@ -168,57 +169,34 @@ class ModelRunner:
         wanted = min(wanted, most)
         return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
 
-    def _catches_up_first(self, request: Request) -> bool:
-        """Whether the drafter lacks more than a step's tokens, after many rounds without drafts: it
-        reads a budget of them in each step, while the text goes on without drafts. Not for a fixed
-        γ: the same seed is to give the same text, whatever a cache holds."""
-        is_auto = request.settings.gamma is None
-        return is_auto and self.drafter.num_pending(request) > self.budget
-
-    def _chunk(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Pending tokens without a draw; the drafter reads as far. 0 tokens: not to be run."""
-        length = self.cache.length(request.seq) + num_tokens
-        num_catch_up = min(self.budget, max(0, length - self._drafter_length(request)))
-        return ScheduledRequest(request, num_tokens, samples=False, num_catch_up=num_catch_up)
-
-    def _drafter_length(self, request: Request) -> int:
-        """How many tokens of the text the drafter has read, or needs not."""
-        pending = self.drafter.num_pending(request) if self.has_drafter else 0
-        return len(request.tokens) - pending
-
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether both caches have room for a step."""
         wanted = [(item.request.seq, item.num_new_tokens) for item in scheduled]
         if not self.cache.fits(wanted):
             return False
-        return not self.has_drafter or self.drafter.fits(scheduled)
+        return self.drafter.fits(scheduled)
 
     # ---- A step
 
     @torch.inference_mode()
     def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         """Run the plans in one pass -> the new tokens of each request that had a round."""
-        before = []
-        for item in scheduled:
-            length = self.cache.length(item.request.seq)
-            before.append((item.request, length, self._drafter_length(item.request)))
+        lengths = [self.drafter.length(item.request) for item in scheduled]
         try:
             return self._step(scheduled)
         except BaseException:  # Ctrl-C too: both caches are as before
-            for request, length, drafter_length in before:
-                self.cache.truncate(request.seq, length)
-                self.drafter.restore(request, drafter_length)
-                if request.grammar_state is not None:
-                    request.grammar_state.restore()
+            for item, length in zip(scheduled, lengths):
+                self.cache.truncate(item.request.seq, item.start)
+                self.drafter.restore(item.request, length)
+                if item.request.grammar_state is not None:
+                    item.request.grammar_state.restore()
             raise
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         rounds = [item for item in scheduled if item.samples]
         is_typical = self.has_drafter and self._is_typical(scheduled)
         start = time.perf_counter()
-        for item in scheduled:
-            if item.num_catch_up:
-                self.drafter.read(item.request, item.num_catch_up)
+        self.drafter.prepare(scheduled)
         features = None
         if self.drafter.feature_layers:
             num_tokens = sum(item.num_new_tokens for item in scheduled)
@@ -237,11 +215,20 @@ class ModelRunner:
             self.next_gamma = self.auto_gamma.choose(len(rounds))
         new_tokens = {}
         for item, new in zip(rounds, round_tokens):
-            stats = RoundStats(item.num_drafts, len(new) - 1, seconds, len(rounds))
+            stats = RoundStats(item.num_drafts, len(new) - 1, len(rounds))
             new_tokens[item.request] = self._finish(item.request, new, stats)
             if item.request in logprobs:
                 item.request.logprobs += logprobs[item.request][: len(new)]
         return new_tokens
+
+    def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step's time says what a round costs: nobody reads a prompt, or catches up."""
+        for item in scheduled:
+            if not item.request.rounds or item.num_tokens > 1:
+                return False
+            if self.drafter.num_to_read(item) > MAX_LAG:
+                return False
+        return True
 
     def _run(
         self,
@@ -254,30 +241,89 @@ class ModelRunner:
         counts = self._multi_step_counts(scheduled)
         if counts:  # nobody asks for logits
             return self._decode_multi_step(rounds, counts), torch.empty(0)
-        num_drafts = [item.num_drafts for item in rounds]
-        round = self._round(rounds, num_drafts, self.coupled)
+        round = self._round(rounds, [item.num_drafts for item in rounds], self.coupled)
+        has_drafts = bool(round.drafting())
         with named_as_draft():
-            proposal = self.drafter.propose(round) if any(num_drafts) else round.no_drafts()
-        drafted = proposal.tokens
+            proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
         if round.masks is not None:
-            round.masks.push_all(drafted.tolist())
-        p, logits = self._target_probabilities(scheduled, drafted, round, features)
+            round.masks.push_all(proposal.tokens.tolist())
+        logits = self._run_target(scheduled, round, proposal, features)
         if not rounds:
             return [], logits
-        if not any(num_drafts):
-            picked = round.text_coin().pick(p[:, 0])  # [B]
-            tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
-            return [[token] for token in check_tokens(tokens)], logits
-        accepted, token = round.verify(p, proposal)
-        packed = torch.cat((drafted, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.group.agree(packed.tolist())  # and here
+        p, logits = self._probabilities(round, logits)
+        if has_drafts:
+            accepted, token = round.verify(p, proposal)
+        else:
+            token = round.text_coin().pick(p[:, 0])  # [B]
+            accepted = torch.zeros_like(token)
+        packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k+2]
+        packed = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
         round_tokens = []
-        for n, (*row, num_accepted, last) in zip(num_drafts, packed):
+        for n, (*row, num_accepted, last) in zip(round.num_drafts, packed):
             check_tokens([last])
             with named_as_draft():
                 check_tokens(row[:n])
             round_tokens.append([*row[:num_accepted], last])
         return round_tokens, logits
+
+    def _run_target(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        round: Round,
+        proposal: Proposal,
+        features: Features | None,
+    ) -> Tensor:
+        """The target's pass -> the logits after each round's last pending token and after each of
+        its drafts, round after round: [R, ≥ V]. features: to be filled.
+
+        Only the device knows the drafts: the host puts 0 at their places, and the device fills them
+        in. A chunk of two tokens, then a round of one token with two drafts:
+
+            input_ids   5 8 | 3 0 0       last   2 of the round       logits of   2 3 4
+        """
+        input_ids: list[int] = []  # [T]
+        to_store = []  # (sequence, its tokens)
+        last = []  # where each round's last pending token is in input_ids
+        for item in scheduled:
+            pending = item.request.tokens[item.start : item.stop]
+            new = pending + [0] * item.num_drafts
+            to_store.append((item.request.seq, new))
+            input_ids += new
+            if item.samples:
+                last.append(len(input_ids) - item.num_drafts - 1)
+        steps = torch.arange(round.width)
+        places = torch.tensor(last, dtype=torch.int64)[:, None] + steps  # [B, k + 1], in input_ids
+        device = self.target.device
+        tokens = send(input_ids, device)
+        is_draft = round.is_row[:, 1:]
+        if is_draft.any():
+            sources = is_draft.flatten().nonzero()[:, 0]
+            drafts = proposal.tokens.flatten()[send(sources, device)]
+            # −1: not finite, which `check_tokens` is to tell
+            tokens[send(places[:, 1:][is_draft], device)] = drafts.clamp(min=0)
+        wanted = places[round.is_row]
+        logits_indices = None  # all
+        if len(wanted) < len(input_ids):
+            logits_indices = send(wanted, device)
+        return self.target(tokens, self.cache.extend(to_store), logits_indices, features)
+
+    def _probabilities(self, round: Round, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's distributions, float[B, k + 1, V], padded with zero; and its logits, as they
+        are before masks. logits: those of `_run_target`."""
+        self.target.ops.check_logits(logits[:, : self.vocab_size])
+        kept = logits
+        asks = any(count is not None for count in round.setting("logprobs"))
+        if round.masks is not None and asks:
+            kept = logits.clone()  # masks are applied in place
+        owners = round.is_row.nonzero()[:, 0]  # whose each row is
+        probs = round.probabilities(logits, owners.tolist())  # [R, V]
+        B, width = round.is_row.shape
+        V = probs.shape[1]
+        if len(owners) < B * width:
+            padded = probs.new_zeros(B * width, V)
+            rows = round.is_row.flatten().nonzero()[:, 0]
+            probs = padded.index_copy_(0, send(rows, self.target.device), probs)
+        return probs.view(B, width, V), kept
 
     def _logprobs(
         self,
@@ -297,6 +343,25 @@ class ModelRunner:
             first_row += item.num_drafts + 1
         return logprobs
 
+    def _observe(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        round_tokens: Sequence[list[int]],
+        features: Features,
+    ) -> None:
+        """Show the drafter what the pass computed of the tokens that stay in the texts."""
+        made = iter(round_tokens)
+        observed = []
+        kept = []  # features of the tokens that stay
+        counts = [item.num_new_tokens for item in scheduled]
+        for item, values in zip(scheduled, features.values.split(counts)):
+            new = next(made) if item.samples else []
+            count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
+            following = item.request.tokens[item.start + 1 : item.start + count + 1] + new
+            observed.append(Observed(item.request, item.start, following[:count]))
+            kept.append(values[:count])
+        self.drafter.observe(observed, torch.cat(kept))
+
     def _round(
         self, rounds: Sequence[ScheduledRequest], num_drafts: Sequence[int], coupled: bool
     ) -> Round:
@@ -310,94 +375,6 @@ class ModelRunner:
             coupled,
             self.target.ops,
         )
-
-    def _observe(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        round_tokens: Sequence[list[int]],
-        features: Features,
-    ) -> None:
-        """Show the drafter what the pass computed of the tokens that stay in the texts."""
-        made = iter(round_tokens)
-        observed = []
-        kept = []  # features of the tokens that stay
-        first_row = 0  # of a text in the pass
-        for item in scheduled:
-            new = next(made) if item.samples else []
-            start = self.cache.length(item.request.seq) - item.num_new_tokens
-            count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
-            following = item.request.tokens[start + 1 : start + count + 1] + new
-            observed.append(Observed(item.request, start, following[:count]))
-            kept.append(features.values[first_row : first_row + count])
-            first_row += item.num_new_tokens
-        self.drafter.observe(observed, torch.cat(kept))
-
-    def _target_probabilities(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        drafted: Tensor,
-        round: Round,
-        features: Features | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The target's distribution after the pending tokens and after each draft; and its logits.
-
-        Only the device knows the drafts: the host puts 0 at their places, and the device fills
-        them in. drafted: int64[B, k] -> float[B, k+1, V], padded with zero, and [R, ≥ V]. (In a
-        step of chunks alone the result is not used.) A chunk of two tokens, then a round of one
-        token with two drafts (B = 1, k = 2):
-
-            input_ids        5 8 | 3 0 0        draft_positions  3 4      draft_sources  0 1
-            logits_indices   2 3 4              probs_indices    0 1 2    rows           0 0 0
-        """
-        B, k = drafted.shape
-        input_ids: list[int] = []  # [T]
-        to_store = []  # (sequence, its tokens)
-        draft_positions: list[int] = []  # where a draft stands in input_ids,
-        draft_sources: list[int] = []  # and in drafted
-        logits_indices: list[int] = []  # tokens whose logits are wanted, [R],
-        probs_indices: list[int] = []  # where these stand in the result, as [B · (k + 1)],
-        rows: list[int] = []  # and whose they are
-        b = 0
-        for item in scheduled:
-            length = self.cache.length(item.request.seq)
-            pending = item.request.tokens[length : length + item.num_tokens]
-            n = item.num_drafts
-            first_draft = len(input_ids) + len(pending)
-            new = pending + [0] * n
-            to_store.append((item.request.seq, new))
-            input_ids += new
-            if not item.samples:
-                continue
-            draft_positions += range(first_draft, first_draft + n)
-            draft_sources += range(b * k, b * k + n)
-            logits_indices += range(first_draft - 1, first_draft + n)
-            probs_indices += range(b * (k + 1), b * (k + 1) + n + 1)
-            rows += [b] * (n + 1)
-            b += 1
-
-        device = self.target.device
-        tokens = send(input_ids, device)
-        if draft_positions:
-            drafts = drafted.flatten()[send(draft_sources, device)]
-            drafts = drafts.clamp(min=0)  # −1: not finite, which `check_tokens` is to tell
-            tokens[send(draft_positions, device)] = drafts
-        wanted = None  # all
-        if len(logits_indices) < len(input_ids):
-            wanted = send(logits_indices, device)
-        logits = self.target(tokens, self.cache.extend(to_store), wanted, features)
-        if not logits_indices:  # chunks only
-            return logits, logits
-        self.target.ops.check_logits(logits[:, : self.vocab_size])
-        kept = logits
-        asks = any(count is not None for count in round.setting("logprobs"))
-        if round.masks is not None and asks:
-            kept = logits.clone()  # masks are applied in place
-        probs = round.probabilities(logits, rows)  # [R, V]
-        V = probs.shape[1]
-        if len(rows) < B * (k + 1):
-            padded = probs.new_zeros(B * (k + 1), V)
-            probs = padded.index_copy_(0, send(probs_indices, device), probs)
-        return probs.view(B, k + 1, V), kept
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made, up to an end-of-text -> the new tokens."""
@@ -422,8 +399,7 @@ class ModelRunner:
                     "mask: simplify it"
                 )
         self.cache.commit(request.seq, request.tokens, len(new))
-        if self.has_drafter:
-            self.drafter.commit(request, len(new))
+        self.drafter.commit(request, len(new))
         return new
 
     # ---- Several plain tokens on the device, before the host waits for them
@@ -462,39 +438,6 @@ class ModelRunner:
         rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]
 
-    # ---- The clock
-
-    def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step's time says what a round costs: nobody reads a prompt, or catches up."""
-        for item in scheduled:
-            if not item.request.rounds or item.num_tokens > 1 or item.num_catch_up:
-                return False
-            if item.num_drafts and self.drafter.num_pending(item.request) > MAX_LAG:
-                return False
-        return True
-
     def report(self, request: Request) -> Speculation | None:
-        """A text's acceptance, and its speed-up after the first round; None without a drafter.
-
-        Rounds with and without drafts are compared by the same measure of their times, and where
-        either's are uneven or unknown there is no speed-up.
-        """
-        rounds = request.rounds[1:]  # the first reads the prompt's end
-        if not self.has_drafter or not rounds:
-            return None
-        tokens_per_round = sum(stats.num_accepted + 1 for stats in rounds) / len(rounds)
-        drafted_rounds = [stats for stats in rounds if stats.num_drafts]
-        num_compared = 0  # of these
-        seconds = 0.0
-        plain_seconds = 0.0  # of the same tokens by plain decoding
-        for stats in rounds:
-            drafted = self.auto_gamma.steady_seconds(stats.batch_size, stats.num_drafts)
-            plain = self.auto_gamma.steady_seconds(stats.batch_size, 0)
-            if drafted is not None and plain is not None:
-                num_compared += stats.num_drafts > 0
-                seconds += drafted
-                plain_seconds += (stats.num_accepted + 1) * plain
-        speed_up = None
-        if 2 * num_compared > len(drafted_rounds):
-            speed_up = plain_seconds / seconds
-        return Speculation(request.acceptance, tokens_per_round, speed_up)
+        """What drafts were worth to a text; None without a drafter."""
+        return self.auto_gamma.report(request) if self.has_drafter else None

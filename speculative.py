@@ -180,10 +180,17 @@ class Round:
         B = len(self.requests)
         k = self.width - 1
         tokens = torch.full((B, k), -1, device=self.device)
-        if self.coupled:
+        if self.coupled or not k:
             return Proposal(tokens, None)
         shape = B, k + 1, self.vocab_size
         return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    @cached_property
+    def is_row(self) -> Tensor:
+        """bool[B, k + 1], on the host: a request has a row of the target's logits after its last
+        pending token, and one after each of its drafts."""
+        n = torch.tensor(self.num_drafts, dtype=torch.int64)
+        return torch.arange(self.width) <= n[:, None]
 
     def drafting(self, j: int = 0) -> list[int]:
         """The rows of the requests that want a draft j."""

@@ -134,6 +134,11 @@ def test_law_with_a_drafter_without_weights(make, kind):
 # ---- In coupled mode nobody reads the distributions
 
 
+def read(drafter: Drafter, request: Request, count: int) -> None:
+    """Read the text's first tokens, as with a chunk of the target's."""
+    drafter.prepare([ScheduledRequest(request, 0, count, samples=False)])
+
+
 def proposed(
     drafter: Drafter, coupled: bool, B: int, V: int, device: torch.device = CPU
 ) -> tuple[list, Tensor | None, int]:
@@ -141,7 +146,7 @@ def proposed(
     requests = [Request([7, 30, 4, 7, 30], Settings(1.0, seed=seed)) for seed in range(B)]
     for request in requests:
         drafter.open(request)
-        drafter.read(request, 3)
+        read(drafter, request, 3)
     round = Round(requests, [3] * B, V, device, coupled=coupled)
     with Largest() as largest:
         drafted, q = drafter.propose(round)
@@ -171,7 +176,7 @@ def test_a_coupled_round_makes_no_distributions(B):
 
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_model_drafts_fit_or_cannot_be_stored(blocks):
-    """What `fits` says, `propose` does; and num_catch_up, `read`."""
+    """What `fits` says, `propose` and `prepare` do."""
     answers = set()
     for lag, num_drafts in itertools.product(range(1, 5), range(1, 6)):
         request = Request([1] * 4, Settings(1.0, seed=0, max_tokens=9))
@@ -179,9 +184,9 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
         drafter = ModelDrafter(Toy(longest=12, V=1), cache)
         drafter.open(request)
         if lag < 4:
-            drafter.read(request, 4 - lag)
-        assert drafter.num_pending(request) == lag
-        fits = drafter.fits([ScheduledRequest(request, 1, num_drafts)])
+            read(drafter, request, 4 - lag)
+        assert drafter.length(request) == 4 - lag
+        fits = drafter.fits([ScheduledRequest(request, 3, 1, num_drafts)])
         assert fits == (3 + num_drafts <= 2 * blocks)
         assert fits == (drafter.max_drafts(request, num_drafts) == num_drafts)
         answers.add(fits)
@@ -193,8 +198,9 @@ def test_model_drafts_fit_or_cannot_be_stored(blocks):
     )
     request = Request([1, 1], Settings(1.0, seed=0))
     drafter.open(request)
-    assert drafter.fits([ScheduledRequest(request, 2, num_catch_up=2)])
-    assert not drafter.fits([ScheduledRequest(request, 2, num_catch_up=3)])
+    for num_tokens in (2, 3):
+        chunk = ScheduledRequest(request, 0, num_tokens, samples=False)
+        assert drafter.fits([chunk]) == (num_tokens == 2)
 
 
 def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):

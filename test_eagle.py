@@ -246,7 +246,7 @@ def rows_at_once(target: Llama, head: EagleHead, text: list[int]) -> Tensor:
     runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
     request = Request(text, Settings(1.0, seed=0, max_tokens=1))
     runner.open(request)
-    runner.step([ScheduledRequest(request, len(text) - 1, samples=False)])
+    runner.step([ScheduledRequest(request, 0, len(text) - 1, samples=False)])
     return stored_rows(cache, request.seq)
 
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 
 import gamma
-from gamma import ALIKE, MAX_GAMMA, MEASURED, PATIENCE, TRIAL, AutoGamma, expected_tokens, speed_up
+from gamma import MAX_GAMMA, MEASURED, PATIENCE, PLAIN, TRIAL, AutoGamma, expected_tokens, speed_up
 
 
 def accepted_drafts(coin: random.Random, alpha: float, gamma: int) -> int:
@@ -57,7 +57,7 @@ def test_expected_tokens_by_hand_and_by_simulation():
 
 def test_trial_measures_plain_rounds_then_drafts():
     gammas = [gamma for gamma, *_ in simulate(AutoGamma(), 0.9, 0.05, 1.0, 9)]
-    assert gammas[:-3] == [0] * ALIKE + [TRIAL] * MEASURED and gammas[-3] > TRIAL
+    assert gammas[:-3] == [0] * PLAIN + [TRIAL] * MEASURED and gammas[-3] > TRIAL
     auto = AutoGamma()
     for seconds in (100.0, 1.0, 1.1, 1.2):  # the first warms up
         assert auto.choose(1) == 0
@@ -112,7 +112,7 @@ def test_interrupted_plain_rounds_of_the_trial_do_not_stay():
 def test_a_line_through_near_gammas_does_not_lead_far():
     """Two times that noise has made equal: no γ seems to cost more than another."""
     auto = AutoGamma()
-    for _ in range(ALIKE):
+    for _ in range(PLAIN):
         for num_drafts, seconds in ((0, 1.0), (4, 1.5), (5, 1.5)):
             auto.observe([num_drafts], [num_drafts], seconds)
     auto._choose_best(1)
@@ -138,19 +138,6 @@ def test_time_of_the_last_rounds_ignores_outliers():
     for _ in range(7):  # of nine
         auto.observe([3], [1], 2.0)
     assert auto.round_seconds(1, 3) == 2.0
-
-
-def test_a_time_is_told_if_there_are_several_and_they_are_alike():
-    for times, told in (
-        ((1.0, 1.0, 1.1), None),
-        ((1.0, 1.0, 1.1, 1.1), 1.0),
-        ((100.0, 1.0, 1.0, 1.1, 1.1), 1.0),  # the first warms up
-        ((1.0, 1.0, 5.0, 60.0), None),  # beside a busy program
-    ):
-        auto = AutoGamma()
-        for seconds in times:
-            auto.observe([3], [1], seconds)
-        assert auto.steady_seconds(1, 3) == told, times
 
 
 def test_rounds_are_measured_by_batch_size_and_mean_gamma():

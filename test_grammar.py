@@ -407,7 +407,7 @@ def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkey
     options = dict(coupled=temperature > 0, multi_step=3, grammars=byte_grammars)
     runner = ModelRunner(LLAMA, cache, 259, drafts, budget=30, **options)
     batcher = Batcher(runner, 6)
-    right = ModelRunner._target_probabilities
+    right = ModelRunner._run_target
 
     def interrupted(self, *arguments):
         right(self, *arguments)
@@ -420,7 +420,7 @@ def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkey
             break
         if step % 4 == 3:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(ModelRunner, "_target_probabilities", interrupted)
+                patch.setattr(ModelRunner, "_run_target", interrupted)
                 patch.setattr(runner, "multi_step", 1)
                 batcher.step()
         batcher.step()
@@ -466,10 +466,8 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
 
     def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
         gamma = None if draft is None else 3
-        options = dict(max_batch=8, coupled=coupled)
-        engine = Engine(
-            model, load_draft(draft, model), Options(max_len=100, max_batch=1, **options), 600
-        )
+        options = Options(max_len=100, max_batch=8, verify="coupled" if coupled else "exact")
+        engine = Engine(model, load_draft(draft, model), options, 600)
         requests = []
         for i, rule in enumerate(RULES):
             for ends in ((), model.eos_token_ids):

@@ -240,7 +240,7 @@ def test_a_public_name_has_one_meaning():
     assert {name: pages for name, pages in several.items() if name not in SEVERAL} == {}
 
 
-@pytest.mark.parametrize("draft, most", [(None, 10), ("tiny-draft", 12), ("ngram", 12)])
+@pytest.mark.parametrize("draft, most", [(None, 11), ("tiny-draft", 12), ("ngram", 12)])
 def test_a_token_visits_few_pages(draft, most, monkeypatch):
     """A step after the prompt, and a round of speculation, as plain torch computes them."""
     monkeypatch.setenv("LLAMA_PLAIN", "1")

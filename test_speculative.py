@@ -87,7 +87,7 @@ def play(runner: ModelRunner, requests: Sequence[Request]) -> None:
             if item.samples:
                 assert runner.num_pending(request) == 1
             if isinstance(drafter, ModelDrafter) and request in drafter.seqs:
-                assert drafter.num_pending(request) > 0
+                assert drafter.length(request) < len(request.tokens)
                 caches.append((drafter.cache, drafter.seqs[request]))
             for cache, seq in caches:  # accepted drafts, too, by their tokens
                 assert cache.sequence(seq).tokens == request.tokens[: cache.length(seq)]
@@ -311,13 +311,13 @@ def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
             patch.setattr(KVCache, "commit", commit)
             assert error_of(Kind((0,), 1, 3)) > 1e-3
 
-    right = ModelRunner._target_probabilities
+    right = ModelRunner._run_target
 
-    def keeps(self, scheduled, drafted, round, features):
+    def keeps(self, scheduled, *inputs):
         """The copy's own value of the last token, instead of the target's."""
         stored = self.cache.values.parts[0]  # [L, N, S, G, D]: block `seq`
         before = stored.clone()
-        result = right(self, scheduled, drafted, round, features)
+        result = right(self, scheduled, *inputs)
         for item in scheduled:
             if item.num_drafts:
                 block = item.request.seq
@@ -327,7 +327,7 @@ def test_enumeration_catches_caches_that_are_wrong(monkeypatch):
 
     options = dict(draft=COPY, where="contiguous")
     assert error_of(Kind((1,), 1, 4), **options) < 1e-12
-    monkeypatch.setattr(ModelRunner, "_target_probabilities", keeps)
+    monkeypatch.setattr(ModelRunner, "_run_target", keeps)
     assert error_of(Kind((1,), 1, 4), **options) > 1e-3
 
 
