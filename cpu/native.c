@@ -17,10 +17,15 @@ INLINE float exponential(float x) {           // e^x = 2^n e^r, |r| ≤ ln 2 / 2
     return p * u.f;
 }
 
-// Rotate the pairs (i, i + D/2) of a head. cos, sin: [D/2]. Without cos, x is rotated already.
-INLINE void turn(const float *x, const float *cos, const float *sin, float *y, long D) {
-    long half = D / 2;
-    if (!cos) memcpy(y, x, D * sizeof *y);
+// model.Rope: rows of D/2 numbers, `apart` from each other. Token t has row rows[t], or row t where
+// there are no rows. Without cos, q and k are rotated already.
+typedef struct { const float *cos, *sin; long apart; const int32_t *rows; } Rope;
+
+// Rotate the pairs (i, i + D/2) of a head of token t.
+INLINE void rotate(const float *x, const Rope *rope, long t, float *y, long D) {
+    long half = D / 2, at = (rope->rows ? rope->rows[t] : t) * rope->apart;
+    const float *cos = rope->cos + at, *sin = rope->sin + at;
+    if (!rope->cos) memcpy(y, x, D * sizeof *y);
     else
         for (long i = 0; i < half; i++) {
             float one = x[i], two = x[i + half];
@@ -71,12 +76,32 @@ void swiglu(const float *x, float *y, long T, long F) {
 //     I8          x = n · scale
 //     I4          x = (n − zero / steps) · scale, two n in a byte; each `group` of n has a scale
 //                 and a zero. Where a vector has one group, steps is 1, else 4
-typedef struct { void *numbers; uint16_t *scale; int16_t *zero; long kind, group; } Kept;
+typedef struct { void *numbers; uint16_t *scale; int16_t *zero; long kind, group; } Vectors;
 static const long EIGHTHS[] = { [F32] = 32, [BF16] = 16, [I8] = 8, [I4] = 4 };  // of a byte
 
-// Vector j of a sequence lies in block table[j / S], at offset j % S. `block` and `head` are the
-// distances from block to block and from head to head, in vectors.
-typedef struct { Kept keys, values; const int32_t *table; long S, block, head; } Past;
+// kvcache.AttentionMetadata. block, head, layer: vectors from one to the next.
+typedef struct {
+    Vectors keys, values;
+    long block_size, block, head, layer;
+    const int32_t *block_tables, *positions, *slot_mapping, *cu_seqlens;
+    long max_blocks;
+} Step;
+
+// The keys and values of a layer, and the blocks of a sequence: its vector j lies in block
+// table[j / S], at offset j % S.
+typedef struct { Vectors keys, values; const int32_t *table; long S, block, head; } Past;
+
+static Past past_of(const Step *step, long layer, long b, long D) {
+    Past past = { step->keys, step->values, step->block_tables + b * step->max_blocks,
+                  step->block_size, step->block, step->head };
+    for (Vectors *x = &past.keys; x <= &past.values; x++) {
+        long vectors = layer * step->layer, scales = vectors * parts(D, x->group);
+        x->numbers = (char *)x->numbers + vectors * D * EIGHTHS[x->kind] / 8;
+        x->scale += x->scale ? scales : 0;
+        x->zero += x->zero ? scales : 0;
+    }
+    return past;
+}
 
 INLINE long vector_of(const Past *at, long j, long g) {
     return at->table[j / at->S] * at->block + j % at->S + g * at->head;
@@ -107,7 +132,7 @@ static uint16_t grid(const float *x, long n, float steps, int16_t *zero) {
 }
 
 // Store a vector, rounded as its cache is.
-static void keep(Kept at, long vector, const float *x, long D) {
+static void store(Vectors at, long vector, const float *x, long D) {
     if (at.kind == F32) memcpy((float *)at.numbers + vector * D, x, D * sizeof *x);
     else if (at.kind == BF16)
         for (long d = 0; d < D; d++) ((uint16_t *)at.numbers)[vector * D + d] = to_bf16(x[d]);
@@ -152,7 +177,7 @@ INLINE vec decode(int kind, const void *p, float scale, int zero) {
     if (kind == BF16) return load_bf16(p);
     return (kind == I8 ? load_i8(p) : number(fours(p) - zero)) * scale;
 }
-INLINE void decode_all(const Kept *at, int kind, long vector, long n, long D, float *to) {
+INLINE void decode_all(const Vectors *at, int kind, long vector, long n, long D, float *to) {
     const long bytes = LANES * EIGHTHS[kind] / 8;
     const char *p = (const char *)at->numbers + vector * D * EIGHTHS[kind] / 8;
     long groups = parts(D, at->group), i = vector * groups, group = least(D, at->group);
@@ -173,7 +198,7 @@ INLINE void decode_all(const Kept *at, int kind, long vector, long n, long D, fl
 
 // n vectors, one after the other, as float32: where they are stored, or in `room`. Each takes
 // `parts(D, LANES)` registers; numbers beyond D mean nothing.
-static const float *fetch(const Kept *at, long vector, long n, long D, float *room) {
+static const float *fetch(const Vectors *at, long vector, long n, long D, float *room) {
     if (at->kind == F32 && D % LANES == 0) return (const float *)at->numbers + vector * D;
     if (at->kind == F32) decode_all(at, F32, vector, n, D, room);
     else if (at->kind == BF16) decode_all(at, BF16, vector, n, D, room);
@@ -200,8 +225,8 @@ static void scores(const float *q, const float *k, float *p, long n, long wide) 
 }
 
 // The same to the bit, of the 16 keys of each of P panels: [P, D, WIDE] -> [P, WIDE]. What is a
-// lane of s there is a sum of its own here, for all keys of a register; then lanes are added in the
-// order of `sum`: two as soon as there are two.
+// lane of s there is here a sum of its own, for all keys of a register; lanes are added in the
+// order of `sum`, two as soon as there are two.
 INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, long D) {
     enum { LEVELS = LANES == 16 ? 4 : 3 };
     for (int v = 0; v < VECS; v++) {
@@ -251,59 +276,71 @@ INLINE long together(const Past *at, long j, long end) {
     return least(end - j, least(at->S - j % at->S, STRETCH - j % STRETCH));
 }
 
-// Attention of some rows, heads of tokens, over the keys and values of head g. A row sees the first
-// seen[i] keys, and not more than the last row does. q: [rows, wide] -> out: [rows, wide], which
-// is 0 before.
-// room: STRETCH vectors, the rows, and for each row as many numbers as the last row sees keys.
-static void look_back(const float *q, const long *seen, long rows, const Past *at, long g, long D,
-                      float *out, float *room) {
-    long wide = parts(D, LANES) * LANES, M = seen[rows - 1];
-    float *own = room, *some = own + STRETCH * wide, *p = some + rows * wide;
-    for (long j = 0, n; j < M; j += n) {
-        n = together(at, j, M);
-        const float *k = fetch(&at->keys, vector_of(at, j, g), n, D, own);
-        for (long i = 0; i < rows; i++)
-            scores(q + i * wide, k, p + i * M + j, least(n, seen[i] - j), wide);
-    }
-    float all[rows];
-    for (long i = 0; i < rows; i++) all[i] = exponentials(p + i * M, seen[i]);
-    memset(some, 0, rows * wide * sizeof *some);
-    for (long j = 0, n; j < M; j += n) {
-        n = together(at, j, M);
-        const float *v = fetch(&at->values, vector_of(at, j, g), n, D, own);
-        for (long i = 0; i < rows; i++)
-            blend(p + i * M + j, v, some + i * wide, least(n, seen[i] - j), wide);
-        if ((j + n) % STRETCH && j + n < M) continue;
-        for (long d = 0; d < rows * wide; d++) { out[d] += some[d]; some[d] = 0; }
-    }
-    for (long i = 0; i < rows; i++)
-        for (long d = 0; d < D; d++) out[i * wide + d] /= all[i];
+// FEW_TOKENS: up to so many new ones of a sequence look back row by row. ROWS: of them that share a
+// look at the keys. QUERIES: rows of a block, where there are more tokens.
+enum { FEW_TOKENS = 16, ROWS = 16, QUERIES = 48 };
+
+// One layer's attention: qkv: [T, H + 2 G, D] -> out: [T, H, D]. R = H / G heads of q share a head
+// of k and v.
+typedef struct {
+    const float *qkv;
+    Rope rope;
+    float *out;
+    long H, G, D, R;
+} Layout;
+
+// Row i of the rows that read head g for the tokens from t on: of token t + i / R, head i % R.
+INLINE long head_of(const Layout *a, long t, long i, long g) {
+    return (t + i / a->R) * a->H + g * a->R + i % a->R;
 }
 
-// FEW_QUERIES: tokens of a sequence that look back row by row. ROWS: of them that share a look at
-// the keys. QUERIES: rows of a block, where there are more tokens.
-enum { FEW_QUERIES = 16, ROWS = 16, QUERIES = 48 };
-
-// The rows i of head g of a text's tokens: token i / R, and of the R heads that share g, the
-// i % R-th. x: [tokens, heads, D], a token every `row` numbers -> q / √D: [wide].
-static void rotated(const float *x, const float *cos, const float *sin, long row, long i, long g,
-                    long R, long D, long wide, float *q) {
-    long t = i / R;
-    turn(x + t * row + (g * R + i % R) * D, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, q,
-         D);
+// Its q / √D, rotated: [wide], zeros beyond D.
+static void query(const Layout *a, long t, long i, long g, float *q, long wide) {
+    long D = a->D, token = t + i / a->R;
+    const float *x = a->qkv + (token * (a->H + 2 * a->G) + g * a->R + i % a->R) * D;
+    rotate(x, &a->rope, token, q, D);
     for (long d = 0; d < D; d++) q[d] /= sqrtf(D);
     for (long d = D; d < wide; d++) q[d] = 0;
 }
 
-// Attention of n tokens of a sequence, the first at position `start`: two products for each block
+// Some rows that read head g for the tokens from t on: rows i from `first` on, which see the keys
+// up to their own. start: the first token's position.
+// room: 64-byte aligned; ROWS times the keys and 3 `wide`, and STRETCH times `wide`.
+static void few_look_back(const Layout *a, const Past *past, long t, long start, long first,
+                          long rows, long g, float *room) {
+    long D = a->D, wide = parts(D, LANES) * LANES, M = start + (first + rows - 1) / a->R + 1;
+    float *own = room, *q = own + STRETCH * wide, *sums = q + rows * wide;
+    float *some = sums + rows * wide, *p = some + rows * wide, all[rows];
+    long seen[rows];
+    for (long i = 0; i < rows; i++) {
+        query(a, t, first + i, g, q + i * wide, wide);
+        seen[i] = start + (first + i) / a->R + 1;
+    }
+    for (long j = 0, n; j < M; j += n) {
+        n = together(past, j, M);
+        const float *k = fetch(&past->keys, vector_of(past, j, g), n, D, own);
+        for (long i = 0; i < rows; i++)
+            scores(q + i * wide, k, p + i * M + j, least(n, seen[i] - j), wide);
+    }
+    for (long i = 0; i < rows; i++) all[i] = exponentials(p + i * M, seen[i]);
+    memset(sums, 0, 2 * rows * wide * sizeof *sums);
+    for (long j = 0, n; j < M; j += n) {
+        n = together(past, j, M);
+        const float *v = fetch(&past->values, vector_of(past, j, g), n, D, own);
+        for (long i = 0; i < rows; i++)
+            blend(p + i * M + j, v, some + i * wide, least(n, seen[i] - j), wide);
+        if ((j + n) % STRETCH && j + n < M) continue;
+        for (long d = 0; d < rows * wide; d++) { sums[d] += some[d]; some[d] = 0; }
+    }
+    for (long i = 0; i < rows; i++) for (long d = 0; d < D; d++)
+        a->out[head_of(a, t, first + i, g) * D + d] = sums[i * wide + d] / all[i];
+}
+
+// All n new tokens of a sequence from t on, to the bit as one by one: two products for each block
 // of queries, with panels made of keys and of values, once.
-//
-//     scores = q Kᵀ / √D;   p = e^(score − the largest) of the keys that a query sees, else 0;
-//     out = p V / Σ p
-static void look_back_together(const float *qkv, const float *cos, const float *sin, Past at,
-                               float *out, long start, long n, long H, long G, long D) {
+static void many_look_back(const Layout *a, const Past *past, long t, long start, long n) {
+    long G = a->G, D = a->D, R = a->R, tokens = R < QUERIES ? QUERIES / R : 1;
     long M = start + n, keys_wide = parts(M, WIDE) * WIDE, wide = parts(D, WIDE) * WIDE;
-    long R = H / G, row = (H + 2 * G) * D, tokens = R < QUERIES ? QUERIES / R : 1;
     long vecs = parts(D, LANES) * LANES, pieces = parts(M, STRETCH);
     float *keys = aligned_alloc(64, G * keys_wide * D * sizeof *keys);  // [G, keys / WIDE, D, WIDE]
     float *values = aligned_alloc(64, G * M * wide * sizeof *values);   // [G, D / WIDE, M, WIDE]
@@ -317,14 +354,14 @@ static void look_back_together(const float *qkv, const float *cos, const float *
         for (long g = 0; g < G; g++) for (long piece = 0; piece < pieces; piece++) {
             long end = least(M, (piece + 1) * STRETCH);
             for (long j = piece * STRETCH, some; j < end; j += some) {
-                some = together(&at, j, end);
-                long vector = vector_of(&at, j, g);
-                const float *x = fetch(&at.keys, vector, some, D, own);
+                some = together(past, j, end);
+                long vector = vector_of(past, j, g);
+                const float *x = fetch(&past->keys, vector, some, D, own);
                 for (long i = j; i < j + some; i++, x += vecs) {
                     float *k = keys + g * keys_wide * D + i / WIDE * D * WIDE + i % WIDE;
                     for (long d = 0; d < D; d++) k[d * WIDE] = x[d];
                 }
-                x = fetch(&at.values, vector, some, D, own);
+                x = fetch(&past->values, vector, some, D, own);
                 for (long i = j; i < j + some; i++, x += vecs) {
                     float *v = values + g * M * wide + i * WIDE;
                     for (long d = 0; d < D; d++) v[d / WIDE * M * WIDE + d % WIDE] = x[d];
@@ -336,16 +373,16 @@ static void look_back_together(const float *qkv, const float *cos, const float *
             long first = block * tokens, rows = least(tokens, n - first) * R;
             long seen = start + first + rows / R;                   // by the block's last token
             Weight v = { .w = values + g * M * wide, .N = wide, .K = M, .group = STRETCH };
-            for (long i = 0; i < rows; i++)
-                rotated(qkv, cos, sin, row, first * R + i, g, R, D, D, q + i * D);
-            for (long j = 0, some; j < seen; j += some) {
+            Rows weights = { .x = (char *)p, .K = seen, .row = keys_wide, .bytes = 4 };
+            for (long i = 0; i < rows; i++) query(a, t + first, i, g, q + i * D, D);
+            for (long j = 0, some; j < seen; j += some * WIDE) {
                 const float *k = keys + (g * keys_wide + j) * D;
-                some = seen - j > 3 * WIDE ? 4 * WIDE : seen - j > WIDE ? 2 * WIDE : WIDE;
+                some = seen - j > 3 * WIDE ? 4 : seen - j > WIDE ? 2 : 1;
                 for (long i = 0; i < rows; i++) {
                     const float *row = q + i * D;
                     float *to = p + i * keys_wide + j;
-                    if (some == 4 * WIDE) scores_of_panels(row, k, to, 4, D);
-                    else if (some == 2 * WIDE) scores_of_panels(row, k, to, 2, D);
+                    if (some == 4) scores_of_panels(row, k, to, 4, D);
+                    else if (some == 2) scores_of_panels(row, k, to, 2, D);
                     else scores_of_panels(row, k, to, 1, D);
                 }
             }
@@ -354,20 +391,16 @@ static void look_back_together(const float *qkv, const float *cos, const float *
                 all[i] = exponentials(p + i * keys_wide, own_keys);
                 memset(p + i * keys_wide + own_keys, 0, (seen - own_keys) * sizeof *p);
             }
-            some_panels(&v, (Rows){ .x = (char *)p, .K = seen, .row = keys_wide, .bytes = 4 }, sums,
-                        rows, wide, 0, wide / WIDE);
+            some_panels(&v, weights, sums, rows, wide, 0, wide / WIDE);
             for (long i = 0; i < rows; i++) for (long d = 0; d < D; d++)
-                out[((first + i / R) * H + g * R + i % R) * D + d] = sums[i * wide + d] / all[i];
+                a->out[head_of(a, t + first, i, g) * D + d] = sums[i * wide + d] / all[i];
         }
         free(own);
     }
     free(keys), free(values);
 }
 
-// kvcache.AttentionMetadata. most: blocks of a row of the tables; layer: vectors of a layer.
-typedef struct { Past past; const int32_t *positions, *slots, *starts; long most, layer; } Step;
-
-// Into how many parts the rows of a text and head are cut: so that the thread that has the most to
+// Into how many parts the rows of a text and head are cut, so that the thread that has the most to
 // do has little. Making float32 of keys and values costs each part about as much as two rows do.
 static long parts_of(long rows, long tasks) {
     long threads = omp_get_max_threads(), best = 1, least_work = LONG_MAX;
@@ -378,84 +411,70 @@ static long parts_of(long rows, long tasks) {
     return best;
 }
 
-// Rotate q and k, store k and v, and let each token look back in its own sequence.
-// qkv: [T, H + 2 G, D]; cos, sin: [T, D/2], or none, if q and k are rotated already.
-void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
-            long layer, long T, long H, long G, long D) {
-    Past past = step->past;
-    long at = layer * step->layer, row = (H + 2 * G) * D, R = H / G, wide = parts(D, LANES) * LANES;
-    long longest = 0, work = 0, num_tasks = 0, few = 0, B = 0;
-    struct { long t, b, row, rows; } *tasks = malloc(T * R * sizeof *tasks);
-    for (Kept *kept = &past.keys; kept <= &past.values; kept++) {
-        long scales = at * parts(D, kept->group);
-        kept->numbers = (char *)kept->numbers + at * D * EIGHTHS[kept->kind] / 8;
-        if (kept->scale) kept->scale += scales;
-        if (kept->zero) kept->zero += scales;
-    }
+// kernels.Ops.attend: rotate q and k, store k and v, and let each token look back in its own
+// sequence.
+static void attend_layer(const Layout *a, const Step *step, long layer, long T) {
+    long G = a->G, D = a->D, heads = a->H + 2 * G, wide = parts(D, LANES) * LANES;
+    long longest = 0, work = 0, num_tasks = 0, few = 0;
+    struct { long t, b, first, rows; } *tasks = malloc(T * a->R * sizeof *tasks);
+    Past past = past_of(step, layer, 0, D);
     #pragma omp parallel for if (T * G * D > 1 << 14)
     for (long t = 0; t < T; t++) {
-        long place = step->slots[t] / past.S * past.block + step->slots[t] % past.S;
+        long place = step->slot_mapping[t] / past.S * past.block + step->slot_mapping[t] % past.S;
         for (long g = 0; g < G; g++) {
-            const float *k = qkv + t * row + (H + g) * D;
-            float turned[D];
-            turn(k, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, turned, D);
-            keep(past.keys, place + g * past.head, turned, D);
-            keep(past.values, place + g * past.head, k + G * D, D);
+            const float *k = a->qkv + (t * heads + a->H + g) * D;
+            float rotated[D];
+            rotate(k, &a->rope, t, rotated, D);
+            store(past.keys, place + g * past.head, rotated, D);
+            store(past.values, place + g * past.head, k + G * D, D);
         }
     }
-    for (long t = 0, n; t < T; t += n, B++) {
-        n = least(step->starts[B + 1], T) - t;      // of drafts: a part of their sequence
-        few += n <= FEW_QUERIES;
+    // A step of drafts is a part of its metadata: T may end before the sequence does.
+    for (long t = 0, b = 0, n; t < T; t += n, b++) {
+        n = least(step->cu_seqlens[b + 1], T) - t;
+        few += n <= FEW_TOKENS;
     }
     for (long t = 0, b = 0, n; t < T; t += n, b++) {
         long start = step->positions[t];
-        n = least(step->starts[b + 1], T) - t;
-        if (n > FEW_QUERIES) {
-            Past own = past;
-            own.table += b * step->most;
-            look_back_together(qkv + t * row, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0,
-                               own, out + t * H * D, start, n, H, G, D);
+        n = least(step->cu_seqlens[b + 1], T) - t;
+        if (n > FEW_TOKENS) {
+            Past own = past_of(step, layer, b, D);
+            many_look_back(a, &own, t, start, n);
             continue;
         }
-        long cut = parts_of(n * R, few * G);
+        long cut = parts_of(n * a->R, few * G);
         for (long i = 0, rows, first = 0; i < cut; i++, first += rows) {
-            rows = n * R / cut + (i < n * R % cut);
+            rows = n * a->R / cut + (i < n * a->R % cut);
             tasks[num_tasks].t = t, tasks[num_tasks].b = b;
-            tasks[num_tasks].row = first, tasks[num_tasks++].rows = rows;
+            tasks[num_tasks].first = first, tasks[num_tasks++].rows = rows;
         }
         longest = start + n > longest ? start + n : longest;
         work += n * (start + n);                    // scores of a head
     }
-    #pragma omp parallel if (work * (H + 2 * G) * D > 1 << 15)
+    #pragma omp parallel if (work * heads * D > 1 << 15)
     {
-        long numbers = ROWS * (longest + 3 * wide) + STRETCH * wide, seen[ROWS];
-        float *q = aligned_alloc(64, numbers * sizeof *q);
-        float *sums = q + ROWS * wide, *room = sums + ROWS * wide;
+        float *room = aligned_alloc(64, (ROWS * (longest + 3 * wide) + STRETCH * wide) * 4);
         #pragma omp for collapse(2) schedule(dynamic)
         for (long i = 0; i < num_tasks; i++) for (long g = 0; g < G; g++) {
-            long t = tasks[i].t, rows = tasks[i].rows, first = tasks[i].row;
-            Past own = past;
-            own.table += tasks[i].b * step->most;
-            for (long r = 0; r < rows; r++) {
-                rotated(qkv + t * row, cos ? cos + t * D / 2 : 0, cos ? sin + t * D / 2 : 0, row,
-                        first + r, g, R, D, wide, q + r * wide);
-                seen[r] = step->positions[t + (first + r) / R] + 1;
-            }
-            memset(sums, 0, rows * wide * sizeof *sums);
-            look_back(q, seen, rows, &own, g, D, sums, room);
-            for (long r = 0; r < rows; r++)
-                memcpy(out + ((t + (first + r) / R) * H + g * R + (first + r) % R) * D,
-                       sums + r * wide, D * sizeof *out);
+            long t = tasks[i].t;
+            Past own = past_of(step, layer, tasks[i].b, D);
+            few_look_back(a, &own, t, step->positions[t], tasks[i].first, tasks[i].rows, g, room);
         }
-        free(q);
+        free(room);
     }
     free(tasks);
 }
 
+// qkv: [T, H + 2 G, D] -> out: [T, H, D]; cos, sin: [T, D/2], or none.
+void attend(const float *qkv, const float *cos, const float *sin, float *out, const Step *step,
+            long layer, long T, long H, long G, long D) {
+    Layout layout = { qkv, { cos, sin, D / 2, 0 }, out, H, G, D, H / G };
+    attend_layer(&layout, step, layer, T);
+}
+
 // ---- All layers ---------------------------------------------------------------------------------
 
-// The layers of model.Llama and its last norm. What a layer adds to the stream x waits in delta for
-// the next norm.
+// The layers of model.Llama and its last norm.
 typedef struct {
     const float *input_norm, *post_norm;
     const Weight *qkv, *o, *gate_up, *down;
@@ -468,43 +487,49 @@ typedef struct {
     float eps;
 } Model;
 
-// cos and sin of a step's tokens: [T, half] each. angles: [positions, 2, half], cos before sin.
-static void angles_of(const float *angles, const Step *step, long T, long half, float *cos,
-                      float *sin) {
-    for (long t = 0; t < T; t++) {
-        const float *both = angles + step->positions[t] * 2 * half;
-        memcpy(cos + t * half, both, half * sizeof *cos);
-        memcpy(sin + t * half, both + half, half * sizeof *sin);
-    }
+// Rows of a pass. in: what q, k and v are made of, or gate and up; wide: these; narrow: what they
+// become; delta: what a layer adds to the stream x, which waits there for the next norm.
+typedef struct { float *in, *delta, *wide, *narrow; } Room;
+static Room room_for(const Model *m, long T) {
+    const Layer *l = m->layers;
+    long in = l->qkv->K, delta = l->o->N;           // an EAGLE head's qkv multiplies twice as much
+    long wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
+    long narrow = l->down->K > l->o->K ? l->down->K : l->o->K;
+    float *all = aligned_alloc(64, T * (in + delta + wide + narrow) * sizeof *all);
+    return (Room){ all, all + T * in, all + T * (in + delta), all + T * (in + delta + wide) };
 }
 
-// x: [T, C], overwritten -> out: [T, C].
-// room: T times twice C, D, the widest product (q, k, v together; gate, up together) and what
-// is multiplied by the widest of the others.
-// features: [T, wanted, C], x as it comes into these layers.
-void layers(const Model *m, float *x, float *out, float *room, const float *angles,
-            const Step *step, long T, const long *feature_layers, long wanted, float *features) {
+// A layer behind its first norm. layer: of the cache; angles: [positions, 2, D/2], cos before sin.
+static void layer_of(const Model *m, const Layer *l, float *x, const Room *room,
+                     const float *angles, const Step *step, long layer, long T) {
+    Rope rope = { angles, angles + m->D / 2, m->D, step->positions };
+    Layout layout = { room->wide, rope, room->narrow, m->H, m->G, m->D, m->H / m->G };
+    product(room->in, l->qkv, room->wide, T);
+    attend_layer(&layout, step, layer, T);
+    product(room->narrow, l->o, room->delta, T);
+    add_norm(x, room->delta, l->post_norm, x, room->in, T, l->o->N, m->eps);
+    product(room->in, l->gate_up, room->wide, T);
+    swiglu(room->wide, room->narrow, T, l->down->K);
+    product(room->narrow, l->down, room->delta, T);
+}
+
+// x: [T, C], overwritten -> out: [T, C]. features: [T, wanted, C], x as it comes into these layers.
+void layers(const Model *m, float *x, float *out, const float *angles, const Step *step, long T,
+            const long *feature_layers, long wanted, float *features) {
     const Layer *l = m->layers;
-    long C = l->qkv->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *cos = room, *sin = cos + T * m->D / 2, *y = sin + T * m->D / 2;
-    float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D / 2, cos, sin);
+    long C = l->qkv->K;
+    Room room = room_for(m, T);
     for (long i = 0; i < m->L; i++, l++) {
-        add_norm(x, i ? delta : 0, l->input_norm, x, y, T, C, m->eps);
+        add_norm(x, i ? room.delta : 0, l->input_norm, x, room.in, T, C, m->eps);
         for (long f = 0; f < wanted; f++) {
             if (feature_layers[f] != i) continue;
             for (long t = 0; t < T; t++)
                 memcpy(features + (t * wanted + f) * C, x + t * C, C * sizeof *x);
         }
-        product(y, l->qkv, a, T);
-        attend(a, cos, sin, b, step, i, T, m->H, m->G, m->D);
-        product(b, l->o, delta, T);
-        add_norm(x, delta, l->post_norm, x, y, T, C, m->eps);
-        product(y, l->gate_up, a, T);
-        swiglu(a, b, T, l->down->K);
-        product(b, l->down, delta, T);
+        layer_of(m, l, x, &room, angles, step, i, T);
     }
-    add_norm(x, delta, m->norm, x, out, T, C, m->eps);
+    add_norm(x, room.delta, m->norm, x, out, T, C, m->eps);
+    free(room.in);
 }
 
 // ---- The coin -----------------------------------------------------------------------------------
@@ -622,21 +647,22 @@ long soften_rows(const float *x, float *p, const double *t, long B, long V) {
 
 // k tokens of a sequence, each picked with its own stream before the next pass: drafted[k], −1
 // before. q: [k, V], or 0 where nobody reads what they were picked from. x: [T, C], of the tokens
-// before them; step: of T + k − 1 tokens. room: T · C, the logits, and that of `layers`.
-void drafts(const Model *m, float *x, float *room, const float *angles, const Step *step, long T,
-            float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+// before them; step: of T + k − 1 tokens.
+void drafts(const Model *m, float *x, const float *angles, const Step *step, long T, float t,
+            const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     long C = m->head->K;
-    float *out = room, *logits = out + T * C;
+    float *out = aligned_alloc(64, (T * C + m->head->N) * sizeof *out), *logits = out + T * C;
     Step now = *step;
     for (long j = 0; j < k; j++) {
-        layers(m, x, out, logits + m->head->N, angles, &now, T, 0, 0, 0);
+        layers(m, x, out, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
         soften(logits, p, V, t);
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
-        now.positions += T, now.slots += T, T = 1;
+        now.positions += T, now.slot_mapping += T, T = 1;
     }
+    free(out);
 }
 
 // ---- EAGLE heads --------------------------------------------------------------------------------
@@ -651,44 +677,33 @@ typedef struct {
 } Head;
 
 // EagleHead.rows. f: [T, C] -> z: [T, C], which may be f.
-// room: T times 4 C, D, the widest product and what is multiplied by the widest of the
-// others.
-void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, float *room,
-               const float *angles, const Step *step, long T) {
+void head_rows(const Head *h, const float *f, const int64_t *tokens, float *z, const float *angles,
+               const Step *step, long T) {
     const Model *m = &h->model;
     const Layer *l = m->layers;
-    long C = m->head->K, wide = l->gate_up->N > l->qkv->N ? l->gate_up->N : l->qkv->N;
-    float *cos = room, *sin = cos + T * m->D / 2, *pair = sin + T * m->D / 2;
-    float *y = pair + T * 2 * C;
-    float *delta = y + T * C, *a = delta + T * C, *b = a + T * wide;
-    angles_of(angles, step, T, m->D / 2, cos, sin);
-    rows(m->embed, tokens, y, T);
+    long C = m->head->K;
+    Room room = room_for(m, T);
+    rows(m->embed, tokens, room.delta, T);
     for (long t = 0; t < T; t++) {
-        float *token = pair + t * 2 * C, *feature = token + C;
-        add_norm(y + t * C, 0, l->input_norm, 0, token, 1, C, m->eps);
+        float *token = room.in + t * 2 * C, *feature = token + C;
+        add_norm(room.delta + t * C, 0, l->input_norm, 0, token, 1, C, m->eps);
         add_norm(f + t * C, 0, h->hidden_norm, 0, feature, 1, C, m->eps);
         const float *residual = h->norm_before_residual ? feature : f + t * C;
         memmove(z + t * C, residual, C * sizeof *z);
     }
-    product(pair, l->qkv, a, T);
-    attend(a, cos, sin, b, step, h->layer, T, m->H, m->G, m->D);
-    product(b, l->o, delta, T);
-    add_norm(z, delta, l->post_norm, z, y, T, C, m->eps);
-    product(y, l->gate_up, a, T);
-    swiglu(a, b, T, l->down->K);
-    product(b, l->down, delta, T);
-    add_norm(z, delta, m->norm, z, y, T, C, m->eps);
-    if (h->norm_output) memcpy(z, y, T * C * sizeof *z);
+    layer_of(m, l, z, &room, angles, step, h->layer, T);
+    add_norm(z, room.delta, m->norm, z, room.in, T, C, m->eps);
+    if (h->norm_output) memcpy(z, room.in, T * C * sizeof *z);
+    free(room.in);
 }
 
 // k drafts of a sequence, as in `drafts`, from the newest row's z: [C], which is overwritten.
-// q: [k, V], zeros before, or 0. step: of k − 1 tokens; k = 1: none. room: C, the head's logits,
-// and that of `head_rows`.
-void head_drafts(const Head *h, float *z, float *room, const float *angles, const Step *step,
-                 float t, const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
+// q: [k, V], zeros before, or 0. step: of k − 1 tokens; k = 1: none.
+void head_drafts(const Head *h, float *z, const float *angles, const Step *step, float t,
+                 const int64_t *streams, int64_t *drafted, float *q, long k, long V) {
     const Model *m = &h->model;
     long C = m->head->K, n = m->head->N;
-    float *y = room, *p = y + C, *rest = p + n;
+    float *y = aligned_alloc(64, (C + n) * sizeof *y), *p = y + C;
     Step now = step ? *step : (Step){ 0 };
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
@@ -699,7 +714,8 @@ void head_drafts(const Head *h, float *z, float *room, const float *angles, cons
         if (picked < 0) break;                      // not finite
         drafted[j] = h->tokens[picked];
         if (j + 1 == k) break;
-        head_rows(h, z, drafted + j, z, rest, angles, &now, 1);
-        now.positions++, now.slots++;
+        head_rows(h, z, drafted + j, z, angles, &now, 1);
+        now.positions++, now.slot_mapping++;
     }
+    free(y);
 }

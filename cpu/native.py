@@ -147,15 +147,15 @@ def declare(lib: ctypes.CDLL) -> None:
     lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]
     lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
     lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
-    lib.layers.argtypes = [POINTER] * 6 + [LONG, POINTER, LONG, POINTER]
+    lib.layers.argtypes = [POINTER] * 5 + [LONG, POINTER, LONG, POINTER]
     lib.verify_drafts.argtypes = [POINTER] * 7 + [LONG] * 4
     lib.soften_rows.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.soften_rows.restype = LONG
     lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
     lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.drafts.argtypes = [POINTER] * 5 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
-    lib.head_rows.argtypes = [POINTER] * 7 + [LONG]
-    lib.head_drafts.argtypes = [POINTER] * 5 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.drafts.argtypes = [POINTER] * 4 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
+    lib.head_rows.argtypes = [POINTER] * 6 + [LONG]
+    lib.head_drafts.argtypes = [POINTER] * 4 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
 
@@ -427,15 +427,15 @@ class Step(ctypes.Structure):
     _fields_ = [
         ("keys", Vectors),
         ("values", Vectors),
-        ("block_tables", POINTER),
         ("block_size", LONG),
         ("block", LONG),
         ("head", LONG),
+        ("layer", LONG),
+        ("block_tables", POINTER),
         ("positions", POINTER),
         ("slot_mapping", POINTER),
         ("cu_seqlens", POINTER),
         ("max_blocks", LONG),
-        ("layer", LONG),
     ]
 
 
@@ -600,12 +600,6 @@ class NativeModel(ctypes.Structure):
             eps=config.rms_norm_eps,
         )
         native_model.llama_parts = layers, llama.norm, linears, list(llama.layers)
-        first = llama.layers[0]
-        widest_output = max(first.gate_up.N, first.qkv.N)
-        widest_input = max(first.down.K, first.o.K)
-        scratch = 2 * first.qkv.K + config.head_dim + widest_output + widest_input
-        native_model.scratch_of_token = scratch
-        native_model.num_logits = llama.head.N
         native_model.angles = torch.empty(0)
         return native_model
 
@@ -620,14 +614,12 @@ class NativeModel(ctypes.Structure):
         contiguous."""
         T = len(x)
         out = torch.empty_like(x)
-        scratch = torch.empty(T * self.scratch_of_token)
         wanted = features.layers if features else ()
         feature_layers = (LONG * len(wanted))(*wanted)
         library().layers(
             ctypes.addressof(self),
             x.data_ptr(),
             out.data_ptr(),
-            scratch.data_ptr(),
             angles.data_ptr(),
             step_address(metadata),
             T,
@@ -649,15 +641,12 @@ class NativeModel(ctypes.Structure):
 
         x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens.
         """
-        T, C = x.shape
-        scratch = torch.empty(T * (self.scratch_of_token + C) + self.num_logits)
         library().drafts(
             ctypes.addressof(self),
             x.data_ptr(),
-            scratch.data_ptr(),
             angles.data_ptr(),
             step_address(metadata),
-            T,
+            len(x),
             *draws.arguments(proposal),
         )
 
@@ -695,8 +684,6 @@ class NativeHead(ctypes.Structure):
             norm_output=head.eagle.norm_output,
         )
         native_head.parts = model, head.hidden_norm, tokens
-        native_head.scratch_of_row = model.scratch_of_token
-        native_head.scratch_of_logits = head.config.hidden_size + model.num_logits
         native_head.largest_token = int(tokens.max())
         native_head.angles = torch.empty(0)
         return native_head
@@ -713,13 +700,11 @@ class NativeHead(ctypes.Structure):
         f = f.contiguous()
         tokens = tokens.contiguous()
         z = torch.empty_like(f)
-        scratch = torch.empty(T * self.scratch_of_row)
         library().head_rows(
             ctypes.addressof(self),
             f.data_ptr(),
             tokens.data_ptr(),
             z.data_ptr(),
-            scratch.data_ptr(),
             angles.data_ptr(),
             step_address(metadata),
             T,
@@ -739,11 +724,9 @@ class NativeHead(ctypes.Structure):
         z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; where k is 1, it is
         None, as angles are.
         """
-        scratch = torch.empty(self.scratch_of_logits + self.scratch_of_row)
         library().head_drafts(
             ctypes.addressof(self),
             z.data_ptr(),
-            scratch.data_ptr(),
             address(angles),
             step_address(metadata) if metadata else None,
             *draws.arguments(proposal),
