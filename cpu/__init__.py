@@ -191,10 +191,7 @@ class CPU(Ops):
 
 def attends_in_c(metadata: AttentionMetadata) -> bool:
     """Whether C computes attention of this step."""
-    cache = metadata.cache
-    if cache is None or native.library() is None:
-        return False
-    return native.cache_layout(cache) is not None
+    return metadata.cache is not None and native.cache_layout(metadata.cache) is not None
 
 
 def drafts_in_c(chain: Chain, round: Round) -> bool:

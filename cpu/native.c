@@ -112,7 +112,7 @@ INLINE uint16_t to_bf16(float x) {                  // to the nearest, ties to e
     return x != x ? 0x7FC0 : (u.i + 0x7FFF + (u.i >> 16 & 1)) >> 16;
 }
 
-// quant.affine_grid of n numbers: the scale, and the zero, of which `steps` are a step of the grid.
+// quant.affine of n numbers: the scale, and the zero, of which `steps` are a step of the grid.
 static uint16_t grid(const float *x, long n, float steps, int16_t *zero) {
     float low = x[0], high = x[0], bad = 0;
     for (long i = 0; i < n; i++) {

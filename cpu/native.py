@@ -44,6 +44,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,7 +118,7 @@ def build_library() -> ctypes.CDLL:
     folder = Path(__file__).parent
     source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
     lib = compile_library(source, flags, (openmp, "-lm"))
-    declare(lib)
+    declare(lib, source)
     return lib
 
 
@@ -138,26 +139,33 @@ def openmp_library() -> str | None:
     return next(file for start, stop, file in mappings if start <= function < stop)
 
 
-def declare(lib: ctypes.CDLL) -> None:
-    """The types of the functions' parameters."""
-    lib.product.argtypes = [POINTER] * 3 + [LONG]
-    lib.notice.argtypes = [LONG] * 3
-    lib.rows.argtypes = [POINTER] * 3 + [LONG]
-    lib.rows.restype = LONG
-    lib.add_norm.argtypes = [POINTER] * 5 + [LONG, LONG, FLOAT]
-    lib.swiglu.argtypes = [POINTER] * 2 + [LONG, LONG]
-    lib.attend.argtypes = [POINTER] * 5 + [LONG] * 5
-    lib.layers.argtypes = [POINTER] * 5 + [LONG, POINTER, LONG, POINTER]
-    lib.verify_drafts.argtypes = [POINTER] * 7 + [LONG] * 4
-    lib.soften_rows.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.soften_rows.restype = LONG
-    lib.pick_f32.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.pick_f64.argtypes = [POINTER] * 3 + [LONG, LONG]
-    lib.drafts.argtypes = [POINTER] * 4 + [LONG, FLOAT] + [POINTER] * 3 + [LONG, LONG]
-    lib.head_rows.argtypes = [POINTER] * 6 + [LONG]
-    lib.head_drafts.argtypes = [POINTER] * 4 + [FLOAT] + [POINTER] * 3 + [LONG, LONG]
+def declare(lib: ctypes.CDLL, source: str) -> None:
+    """Tell ctypes what the source declares: functions' parameters, structures' fields."""
+    source = re.sub(" *//.*", "", source)
+    for result, name, parameters in re.findall(r"^(void|long) (\w+)\(([^)]*)\)", source, re.M):
+        function = getattr(lib, name)
+        function.argtypes = [kind for _, kind in declared(parameters, ",")]
+        function.restype = LONG if result == "long" else None
+    for pick in (lib.pick_f32, lib.pick_f64):  # of a macro
+        pick.argtypes = [POINTER] * 3 + [LONG, LONG]
+    for name, structure in STRUCTURES.items():
+        if not hasattr(structure, "_fields_"):
+            (fields,) = re.findall(rf"^typedef struct {{([^}}]*)}} {name};", source, re.M)
+            structure._fields_ = declared(fields, ";")
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
+
+
+def declared(source: str, end: str) -> list[tuple[str, Any]]:
+    """Names and types of what C declares, as in `long N, K; const float *x;`."""
+    names = []
+    for declaration in source.replace("const ", "").split(end):
+        if declaration.strip():
+            kind, variables = declaration.split(maxsplit=1)
+            for name in variables.split(","):
+                is_pointer = "*" in name
+                names.append((name.strip(" *\n"), POINTER if is_pointer else TYPES[kind]))
+    return names
 
 
 def address(x: Tensor | None) -> int:
@@ -200,22 +208,6 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
 
 class Weight(ctypes.Structure):
     """W [N, K] as blocks.c reads it. `tensors` keeps alive what the addresses point to."""
-
-    _fields_ = [
-        ("w", POINTER),
-        ("scale", POINTER),
-        ("zero", POINTER),
-        ("bias", POINTER),
-        ("order", POINTER),
-        ("N", LONG),
-        ("K", LONG),
-        ("group", LONG),
-        ("kind", LONG),
-        ("scales", LONG),
-        ("parted", LONG),
-        ("inputs", LONG),
-        ("same", LONG),
-    ]
 
     @classmethod
     def of(cls, linear: Linear) -> Weight:
@@ -403,14 +395,6 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
 class Vectors(ctypes.Structure):
     """The keys or the values of a cache: addresses of the parts that a kind of numbers has."""
 
-    _fields_ = [
-        ("numbers", POINTER),
-        ("scale", POINTER),
-        ("zero", POINTER),
-        ("kind", LONG),
-        ("group", LONG),
-    ]
-
     @classmethod
     def of(cls, store: Store) -> Vectors:
         addresses = [part.data_ptr() for part in store.parts]
@@ -423,20 +407,6 @@ class Vectors(ctypes.Structure):
 
 class Step(ctypes.Structure):
     """AttentionMetadata as native.c reads it: addresses of a cache's and of a step's tensors."""
-
-    _fields_ = [
-        ("keys", Vectors),
-        ("values", Vectors),
-        ("block_size", LONG),
-        ("block", LONG),
-        ("head", LONG),
-        ("layer", LONG),
-        ("block_tables", POINTER),
-        ("positions", POINTER),
-        ("slot_mapping", POINTER),
-        ("cu_seqlens", POINTER),
-        ("max_blocks", LONG),
-    ]
 
 
 def reads(*stores: Store) -> bool:
@@ -452,6 +422,8 @@ def reads(*stores: Store) -> bool:
 
 def cache_layout(cache: Cache) -> Step | None:
     """The part of `Step` that all steps over a cache share; None if C does not read this cache."""
+    if library() is None:
+        return None
     if "native" not in cache.backend:
         cache.backend["native"] = None
         if cache.dtype != torch.float64 and reads(cache.keys, cache.values):
@@ -535,15 +507,6 @@ class Draws(NamedTuple):
 class LayerWeights(ctypes.Structure):
     """model.Layer: addresses of tensors and of `Weight`s."""
 
-    _fields_ = [
-        ("input_norm", POINTER),
-        ("post_norm", POINTER),
-        ("qkv", POINTER),
-        ("o", POINTER),
-        ("gate_up", POINTER),
-        ("down", POINTER),
-    ]
-
     @classmethod
     def of(cls, layer: Layer) -> LayerWeights:
         return cls(
@@ -561,18 +524,6 @@ class NativeModel(ctypes.Structure):
 
     `llama_parts` keeps alive what the addresses point to.
     """
-
-    _fields_ = [
-        ("layers", POINTER),
-        ("norm", POINTER),
-        ("embed", POINTER),
-        ("head", POINTER),
-        ("L", LONG),
-        ("H", LONG),
-        ("G", LONG),
-        ("D", LONG),
-        ("eps", FLOAT),
-    ]
 
     @classmethod
     def of(cls, llama: Llama, embed: Weight | Linear | None = None) -> NativeModel | None:
@@ -658,15 +609,6 @@ class NativeModel(ctypes.Structure):
 class NativeHead(ctypes.Structure):
     """A float32 EAGLE head (eagle.py). `parts` keeps alive what the addresses point to."""
 
-    _fields_ = [
-        ("model", NativeModel),
-        ("hidden_norm", POINTER),
-        ("tokens", POINTER),
-        ("layer", LONG),
-        ("norm_before_residual", LONG),
-        ("norm_output", LONG),
-    ]
-
     @classmethod
     def of(cls, head: EagleHead) -> NativeHead | None:
         """None if C cannot do all products, or the head is not float32."""
@@ -731,6 +673,18 @@ class NativeHead(ctypes.Structure):
             step_address(metadata) if metadata else None,
             *draws.arguments(proposal),
         )
+
+
+# The classes of C's structures.
+STRUCTURES = dict(
+    Weight=Weight,
+    Vectors=Vectors,
+    Step=Step,
+    Layer=LayerWeights,
+    Model=NativeModel,
+    Head=NativeHead,
+)
+TYPES = dict(long=LONG, int64_t=LONG, float=FLOAT, **STRUCTURES)
 
 
 def main() -> None:
