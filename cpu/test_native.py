@@ -254,13 +254,14 @@ def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
     k, v = (2 * torch.rand(2, len(sizes), 1, D) - 1) * sizes[:, None, None]
     v[:-1] += sizes[:-1, None, None]
     v[0] = 1e6 + torch.rand(1, D)  # a grid of 4 bits whose zero lies far outside
+    v[2] = torch.linspace(-1.5, 13.5, D)  # 15 steps and a zero of 2: 13.5 is cut off at 15
     q = torch.zeros(len(sizes), 1, D)
     results = []
     for ops in (CPU(), PLAIN):
-        stores = [poisoned((1, 1, 8, 1, D), bits, torch.float32, KEY_GROUP) for _ in range(2)]
+        stores = [poisoned((2, 1, 8, 1, D), bits, torch.float32, g) for g in (KEY_GROUP, None)]
         cache = Cached(*stores, torch.float32, 8)
         metadata = AttentionMetadata([SequenceSlice([0], 0, len(sizes))], 8, cache)
-        attend(ops, q, k, v, metadata, 0)
+        attend(ops, q, k, v, metadata, 1)
         results.append([part for store in stores for part in store.parts])
     for part, wanted_part in zip(*results, strict=True):
         as_bytes = part.contiguous().view(torch.uint8)
@@ -270,7 +271,7 @@ def test_numbers_of_any_size_are_stored_as_plain_torch_stores_them(bits):
         for damaged in (k, v):
             vectors = torch.ones(2, 1, 1, D)
             vectors[int(damaged is v), ..., -1] = wrong
-            out = attend(CPU(), q[:1], *vectors, metadata, 0)
+            out = attend(CPU(), q[:1], *vectors, metadata, 1)
             assert out[..., -1].isnan().all()
 
 
