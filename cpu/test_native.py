@@ -395,7 +395,7 @@ def test_a_model_of_16_bits_or_unlike_products_goes_layer_by_layer():
     assert model is not None and full.ops.native_model(full) is model
     assert not any(llama.ops.native_model(llama) for llama in others)
     slices = [SequenceSlice([0], 0, 1)]
-    for dtype, in_c in ((None, True), (torch.bfloat16, True), (torch.float64, False)):
+    for dtype, in_c in ((torch.float32, True), (torch.bfloat16, True), (torch.float64, False)):
         cache = KVCache(replace(full.kv_spec(), dtype=dtype), 9)
         assert cpu.attends_in_c(AttentionMetadata(slices, 9, cache)) == in_c
     llama = Llama(Config(**SMALL), ops=CPU())
