@@ -55,7 +55,7 @@ class SentencePieceBPE:
         """The text with ▁ for spaces, and one before it where the model wants it."""
         space = self.merges.space
         text = text.replace(" ", SPACE)
-        wanted = space.spaced == "each" or (space.spaced == "first" and is_first)
+        wanted = space.scheme == "always" or (space.scheme == "first" and is_first)
         if text and wanted and (space.doubles or not text.startswith(SPACE)):
             return SPACE + text
         return text

@@ -34,11 +34,9 @@ from checkpoint.files import Json
 from checkpoint.vocabulary import (
     Ids,
     Ranks,
+    TokenTexts,
     Vocabulary,
-    named_tokens,
-    read_added,
     read_merges,
-    read_prefix,
     reject,
 )
 
@@ -154,33 +152,21 @@ def split_pattern(file: Path, step: Json) -> str:
 def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
     and are not honoured."""
-    model = data["model"]
-    vocab = model["vocab"]
     check_model(file, data)
+    model = data["model"]
     return make_byte_level(
-        file,
-        vocab,
+        TokenTexts.read(file, data, config),
         model["merges"],
-        read_added(file, data["added_tokens"], vocab),
         read_splits(file, data["pre_tokenizer"]),
         bool(model.get("ignore_merges")),
-        read_prefix(file, data["post_processor"]),
-        named_tokens(config),
     )
 
 
 def make_byte_level(
-    file: Path,
-    vocab: Ids,
-    merges: list[Any],
-    added_tokens: tuple[Ids, Ids],
-    splits: list[Split],
-    ignore_merges: bool,
-    prefix: list[int],
-    named: dict[str, str],
+    texts: TokenTexts, merges: list[Any], splits: list[Split], ignore_merges: bool
 ) -> Vocabulary:
-    """UserError unless merges make tokens of tokens. added_tokens: special ones, and others."""
-    special, added = added_tokens
+    """UserError unless merges make tokens of tokens."""
+    file, vocab, special, added, *_ = texts
     spelled = spell_tokens(file, vocab, special | added)
     numbers = read_merges(file, merges, spelled.keys())
     last = {text: last_merge(text, numbers) for text in spelled}  # the number of the last merge
@@ -193,21 +179,8 @@ def make_byte_level(
     whole_pieces = {}
     if ignore_merges:
         whole_pieces = {word: vocab[text] for text, word in spelled.items() if text not in special}
-    tokens = {vocab[text]: word for text, word in spelled.items()}
-    tokens |= {id: text.encode() for text, id in (special | added).items()}
-    return Vocabulary(
-        file=file,
-        tokens=tokens,
-        special=special,
-        added=added,
-        prefix=prefix,
-        named=named,
-        merges=ByteLevel(
-            merged={spelled[text]: vocab[text] for text in reachable},
-            whole_pieces=whole_pieces,
-            splits=splits,
-        ),
-    )
+    merged = {spelled[text]: vocab[text] for text in reachable}
+    return texts.vocabulary(spelled, ByteLevel(merged, whole_pieces, splits))
 
 
 def check_model(file: Path, data: Json) -> None:

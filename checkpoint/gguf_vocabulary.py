@@ -24,7 +24,7 @@ from checkpoint.sentencepiece import (
     index_pieces,
     vocabulary_of_pieces,
 )
-from checkpoint.vocabulary import Vocabulary, read_added, reject
+from checkpoint.vocabulary import TokenTexts, Vocabulary, reject
 from errors import UserError
 
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
@@ -113,7 +113,7 @@ def read_pieces(gguf: GGUF) -> Vocabulary:
     columns = token_texts(gguf), metadata(gguf, "scores"), token_kinds(gguf)
     pieces = [Piece(*row) for row in zip(*columns, strict=True)]
     has_space = metadata(gguf, "add_space_prefix", True)
-    space = Space("each", True) if has_space else Space("none", False)
+    space = Space("always", True) if has_space else Space("never", False)
     start = prefix(gguf, True)
     return vocabulary_of_pieces(gguf.file, pieces, [], space, start, named_texts(gguf))
 
@@ -130,13 +130,10 @@ def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
         reject(gguf.file, wrong, "with gpt2, kinds are from 1 to 5")
     rows = zip(token_texts(gguf), kinds, strict=True)
     vocab, entries = index_pieces(gguf.file, [Piece(text, 0.0, kind) for text, kind in rows])
+    start = prefix(gguf, pattern in LLAMA3)
     return make_byte_level(
-        gguf.file,
-        vocab,
+        TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
         metadata(gguf, "merges"),
-        read_added(gguf.file, [*entries.values()], vocab),
         [compile_split(gguf.file, split) for split in PATTERNS[pattern]],
         pattern in LLAMA3,
-        prefix(gguf, pattern in LLAMA3),
-        named_texts(gguf),
     )

@@ -23,6 +23,7 @@ import json
 import re
 import struct
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,11 @@ from checkpoint.vocabulary import (
     LARGEST_VOCABULARY,
     Ids,
     Ranks,
+    TokenTexts,
     Vocabulary,
     named_tokens,
-    read_added,
     read_merges,
     read_optional,
-    read_prefix,
     reject,
 )
 
@@ -50,11 +50,13 @@ WORDS_OF_ONE_SPACE = re.compile(f"{SPACE}[^{SPACE}]*|[^{SPACE}]+")
 WHOLE_TEXT = re.compile("(?s:.+)")
 
 
+SCHEMES = ("always", "first", "never")
+
+
 class Space(NamedTuple):
     """Where a text gets a space."""
 
-    # Which parts of a text get one: "each" part between added tokens, the "first", or "none".
-    spaced: str
+    scheme: str  # which parts of a text between added tokens get one: one of SCHEMES
     doubles: bool  # whether a part that begins with a space gets another
     splits: bool = False  # whether words are cut at every space
 
@@ -76,22 +78,18 @@ def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
     """data: the file's; config: tokenizer_config.json's. UserError for settings that change tokens
     and are not honoured."""
     model = data["model"]
-    vocab = model["vocab"]
     odd = {name: model[name] for name in ("dropout", "ignore_merges") if model.get(name)}
     odd |= {name: model[name] for name in model if name.endswith("fix") and model[name]}
     if model.get("type", "BPE") != "BPE":
         odd["type"] = model["type"]
     if odd:
         reject(file, f"its model says {json.dumps(odd)}", "only plain BPE is supported")
+    texts = TokenTexts.read(file, data, config)
     return make_vocabulary(
-        file,
-        vocab,
-        read_merges(file, model["merges"], vocab.keys()),
-        data["added_tokens"],
+        texts,
+        read_merges(file, model["merges"], texts.vocab.keys()),
         read_space(file, data["normalizer"], data["pre_tokenizer"]),
         read_strip(file, data["decoder"]),
-        read_prefix(file, data["post_processor"]),
-        named_tokens(config),
     )
 
 
@@ -99,20 +97,17 @@ def read_space(file: Path, normalizer: Json | None, pre_tokenizer: Json | None) 
     """From a `normalizer` (older files) or a `pre_tokenizer` (newer ones)."""
     prepend = {"type": "Prepend", "prepend": SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    older = [
-        (None, {"type": "Sequence", "normalizers": [prepend, replace]}, Space("each", True)),
-        (None, {"type": "Sequence", "normalizers": [replace]}, Space("none", False)),
-        (None, replace, Space("none", False)),
-    ]
-    for *nodes, space in older:
-        if nodes == [pre_tokenizer, normalizer]:
-            return space
-    schemes = {"always": "each", "first": "first", "never": "none"}
+    if pre_tokenizer is None:
+        if normalizer == {"type": "Sequence", "normalizers": [prepend, replace]}:
+            return Space("always", True)
+        if normalizer in (replace, {"type": "Sequence", "normalizers": [replace]}):
+            return Space("never", False)
     match pre_tokenizer:
         case {"type": "Metaspace", "replacement": "▁"} if normalizer is None:
             has_prefix = pre_tokenizer.get("add_prefix_space", True)
             scheme = pre_tokenizer.get("prepend_scheme", "always" if has_prefix else "never")
-            return Space(schemes[scheme], False, pre_tokenizer.get("split", True))
+            SCHEMES.index(scheme)
+            return Space(scheme, False, pre_tokenizer.get("split", True))
     wrong = json.dumps({"normalizer": normalizer, "pre_tokenizer": pre_tokenizer})
     reject(file, f"it says {wrong}", "supported are Prepend and Replace, or Metaspace")
 
@@ -134,23 +129,12 @@ def read_strip(file: Path, node: Json) -> bool:
 # ---- What both files have
 
 
-def make_vocabulary(
-    file: Path,
-    vocab: Ids,
-    ranks: Ranks,
-    entries: list[Json],
-    space: Space,
-    strips: bool,
-    prefix: list[int],
-    named: dict[str, str],
-) -> Vocabulary:
-    """entries: the added tokens. UserError unless all bytes are tokens."""
-    special, added = read_added(file, entries, vocab)
-    prepends = space == Space("each", True)
-    for entry in entries:
-        if prepends and entry.get("normalized") and entry["content"] in added:
-            wrong = f"{entry['content']!r} is searched in the normalized text"
-            reject(file, wrong, "added tokens must say normalized: false")
+def make_vocabulary(texts: TokenTexts, ranks: Ranks, space: Space, strips: bool) -> Vocabulary:
+    """UserError unless all bytes are tokens."""
+    file, vocab, special, *_ = texts
+    if texts.normalized and space == Space("always", True):
+        wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
+        reject(file, wrong, "added tokens must say normalized: false")
     bytes_ = {text: int(found[1], 16) for text in vocab if (found := BYTE.fullmatch(text))}
     byte_ids = {byte: vocab[text] for text, byte in bytes_.items()}
     if len(byte_ids) < 256:
@@ -164,28 +148,13 @@ def make_vocabulary(
         for text, id in vocab.items()
         if text in merged or (len(text) == 1 and text not in special)
     }
-    tokens = {id: text.replace(SPACE, " ").encode() for text, id in vocab.items()}
-    tokens |= {vocab[text]: bytes([byte]) for text, byte in bytes_.items()}
-    tokens |= {id: text.encode() for text, id in (special | added).items()}
+    decoded = {text: text.replace(SPACE, " ").encode() for text in vocab}
+    decoded |= {text: bytes([byte]) for text, byte in bytes_.items()}
     words = WORDS_OF_ONE_SPACE if space.splits else WORDS
     if not space.splits and any(SPACE in text.lstrip(SPACE) for text in ids):
         words = WHOLE_TEXT
-    return Vocabulary(
-        file=file,
-        tokens=tokens,
-        special=special,
-        added=added,
-        prefix=prefix,
-        named=named,
-        merges=SentencePiece(
-            ranks=ranks,
-            ids=ids,
-            byte_ids=[byte_ids[byte] for byte in range(256)],
-            words=words,
-            space=space,
-        ),
-        strips=strips,
-    )
+    ids_of_bytes = [byte_ids[byte] for byte in range(256)]
+    return texts.vocabulary(decoded, SentencePiece(ranks, ids, ids_of_bytes, words, space), strips)
 
 
 # ---- tokenizer.model
@@ -231,9 +200,10 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
     if config.get("add_eos_token"):
         reject(file, "add_eos_token is true", "supported are tokens before a text")
     begins = config.get("add_bos_token", True) and "bos_token" in named
-    space = Space("none", False)
+    space = Space("never", False)
     if last(normalizer, ADDS_SPACE, 1):
-        space = Space("each" if config.get("legacy", True) else "first", True)
+        scheme = "always" if config.get("legacy", True) else "first"
+        space = Space(scheme, True)
     named |= named_tokens(config)
     added = [
         {"content": text, "id": id, "special": text in named.values()}
@@ -257,8 +227,8 @@ def vocabulary_of_pieces(
     vocab, entries = index_pieces(file, pieces)
     entries |= {entry["content"]: entry for entry in added}
     ranks = rank_pairs([piece for piece in pieces if piece.kind == NORMAL])
-    strips = space.spaced != "none"
-    return make_vocabulary(file, vocab, ranks, [*entries.values()], space, strips, prefix, named)
+    texts = TokenTexts.of(file, vocab, [*entries.values()], prefix, named)
+    return make_vocabulary(texts, ranks, space, space.scheme != "never")
 
 
 def index_pieces(file: Path, pieces: list[Piece]) -> tuple[Ids, dict[str, Json]]:
@@ -304,34 +274,30 @@ def last(message: dict[int, list[Any]], field: int, default: Any) -> Any:
 
 
 def read_message(data: bytes) -> dict[int, list[Any]]:
-    """A message of a protobuf: field -> its values: whole numbers, or bytes. IndexError or
+    """A message of a protobuf: field -> its values: whole numbers, or bytes. LookupError or
     ValueError for what is none."""
     fields = defaultdict[int, list[Any]](list)
-    at = 0
-    while at < len(data):
-        key, at = read_varint(data, at)
+    stream = BytesIO(data)
+    while stream.tell() < len(data):
+        key = read_varint(stream)
         kind = key & 7
         if kind == 0:
-            value, at = read_varint(data, at)
+            value = read_varint(stream)
         else:
-            size = {1: 8, 5: 4}.get(kind)
-            if kind == 2:
-                size, at = read_varint(data, at)
-            if size is None or size > len(data) - at:
-                raise ValueError(f"at byte {at} a field of kind {kind} is no field, or cut off")
-            value = data[at : at + size]
-            at += size
+            size = read_varint(stream) if kind == 2 else {1: 8, 5: 4}[kind]
+            if size > len(data) - stream.tell():
+                raise ValueError(f"at byte {stream.tell()} a field is cut off")
+            value = stream.read(size)
         fields[key >> 3].append(value)
     return dict(fields)
 
 
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A whole number, 7 bits a byte, the lowest first; the highest bit says that more follow. And
-    where it ends."""
+def read_varint(stream: BytesIO) -> int:
+    """A whole number, 7 bits a byte, the lowest first; the highest bit says that more follow."""
     value = 0
     for shift in range(0, 70, 7):
-        value |= (data[at] & 127) << shift
-        at += 1
-        if data[at - 1] < 128:
-            return value, at
-    raise ValueError(f"at byte {at} a number has more than 10 bytes")
+        (byte,) = stream.read(1)
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value
+    raise ValueError(f"at byte {stream.tell()} a number has more than 10 bytes")

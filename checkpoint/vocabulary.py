@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from checkpoint.files import Json, read_json
 from errors import UserError, brief
@@ -106,30 +106,64 @@ class Finder:
         return [*parts, text[end:]]
 
 
-def read_added(file: Path, entries: list[Json], vocab: Ids) -> tuple[Ids, Ids]:
-    """The added tokens, special and others: text -> id. UserError unless every token of the
-    vocabulary has a text and an id of its own."""
-    special = {}
-    others = {}
-    ids = dict(vocab)
-    for entry in entries:
-        text = entry["content"]
-        if len(text) > LONGEST_TOKEN:
-            wrong = f"{text!r} is an added token of {len(text):,} characters"
-            reject(file, wrong, f"at most {LONGEST_TOKEN} make sense")
-        if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
-            wrong = f"{text!r} sets lstrip, rstrip or single_word"
-            reject(file, wrong, "only plain matching is supported")
-        if ids.setdefault(text, entry["id"]) != entry["id"]:
-            reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
-        kind = special if entry.get("special") else others
-        kind[text] = entry["id"]
-    for text, id in ids.items():
-        if not text or type(id) is not int or id < 0:
-            reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")
-    if len(set(ids.values())) < len(ids):
-        reject(file, "two tokens have one id", "each token needs an id of its own")
-    return special, others
+class TokenTexts(NamedTuple):
+    """The texts of a tokenizer's tokens, before it is known how they merge."""
+
+    file: Path
+    vocab: Ids
+    special: Ids
+    added: Ids
+    normalized: set[str]  # added tokens that are searched in a text that was normalized
+    prefix: list[int]
+    named: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, file: Path, vocab: Ids, entries: list[Json], prefix: list[int], named: dict[str, str]
+    ) -> TokenTexts:
+        """entries: the added tokens. UserError unless every token has a text and an id of its
+        own."""
+        special = {}
+        others = {}
+        ids = dict(vocab)
+        for entry in entries:
+            text = entry["content"]
+            if len(text) > LONGEST_TOKEN:
+                wrong = f"{text!r} is an added token of {len(text):,} characters"
+                reject(file, wrong, f"at most {LONGEST_TOKEN} make sense")
+            if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
+                wrong = f"{text!r} sets lstrip, rstrip or single_word"
+                reject(file, wrong, "only plain matching is supported")
+            if ids.setdefault(text, entry["id"]) != entry["id"]:
+                reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
+            kind = special if entry.get("special") else others
+            kind[text] = entry["id"]
+        for text, id in ids.items():
+            if not text or type(id) is not int or id < 0:
+                reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")
+        if len(set(ids.values())) < len(ids):
+            reject(file, "two tokens have one id", "each token needs an id of its own")
+        normalized = {entry["content"] for entry in entries if entry.get("normalized")}
+        return cls(file, vocab, special, others, normalized & others.keys(), prefix, named)
+
+    @classmethod
+    def read(cls, file: Path, data: Json, config: Json) -> TokenTexts:
+        """From a tokenizer.json. config: tokenizer_config.json's."""
+        prefix = read_prefix(file, data["post_processor"])
+        vocab = data["model"]["vocab"]
+        return cls.of(file, vocab, data["added_tokens"], prefix, named_tokens(config))
+
+    def vocabulary(
+        self,
+        words: dict[str, bytes],
+        merges: ByteLevel | SentencePiece,
+        strips: bool = False,
+    ) -> Vocabulary:
+        """words: what each token of `vocab` decodes to."""
+        tokens = {self.vocab[text]: word for text, word in words.items()}
+        tokens |= {id: text.encode() for text, id in (self.special | self.added).items()}
+        known = self.special, self.added, self.prefix, self.named
+        return Vocabulary(self.file, tokens, *known, merges, strips)
 
 
 def read_merges(file: Path, merges: list[Any], tokens: Collection[str]) -> Ranks:
