@@ -55,7 +55,7 @@ from torch import Tensor
 
 from cpu.compiled import compile_library
 from kernels import Linear
-from quant import Quantized, nf4
+from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, accept_role, column
 
 if TYPE_CHECKING:
@@ -68,11 +68,10 @@ SOURCES = ("blocks.c", "products.c", "native.c")
 WITHOUT = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
-FP8 = torch.float8_e4m3fn
-KINDS = (torch.float32, torch.bfloat16, torch.int8, 4, "nf4", FP8)  # in blocks.c's order
+KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # in blocks.c's order
 VECTORS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # of caches, in that order, too
-COLUMNS = {torch.int8: 2, torch.uint8: 8}  # of a unit, which no scale may cut
-PAIRS = {torch.int8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
+COLUMNS = {8: 2, 4: 8, "nf4": 8}  # of a unit, which no scale may cut
+PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
 SCALES = [torch.bfloat16, torch.float32, torch.float16]  # SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
@@ -189,20 +188,20 @@ def as_quantized(weight: Tensor | Quantized) -> Quantized:
     return weight
 
 
-def kind(w: Quantized) -> torch.dtype | str | int:
+def kind_of(w: Quantized) -> torch.dtype | Kind:
     """The kind of the stored numbers: an element of `KINDS`."""
-    return w.bits if w.values.dtype == torch.uint8 else w.values.dtype
+    return w.values.dtype if w.bits == 16 else w.bits
 
 
 def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -> bool:
     """Whether C multiplies x, of this dtype, by this matrix."""
     w = as_quantized(weight)
-    if kind(w) not in KINDS or dtype not in (torch.float32, torch.bfloat16):
+    if kind_of(w) not in KINDS or dtype not in (torch.float32, torch.bfloat16):
         return False
     if w.values.device.type != "cpu" or library() is None:
         return False
     stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
-    unit = COLUMNS.get(w.values.dtype, 1)
+    unit = COLUMNS.get(w.bits, 1)
     return w.group % stretch == 0 and stretch % unit == 0
 
 
@@ -213,17 +212,18 @@ class Weight(ctypes.Structure):
     def of(cls, linear: Linear) -> Weight:
         """From a weight that `multiplies` accepts."""
         q = as_quantized(linear.weight)
+        kind = kind_of(q)
         values = q.values.detach()
         scale = q.scale
-        if values.dtype == torch.uint8:
+        if kind in (4, "nf4"):
             values = interleave(values)
-        if values.dtype == FP8:  # C reads float16 of 2^-8 the number, and no NaN
+        if kind == "fp8":  # C reads float16 of 2^-8 the number, and no NaN
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale.float()).masked_fill_(has_nan, torch.nan)
-        if kind(q) in PAIRS:
+        if kind in PAIRS:
             values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
-            values = values.view(PAIRS[values.dtype])
+            values = values.view(PAIRS[kind])
         zero, same = q.zero, 0
         if zero is not None and is_one_whole_number(zero):
             zero, same = None, int(zero[0, 0])
@@ -239,7 +239,7 @@ class Weight(ctypes.Structure):
             N=len(values),
             K=q.columns,
             group=q.group,
-            kind=KINDS.index(kind(q)),
+            kind=KINDS.index(kind),
             scales=0 if scale is None else SCALES.index(scale.dtype),
             parted=zero is not None and zero.dtype == torch.float32,
             inputs=q.input_bits,

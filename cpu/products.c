@@ -62,7 +62,7 @@ INLINE uint16_t row_scale(const float *x, long n, float top) {
         bad += 0 * x[i];
     }
     if (bad != bad) return 0x7FC0;
-    float most_scale = top > 127 ? 7.58e35f : 2.679e36f;
+    float most_scale = 0x1.FEp127f / top;  // quant.LARGEST
     union { float f; uint32_t i; } u = { most / top };
     u.f = u.f < 1e-30f ? 1e-30f : u.f > most_scale ? most_scale : u.f;
     return (u.i + 0xFFFF) >> 16;
