@@ -36,7 +36,7 @@ NF4: Dettmers et al. 2023 (arXiv:2305.14314). FP8: Micikevicius et al. 2022 (220
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -143,12 +143,16 @@ Kind = int | str  # of weights: 8, 4, "fp8", "nf4"; 16: not quantized
 def pack4(q: Tensor) -> Tensor:
     """Two whole numbers below 16 in a byte: [..., K] -> uint8[..., ⌈K / 2⌉]."""
     q = F.pad(q.to(torch.uint8), (0, q.shape[-1] % 2))
-    return q[..., ::2] | q[..., 1::2] << 4  # the lower half comes first
+    lower_half = q[..., ::2]
+    upper_half = q[..., 1::2]
+    return lower_half | upper_half << 4
 
 
 def unpack4(packed: Tensor) -> Tensor:
     """uint8[..., J] -> uint8[..., 2 J]."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    lower_half = packed & 15
+    upper_half = packed >> 4
+    return torch.stack((lower_half, upper_half), -1).flatten(-2)
 
 
 @cache
@@ -196,7 +200,10 @@ class Format(NamedTuple):
 
     def round(self, x: Tensor, group: int | None = None) -> tuple[Tensor, ...]:
         """x: [..., K] -> values, scales and, if there are any, zeros: [..., M] each."""
-        q, *grid = symmetric(x, self.steps, group) if self.steps else affine(x, group)
+        if self.steps is None:
+            q, *grid = affine(x, group)
+        else:
+            q, *grid = symmetric(x, self.steps, group)
         return self.encode(q), *grid
 
 
@@ -253,31 +260,6 @@ class Quantized(NamedTuple):
     order: Tensor | None = None  # int64[K]: stored column j multiplies x[order[j]]; None: x[j]
     input_bits: int = 16  # 8: each row of x is rounded as W is before the product (W8A8)
 
-    @classmethod
-    def empty(
-        cls,
-        N: int,
-        K: int,
-        bits: Kind,
-        group: int,
-        device: torch.device | str = "cpu",
-        scale: torch.dtype = torch.bfloat16,
-        zero: torch.dtype | None = None,
-    ) -> "Quantized":
-        """An uninitialized matrix. scale, zero: their types; 4 bits always have zeros."""
-        make = partial(torch.empty, device=device)
-        form = FORMATS[bits]
-        zero = zero or form.zero
-        M = math.ceil(K / group)
-        return cls(
-            bits=bits,
-            values=make(N, math.ceil(K / form.in_a_byte), dtype=form.dtype),
-            scale=make(N, M, dtype=scale),
-            zero=make(N, M, dtype=zero) if zero else None,
-            columns=K,
-            group=group,
-        )
-
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.values), self.columns
@@ -289,8 +271,10 @@ class Quantized(NamedTuple):
 
     def rows(self, which: Tensor | slice) -> "Quantized":
         """Some rows of W: views, if they are a slice."""
+        values = self.values[which]
+        scale = self.scale[which]
         zero = None if self.zero is None else self.zero[which]
-        return self._replace(values=self.values[which], scale=self.scale[which], zero=zero)
+        return self._replace(values=values, scale=scale, zero=zero)
 
     def split(self, sizes: list[int]) -> list["Quantized"]:
         """Views of so many rows each."""
@@ -336,7 +320,10 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
         )
     form = FORMATS[bits]
     columns = w.shape[1]
-    group = group or form.group if form.group else columns
+    if form.group is None:
+        group = columns
+    elif group is None:
+        group = form.group
     slabs = [form.round(rows, group) for rows in w.split(max(1, SLAB // columns))]
     values, scale, *zero = [torch.cat(part) for part in zip(*slabs)]
     return Quantized(bits, values, scale, zero[0] if zero else None, columns, group)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,10 +71,43 @@ def check_setting(name: str, value: Any, *supported: Any) -> None:
         raise UserError(f"{name} is {value!r}; it must be {rule}")
 
 
+def check(how: Any, where: str = "quantization_config", **known: tuple[Any, ...]) -> None:
+    """UserError unless `how` is an object, each setting with one of its known values. An absent
+    setting is None."""
+    if not isinstance(how, dict):
+        raise UserError(f"{where} is {how!r}; it must be an object")
+    for name, values in known.items():
+        check_setting(f"{where}: {name}", how.get(name), *values)
+
+
 # ---- Layouts
 
 Find = Callable[[str], Header | None]  # what the folder has under this suffix ("qweight")
 Tensors = Mapping[str, Tensor]  # by suffix
+
+
+def empty_matrix(
+    N: int,
+    K: int,
+    bits: Kind,
+    group: int,
+    device: torch.device | str = "cpu",
+    scale: torch.dtype = torch.bfloat16,
+    zero: torch.dtype | None = None,
+) -> Quantized:
+    """An uninitialized matrix. scale, zero: their types; 4 bits always have zeros."""
+    make = partial(torch.empty, device=device)
+    form = FORMATS[bits]
+    zero = zero or form.zero
+    M = math.ceil(K / group)
+    return Quantized(
+        bits=bits,
+        values=make(N, math.ceil(K / form.in_a_byte), dtype=form.dtype),
+        scale=make(N, M, dtype=scale),
+        zero=make(N, M, dtype=zero) if zero else None,
+        columns=K,
+        group=group,
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +159,7 @@ class Layout:
             return None
         zero = torch.int16 if self.zeros else None
         group = self.columns_of_scale(bits, K)
-        return Quantized.empty(N, K, bits, group, device, self.scale, zero)._replace(
+        return empty_matrix(N, K, bits, group, device, self.scale, zero)._replace(
             order=torch.empty(K, dtype=torch.int64, device=device) if self.ordered else None,
             input_bits=self.activations if is_layer else 16,
         )
@@ -208,13 +242,17 @@ class Quantization(Layout):
 
     def __post_init__(self) -> None:
         methods = ("rtn", "gptq", "awq", "awq+gptq", "smoothquant")
-        check_setting("quantization: bits", self.bits, *FORMATS)
+        check(
+            vars(self),
+            "quantization",
+            bits=(*FORMATS,),
+            head_bits=(16, 8, 4),
+            activations=(16, 8),
+            method=methods,
+        )
         if self.group is None:
             object.__setattr__(self, "group", FORMATS[self.bits].group or 128)
         check_setting("quantization: group", self.group, 32, 64, 128)
-        check_setting("quantization: head_bits", self.head_bits, 16, 8, 4)
-        check_setting("quantization: activations", self.activations, 16, 8)
-        check_setting("quantization: method", self.method, *methods)
         if self.method == "smoothquant" and (self.bits, self.activations) != (8, 8):
             raise UserError(
                 "quantization: method smoothquant is for weights and activations of 8 bits, "

@@ -30,6 +30,7 @@ from checkpoint.formats import (
     Headers,
     Layout,
     check_setting,
+    empty_matrix,
 )
 from checkpoint.gguf import GGUF, SUPPORTED
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack, unpermute
@@ -225,7 +226,7 @@ class BlockLayout(Layout):
         zero = None
         if any(form.zeros for form in forms):
             zero = torch.int16 if types == {"Q4_0"} else torch.float32  # Q4_0's are all 8
-        return Quantized.empty(
+        return empty_matrix(
             N,
             K,
             bits=max(form.bits for form in forms),

@@ -53,7 +53,7 @@ from checkpoint.formats import (
     Layout,
     Quantization,
     Tensors,
-    check_setting,
+    check,
 )
 from errors import UserError, brief
 from quant import Kind, Quantized, nf4, pack4, unpack4
@@ -86,15 +86,6 @@ def load_quantization(how: Any) -> Layout | None:
 
 
 # ---- What the layouts share
-
-
-def check(how: Any, where: str = "quantization_config", **known: tuple[Any, ...]) -> None:
-    """UserError unless `how` is an object, each setting with one of its known values. An absent
-    setting is None."""
-    if not isinstance(how, dict):
-        raise UserError(f"{where} is {how!r}; it must be an object")
-    for name, values in known.items():
-        check_setting(f"{where}: {name}", how.get(name), *values)
 
 
 def group_size(how: Json) -> int | None:

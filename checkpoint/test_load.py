@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.config import Config
-from checkpoint.formats import Quantization
+from checkpoint.formats import Quantization, empty_matrix
 from checkpoint.load import fill_model
 from conftest import SMALL, peak, write_model
 from eagle import EagleHead
 from errors import UserError
 from kernels import ops_for
 from model import Llama
-from quant import Quantized
 from test_eagle import random_head, write_head
 
 
@@ -43,7 +42,7 @@ def test_weights_are_rounded_on_the_device_they_go_to(monkeypatch):
 
     def rounded(w, bits, group):
         devices.append(w.device.type)
-        return Quantized.empty(*w.shape, bits, w.shape[1] if bits == 8 else group, "meta")
+        return empty_matrix(*w.shape, bits, w.shape[1] if bits == 8 else group, "meta")
 
     monkeypatch.setattr("checkpoint.load.quantize", rounded)
     fill_model(llama, Llama(config).named_tensors().items())
