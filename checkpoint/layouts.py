@@ -122,24 +122,22 @@ def numbers(words: Tensor, bits: int) -> Tensor:
     return unpack4(packed) if bits == 4 else (packed ^ 128).view(torch.int8)
 
 
-def values(words: Tensor, weight: Quantized, order: Tensor | None) -> Tensor:
-    """Rows of words, int32[N, J] -> Quantized.values, with columns in `order`."""
-    if weight.bits == 4 and order is None:  # they are packed as ours
-        return word_bytes(words)[:, : weight.columns // 2]
-    q = numbers(words, weight.bits)[:, : weight.columns]
-    if order is not None:
-        q = q[:, order]
-    return pack4(q) if weight.bits == 4 else q
+def values(words: Tensor, weight: Quantized) -> Tensor:
+    """Rows of words, int32[N, J] -> Quantized.values. Those of 4 bits are packed as ours."""
+    q = word_bytes(words) if weight.bits == 4 else numbers(words, 8)
+    return q[:, : weight.values.shape[1]]
 
 
-def sorted_columns(groups: Tensor | None, weight: Quantized) -> Tensor | None:
-    """The group of each column, int32[K] -> the columns sorted by group, int64[K]; None: None."""
-    if groups is None:
-        return None
+def sort_columns(weight: Quantized, groups: Tensor) -> Quantized:
+    """The same matrix with its columns sorted by their groups, int32[K]."""
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order].long(), torch.arange(weight.columns) // weight.group):
         raise UserError(f"its g_idx must put {weight.group} columns in each group")
-    return order
+    if weight.bits == 4:
+        q = pack4(unpack4(weight.values)[:, order])
+    else:
+        q = weight.values[:, order]
+    return weight._replace(values=q, order=order)
 
 
 # ---- The layouts
@@ -181,19 +179,21 @@ class GPTQ(Layout):
         return tensors
 
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
-        order = sorted_columns(tensors.get("g_idx"), weight)
-        if order is not None and not self.ordered:
-            if not torch.equal(order, torch.arange(weight.columns)):
-                raise UserError(
-                    "its g_idx must put columns in one group after the other, as config.json says"
-                )
-            order = None
-        q = values(tensors["qweight"].T, weight, order)
+        q = values(tensors["qweight"].T, weight)
         zero = tensors["qzeros"]
         if "gptq_v2" not in (self.source.get("checkpoint_format"), self.source.get("format")):
             zero = zero + (0x11111111 if self.bits == 4 else 0x01010101)  # 1 to each number
         zero = numbers(zero, self.bits)[:, : len(q)].T if self.zeros else None
-        return weight._replace(values=q, scale=tensors["scales"].T, zero=zero, order=order)
+        matrix = weight._replace(values=q, scale=tensors["scales"].T, zero=zero)
+        groups = tensors.get("g_idx")
+        if self.ordered:
+            return sort_columns(matrix, groups)
+        in_order = torch.arange(weight.columns) // weight.group
+        if groups is not None and not torch.equal(groups.long(), in_order):
+            raise UserError(
+                "its g_idx must put columns in one group after the other, as config.json says"
+            )
+        return matrix
 
 
 class AWQ(Layout):
@@ -329,17 +329,15 @@ class CompressedTensors(Layout):
         return tensors
 
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
-        order = sorted_columns(tensors.get("weight_g_idx"), weight)
         zero = tensors.get("weight_zero_point")
         if self.in_words:
-            q = values(tensors["weight_packed"], weight, order)
+            q = values(tensors["weight_packed"], weight)
             if zero is not None:
                 zero = numbers(zero.T, self.bits)[:, : len(q)].T
         else:
             q = tensors["weight"]
-            if order is not None:
-                q = q[:, order]
-        return weight._replace(values=q, scale=tensors["weight_scale"], zero=zero, order=order)
+        matrix = weight._replace(values=q, scale=tensors["weight_scale"], zero=zero)
+        return sort_columns(matrix, tensors["weight_g_idx"]) if self.ordered else matrix
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
