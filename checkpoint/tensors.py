@@ -20,10 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import read_json
-from checkpoint.formats import EXACT, FLOAT, FLOATS, Header
+from checkpoint.formats import FLOAT, FLOATS, Header
 from errors import UserError, brief
-
-__all__ = ["EXACT", "Checkpoint"]
 
 MOST_MAPPED = 2**22  # bytes of tensors that a mapping gives: what is read stays in memory
 HARMLESS = r".*\.rotary_emb\.inv_freq"  # in old checkpoints: computed from config.json here

@@ -26,11 +26,11 @@ from checkpoint.config import Config
 from checkpoint.files import read_json
 from checkpoint.formats import Quantization
 from checkpoint.hub import find_folder
-from checkpoint.tensors import EXACT, Checkpoint
+from checkpoint.tensors import Checkpoint
 from errors import UserError
 from kernels import find_device
 from model import Llama
-from quant import FORMATS
+from quant import FORMATS, named_tensors
 from tokenizer import Tokenizer
 from train import perplexity
 from train.bpe import END, FILES, copy_files, write_json
@@ -46,10 +46,10 @@ def save(llama: Llama, source: Path, out: Path) -> None:
     """Write a quantized model's folder: the other tensors in `source`'s dtype, its other files."""
     source_dtype = Checkpoint(source).dtypes[0]
     tensors = {}
-    for name, tensor in llama.named_tensors().items():
-        is_quantized = name.endswith("_scale") or tensor.dtype in EXACT
-        dtype = tensor.dtype if is_quantized else source_dtype
-        tensors[name] = tensor.to("cpu", dtype, copy=True)
+    for name, weight in llama.named_weights().items():
+        dtype = source_dtype if isinstance(weight, Tensor) else None
+        for part, tensor in named_tensors(name, weight).items():
+            tensors[part] = tensor.to("cpu", dtype, copy=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     copy_files(source, out, COPIED)
     config = read_json(source / "config.json")
