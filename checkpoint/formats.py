@@ -122,9 +122,8 @@ class Layout:
     ordered: bool = False  # whether columns are stored in another order
     zeros: bool = False  # whether 8 bits have zeros, too
     scale: torch.dtype = torch.float32  # of scales in memory
-    source: Json = field(
-        default_factory=dict, repr=False
-    )  # the settings, which `parse` has checked
+    # The settings in config.json, which `parse` has checked.
+    source: Json = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -167,12 +166,12 @@ class Layout:
     # ---- In the folder
 
     def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
-        """The tensors that the folder must hold for a matrix, by suffix: "M N float" is
-        floating-point numbers of [M, N]. N-words: words that hold N numbers; any: any shape."""
+        """The tensors that the folder must hold for a matrix, by suffix: "M N float" has M rows of
+        N floating-point numbers, and in N-words there is room for N numbers."""
         values = f"N K-bytes {EXACT[weight.values.dtype]}"
-        tensors = {"weight": values, "weight_scale": "N M float", "weight_zero": "N M I16"}
-        if weight.zero is None:
-            del tensors["weight_zero"]
+        tensors = {"weight": values, "weight_scale": "N M float"}
+        if weight.zero is not None:
+            tensors["weight_zero"] = "N M I16"
         return tensors
 
     def sizes(self, weight: Quantized) -> dict[str, int]:
@@ -202,12 +201,9 @@ class Layout:
         tensors = self.tensors(weight, lambda suffix: stored.get(module + suffix))
         headers = {}
         for suffix, text in tensors.items():
-            part = module + suffix
             *dims, dtype = text.split()
-            shape = [sizes.get(dim) or int(dim) for dim in dims if dim != "any"]
-            if "any" in dims and part in stored:
-                shape = stored[part].shape
-            headers[part] = Header(shape, dtype)
+            shape = [sizes.get(dim) or int(dim) for dim in dims]
+            headers[module + suffix] = Header(shape, dtype)
         return headers
 
     def read(self, name: str, weights: Weights, checkpoint: Checkpoint) -> Quantized:

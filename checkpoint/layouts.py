@@ -50,6 +50,7 @@ from checkpoint.formats import (
     EXACT,
     OWN_METHOD,
     Find,
+    Header,
     Layout,
     Quantization,
     Tensors,
@@ -367,11 +368,12 @@ class NF4(Layout):
 
     def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         is_nested = self.source.get("bnb_4bit_use_double_quant")
+        state = find(STATE) or Header([1], "U8")  # of any shape
         tensors = {
             "weight": "pairs 1 U8",
             "weight.quant_map": "16 float",
             "weight.absmax": "blocks U8" if is_nested else "blocks float",
-            STATE: "any U8",
+            STATE: " ".join([*map(str, state.shape), "U8"]),
         }
         if is_nested:
             tensors["weight.nested_absmax"] = "nested-blocks float"

@@ -45,12 +45,6 @@ class Vocabulary:
     merges: ByteLevel | SentencePiece
     strips: bool = False  # whether decoding takes the first space away
 
-    def __post_init__(self) -> None:
-        for id in self.prefix:
-            if type(id) is not int or id not in self.tokens:
-                wrong = f"a prompt begins with token {id!r}"
-                reject(self.file, wrong, "it must be one of the vocabulary")
-
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
     raise UserError(f"{file}: {brief(wrong)}; {way_out}")
@@ -141,8 +135,13 @@ class TokenTexts(NamedTuple):
         for text, id in ids.items():
             if not text or type(id) is not int or id < 0:
                 reject(file, f"{text!r} has id {id!r}", "each token needs a text, and an id from 0")
-        if len(set(ids.values())) < len(ids):
+        known = set(ids.values())
+        if len(known) < len(ids):
             reject(file, "two tokens have one id", "each token needs an id of its own")
+        for id in prefix:
+            if type(id) is not int or id not in known:
+                wrong = f"a prompt begins with token {id!r}"
+                reject(file, wrong, "it must be one of the vocabulary")
         normalized = {entry["content"] for entry in entries if entry.get("normalized")}
         return cls(file, vocab, special, others, normalized & others.keys(), prefix, named)
 
