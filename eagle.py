@@ -185,15 +185,6 @@ class EagleHead(Llama):
             tensors["d2t"] = self.offsets
         return tensors
 
-    def parameters(self) -> list[Tensor]:
-        """What training changes: not the embedding."""
-        layer = self.layers[0]
-        matrices = [self.fc, layer.qkv, layer.o, layer.gate_up, layer.down, self.head]
-        weights = [linear.weight for linear in matrices]
-        weights += [self.norm, self.hidden_norm, layer.input_norm, layer.post_norm]
-        weights += self.feature_norms.values()
-        return weights
-
     def pack_weights(self) -> EagleHead:
         self._pack_layers()
         if self.eagle.has_embedding:

@@ -264,10 +264,8 @@ class Llama:
         return weights
 
     def pack_weights(self) -> Llama:
-        """Put the weights in the order that this machine multiplies fastest.
-
-        `named_weights` and `parameters` have no use after that.
-        """
+        """Put the weights in the order that this machine multiplies fastest. `named_weights` has no
+        use after that."""
         self._pack_layers()
         is_tied = self.head is self.embed
         self.embed = self.ops.pack_weight(self.embed, self.dtype, "embed")
@@ -291,24 +289,6 @@ class Llama:
             return linear.weight.nbytes
 
         do_each("packing", pack, places, self.device, num_bytes)
-
-    def parameters(self) -> list[Tensor]:
-        """All tensors of a plain model, each once: what training changes."""
-        linears = [self.embed]
-        norms = [self.norm]
-        if self.head is not self.embed:
-            linears.append(self.head)
-        for layer in self.layers:
-            linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-            norms += [layer.input_norm, layer.post_norm]
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return weights + biases + norms
-
-    def requires_grad_(self, requires: bool = True) -> Llama:
-        for parameter in self.parameters():
-            parameter.requires_grad_(requires)
-        return self
 
     @classmethod
     def load(

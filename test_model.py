@@ -76,12 +76,16 @@ def test_logits_are_those_asked_for():
 
 
 def test_gradients_flow_through_a_trainable_model():
-    llama = Llama.load(DATA / "biases", "cpu", torch.float32, trainable=True).requires_grad_()
+    llama = Llama.load(DATA / "biases", "cpu", torch.float32, trainable=True)
+    tensors = llama.named_tensors().values()
+    weights = [part if part._base is None else part._base for part in tensors]
+    for weight in weights:
+        weight.requires_grad_()
     tokens = EXPECTED["biases.tokens"]
     logits = llama(tokens)
     assert relative(logits.detach(), EXPECTED["biases.logits"]) < 1e-5
     torch.nn.functional.cross_entropy(logits[:-1], tokens[1:]).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in llama.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in weights)
 
 
 def test_random_weights_depend_on_the_seed_and_a_folder_gives_them_back(tmp_path):
@@ -138,4 +142,4 @@ def test_nothing_is_left_uninitialized(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *args, **kw: empty(*args, **kw).fill_(math.nan))
     for case in CASES:
         llama = Llama.load(DATA / case, "cpu", torch.float32, trainable=True)
-        assert not any(p.isnan().any() for p in llama.parameters())
+        assert not any(p.isnan().any() for p in llama.named_tensors().values())

@@ -51,10 +51,12 @@ def output_stream(
     its continuation begins with the prompt, dimmed."""
     colors = COLORS if args.color else {}
     is_continuation = not request.is_reply and args.out is None and sys.stdout.isatty()
-    before = iter([painted(prompt, 2)] if is_continuation else [])
+    before = painted(prompt, 2) if is_continuation else ""
 
     def show(piece: str, origin: str) -> None:
-        write(next(before, "") + painted(piece, colors.get(origin)))
+        nonlocal before
+        write(before + painted(piece, colors.get(origin)))
+        before = ""
 
     return OutputStream(model.tokenizer, request, prompt, None if args.json else show, index)
 

@@ -139,14 +139,27 @@ class Hyperparameters:
         return min(1.0, rising, falling)
 
 
+def parameters(model: Llama) -> list[Tensor]:
+    """What training changes: all weights of a plain model, each once. (q_proj, k_proj and v_proj
+    are views of one.)"""
+    tensors = model.named_tensors().values()
+    wholes = [part if part._base is None else part._base for part in tensors]
+    return list({id(whole): whole for whole in wholes if whole.is_floating_point()}.values())
+
+
 def make_optimizers(
-    student: Llama, matrices: Sequence[Tensor], rates: tuple[float, float], decay: float
+    student: Llama, rates: tuple[float, float], decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for these matrices, with this weight decay; AdamW for all others. rates: Muon's, then
-    AdamW's."""
+    """Muon for the layers' matrices, with this weight decay; AdamW for all others. rates: Muon's,
+    then AdamW's."""
     matrix_rate, other_rate = rates
-    ids = {id(matrix) for matrix in matrices}
-    others = [weight for weight in student.parameters() if id(weight) not in ids]
+    tables = (student.embed.weight, student.head.weight)
+    matrices = []
+    others = []
+    for weight in parameters(student):
+        is_table = any(weight is table for table in tables)
+        group = matrices if weight.dim() == 2 and not is_table else others
+        group.append(weight.requires_grad_())
     return [
         torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay),
         torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -156,7 +169,7 @@ def make_optimizers(
 class Training:
     """A student, its target (None: the text alone), and the texts that it learns from.
 
-    text: stories from files. sampled: texts from the target. target: frozen."""
+    text: stories from files. sampled: texts from the target."""
 
     def __init__(
         self,
@@ -166,17 +179,13 @@ class Training:
         sampled: Corpus | None,
         recipe: Hyperparameters,
     ):
-        self.student = student.requires_grad_()
+        self.student = student
         self.text = text
         self.target = target
         self.sampled = sampled
         self.recipe = recipe
         self.steps = 0  # done
-        matrices = []
-        for layer in student.layers:
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                matrices.append(linear.weight)
-        self.optimizers = make_optimizers(student, matrices, rates=(0.02, 0.004), decay=0.5)
+        self.optimizers = make_optimizers(student, rates=(0.02, 0.004), decay=0.5)
 
     def corpus(self, step: int) -> Corpus:
         """The texts of this step: of all steps a share `sampled`, evenly, is on the target's."""
@@ -191,11 +200,10 @@ class Training:
         device = self.student.device
         tokens = crops[:, :-1].flatten()  # [T]
         metadata = AttentionMetadata.without_cache(recipe.batch, recipe.length).to(device)
-        p_logits = None
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             q_logits = self.student(tokens, metadata)  # [T, V]
-            if self.target is not None:
-                p_logits = self.target(tokens, metadata)
+            with torch.no_grad():
+                p_logits = self.target(tokens, metadata) if self.target else None
         if p_logits is None:
             return F.cross_entropy(q_logits.float(), crops[:, 1:].flatten())
         if self.steps < (1 - recipe.overlap) * recipe.steps:

@@ -41,7 +41,6 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -225,6 +224,7 @@ def unroll(
     these rows' indices in [B · N]."""
     tokens = batch.tokens
     B, N = tokens.shape
+    head = copy(head)
     head.ops = Unrolled()
     metadata = AttentionMetadata.without_cache(B, N).to(head.device)
     z = head.combine(features)
@@ -273,16 +273,13 @@ class HeadTraining(Training):
         num_steps: int,
         autocast: bool = False,
     ):
-        self.student = head.requires_grad_()
+        self.student = head
         self.texts = texts
         self.recipe = recipe
         self.num_steps = num_steps
         self.autocast = autocast
         self.steps = 0  # done
-        layer = head.layers[0]
-        linears = (head.fc, layer.qkv, layer.o, layer.gate_up, layer.down)
-        matrices = [linear.weight for linear in linears]
-        self.optimizers = make_optimizers(head, matrices, rates=(0.06, 0.002), decay=0.1)
+        self.optimizers = make_optimizers(head, rates=(0.06, 0.002), decay=0.1)
 
     def batch(self) -> Batch:
         """Every batch once in each epoch, in another order."""
@@ -319,9 +316,9 @@ def evaluate_head(head: EagleHead, texts: Sequence[Batch], num_steps: int) -> st
 def commonest(texts: Sequence[Text], V: int, size: int) -> Tensor:
     """The tokens that occur most often, in the order of their ids: int64[Vd]. Those that do not
     occur come last, by their ids."""
-    counts = Counter(token for text in texts for token in text.tokens)
-    by_count = sorted(range(V), key=lambda token: -counts[token])
-    return torch.tensor(sorted(by_count[:size]))
+    told = torch.tensor([token for text in texts for token in text.tokens])
+    by_count = told.bincount(minlength=V).sort(descending=True, stable=True).indices
+    return by_count[:size].sort().values
 
 
 @torch.no_grad()
