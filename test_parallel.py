@@ -1,12 +1,11 @@
 """Two and four processes of this machine have the numbers of one. They are started once, and call
 the functions that they are sent."""
 
+import io
 import json
 import multiprocessing
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -26,8 +25,16 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.launch import follow, handle_signal, joined, read_once, waiting_signals
+from app.launch import (
+    GRACE,
+    follow,
+    handle_signal,
+    joined,
+    read_once,
+    waiting_signals,
+)
 from app.shell import handled
+from app.test_chat import Terminal
 from checkpoint.config import Config
 from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, heard, write_model
@@ -140,13 +147,25 @@ def test_processes_wait_for_each_other_without_a_limit(monkeypatch):
     assert asked["world_size"] == 2 and asked["timeout"] > timedelta(days=30)
 
 
-def test_an_interrupt_is_told_by_the_first_process_alone(monkeypatch):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+def test_a_process_after_the_first_tells_its_error_if_nobody_ends_it(monkeypatch):
+    """An interrupt is the first one's to tell."""
+    slept = []
+    told = io.StringIO()
+    monkeypatch.setattr("app.launch.time.sleep", slept.append)
+    monkeypatch.setattr(sys, "__stderr__", told)
+    for error, status, line in (
+        (KeyboardInterrupt(), 0, ""),
+        (UserError("too long"), 2, "error: too long\n"),
+    ):
 
-    for stream in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, getattr(sys, stream))
-    assert follow(interrupted) == 0
+        def fails() -> None:
+            print("a text")
+            raise error
+
+        for stream in ("stdin", "stdout", "stderr"):
+            monkeypatch.setattr(sys, stream, getattr(sys, stream))
+        assert (follow(fails), told.getvalue()) == (status, line)
+    assert slept == [GRACE]
 
 
 # ---- The same texts
@@ -470,10 +489,10 @@ def children(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
-def by_torchrun() -> subprocess.CompletedProcess[str]:
-    """Two processes of torchrun; standard input is read by the first."""
+@pytest.mark.slow
+def test_torchrun_starts_it_too():
     flags = ["generate.py", "--seed", "1", "--max-tokens", "8", "--json", "-"]
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags],
         input="Once upon",
         capture_output=True,
@@ -481,11 +500,6 @@ def by_torchrun() -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         env=QUIET,
     )
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it_too():
-    done = by_torchrun()
     assert done.returncode == 0, done.stderr
     (result,) = map(json.loads, done.stdout.splitlines())
     model = Model.load("tiny", "cpu")
@@ -496,8 +510,16 @@ def test_torchrun_starts_it_too():
     assert done.stderr.count("8 tokens (") == 1
 
 
-def killed(is_first: bool) -> tuple[int, float, list[str], list[int]]:
-    """Status, seconds to the end and messages, after a process of two has died amid a batch."""
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="Linux's /proc has the children of a process"
+)
+
+
+@on_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [False, True])
+def test_when_a_process_is_killed_all_end(is_first):
+    """Amid a batch. Nobody is left to tell it if it is the first one."""
     asked = [dict(prompt="Once", seed=i, max_tokens=900, stop="no such text") for i in range(4)]
     asked[3]["max_tokens"] = 1
     with subprocess.Popen(
@@ -511,59 +533,34 @@ def killed(is_first: bool) -> tuple[int, float, list[str], list[int]]:
     ) as first:
         first.stdin.write("\n".join(map(json.dumps, asked)))
         first.stdin.close()
-        index = json.loads(first.stdout.readline())["index"]
+        assert json.loads(first.stdout.readline())["index"] == 3
         begin = time.perf_counter()
         os.kill(first.pid if is_first else children(first.pid)[0], signal.SIGKILL)
         said = first.stderr.read().splitlines()  # until the last process has closed it
-        errors = [line for line in said if not re.match("running|.*tokens", line)]
-        return first.wait(), time.perf_counter() - begin, errors, [index]
+    errors = [line for line in said if not re.match("running|keys|.*tokens", line)]
+    told = ["error: process 2 of 2 was killed, and so all end"]
+    assert time.perf_counter() - begin < 10
+    assert (first.returncode, errors) == ((-signal.SIGKILL, []) if is_first else (2, told))
 
 
-def at_a_terminal() -> dict[str, Any]:
-    """A chat of two processes: an answer that Ctrl-C ends, another answer, and Ctrl-C."""
-    ours, theirs = pty.openpty()
-    flags = ["--tensor-parallel", "2", "--max-tokens", "60", "--seed", "1"]
-    program = subprocess.Popen(
-        [sys.executable, "generate.py", *flags],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=ROOT,
-        env=QUIET,
-        start_new_session=True,
-        preexec_fn=heard,
-    )
-    os.close(theirs)
-    said = ""
-
-    def wait_for(text: str) -> None:
-        nonlocal said
-        begin = len(said)
-        while text not in said[begin:]:
-            assert select.select([ours], [], [], 60)[0], said
-            said += os.read(ours, 10_000).decode(errors="replace")
-
-    def interrupt() -> None:
-        os.kill(program.pid, signal.SIGINT)
-
-    try:
-        wait_for("> ")
-        os.write(ours, b"Once upon a time\n")
-        wait_for("\n")
-        wait_for(" ")
-        interrupt()
-        wait_for("> ")
-        os.write(ours, b"The dog\n")
-        wait_for("> ")
-        interrupt()
-        return dict(said=said, status=program.wait(timeout=30))
-    finally:
-        program.kill()
-        os.close(ours)
+@on_linux
+def test_in_a_chat_ctrl_c_ends_an_answer_and_then_the_program():
+    terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "60", "--seed", "1")
+    terminal.read_until("> ")
+    os.write(terminal.controller, b"Once upon a time\n")
+    terminal.read_until("\n")
+    terminal.read_until(" ")
+    terminal.process.send_signal(signal.SIGINT)
+    assert "(interrupted)" in terminal.read_until("> ")
+    assert " tokens (" in terminal.type("The dog")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(timeout=30) == 130
 
 
-def amid_beginning() -> tuple[str, int]:
-    """Messages and status, after a Ctrl-C at a terminal while the other process begins."""
+@on_linux
+@pytest.mark.slow
+def test_an_interrupt_while_processes_begin_ends_all_in_silence():
+    """A Ctrl-C at a terminal while the other process begins."""
     with subprocess.Popen(
         [sys.executable, "generate.py", "--tensor-parallel", "2", "Once"],
         stderr=subprocess.PIPE,
@@ -577,36 +574,4 @@ def amid_beginning() -> tuple[str, int]:
         while first.poll() is None and not children(first.pid):
             time.sleep(0.01)
         os.killpg(first.pid, signal.SIGINT)  # all processes of the terminal's group
-        return first.communicate()[1], first.wait()
-
-
-on_linux = pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="Linux's /proc has the children of a process"
-)
-
-
-@pytest.mark.slow
-@on_linux
-@pytest.mark.parametrize("is_first", [False, True])
-def test_when_a_process_is_killed_all_end(is_first):
-    status, seconds, errors, results = killed(is_first)
-    assert seconds < 10 and results == [3]
-    if is_first:  # nobody is left to tell it
-        assert status == -signal.SIGKILL and not errors
-    else:
-        assert status == 2
-        assert errors == ["error: process 2 of 2 was killed, and so all end"]
-
-
-@on_linux
-def test_in_a_chat_ctrl_c_ends_an_answer_and_then_the_program():
-    chat = at_a_terminal()
-    assert chat["said"].count("(interrupted)") == 1
-    assert chat["said"].count(" tokens (") == 2  # then came a whole answer
-    assert chat["status"] == 130
-
-
-@pytest.mark.slow
-@on_linux
-def test_an_interrupt_while_processes_begin_ends_all_in_silence():
-    assert amid_beginning() == ("", 130)
+        assert (first.communicate()[1], first.wait()) == ("", 130)

@@ -14,7 +14,7 @@ import pytest
 from app import cli
 from app.chat import TEMPERATURE, Conversation, chat_settings
 from checkpoint.generation import GenerationConfig
-from conftest import ROOT
+from conftest import ROOT, heard
 from errors import UserError
 from request import Settings
 
@@ -34,6 +34,7 @@ class Terminal:
             stdout=end,
             stderr=end,
             start_new_session=True,
+            preexec_fn=heard,
         )
         os.close(end)
         self.unread = ""
