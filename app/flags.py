@@ -12,7 +12,7 @@ from typing import Any
 
 from app.shell import Parser, check_file, number_or_word, status
 from errors import UserError
-from settings import Settings
+from settings import MAX_TOKENS, Settings
 
 KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
@@ -122,7 +122,8 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--max-tokens",
         type=int,
-        help="make at most so many (default 512)",
+        default=MAX_TOKENS,
+        help=f"make at most so many (default {MAX_TOKENS})",
     )
     p.add_argument(
         "--stop", action="append", default=[], help="end before this text; may be repeated"
@@ -252,11 +253,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def flagged_settings(args: argparse.Namespace) -> Settings:
     """The settings that flags give, but for those in files."""
-    given = {}
-    for name in Settings.__dataclass_fields__:
-        if name not in FILES and getattr(args, name) is not None:
-            given[name] = getattr(args, name)
-    return Settings(**given)
+    names = Settings.__dataclass_fields__.keys() - FILES
+    return Settings(**{name: getattr(args, name) for name in names})
 
 
 def is_same_file(one: str, other: str) -> bool:

@@ -104,10 +104,7 @@ def check_fields(fields: dict[str, Any]) -> None:
 def settings_of(fields: dict[str, Any], defaults: Settings) -> Settings:
     """The settings of a line; null is as if it were left out. A grammar takes the place of one in
     another notation."""
-    chosen = {}
-    for name in SETTINGS:
-        if fields.get(name) is not None:
-            chosen[name] = fields[name]
+    chosen = {name: fields[name] for name in SETTINGS if fields.get(name) is not None}
     if any(notation in chosen for notation in NOTATIONS):
         chosen = dict.fromkeys(NOTATIONS) | chosen
     return replace(defaults, **chosen)

@@ -86,7 +86,7 @@ class Application:
         self.is_local = is_local
         self.started = int(time.time())
         self.bodies = asyncio.Semaphore(MAX_BODIES)
-        self.compiling: set[asyncio.Future[Any]] = set()
+        self.compiling = asyncio.Semaphore(MAX_COMPILING)
         self.num_watchers = 0
         self.text_numbers = TextNumbers()
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -248,11 +248,9 @@ class Application:
             stream.request.compiled = compiled
 
     async def _compile(self, asked: Asked) -> Any:
-        while len(self.compiling) >= MAX_COMPILING:
-            await asyncio.wait(self.compiling, return_when="FIRST_COMPLETED")
+        await self.compiling.acquire()
         compiled = asyncio.wrap_future(self.offer.model.grammars.submit(asked.follows))
-        self.compiling.add(compiled)
-        compiled.add_done_callback(self.compiling.discard)
+        compiled.add_done_callback(lambda _: self.compiling.release())
         return await asyncio.shield(compiled)  # a thread is not to be cancelled
 
     async def _reply(self, exchange: Exchange, answer: Answer, reply: Reply) -> None:

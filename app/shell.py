@@ -96,10 +96,8 @@ def raise_signal(number: int, frame: Any) -> NoReturn:
 @contextmanager
 def handled(signals: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle these signals in the block, but for those that the program's parent ignores."""
-    before = {number: signal.getsignal(number) for number in signals}
-    for number, old in before.items():
-        if old is not signal.SIG_IGN:
-            signal.signal(number, handler)
+    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
