@@ -426,7 +426,8 @@ def decisions(folder: Path) -> list[Any]:
     group = group_for(cpu)
     answers = [num_processes(), group.memory(1000 * (rank + 1), cpu)]
     answers += [group.agree([rank, 7]), group.agree([[rank + 0.5]])]
-    answers += [read_once(lambda: f"line {rank}")]
+    lines = iter([f"line {rank}"])
+    answers += [read_once(lambda: next(lines)), rank == 0 or next(lines) == "line 1"]
     try:
         Llama.load(folder, "cpu", bits=4)
     except UserError as error:
@@ -438,7 +439,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
     a, b = everywhere(2, decisions, models["tied"])
     assert a == b
     *answers, refused = a
-    assert answers == [2, 500, [0, 7], [[0.5]], "line 0"]
+    assert answers == [2, 500, [0, 7], [[0.5]], "line 0", True]
     assert "128 columns" in refused  # before memory is asked for
 
 
@@ -547,6 +548,8 @@ def test_when_a_process_is_killed_all_end(is_first):
 def test_in_a_chat_ctrl_c_ends_an_answer_and_then_the_program():
     terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "60", "--seed", "1")
     terminal.read_until("> ")
+    (other,) = children(terminal.process.pid)
+    assert os.getsid(other) == other  # the terminal's Ctrl-C is not for it
     os.write(terminal.controller, b"Once upon a time\n")
     terminal.read_until("\n")
     terminal.read_until(" ")

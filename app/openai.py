@@ -325,8 +325,7 @@ class Reply:
             if self.asked.is_chat:
                 choice = {"message": {"role": "assistant", "content": result.text}}
             choices.append(choice | self._about(i, result.logprobs, result))
-        kind = "chat.completion" if self.asked.is_chat else "text_completion"
-        return self._object(kind, choices) | {"usage": self.usage()}
+        return self._object(choices) | {"usage": self.usage()}
 
     def chunk(self, update: Update) -> Body:
         """What is new in one text."""
@@ -339,7 +338,8 @@ class Reply:
             if text or is_first:
                 choice["delta"]["content"] = text
         self.num_tokens[i] = update.num_tokens
-        chunk = self._chunk([choice | self._about(i, update.logprobs or None, update.result)])
+        choice |= self._about(i, update.logprobs or None, update.result)
+        chunk = self._object([choice], ".chunk")
         if self.asked.shows_origins:
             chunk["origins"] = update.pieces
         if self.asked.continuous_usage:
@@ -348,7 +348,7 @@ class Reply:
 
     def usage_chunk(self) -> Body:
         """The last one, where it is asked for."""
-        return self._chunk([]) | {"usage": self.usage()}
+        return self._object([], ".chunk") | {"usage": self.usage()}
 
     def usage(self) -> Body:
         """Tokens. Texts of one prompt share it."""
@@ -364,14 +364,10 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _chunk(self, choices: list[Body]) -> Body:
-        kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
-        return self._object(kind, choices)
-
-    def _object(self, kind: str, choices: list[Body]) -> Body:
+    def _object(self, choices: list[Body], part: str = "") -> Body:
         return {
             "id": self.id,
-            "object": kind,
+            "object": f"chat.completion{part}" if self.asked.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
