@@ -136,6 +136,11 @@ def test_gptq_is_better_where_channels_depend_on_each_other(bits):
     assert found < 0.75 * rounded
 
 
+def test_errors_are_those_of_the_output():
+    x, w, q = inputs(50, 7, 0), weight(3, 7, 0), weight(3, 7, 1)
+    torch.testing.assert_close(errors(w - q, 2 * x.T @ x), (x @ (w - q).T).square().sum(0))
+
+
 def test_a_loss_that_is_told_is_that_of_the_weights_or_of_the_output():
     x, w = inputs(50, 8, 0, torch.float32), weight(3, 8, 0, torch.float32)
     small = Linear(quantize(w, 4, 8))
