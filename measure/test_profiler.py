@@ -34,6 +34,7 @@ def lines(error: str) -> list[str]:
     return [line for line in error.splitlines() if line.endswith("%")]
 
 
+@pytest.mark.slow
 def test_it_prints_nothing_of_pytorchs_own_and_writes_one_file(tmp_path):
     """In a process of its own: PyTorch's lines do not come from Python."""
     file = tmp_path / "trace.json"
