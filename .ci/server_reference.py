@@ -151,6 +151,10 @@ HOSTILE = [  # texts may follow
 ]
 
 
+WRONG = [(body, 400, 0.1) for body in (b"{", b"\xff\xfe", b"[]", b"5")]
+WRONG += [(b'{"prompt": "a", "temperature": "hot"}', 400, 0.1), (b" " * 5_000_000, 413, 0.5)]
+
+
 class Crowd:
     """Clients of several kinds, until a time is over."""
 
@@ -159,7 +163,7 @@ class Crowd:
         self.wanted = wanted
         self.end = time.monotonic() + seconds
         self.done = Counter()
-        self.wrong: list[str] = []
+        self.faults: list[str] = []
         self.gaps: list[float] = []  # between two chunks of a text
         self.random = random.Random(1)
 
@@ -174,19 +178,23 @@ class Crowd:
     def expect(self, kind: str, holds: bool, what: object) -> None:
         self.done[kind] += 1
         if not holds:
-            self.wrong.append(f"{kind}: {what}")
+            self.faults.append(f"{kind}: {what}")
 
     async def client(self, kind: str) -> None:
         while time.monotonic() < self.end:
             await getattr(self, kind)()
 
-    async def reading(self) -> None:
+    async def reading(self, kind: str = "reading", pause: float = 0.0) -> None:
         key, body = self.body()
         async with Connection(self.port) as connection:
             status = await connection.post(body)
+            await asyncio.sleep(pause)
             chunks = await connection.events()
             text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            self.expect("reading", status == 200 and text == self.wanted[key], (key, status, text))
+            self.expect(kind, status == 200 and text == self.wanted[key], (key, status, text))
+
+    async def slow(self) -> None:
+        await self.reading("slow", 1.0)
 
     async def whole(self) -> None:
         key, body = self.body(stream=False)
@@ -208,15 +216,6 @@ class Crowd:
                     last = time.monotonic()
             self.done["watching"] += 1
 
-    async def slow(self) -> None:
-        key, body = self.body()
-        async with Connection(self.port) as connection:
-            status = await connection.post(body)
-            await asyncio.sleep(1)
-            chunks = await connection.events()
-            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            self.expect("slow", status == 200 and text == self.wanted[key], (key, status, text))
-
     async def leaving(self) -> None:
         _, body = self.body(stream=self.random.random() < 0.5)
         async with Connection(self.port) as connection:
@@ -227,23 +226,13 @@ class Crowd:
             await asyncio.sleep(self.random.random() * 0.3)
             self.expect("leaving", True, "")
 
-    async def broken(self) -> None:
+    async def wrong(self) -> None:
+        """Bodies that are broken, mistaken, or too large."""
+        body, wanted, pause = self.random.choice(WRONG)
         async with Connection(self.port) as connection:
-            status = await connection.post(self.random.choice([b"{", b"\xff\xfe", b"[]", b"5"]))
-            self.expect("broken", status == 400, status)
-        await asyncio.sleep(0.1)
-
-    async def oversized(self) -> None:
-        async with Connection(self.port) as connection:
-            status = await connection.post(b" " * 5_000_000)
-            self.expect("oversized", status == 413, status)
-        await asyncio.sleep(0.5)
-
-    async def mistaken(self) -> None:
-        async with Connection(self.port) as connection:
-            status = await connection.post(b'{"prompt": "a", "temperature": "hot"}')
-            self.expect("mistaken", status == 400, status)
-        await asyncio.sleep(0.1)
+            status = await connection.post(body)
+            self.expect("wrong", status == wanted, (body[:40], status))
+        await asyncio.sleep(pause)
 
     # ---- Hostile ones
 
@@ -288,10 +277,8 @@ class Crowd:
 
 
 KINDS = ["reading"] * 32 + ["whole"] * 8 + ["slow"] * 8 + ["leaving"] * 10
-KINDS += ["broken"] * 2 + ["oversized"] * 2 + ["mistaken"] * 2
-
-
-ENEMIES = ["reading"] * 8 + ["whole"] * 4 + ["watching", "slow", "leaving", "broken"]
+KINDS += ["wrong"] * 6
+ENEMIES = ["reading"] * 8 + ["whole"] * 4 + ["watching", "slow", "leaving", "wrong"]
 ENEMIES += ["compiling"] * 3 + ["greedy"] + ["endless"] * 2 + ["silent"] * 100
 
 
@@ -311,10 +298,10 @@ async def check_crowd(
             sizes.append(memory(process))
 
     await asyncio.gather(watch(), *map(crowd.client, kinds))
-    for wrong in crowd.wrong[:5]:
-        print("     ", wrong)
+    for fault in crowd.faults[:5]:
+        print("     ", fault)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(crowd.done.items()))
-    require(not crowd.wrong, f"{len(kinds)} clients for {seconds:.0f} s: {told}")
+    require(not crowd.faults, f"{len(kinds)} clients for {seconds:.0f} s: {told}")
     grown = median(sizes[-5:]) - before
     most = 150 if "compiling" in kinds else 20  # what stays compiled takes up to 16 times 20 MB
     require(grown < most, f"memory: {before:.0f} MB, and {grown:+.1f} MB at the end")
