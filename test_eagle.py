@@ -528,8 +528,8 @@ def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv
             400,
         )
         requests = []
-        for seed in range(5):
-            chosen = Settings(1.0, top_k=3, seed=seed, max_tokens=40, gamma=one and 3)
+        for seed in range(3):
+            chosen = Settings(1.0, top_k=3, seed=seed, max_tokens=20, gamma=one and 3)
             requests.append(Request(model.encode("abc" * (1 + seed % 2)), chosen))
         list(engine.batcher.run(requests))
         texts.append([request.tokens for request in requests])

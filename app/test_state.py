@@ -56,9 +56,8 @@ def check_picture(engine: Engine, picture: dict) -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=9), memory=st.integers(9, 40))
-def test_each_block_has_one_letter_in_every_step(lengths, memory):
+def test_each_block_has_one_letter_in_every_step(model, lengths, memory):
     """A pool so small that texts wait, share, are preempted, and leave cached blocks."""
-    model = Model.load("tiny", "cpu")
     engine = Engine(
         model, load_draft("ngram", model), Options(max_len=140, max_batch=4), 16 * memory
     )
