@@ -23,7 +23,6 @@ from proof import Walk, distance, enumerate_law
 from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
-from sampling import Keyed, exponential, probabilities
 from settings import Options
 from test_drafters import LastToken
 from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
@@ -176,36 +175,6 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
         assert w["drafter"] != "none" or set(request.origins) <= {"plain"}
     if not w["contiguous"]:
         assert cache.check()[2] == 0  # no live block
-
-
-def test_float32_texts_differ_only_at_near_ties():
-    """The embedded pair in coupled mode, in a pool that makes texts wait for each other."""
-    model, draft = (Model.load(name, "cpu", torch.float32) for name in ("tiny", "tiny-draft"))
-    prompts = ["Once upon a time", "Once upon a time, there was a little dog", "Lily saw"]
-    memory = sum(KVCache(each.llama.kv_spec(), 1).bytes for each in (model, draft))
-    texts = {}
-    for max_batch in (3, 1):
-        engine = Engine(
-            model,
-            load_draft(draft, model),
-            Options(max_len=60, max_batch=max_batch, verify="coupled", kv_memory=4 * 16 * memory),
-            0,
-        )
-        requests = []
-        for i, prompt in enumerate(prompts):
-            chosen = Settings(1.0, seed=i, max_tokens=16)
-            requests.append(Request(model.encode(prompt), chosen, model.eos_token_ids))
-        list(engine.batcher.run(requests))
-        texts[max_batch] = requests
-    assert sum(r.num_preemptions for r in texts[3]) > 0
-    for a, b in zip(texts[3], texts[1]):
-        if a.tokens != b.tokens:
-            at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y)
-            tokens = torch.tensor(a.tokens[:at])
-            probs = probabilities(model.llama(tokens, logits_indices=slice(-1, None)))
-            coin = Keyed(torch.tensor([a.settings.seed]), torch.tensor([at]))
-            scores = (probs / exponential(coin.streams, probs.shape[1]))[0].topk(2).values
-            assert scores[1] / scores[0] > 1 - 1e-4, "no near-tie"
 
 
 @pytest.mark.parametrize("drafter", ["model", "self"])
@@ -459,19 +428,6 @@ def test_shared_prefix_is_computed_once():
     assert computed == [32, 1, 1, 34 - 32, 1, 1]
 
 
-def test_requests_wait_where_a_contiguous_cache_has_no_row():
-    batcher = Batcher(ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 40, 2), V), max_batch=5)
-    requests = [make_request(5, 6, i) for i in range(5)]
-    add_all(batcher, requests)
-    opened = steps_of_opens(batcher)
-    for _ in range(4):
-        batcher.step()
-    assert opened == [1, 1, 1]  # the third has no row, and is not tried in each step
-    assert len(batcher.running) == 2 and len(batcher.waiting) == 3
-    list(batcher.run())
-    assert all(len(r.tokens) == 11 for r in requests)
-
-
 # ---- Long running: the work of a step grows neither with the texts served nor with their length
 
 
@@ -499,8 +455,8 @@ def counted_calls(counts: list[int]):
         sys.setprofile(None)
 
 
-def calls_of_a_step(models, draft, texts: int, length: int, gamma: int | None, waits=0) -> float:
-    """Of a step that decodes so many texts of such a length, for each; `waits`: others wait."""
+def calls_of_a_step(models, draft, texts: int, length: int, gamma: int | None) -> float:
+    """Of a step that decodes so many texts of such a length, for each."""
     draft = load_draft(models[1] if draft == "model" else draft, models[0])
     engine = Engine(
         models[0], draft, Options(max_len=4000, max_batch=texts + 1), texts * (length + 200)
@@ -510,15 +466,11 @@ def calls_of_a_step(models, draft, texts: int, length: int, gamma: int | None, w
     add_all(batcher, requests)
     while not all(len(r.tokens) > r.num_prompt_tokens + 3 for r in requests):
         batcher.step()
-    if waits:
-        for cache in engine.caches:
-            cache.pool.take(len(cache.pool.free) - 2)
-        batcher.add(make_request(length + 100, 100, 1, gamma))
     counts = []
     with counted_calls(counts):
         for _ in range(8):
             batcher.step()
-    assert len(batcher.running) == texts and len(batcher.waiting) == waits
+    assert len(batcher.running) == texts
     return counts[0] / 8 / texts
 
 
@@ -529,11 +481,6 @@ def test_calls_of_a_step_do_not_grow_with_texts_and_their_length(models, draft):
     assert calls_of_a_step(models, draft, 1, 1000, 2) < 1.25 * short
     few = calls_of_a_step(models, draft, 4, 5, None)
     assert calls_of_a_step(models, draft, 32, 5, None) < few
-
-
-def test_long_request_without_room_is_not_looked_up_in_each_step(models):
-    calls = calls_of_a_step(models, None, 1, 1000, 0)
-    assert calls_of_a_step(models, None, 1, 1000, 0, waits=1) < 2 * calls
 
 
 def test_finished_request_is_not_searched_among_those_that_wait(models):

@@ -26,7 +26,7 @@ from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
 from settings import Options
 from speculative import Proposal, Round
-from test_speculative import COPY, CPU, KINDS, TARGET, Kind, new_tokens, play, toy_cache
+from test_speculative import COPY, CPU, KINDS, TARGET, new_tokens, play, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
@@ -296,28 +296,6 @@ def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
             assert equal(was, stored(cache, request.seq, length))
         if kv == "paged":
             cache.check()
-
-
-def test_law_of_a_text_that_begins_as_an_earlier_one_went_on():
-    """It shares that one's blocks, of a token each: they must be what the target stored."""
-    first = Kind((1,), 2, 3)
-    went_on = Kind((1,), 0, 2).law()
-    second = Kind((1, *max(went_on, key=went_on.__getitem__)), 1, 3)
-
-    def run(walk: Walk, n: int) -> list:
-        cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 14 * n, 1)
-        runner = ModelRunner(TARGET, cache, 3, SelfDrafter(COPY, cache), make_coin=walk)
-        for kind in (first, second):
-            requests = [kind.request(seed) for seed in range(n)]
-            seq, num_cached = cache.open(list(kind.prompt))
-            cache.free(seq)
-            assert num_cached > 0 or kind is first
-            play(runner, requests)
-            for request in requests:
-                runner.close(request)
-        return list(map(new_tokens, requests))
-
-    assert distance(enumerate_law(run, width=256), second.law()) < 1e-12
 
 
 def drafting(cache, num_drafts: int, prompt=(1, 0)) -> tuple[ModelRunner, Request]:

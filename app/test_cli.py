@@ -188,22 +188,6 @@ def test_colors_show_the_origin_of_each_token(base, capsys):
 # ---- Files of prompts
 
 
-def test_prompts_of_a_file_are_drafted_for(base, capsys, tmp_path):
-    asked = [dict(prompt=PROMPT + " so" * (i % 3), gamma=1 + i, max_tokens=8 + i) for i in range(5)]
-    plain = [fields | dict(gamma=None) for fields in asked]
-    (tmp_path / "drafted").write_text("\n".join(map(json.dumps, asked)))
-    (tmp_path / "plain").write_text("\n".join(map(json.dumps, plain)))
-    drafts = ("--draft", "self", "--verify", "exact")
-    for cache in ((), ("--kv", "contiguous", "--max-batch", "2"), ("--bits", "8")):
-        flags = ("--target", base, "--temperature", "0", *FLOAT64, "--seed", "1", *cache)
-        alone = run_json(capsys, *flags, "--prompts", tmp_path / "plain")
-        drafted = run_json(capsys, *flags, "--prompts", tmp_path / "drafted", *drafts)
-        assert {r["index"]: r["tokens"] for r in alone} == {
-            r["index"]: r["tokens"] for r in drafted
-        }
-        assert len(alone) == 5 and all(r["stats"]["acceptance"] > 0 for r in drafted)
-
-
 def test_logprobs_of_json_lines_are_those_of_the_flag(base, capsys, tmp_path):
     lines = [dict(prompt=PROMPT), dict(prompt=PROMPT, logprobs=0)]
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
@@ -395,24 +379,6 @@ def test_a_prompt_that_does_not_fit_begins_a_new_conversation(instruct, capsys, 
 
 
 # ---- Ctrl-C
-
-
-def test_ctrl_c_ends_with_what_there_is(base, capsys, monkeypatch):
-    steps = []
-    step = ModelRunner.step
-
-    def interrupted(self, scheduled):
-        steps.append(scheduled)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return step(self, scheduled)
-
-    monkeypatch.setattr(ModelRunner, "step", interrupted)
-    flags = (PROMPT, "--target", base, "--temperature", "1", "--seed", "1", "--json")
-    status, out, _ = run(capsys, *flags)
-    assert status == 130
-    result = json.loads(out)
-    assert result["finish_reason"] == "interrupted" and len(result["tokens"]) == 3
 
 
 @pytest.fixture

@@ -853,12 +853,6 @@ def test_metrics_have_the_names_of_vllm():
         assert numbers["vllm:kv_cache_usage_perc"] == 0
         finished = 'vllm:request_success_total{model_name="tiny",finished_reason='
         assert numbers[finished + '"length"}'] == 2 and numbers[finished + '"stop"}'] == 1
-        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-            counts = [n for key, n in numbers.items() if key.startswith(f"vllm:{name}_seconds_b")]
-            assert counts == sorted(counts) and counts[-1] == 3
-            assert numbers[f"vllm:{name}_seconds_count"] == 3
-        made = numbers["vllm:generation_tokens_total"]
-        assert numbers["vllm:inter_token_latency_seconds_count"] == made - 3
         types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
         assert types["vllm:num_preemptions_total"] == "counter"
 
