@@ -10,7 +10,7 @@ from model import Llama
 from quant import WIDTHS
 from train import quantize
 from train.calibrate import size
-from train.perplexity import Recipe, perplexity, recipes, table
+from train.perplexity import Recipe, perplexity, table
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +106,3 @@ def test_a_row_is_what_it_is_alone(folder):
     assert rows[2].perplexity == eight != rows[0].perplexity
     assert [row.width for row in rows] == ["16", "8", "16", "8"]
     assert rows[0].bytes == rows[1].bytes > rows[2].bytes > rows[3].bytes
-
-
-def test_recipes_have_every_width_where_it_matters():
-    found = recipes(("rtn", "gptq"), (64, 128))
-    every = list(WIDTHS)
-    assert [r.widths for r in found] == [every, ["16"], every] + [["16"]] * 7 + [every]
-    int8 = [Quantization(8), Quantization(8, method="gptq")]
-    assert [r.how for r in found[:3]] == [None, *int8]
-    assert found[-1].how == Quantization(4, 128, method="gptq")
-    assert [r.widths for r in recipes(("rtn",), (128,))] == [every] * 2 + [["16"]] * 3 + [every]
