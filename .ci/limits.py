@@ -325,7 +325,7 @@ def steps(folder: str) -> None:
     models = load_widths(folder)
 
     def gains(past: int, new: int) -> Figures:
-        found = compare(models, past, new, 9 if new < 64 else 3)
+        found = compare(models, past, new, 7 if new < 64 else 3)
         return {name: gain for name, (_, gain) in found.items()}
 
     for label, (past, new) in STEPS.items():

@@ -136,7 +136,7 @@ def decode_ours(model: Model, prompt: torch.Tensor, n: int) -> float:
 
 
 @torch.inference_mode()
-def speed(model: Model, reference: torch.nn.Module, rounds: int = 7) -> None:
+def speed(model: Model, reference: torch.nn.Module, rounds: int = 5) -> None:
     prompt = torch.tensor(model.tokenizer.encode("The history of the sea is long. " * 8))
     pairs = [
         (decode_ours(model, prompt, 32), decode_theirs(reference, prompt, 32))
