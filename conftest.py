@@ -165,30 +165,13 @@ def tokenizer_json(
     plain: dict[str, int] = {},
     post: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    added = [
-        dict(
-            id=id,
-            content=text,
-            special=text in special,
-            lstrip=False,
-            rstrip=False,
-            single_word=False,
-            normalized=False,
-        )
-        for text, id in (special | plain).items()
-    ]
-    model = dict(
-        type="BPE",
-        dropout=None,
-        unk_token=None,
-        continuing_subword_prefix=None,
-        end_of_word_suffix=None,
-        fuse_unk=False,
-        byte_fallback=False,
-        ignore_merges=ignore_merges,
-        vocab=vocab,
-        merges=merges,
-    )
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    added = []
+    for text, id in (special | plain).items():
+        added.append(dict(id=id, content=text, special=text in special, **flags))
+    names = "dropout unk_token continuing_subword_prefix end_of_word_suffix"
+    model = dict.fromkeys(names.split()) | dict(type="BPE", fuse_unk=False, byte_fallback=False)
+    model |= dict(ignore_merges=ignore_merges, vocab=vocab, merges=merges)
     return dict(
         version="1.0",
         added_tokens=added,

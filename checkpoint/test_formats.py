@@ -22,24 +22,15 @@ from errors import UserError
 from model import Llama
 from quant import dequantize, nf4
 
-TABLE = [
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-]  # NF4's, as published
+TABLE = [  # NF4's, as published
+    float(number)
+    for number in """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+    -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725
+    0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941
+    0.7229568362236023 1.0
+    """.split()
+]
 ROUND = dict(
     hidden_size=40,
     head_dim=8,
@@ -223,6 +214,25 @@ IN8 = dict(
 WRITERS = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed, "bitsandbytes": bnb}
 
 
+WRITTEN = {  # as these programs write it
+    "gptq": """{"bits": 4, "group_size": 8, "desc_act": false, "sym": false, "damp_percent": 0.1,
+        "true_sequential": true}""",
+    "awq": """{"bits": 4, "group_size": 8, "zero_point": true, "version": "gemm",
+        "modules_to_not_convert": null}""",
+    "bitsandbytes": """{"load_in_4bit": true, "_load_in_4bit": true, "load_in_8bit": false,
+        "bnb_4bit_quant_type": "nf4", "llm_int8_threshold": 6.0,
+        "bnb_4bit_use_double_quant": false, "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_compute_dtype": "bfloat16", "llm_int8_skip_modules": null}""",
+    "compressed-tensors": """{"config_groups": {"group_0": {"targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "symmetric": false, "group_size": 8,
+            "strategy": "group", "dynamic": false, "actorder": null, "block_structure": null,
+            "observer": "minmax"},
+        "input_activations": null, "output_activations": null}},
+        "format": "pack-quantized", "ignore": ["lm_head"], "kv_cache_scheme": null,
+        "quantization_status": "compressed", "global_compression_ratio": 1.5}""",
+}
+
+
 def settings_of(
     method: str,
     bits: int = 4,
@@ -231,65 +241,24 @@ def settings_of(
     ordered: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """A `quantization_config`, as these programs write it."""
-    if method == "gptq":
-        how = dict(
-            bits=bits,
-            group_size=group,
-            desc_act=ordered,
-            sym=sym,
-            damp_percent=0.1,
-            true_sequential=True,
-        )
-    elif method == "awq":
-        how = dict(
-            bits=4,
-            group_size=group,
-            zero_point=not sym,
-            version="gemm",
-            modules_to_not_convert=None,
-        )
-    elif method == "bitsandbytes":
-        how = dict(
-            load_in_4bit=True,
-            _load_in_4bit=True,
-            load_in_8bit=False,
-            bnb_4bit_quant_type="nf4",
-            llm_int8_threshold=6.0,
-            bnb_4bit_use_double_quant=sym,
-            bnb_4bit_quant_storage="uint8",
-            bnb_4bit_compute_dtype="bfloat16",
-            llm_int8_skip_modules=None,
-        )
-    elif method == "compressed-tensors":
-        layout = more.pop("format", "pack-quantized")
-        strategy = more.pop("strategy", "group" if group > 0 else "channel")
-        weights = dict(
-            num_bits=bits,
-            type="float" if layout == "float-quantized" else "int",
-            symmetric=sym,
-            group_size=group,
-            strategy=strategy,
-            dynamic=False,
-            actorder="group" if ordered and strategy == "group" else None,
-            block_structure=None,
-            observer="minmax",
-        )
-        recipe = dict(
-            targets=["Linear"],
-            weights=weights,
-            input_activations=more.pop("inputs", None),
-            output_activations=None,
-        )
-        how = dict(
-            config_groups=dict(group_0=recipe),
-            format=layout,
-            ignore=["lm_head"],
-            kv_cache_scheme=None,
-            quantization_status="compressed",
-            global_compression_ratio=1.5,
-        )
-    return dict(quant_method=method, **how) | more
+    """A `quantization_config`."""
+    how = dict(quant_method=method, **json.loads(WRITTEN.get(method, "{}")))
+    match method:
+        case "gptq":
+            how |= dict(bits=bits, group_size=group, desc_act=ordered, sym=sym)
+        case "awq":
+            how |= dict(group_size=group, zero_point=not sym)
+        case "bitsandbytes":
+            how |= dict(bnb_4bit_use_double_quant=sym)
+        case "compressed-tensors":
+            strategy = more.pop("strategy", "group" if group > 0 else "channel")
+            kind = "float" if more.get("format") == "float-quantized" else "int"
+            recipe = how["config_groups"]["group_0"]
+            recipe["input_activations"] = more.pop("inputs", None)
+            recipe["weights"] |= dict(num_bits=bits, type=kind, symmetric=sym, group_size=group)
+            actorder = "group" if ordered and strategy == "group" else None
+            recipe["weights"] |= dict(strategy=strategy, actorder=actorder)
+    return how | more
 
 
 def write(folder: Path, how: dict[str, Any], seed: int = 0, shape: dict[str, Any] = ROUND) -> Llama:
