@@ -39,7 +39,6 @@ from measure import (
     first_contact,
     gpu_cases,
     grammar_costs,
-    launches,
     memory,
     pair,
     peers,
@@ -56,13 +55,13 @@ ROOT = Path(__file__).parent
 DOCUMENTS = ("README.md", "TOUR.md", "results/README.md")
 SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "stack": pair.stack,  # one technique added to the other
-    "gammas": pair.gammas,  # speculation by γ
+    "drafts": drafts.of_tiny,  # speculation by γ
     "bits": pair.bits,  # bytes and perplexity
     "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
     "grammars": grammar_costs.grammar_costs,  # masks, of a token's seconds
 }
-GPU_CASES = ["first", *gpu_cases.CASES, "prediction"]
+GPU_CASES = ["first", "compile", *gpu_cases.CASES]
 
 
 def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -100,8 +99,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
         p.unused(args, "target against", "with --gpu or --readme")
     if args.readme:
         p.unused(args, "gpu quick out", "with --readme")
-    if args.gpu == "prediction":
-        p.unused(args, "quick out", "with --gpu prediction")
+    if args.gpu == "compile":
+        p.unused(args, "quick out", "with --gpu compile")
     return args
 
 
@@ -174,28 +173,26 @@ def run_bench(args: argparse.Namespace) -> int:
         write_documents()
         return 0
     if args.plan:
-        write_sections(plan.plan_sections(args, ROOT / "results"))
+        write_sections([plan.plan_section(args)])
         return 0
-    if args.gpu == "prediction":
-        write(report.markdown(launches.prediction()))
-        return 0
+    if args.gpu == "compile":
+        return 1 if first_contact.compile_all() else 0
     effort = QUICK if args.quick else Effort()
-    out = Path(args.out).absolute() if args.out else results_file(bool(args.gpu))
     is_stored = args.out or not args.quick
-    if is_stored:  # a file that cannot be read or written is refused now, not after minutes
-        check_file(ROOT / out)
-        load_results(out)
+
+    def file_of(results: Results | None) -> Path:
+        return Path(args.out).absolute() if args.out else results_file(results)
+
+    if args.out or is_stored and not args.gpu:  # what cannot be written is refused before the work
+        check_file(ROOT / file_of(None))
+        load_results(file_of(None))
 
     def store(results: Results) -> None:
         if is_stored:
-            store_results(out, results)
+            store_results(file_of(results), results)
 
     if args.gpu == "first":
-        gpu_cases.check_gpu(args.gpu, args.quick)
-        options = ["--quick"] if args.quick else []
-        if is_stored:
-            options += ["--out", str(out)]
-        return first_contact.run_first(options)
+        return first_contact.run_first(args.quick, store)
     if args.gpu:  # with sizes of its own, and stored row by row
         results = gpu_cases.run_case(args.gpu, args.quick, store)
     elif args.against:

@@ -46,7 +46,7 @@ FOLDERS = ("", "app", "checkpoint", "cpu", "gpu", "train", "measure")
 
 def is_page(path: Path) -> bool:
     """Whether it is code that a reader reads: no test, and not only a docstring."""
-    if path.name.startswith(("test_", "conftest")):
+    if path.name.startswith(("test", "conftest")):
         return False
     return path.read_text(encoding="utf-8").count("\n") > 3
 

@@ -89,6 +89,11 @@ def drafts(effort: Effort, target: str, names: Sequence[str], file: Path | None)
     return rows
 
 
+def of_tiny(effort: Effort) -> dict[str, Row]:
+    """Those of the embedded pair."""
+    return drafts(effort, "tiny", ["tiny-draft"], None)
+
+
 def measure(
     model: Model,
     loaded: dict[str, Draft],
@@ -97,7 +102,7 @@ def measure(
     temperature: float,
 ) -> list[tuple[str, int | None, Row]]:
     """(draft, γ, what was measured of it) at one temperature."""
-    gammas = (*effort.draft_gammas, None)
+    gammas = (*effort.gammas, None)
     runs: dict[tuple[str, int | None], list[tuple[Told, Told]]] = {}
     for seed, prompt in enumerate(prompts):
         settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)

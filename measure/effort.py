@@ -44,8 +44,7 @@ class Effort:
     turns: int = 3
     num_texts: int = 16  # requests of the combined table
     longest: int = 96  # new tokens of the longest of these
-    gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    draft_gammas: tuple[int, ...] = (2, 3, 4, 6)  # where several drafts are compared
+    gammas: tuple[int, ...] = (2, 4, 6)  # of each draft
     num_tokens: int = 128  # new tokens of a text that measures a γ
     openings: tuple[str, ...] = OPENINGS
     num_short: int = 24  # short requests of the mixed load
@@ -59,7 +58,6 @@ QUICK = Effort(
     num_texts=3,
     longest=6,
     gammas=(2,),
-    draft_gammas=(2,),
     num_tokens=12,
     openings=OPENINGS[:1],
     num_short=2,

@@ -1,52 +1,38 @@
-"""The first ten minutes on a GPU: every step with what it should show, the simplest one first.
+"""The first minutes on a GPU: every step with what it should show, the most telling first.
 
     python bench.py --gpu first
 
-Each step is a case of bench.py, `python bench.py --gpu NAME`, in a process of its own: an illegal
-address ends all that a process does on a GPU, and the next step must be clean. Its rows are stored
-as they come. A step has a limit, and all of them have ten minutes, of which compiling takes most; a
-step for which no time is left is named, and left out.
+One process imports all, and forks a child for each step: an illegal address ends all that a process
+does on a GPU, and the next step must be clean. Before anything is launched, all kernels are
+compiled, on all cores (precompile.py). Rows are stored as they come. A step has a limit, and so
+have all together; what hangs is killed and named, and a step for which no time is left is left out.
 
-    machine      what it is
-    recordings   CUDA graphs, made and dropped again
-    resources    registers that the compiler here gave each kernel
-    texts        greedy texts of the embedded model in float32: those of plain torch on the CPU
-
-Two machines add in another order, so a near-tie may fall otherwise. Where the first other token of
-a text is one that the CPU finds nearly as good as its own, that is named, and right.
+If rows of `smoke` are wrong, the first of each kind is computed again at once, with one part of
+gpu/ after the other turned off: where the row is right then, that part is at fault.
 """
 
-import functools
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
-from itertools import product
-from pathlib import Path
-from typing import Any
-from unittest import mock
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 
 from app.shell import say
-from generate import Engine, Model, load_draft
-from kernels import Linear, Ops, free_memory, ops_for
-from measure.effort import SENTENCES
-from measure.gpu_parts import (
-    SHAPES,
-    WRONG,
-    Row,
-    Scale,
-    judged,
-    random_model,
-    random_numbers,
-    recording,
-    relative_error,
+from measure.gpu_cases import (
+    CASES,
+    OFF,
+    Key,
+    check_gpu,
+    gpu_rows,
+    row_name,
+    run_case,
+    scale_of,
+    wrong_rows,
 )
+<<<<<<< HEAD
 from measure.launches import Launch, launching_by
 from measure.serving import serve_at_once
 from measure.smoke import ROUNDING
@@ -54,57 +40,100 @@ from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
 from request import Request, Settings
 from settings import Options
+=======
+from measure.precompile import compile_kernels
+from measure.report import Results
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 
-ROOT = Path(__file__).parent.parent
-TIE = 1e-3  # of two logits
-NUM_TOKENS = 40  # of a text
+Store = Callable[[Results], None]
+Send = Callable[[Any], None]
+
+ALL_SECONDS = 540
+QUICK_SECONDS = 3600
+WITHOUT_KERNELS = ("machine", "compile", "peers")  # or with those of other steps
+SHORTEST = 10  # seconds: with less, a step is left out
 
 
-ALL_SECONDS = 580
-STEPS = (  # a case, its seconds at most, what it should show
-    ("machine", 40, "the GPU that you mean, and memory that nobody else uses"),
-    ("recordings", 40, "ok three times; else no recording can be trusted"),
-    ("resources", 150, "no spilled bytes, but for 8 where float64 is divided"),
-    ("texts", 150, "ok in every row; a near-tie or two are possible"),
-    ("smoke", 300, "ok in every row; the first wrong one says which kernel to look at"),
-    ("kernels", 150, "for many texts, a large share of the bandwidth in all widths"),
-    ("decode", 240, "tokens/s not far below those by the model"),
-    ("speculation", 200, "above 1 where drafts are accepted, and auto not far below the best"),
-    ("serving", 100, "many times the tokens/s of one stream"),
+class Stage(NamedTuple):
+    case: str
+    seconds: float  # at most
+    wanted: str  # what it should show
+    off: str = ""  # parts of gpu/ that are turned off
+
+    @property
+    def name(self) -> str:
+        return f"{self.case}, without {self.off}" if self.off else self.case
+
+
+STEPS = (
+    Stage("machine", 40, "the GPU that you mean; 700 TFLOP/s of an H100, 90 % of its bandwidth"),
+    Stage("compile", 120, "300 kernels found, if you brought a cache"),
+    Stage("recordings", 40, "ok three times; else no recording can be trusted"),
+    Stage("smoke", 150, "ok in every row"),
+    Stage("texts", 100, "ok in every row; a near-tie or two are possible"),
+    Stage("decode", 110, "INT8 near twice the tokens/s of 16 bits, INT4 three times"),
+    Stage("kernels", 60, "for many texts, a large share of the bandwidth in all widths"),
+    Stage("peers", 90, "above 1"),
+    Stage("profile", 45, "which kernels to look at"),
+    Stage("profile", 45, "what early launches gain", "early"),
+    Stage("speculation", 60, "above 1 where drafts are accepted, and auto not far below the best"),
+    Stage("serving", 90, "many times the tokens/s of one stream"),
+    Stage("resources", 60, "no spilled bytes, but for 8 where float64 is divided"),
 )
+PARTS = ("graphs", "early", "splits", "products", "attention", "sampling", "fused")
+AGAIN = 25  # seconds, with a part turned off
+MOST_AGAIN = 8  # rows
 
 
-def run_first(options: list[str]) -> int:
-    """Run all steps. options: of bench.py, for each -> 1 if a step went wrong, else 0."""
-    end = time.monotonic() + ALL_SECONDS
-    wrong = []
-    for case, seconds, wanted in STEPS:
-        command = ["bench.py", "--gpu", case, *options]
-        say(f"\npython {' '.join(command)}\nshould show: {wanted}")
-        left = end - time.monotonic()
-        if left < 30:
-            say(f"left out: {left:.0f} s are left")
-            continue
-        try:
-            subprocess.run(
-                [sys.executable, *command], cwd=ROOT, timeout=min(seconds, left), check=True
-            )
-        except subprocess.SubprocessError as error:  # its status, or the time
-            say(str(error))
-            wrong.append(case)
-    say(f"\nwrong: {', '.join(wrong) or 'nothing'}")
-    return 1 if wrong else 0
+def run_first(quick: bool, store: Store) -> int:
+    """Run all steps -> 1 if a step went wrong, else 0."""
+    (has_gpu,) = forked(lambda send: send(torch.cuda.is_available()), 60)
+    check_gpu("first", quick, has_gpu)
+    end = time.monotonic() + (QUICK_SECONDS if quick else ALL_SECONDS)
+    outcomes = {}
+    for step in STEPS:
+        if quick:  # on a CPU, which may be slow
+            step = step._replace(seconds=QUICK_SECONDS)
+        wrong = run_step(step, end, quick, store)
+        outcomes[step.name] = wrong
+        if step.case == "smoke" and wrong:
+            find_part(step, wrong, end, quick)
+    say("")
+    for name, wrong in outcomes.items():
+        say(f"{name}: {f'{len(wrong)} wrong, first {wrong[0]}' if wrong else 'ok'}")
+    return 1 if any(outcomes.values()) else 0
 
 
-# ---- The machine, and what its compiler makes ----------------------------------------------------
+def run_step(
+    step: Stage, end: float, quick: bool, store: Store, keys: Sequence[Key] | None = None
+) -> list[str]:
+    """Run a step until `end` at most -> the names of wrong rows, and of one that took too long.
+    keys: of the rows, if not all."""
+    left = end - time.monotonic()
+    seconds = min(step.seconds, left)
+    say(f"\n{step.name}, {seconds:.0f} s at most; should show: {step.wanted}")
+    if left < SHORTEST:
+        return ["no time was left"]
+    if step.case == "compile":
+        return compile_all(seconds) if not quick else []
+    results: Results = {}
+    try:
+        for results in forked(partial(run_child, step, quick, keys), seconds):
+            store(results)
+    except (TimeoutError, ChildProcessError) as error:
+        wanted = [*(CASES[step.case].keys(scale_of(quick)) if keys is None else keys), ("its end",)]
+        at = row_name(wanted[len(gpu_rows(results))])
+        say(f"at {at}: {error}")
+        return [*wrong_rows(results), at]
+    return wrong_rows(results)
 
 
-def machine_row(scale: Scale, bandwidth: float, name: str) -> Row:
-    gigabytes = free_memory(torch.device(scale.device)) / 1e9
-    triton = version("triton") if find_spec("triton") else "none"
-    return [f"{gigabytes:.1f}", torch.__version__, str(torch.version.cuda), triton]
+def run_child(step: Stage, quick: bool, keys: Sequence[Key] | None, send: Send) -> None:
+    os.environ[OFF] = step.off  # before gpu/ is imported
+    run_case(step.case, quick, send, keys)
 
 
+<<<<<<< HEAD
 def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
     """Of a warm-up, whose kernels are compiled here."""
     if not scale.on_gpu:
@@ -128,20 +157,33 @@ def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
     worst = max(binaries, key=lambda binary: binary.n_spills)
     spills = f"{worst.n_spills}, {binaries[worst]}"
     return [f"{seconds:.0f}", str(len(binaries)), str(registers), spills]
+=======
+def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> None:
+    """Run the first wrong rows of each kind again, with nothing and with each part turned off."""
+    first = {}
+    for key in CASES[step.case].keys(scale_of(quick)):
+        if row_name(key) in wrong:
+            first.setdefault(key[:3], key)
+    keys = list(first.values())[:MOST_AGAIN]
+    told = []
+    for part in ("", *PARTS):
+        again = Stage(step.case, AGAIN, "which part is at fault", part)
+        still_wrong = run_step(again, end, quick, lambda results: None, keys)
+        told.append(f"{again.name}: {len(still_wrong)} of {len(keys)} are wrong")
+    say("\n" + "\n".join(told))
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 
 
-# ---- Recordings ----------------------------------------------------------------------------------
+def compile_all(seconds: float = 3600.0) -> list[str]:
+    """The kernels of all steps -> the names of rows that could not be reached."""
+    cases = [(step.case, step.off) for step in STEPS if step.case not in WITHOUT_KERNELS]
+    return compile_kernels(cases, seconds)
 
 
-def recording_row(scale: Scale, bandwidth: float, number: int) -> Row:
-    """Products of cuBLAS and norms of ours, which start early, in turns: launched, and replayed
-    over another input. The recording is dropped at the end."""
-    torch.cuda.empty_cache()
-    size = SHAPES[scale.layer].hidden_size
-    x = random_numbers(scale, size, size)
-    weight = Linear(random_numbers(scale, size, size))
-    out = torch.empty_like(x)
+def forked(work: Callable[[Send], object], seconds: float) -> Iterator[Any]:
+    """What `work(send)` sends from its process.
 
+<<<<<<< HEAD
     def run(ops: Ops) -> None:
         y = x
         for _ in range(8):
@@ -220,3 +262,25 @@ def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> torch
     cache = PagedCache(model.llama.kv_spec(bits=WIDTHS[kv_bits]), len(tokens))
     seq, _ = cache.open(())
     return model.llama(torch.tensor(tokens), cache.extend([(seq, tokens)]))[-1]
+=======
+    TimeoutError if it takes longer: it is killed. ChildProcessError if it fails.
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: work(sender.send))
+    process.start()
+    sender.close()  # so that the pipe ends with the process
+    end = time.monotonic() + seconds
+    try:
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            yield receiver.recv()
+        raise TimeoutError(f"killed after {seconds:.0f} s")
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            raise ChildProcessError(f"its process ended with status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)

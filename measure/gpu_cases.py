@@ -1,76 +1,146 @@
 """The measurements on a GPU: models of 1B and 8B shapes, with random weights made on the device.
 
-    python bench.py --gpu first          the first thing to run on one (first_contact.py)
-    python bench.py --gpu smoke          whether all is right (smoke.py)
+    python bench.py --gpu first          all of them, in the order of what one wants to know
+                                         (first_contact.py)
+    python bench.py --gpu machine        what it is
+    python bench.py --gpu recordings     whether it computes what the CPU does; or smoke, or texts
+                                         (smoke.py)
+    python bench.py --gpu decode         one stream, with weights in all ways
     python bench.py --gpu kernels        attention and products alone
-    python bench.py --gpu decode         one stream, with weights in all ways, beside a model of it
+    python bench.py --gpu peers          PyTorch and transformers, in turns with ours (gpu_peers.py)
+    python bench.py --gpu profile        what each kernel takes of a token
     python bench.py --gpu speculation    1B shapes draft for 8B shapes
     python bench.py --gpu serving        many requests at a time
+    python bench.py --gpu resources      registers that the compiler gave each kernel
 
 Speed does not depend on the values of weights, so nothing is downloaded. Kernels are compiled and
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
 it is measured. Shares are of the roof, the bytes that this GPU reads a second, measured first. Two
 random models never agree, so in `speculation` a special coin accepts each draft with a fixed
-probability α.
+probability α. LLAMA_GPU_OFF turns parts of gpu/ off (gpu/tuning.py); a table says so.
 
 Invariant: a row is printed and stored as soon as it is measured, and an error ends its row only.
 Not covered: requests that arrive one after the other.
 """
 
 import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import profile
 
 from app.shell import say
 from errors import UserError
+<<<<<<< HEAD
 from generate import Engine
 from kernels import Linear, ops_for
 from kvcache import KVSpec
 from measure import first_contact, smoke
+=======
+from generate import STEP_BUDGET
+from kernels import free_memory
+from measure import gpu_peers, smoke
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
     QUICK,
-    SHAPES,
     WAYS,
     WRONG,
+    Kernel,
     Row,
     Scale,
-    device_seconds,
+    attention_call,
+    product_call,
     random_engine,
     random_model,
     random_numbers,
+    stopwatch,
+    stream_seconds,
 )
-from measure.launches import launch_seconds, launches_a_token, token_bytes
 from measure.machine import machine, processor
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once
 from model import Llama, weight_bytes
 from paged import PagedCache
-from quant import WIDTHS, quantize
+from quant import WIDTHS
 from sampling import Keyed
 
 Key = tuple[Any, ...]  # which names a row
+OFF = "LLAMA_GPU_OFF"
+
+
+# ---- The machine, and what its compiler makes ----------------------------------------------------
+
+
+def machine_row(scale: Scale, bandwidth: float, key: str) -> Row:
+    gigabytes = free_memory(torch.device(scale.device)) / 1e9
+    triton = version("triton") if find_spec("triton") else "none"
+    versions = [torch.__version__, str(torch.version.cuda), triton]
+    facts = [processor(scale.on_gpu), f"{gigabytes:.1f}", product_rate(scale), driver_facts()]
+    return [*facts, *versions]
+
+
+def product_rate(scale: Scale) -> str:
+    size = scale.prompt
+    x = random_numbers(scale, size, size)
+    return f"{2 * size**3 / stopwatch(partial(torch.mm, x, x), scale)() / 1e12:.3g}"
+
+
+def driver_facts() -> str:
+    """By nvidia-smi, after some work; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    facts = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+
+
+def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
+    """Of a warm-up, whose kernels are compiled here or found in the cache."""
+    llama = random_model(scale.layer, way, scale)
+    cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
+    begin = time.perf_counter()
+    llama.ops.warm_up(llama, cache, llama.config.vocab_size)
+    seconds = time.perf_counter() - begin
+    binaries = {}
+    for kernel in jit_functions():
+        for cached, *_ in kernel.device_caches.values():
+            binaries.update(dict.fromkeys(cached.values(), kernel.fn.__name__))
+    if not binaries:
+        return ["", "", "", "no compiler"]
+    registers = max(binary.n_regs for binary in binaries)
+    worst = max(binaries, key=lambda binary: binary.n_spills)
+    spills = f"{4 * worst.n_spills}, {binaries[worst]}"  # Triton counts words of 4 bytes
+    return [f"{seconds:.0f}", str(len(binaries)), str(registers), spills]
+
+
+def jit_functions() -> Iterator[Any]:
+    """The kernels of gpu/; none if they are interpreted."""
+    for name, page in [*sys.modules.items()]:
+        if name.startswith("gpu."):
+            yield from (x for x in vars(page).values() if hasattr(x, "device_caches"))
 
 
 # ---- Kernels alone -------------------------------------------------------------------------------
 
 
-Kernel = tuple[Callable[[], object], int]  # a call, and the bytes that it must read
-
-
 def kernel_keys(scale: Scale) -> Iterator[Key]:
-    """A prompt, beside PyTorch's attention, which need not store; a query of many texts; the gate
-    and up product, whose weights no GPU's cache holds."""
-    yield ("PyTorch's attention",)
+    """A prompt; a query of many texts; the gate and up product, whose weights no GPU's cache
+    holds."""
     yield "attention", 1, scale.prompt, "16"
     yield from product(("attention",), (scale.num_texts,), (1,), WIDTHS)
     yield from product(("product",), WAYS, (1, 8, 64))
@@ -78,11 +148,12 @@ def kernel_keys(scale: Scale) -> Iterator[Key]:
 
 def kernel_row(scale: Scale, bandwidth: float, kind: str, *key: Any) -> Row:
     run, read = KERNELS[kind](scale, *key)
-    seconds = device_seconds(run, scale)
+    seconds = stopwatch(run, scale)()
     share = read / seconds / bandwidth
     return [f"{1e3 * seconds:.3g}", f"{share:.0%}"]
 
 
+<<<<<<< HEAD
 def torch_attention_call(scale: Scale) -> Kernel:
     c = SHAPES[scale.target]
     n = scale.prompt
@@ -128,8 +199,9 @@ def product_call(scale: Scale, way: str, rows: int) -> Kernel:
     return partial(ops.linear, x, packed), weight.nbytes
 
 
+=======
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 KERNELS: dict[str, Callable[..., Kernel]] = {
-    "PyTorch's attention": torch_attention_call,
     "attention": attention_call,
     "product": product_call,
 }
@@ -138,28 +210,42 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 # ---- Whole models --------------------------------------------------------------------------------
 
 
+def decode_keys(scale: Scale) -> Iterator[Key]:
+    yield from product((scale.target,), WAYS)
+    yield from product((scale.draft,), ("16 bits", "INT4"))
+
+
 def decode_row(scale: Scale, bandwidth: float, name: str, way: str) -> Row:
-    """One stream, beside the model of it; the share is that of the weights alone."""
+    """One stream; the share is that of the weights alone."""
     llama = random_model(name, way, scale)
+    seconds = stream_seconds(random_engine(llama, None, 2 * scale.context, 1), scale)
+    share = weight_bytes(llama, read=True) / seconds / bandwidth
+    return [f"{1 / seconds:.1f}", f"{share:.0%}"]
+
+
+def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
+    """A token by the clock, and its kernels by the profiler, over four looks of the host."""
+    llama = random_model(scale.target, way, scale)
     engine = random_engine(llama, None, 2 * scale.context, 1)
     seconds = stream_seconds(engine, scale)
-    share = weight_bytes(llama, read=True) / seconds / bandwidth
-    launches = launches_a_token(llama, scale.context)
-    read = token_bytes(llama, scale.context + scale.count // 2)
-    by_model = read / bandwidth + launches * launch_seconds(scale)
-    return [f"{1 / seconds:.1f}", f"{share:.0%}", f"{launches:.0f}", f"{1 / by_model:.1f}"]
-
-
-def stream_seconds(
-    engine: Engine, scale: Scale, gamma: int | None = 0, num_texts: int = 1
-) -> float:
-    """Seconds a token of each text: a median over turns. One turn more warms up."""
-    seconds = []
-    for turn in range(scale.turns + 1):
-        seeds = range(num_texts * turn, num_texts * (turn + 1))
-        requests = [random_request(scale.context, scale.count, seed, gamma) for seed in seeds]
-        seconds.append(serve_at_once(engine, requests).seconds_per_token)
-    return median(seconds[1:])
+    batcher = engine.batcher
+    batcher.add(random_request(scale.context, scale.count, 0))
+    for _ in range(scale.context // STEP_BUDGET + 2):  # the prompt, and a look
+        batcher.step()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
+    made = 0
+    with profile() as trace:
+        for _ in range(4):
+            made += sum(map(len, batcher.step().values()))
+    kernels = [event for event in trace.key_averages() if event.device_type.name == "CUDA"]
+    kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
+    total = sum(kernel.self_device_time_total for kernel in kernels) / made / 1e3
+    count = sum(kernel.count for kernel in kernels) / made
+    longest = []
+    for kernel in kernels[:12]:
+        name = kernel.key.partition("(")[0]
+        longest.append(f"{name} {kernel.self_device_time_total / made:.1f}")
+    return [f"{1e3 * seconds:.3f}", f"{total:.3f}", f"{count:.0f}", ", ".join(longest)]
 
 
 class BiasedCoin(Keyed):
@@ -216,6 +302,7 @@ def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
 
 SHARE = "of the read bandwidth"
 ERROR = ("at most", "")
+VERSIONS = ("PyTorch", "CUDA", "Triton")
 WRONG_ROWS = "{} rows are wrong: look at the first, {}; an illegal address ends all after it"
 
 
@@ -229,43 +316,44 @@ class Case(NamedTuple):
 
 CASES = {
     "machine": Case(
-        ("this machine", "free GB", "PyTorch", "CUDA", "Triton"),
-        lambda scale: [(processor(scale.on_gpu),)],
-        first_contact.machine_row,
+        ("machine", "name", "free GB", "TFLOP/s", "driver, clocks, watts", *VERSIONS),
+        lambda scale: [("this",)],
+        machine_row,
     ),
     "recordings": Case(
         ("products and norms, a recording", "error: launched, replayed", *ERROR),
         lambda scale: product(range(3)),
-        first_contact.recording_row,
-    ),
-    "resources": Case(
-        ("weights, KV", "seconds", "kernels", "most registers", "most spilled bytes"),
-        lambda scale: zip(("16 bits", "INT4"), ("16", "8/4")),
-        first_contact.resource_row,
-    ),
-    "texts": Case(
-        ("greedy texts of tiny: bits, KV, draft", "the first other token", ""),
-        first_contact.text_keys,
-        first_contact.text_row,
+        smoke.recording_row,
     ),
     "smoke": Case(
         ("weights, KV, dtype, past, texts", "error: launched, replayed", *ERROR),
         smoke.smoke_keys,
         smoke.smoke_row,
     ),
+    "texts": Case(
+        ("greedy texts of tiny: bits, KV, draft", "the first other token", ""),
+        smoke.text_keys,
+        smoke.text_row,
+    ),
+    "decode": Case(("one stream", "tokens/s", SHARE), decode_keys, decode_row),
     "kernels": Case(
         ("attention: texts, new tokens, KV; product: weights, rows", "ms", SHARE),
         kernel_keys,
         kernel_row,
     ),
-    "decode": Case(
-        ("one stream", "tokens/s", SHARE, "launches", "tokens/s by the model"),
-        lambda scale: product((scale.target, scale.draft), WAYS),
-        decode_row,
+    "peers": Case(
+        ("a peer", "its ms", "ours", "times as fast"),
+        gpu_peers.peer_keys,
+        gpu_peers.peer_row,
+    ),
+    "profile": Case(
+        ("a token", "ms", "of kernels", "launches", "µs of each kernel"),
+        lambda scale: product(("16 bits", "INT4")),
+        profile_row,
     ),
     "speculation": Case(
         ("times plain decoding: α, texts", "γ = 2", "γ = 4", "auto"),
-        lambda scale: product((0.5, 0.7, 0.9), (1, scale.num_texts)),
+        lambda scale: product((0.9, 0.7), (1,)),
         speculation_row,
     ),
     "serving": Case(
@@ -273,12 +361,17 @@ CASES = {
         lambda scale: [(scale.num_requests,)],
         serving_row,
     ),
+    "resources": Case(
+        ("weights, KV", "seconds", "kernels", "most registers", "most spilled bytes"),
+        lambda scale: zip(("16 bits", "INT4"), ("16", "8/4")),
+        resource_row,
+    ),
 }
 
 
-def check_gpu(name: str, quick: bool) -> None:
+def check_gpu(name: str, quick: bool, has_gpu: bool) -> None:
     """UserError unless there is a GPU, or it is not needed."""
-    if not torch.cuda.is_available() and not quick:
+    if not has_gpu and not quick:
         raise UserError(
             f"--gpu {name} needs a GPU, and PyTorch finds none here: "
             "--quick runs it with toy shapes on the CPU"
@@ -286,20 +379,26 @@ def check_gpu(name: str, quick: bool) -> None:
 
 
 @torch.inference_mode()
-def run_case(name: str, quick: bool, store: Callable[[Results], None]) -> Results:
-    """Run a case: print each row, and give all results so far to `store`."""
-    check_gpu(name, quick)
+def run_case(
+    name: str, quick: bool, store: Callable[[Results], None], keys: Iterable[Key] | None = None
+) -> Results:
+    """Run a case: print each row, and give all results so far to `store`. keys: of the rows, if not
+    all."""
     on_gpu = torch.cuda.is_available()
-    scale = QUICK if quick else Scale()
+    check_gpu(name, quick, on_gpu)
+    scale = scale_of(quick)
     if on_gpu:
         scale = replace(scale, device="cuda")
     bandwidth = read_bandwidth(scale.megabytes, scale.device)
     case = CASES[name]
     rows: list[Row] = []
     title = f"{name}, {scale.target} shapes"
+    if os.environ.get(OFF):
+        name += f", without {os.environ[OFF]}"
+        title += f", without {os.environ[OFF]}"
     results = machine(bandwidth, on_gpu)
     results["gpu"] = {name: {"title": title, "headers": case.headers, "rows": rows}}
-    for key in case.keys(scale):
+    for key in case.keys(scale) if keys is None else keys:
         rows.append(guarded_row(case, key, scale, bandwidth))
         say("  ".join(rows[-1]))
         store(results)
@@ -308,19 +407,33 @@ def run_case(name: str, quick: bool, store: Callable[[Results], None]) -> Result
     return results
 
 
+def scale_of(quick: bool) -> Scale:
+    return QUICK if quick else Scale()
+
+
 def guarded_row(case: Case, key: Key, scale: Scale, bandwidth: float) -> Row:
     """The row of a key; after an error its first line, and the traceback is said."""
-    name = ", ".join(map(str, key))
     try:
-        return [name, *case.row(scale, bandwidth, *key)]
+        return [row_name(key), *case.row(scale, bandwidth, *key)]
     except Exception as error:
         say(traceback.format_exc())
-        first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
-        empty = [""] * (len(case.headers) - 2)
-        return [name, *empty, f"{WRONG}: {first_line}"]
+        return wrong_row(case, key, f"{type(error).__name__}: {error}")
+
+
+def row_name(key: Key) -> str:
+    return ", ".join(map(str, key))
+
+
+def wrong_row(case: Case, key: Key, error: str) -> Row:
+    first_line, *_ = error.splitlines()
+    empty = [""] * (len(case.headers) - 2)
+    return [row_name(key), *empty, f"{WRONG}: {first_line}"]
+
+
+def gpu_rows(results: Results) -> list[Row]:
+    return [row for section in results.get("gpu", {}).values() for row in section["rows"]]
 
 
 def wrong_rows(results: Results) -> list[str]:
     """Their names, of GPU cases."""
-    rows = [row for section in results.get("gpu", {}).values() for row in section["rows"]]
-    return [row[0] for row in rows if row[-1].startswith(WRONG)]
+    return [row[0] for row in gpu_rows(results) if row[-1].startswith(WRONG)]

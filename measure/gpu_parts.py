@@ -8,6 +8,7 @@ they are rounded from the numbers of `Scale.dtype`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from types import SimpleNamespace
 
 import torch
@@ -18,12 +19,21 @@ from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
 from drafters import ModelDrafter
 from generate import Draft, Engine, Model
-from kernels import Ops
+from kernels import Linear, Ops, ops_for
+from kvcache import kv_bytes
 from measure.clock import median_seconds
+from measure.serving import random_request, serve_at_once
 from model import Llama
+<<<<<<< HEAD
 from settings import Options
+=======
+from paged import PagedCache
+from quant import WIDTHS, quantize
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 
 Row = list[str]
+Run = Callable[[], object]
+Kernel = tuple[Run, int]  # a call, and the bytes that it must read
 WRONG = "WRONG"  # the last cell of a row begins with it
 SHAPES = {
     "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
@@ -56,11 +66,11 @@ class Scale:
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     context: int = 1024  # tokens before those that are made
-    count: int = 128
+    count: int = 129  # made: one by the prompt's last step, then 4 at a time
     prompt: int = 8192  # tokens of attention
     num_texts: int = 64  # together
     num_requests: int = 256
-    longest: int = 1024
+    longest: int = 512
     megabytes: int = 4096  # to measure the bandwidth
     repeats: int = 50  # of a kernel
     turns: int = 3
@@ -72,7 +82,7 @@ class Scale:
 
 
 QUICK = Scale(
-    "tiny", "tiny", "tiny layer", "cpu", torch.float32, 24, 8, 48, 2, 4, 12, 4, 1, 1, (9, 40)
+    "tiny", "tiny", "tiny layer", "cpu", torch.float32, 24, 9, 48, 2, 4, 12, 4, 1, 1, (9, 40)
 )
 
 
@@ -88,18 +98,19 @@ def relative_error(x: Tensor, wanted: Tensor) -> float:
     return ((x.float() - wanted).norm() / wanted.norm()).item()
 
 
-def recording(run: Callable[[], object], scale: Scale) -> Callable[[], object]:
-    """On a GPU a recording of `run`, which compiles its kernels first."""
+def recording(run: Run, scale: Scale) -> Run:
+    """Run once, which compiles kernels -> on a GPU a recording of `run`."""
+    run()
     if not scale.on_gpu:
         return run
     from gpu import graphs
 
-    run()
     return graphs.record(run)
 
 
-def device_seconds(run: Callable[[], object], scale: Scale) -> float:
-    """Median seconds of `run()`; on a GPU of its recording, so that launches do not count."""
+def stopwatch(run: Run, scale: Scale) -> Callable[[], float]:
+    """-> a function that measures seconds of `run()`, a median; on a GPU of its recording, so that
+    launches do not count."""
     replay = recording(run, scale)
 
     def repeat() -> None:
@@ -108,7 +119,7 @@ def device_seconds(run: Callable[[], object], scale: Scale) -> float:
         if scale.on_gpu:
             torch.cuda.synchronize()
 
-    return median_seconds(repeat) / scale.repeats
+    return lambda: median_seconds(repeat) / scale.repeats
 
 
 def random_numbers(scale: Scale, *shape: int) -> Tensor:
@@ -119,7 +130,8 @@ def random_model(
     name: str, way: str, scale: Scale, dtype: torch.dtype | None = None, ops: Ops | None = None
 ) -> Llama:
     """A model with random weights, stored this way. dtype: to compute in, if not the scale's."""
-    plain = Llama(SHAPES[name], scale.device, scale.dtype)
+    seed = None if scale.device == "meta" else 0
+    plain = Llama(SHAPES[name], scale.device, scale.dtype, seed=seed)
     if way == "16 bits" and dtype is None and ops is None:
         return plain.pack_weights()
     config = replace(SHAPES[name], quantization=WAYS[way])
@@ -134,9 +146,74 @@ def random_engine(
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
     drafts = Draft(partial(ModelDrafter, draft), (draft,), True) if draft else None
+<<<<<<< HEAD
     return Engine(
         model,
         drafts,
         Options(max_len=max_len, max_batch=max_batch, kv_bits=kv_bits),
         max_len * max_batch,
     )
+=======
+    return Engine(model, drafts, max_len * max_batch, max_len, max_batch, kv_bits=kv_bits)
+
+
+def text_seconds(
+    engine: Engine, scale: Scale, turn: int, gamma: int | None = 0, num_texts: int = 1
+) -> float:
+    """Seconds a token of each text, of texts together. turn: other turns have other texts."""
+    seeds = range(num_texts * turn, num_texts * (turn + 1))
+    requests = [random_request(scale.context, scale.count, seed, gamma) for seed in seeds]
+    return serve_at_once(engine, requests).seconds_per_token
+
+
+def stream_seconds(
+    engine: Engine, scale: Scale, gamma: int | None = 0, num_texts: int = 1
+) -> float:
+    """A median over turns. One turn more warms up."""
+    turns = range(scale.turns + 1)
+    return median([text_seconds(engine, scale, turn, gamma, num_texts) for turn in turns][1:])
+
+
+# ---- Kernels alone -------------------------------------------------------------------------------
+
+
+def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
+    """Attention of each text's newest `count` of `scale.prompt` tokens."""
+    c = SHAPES[scale.target]
+    G = c.num_key_value_heads
+    num_blocks = num_texts * (scale.prompt // 16 + 1)
+    bits = WIDTHS[kv_bits]
+    ops = ops_for(scale.device)
+    cache = PagedCache(
+        1,
+        G,
+        c.head_dim,
+        num_blocks,
+        device=scale.device,
+        dtype=scale.dtype,
+        bits=bits,
+        ops=ops,
+    )
+    seqs = [cache.open([])[0] for _ in range(num_texts)]
+    if count < scale.prompt:
+        cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
+    metadata = cache.extend([(seq, [0] * count) for seq in seqs])
+    num_heads = c.num_attention_heads + 2 * G
+    qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
+    read = kv_bytes(1, G, c.head_dim, num_texts * scale.prompt, scale.dtype, bits)
+    return partial(ops.attend, qkv, G, None, metadata, 0), read
+
+
+def product_call(scale: Scale, way: str, rows: int) -> Kernel:
+    K = SHAPES[scale.target].hidden_size
+    N = 2 * SHAPES[scale.target].intermediate_size
+    weight = random_numbers(scale, N, K)
+    layout = WAYS[way]
+    if layout is not None:
+        weight = quantize(weight, layout.bits, layout.group)
+        weight = weight._replace(input_bits=layout.activations)
+    ops = ops_for(scale.device)
+    packed = ops.pack_weight(Linear(weight), scale.dtype, "gate_up")
+    x = random_numbers(scale, rows, K)
+    return partial(ops.linear, x, packed), weight.nbytes
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)

@@ -54,19 +54,21 @@ def instruction_set(on_gpu: bool = False) -> str:
     return next((name for flag, name in INSTRUCTIONS.items() if flag in known), "")
 
 
-def results_file(wants_gpu: bool = False) -> Path:
-    """results/<machine>.json, relative to the repository."""
-    on_gpu = wants_gpu and torch.cuda.is_available()
-    words = f"{processor(on_gpu)} {instruction_set(on_gpu)}".lower()
+def identity(on_gpu: bool = False) -> dict[str, str]:
+    return {"machine": processor(on_gpu), "instructions": instruction_set(on_gpu)}
+
+
+def results_file(results: dict[str, Any] | None = None) -> Path:
+    """results/<machine>.json of these results, or of this CPU's, relative to the repository."""
+    named = results or identity()
+    words = f"{named['machine']} {named['instructions']}".lower()
     slug = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
     return Path("results", f"{slug}.json")
 
 
 def machine(bandwidth: float | None = None, on_gpu: bool = False) -> dict[str, Any]:
     """The machine, and its read bandwidth, measured now if it is not given."""
-    return {
-        "machine": processor(on_gpu),
-        "instructions": instruction_set(on_gpu),
+    return identity(on_gpu) | {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

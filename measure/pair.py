@@ -1,7 +1,6 @@
 """The embedded pair: what each technique gains and costs on this machine.
 
     stack     the techniques one added to the other, served by the production engine
-    gammas    speculation with each γ, beside plain decoding and the formula of gamma.py
     bits      bytes and perplexity in fewer bits
 
 A claim of speed is a ratio of two measurements made in one run, in turns; the figure is the median
@@ -12,16 +11,14 @@ Invariant: within a turn every row serves the same requests, each row with a new
 
 import io
 from contextlib import redirect_stdout
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from gamma import speed_up
 from generate import Engine, Model, load_draft
 from measure.effort import BEGINNING, SENTENCES, Effort
 from measure.serving import Served, log_spread, serve_at_once
-from measure.steps import PAST, step_times
 from model import Llama, weight_bytes
 from request import Request, Settings
 from settings import Options
@@ -29,7 +26,6 @@ from train.distill import sample_corpus
 from train.perplexity import recipe_label, recipes, table
 
 Row = dict[str, Any]
-Timed = tuple[Request, float]  # a text, and seconds a token
 
 
 class StackRow(NamedTuple):
@@ -109,6 +105,7 @@ def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -
     return serve_at_once(engine, requests)
 
 
+<<<<<<< HEAD
 # ---- Speculation by γ ----------------------------------------------------------------------------
 
 
@@ -164,6 +161,8 @@ def warm_step(llama: Llama, new: int) -> float:
     return step_times(llama, PAST, new, repeats=2)[1]
 
 
+=======
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 # ---- Fewer bits ----------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ def transformers(target: str) -> Contestant:
 
 def transformers_text(model: Any, prompts: Prompts, count: int) -> Made:
     """Texts by transformers' `generate`."""
-    tokens = torch.tensor(prompts)
+    tokens = torch.tensor(prompts, device=model.device)
     times: list[float] = []  # when it gets the prompt, and each token
     streamer = SimpleNamespace(
         put=lambda value: times.append(time.perf_counter()), end=lambda: None

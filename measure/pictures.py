@@ -29,6 +29,7 @@ class Picture(NamedTuple):
     label: str  # a template
     words: str  # a template, of the text behind the bar
     length: Callable[[Results], float]  # of the bar; the longest one fills the chart
+    is_drawn: Callable[[Results], bool] = bool
 
 
 PICTURES = {
@@ -39,11 +40,12 @@ PICTURES = {
         "cache {cache_bytes:bytes}",
         lambda row: math.log(max(1.0, row["speed_up"])),
     ),
-    "gammas": Picture(
-        "Speculation: times as fast as plain decoding",
-        "γ = {gamma}, acceptance {acceptance:.2f}",
-        "{speed_up:ratio}; by the formula {formula:ratio}",
+    "drafts": Picture(
+        "Speculation, {target}, temperature 1: times as fast as plain decoding",
+        "{draft}, γ = {gamma}",
+        "{speed_up:ratio} · {tokens_per_round:.2f} tokens a round",
         lambda row: row["speed_up"],
+        lambda row: (row["target"], row["temperature"]) == ("tiny, float32", 1),
     ),
     "bits": Picture(
         "Fewer bits: the rise of perplexity, and bytes of the weights",
@@ -93,7 +95,7 @@ def draw_all(results: Results) -> dict[str, str]:
     """The pictures for which these results have measurements."""
     pictures = {}
     for name, picture in PICTURES.items():
-        rows = rows_of(results, name)
+        rows = [row for row in rows_of(results, name) if picture.is_drawn(row)]
         if rows:
             pictures[name] = draw(picture, rows)
     return pictures

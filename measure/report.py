@@ -3,7 +3,7 @@
 A document names a file of results and some of its tables; `python bench.py --readme` writes these
 tables from that file alone (no names: all tables).
 
-    <!-- figures of results/NAME.json: stack gammas -->  …  <!-- end of figures -->
+    <!-- figures of results/NAME.json: stack drafts -->  …  <!-- end of figures -->
 
 Invariant: no figure is written by hand.
 """
@@ -96,18 +96,6 @@ TABLES = {
             "times the row before": "{gain:ratio}",
             "times the first": "{speed_up:ratio}",
             "same texts": "{same_texts} of {texts}",
-        },
-    ),
-    "gammas": Table(
-        "Speculation, tiny with tiny-draft, temperature 1, one text at a time; costs over "
-        "those of a plain step",
-        {
-            "γ": "{label}",
-            "acceptance α": "{acceptance:.2f}",
-            "a draft's cost c": "{draft_cost:.2f}",
-            "a pass's cost w": "{pass_cost:.2f}",
-            "measured": "{speed_up:ratio}",
-            "formula": "{formula:ratio}",
         },
     ),
     "drafts": Table(

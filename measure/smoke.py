@@ -1,10 +1,12 @@
-"""Whether a GPU computes what plain torch does: every kernel, in every shape that serving has.
+"""Whether a GPU computes what plain torch does.
 
-    python bench.py --gpu smoke
+    python bench.py --gpu recordings      CUDA graphs, made and dropped again
+    python bench.py --gpu smoke           every kernel, in every shape that serving has
+    python bench.py --gpu texts           whole texts, greedy and in float32, of the embedded model
 
-A layer of 8B, and a head of 20,480 tokens, run over steps of real tokens, for each way to store
-weights, and keys and values. The logits are compared with those of `kernels.Ops` in float32, of the
-same stored weights and over the same cache:
+In `smoke` a layer of 8B, and a head of 20,480 tokens, run over steps of real tokens, for each way
+to store weights, and keys and values. The logits are compared with those of `kernels.Ops` in
+float32, of the same stored weights and over the same cache:
 
     ‖out − wanted‖ / ‖wanted‖  ≤  ε + √(ε s)
 
@@ -15,22 +17,46 @@ standard deviations), as keys, values and the inputs of W8A8 are, a difference o
 Each step runs launch by launch; and as a recording of a rounded shape, made with other tokens and
 then replayed. Invariant: together the steps launch every kernel variant that serving launches
 (test_smoke.py counts them).
+
+Texts are those of the CPU. Two machines add in another order, so a near-tie may fall otherwise:
+where the first other token of a text is one that the CPU finds nearly as good as its own, that is
+named, and right. Keys and values of 4 bits have few steps: a sum in another order moves one of
+100,000 numbers to the next step, and then logits by up to 0.01.
 """
 
 import functools
 import math
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
-from kernels import Ops, ops_for
+from generate import Engine, Model, load_draft
+from kernels import Linear, Ops, ops_for
 from kvcache import AttentionMetadata
-from measure.gpu_parts import SHAPES, WAYS, Row, Scale, judged, random_model, relative_error
+from measure.effort import SENTENCES
+from measure.gpu_parts import (
+    SHAPES,
+    WAYS,
+    WRONG,
+    Row,
+    Scale,
+    judged,
+    random_model,
+    random_numbers,
+    recording,
+    relative_error,
+)
+from measure.serving import serve_at_once
 from model import Llama
 from paged import PagedCache
-from quant import WIDTHS
+from quant import FORMATS, WIDTHS, Kind
+from request import Request, Settings
 
 ROUNDING = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4}  # ε: twice that of plain bfloat16
 GRIDS = {  # s
@@ -60,6 +86,44 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.9},
     "all filters": {"temperature": 0.7, "top_k": 500, "top_p": 0.9, "min_p": 0.001},
 }
+TIE = 1e-3  # of two logits
+TIE_OF_4_BITS = 1e-2
+MODEL = "tiny"  # that tells them
+NUM_TOKENS = 32  # of a text
+
+
+# ---- Recordings ----------------------------------------------------------------------------------
+
+
+def recording_row(scale: Scale, bandwidth: float, number: int) -> Row:
+    """Products of cuBLAS and norms of ours, which start early, in turns: launched, and replayed
+    over another input. The recording is dropped at the end."""
+    torch.cuda.empty_cache()
+    size = SHAPES[scale.layer].hidden_size
+    x = random_numbers(scale, size, size)
+    weight = Linear(random_numbers(scale, size, size))
+    out = torch.empty_like(x)
+
+    def run(ops: Ops) -> None:
+        y = x
+        for _ in range(8):
+            _, y = ops.add_norm(ops.linear(y, weight), y, x[0], 1e-5)
+        out.copy_(y)
+
+    launch = partial(run, ops_for(scale.device))
+    replay = recording(launch, scale)
+    x.normal_()
+    results = []
+    for call in (partial(run, Ops()), launch, replay):
+        out.zero_()
+        call()
+        results.append(out.to(torch.float32, copy=True))
+    wanted, *others = results
+    errors = [relative_error(other, wanted) for other in others]
+    return judged(errors, ROUNDING[scale.dtype])
+
+
+# ---- Steps ---------------------------------------------------------------------------------------
 
 
 def smoke_keys(scale: Scale) -> Iterator[tuple[Any, ...]]:
@@ -81,10 +145,10 @@ def smoke_row(scale: Scale, bandwidth: float, way: str, *key: Any) -> Row:
 
 def checked_ops(scale: Scale) -> Ops:
     """Those of a GPU; on a CPU, which cpu/ tests, plain ones, to try this page."""
-    return ops_for(scale.device) if scale.on_gpu else Ops()
+    return Ops() if scale.device == "cpu" else ops_for(scale.device)
 
 
-# ---- Steps ---------------------------------------------------------------------------------------
+# ---- Steps -------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(1)
@@ -147,3 +211,63 @@ def sampling_row(scale: Scale, filters: str, num_rows: int) -> Row:
     differ = ops.pick(wanted, streams) != wanted_tokens
     share = differ.float().mean().item()
     return judged([relative_error(probs, wanted), share], 1e-5)
+
+
+# ---- Texts ---------------------------------------------------------------------------------------
+
+
+def text_keys(scale: Scale) -> Iterator[tuple[Any, ...]]:
+    """Bits of weights, bits of keys and values, draft."""
+    for draft in (None, "tiny-draft"):
+        yield from product((16,), WIDTHS, (draft,))
+        yield from product(FORMATS, ("16",), (draft,))
+
+
+def text_row(scale: Scale, bandwidth: float, bits: Kind, kv_bits: str, draft: str | None) -> Row:
+    """Where the first other token of a text comes, and by how much the CPU preferred its own."""
+    model = Model.load(MODEL, scale.device, torch.float32, bits)
+    texts = greedy_texts(model, kv_bits, draft)
+    places = []
+    largest = 0.0
+    for prompt, text, wanted in zip(SENTENCES, texts, wanted_texts(bits, kv_bits)):
+        same = [token == own for token, own in zip(text, wanted)]
+        if all(same):
+            continue
+        place = same.index(False)
+        logits = next_logits(bits, kv_bits, prompt, wanted[:place])
+        margin = (logits[wanted[place]] - logits[text[place]]).item()
+        places.append(f"{prompt} {place}: {margin:.1e}")
+        largest = max(largest, margin)
+    tie = TIE_OF_4_BITS if 4 in WIDTHS[kv_bits] else TIE
+    if largest >= tie:
+        return ["; ".join(places), WRONG]
+    return ["; ".join(places), "ok: a near-tie" if places else "ok"]
+
+
+@functools.cache
+def plain_model(bits: Kind) -> Model:
+    """On the CPU, in plain torch."""
+    with mock.patch.dict(os.environ, LLAMA_PLAIN="1"):
+        return Model.load(MODEL, "cpu", torch.float32, bits)
+
+
+@functools.cache
+def wanted_texts(bits: Kind, kv_bits: str) -> list[list[int]]:
+    return greedy_texts(plain_model(bits), kv_bits, None)
+
+
+def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int]]:
+    """The tokens after two prompts, in one batch."""
+    engine = Engine(model, load_draft(draft, model, torch.float32), 1000, 500, 2, kv_bits=kv_bits)
+    settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)
+    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
+    return serve_at_once(engine, requests).texts
+
+
+def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> Tensor:
+    """Of the CPU, after a prompt and a text: float[V]."""
+    model = plain_model(bits)
+    tokens = model.encode(prompt) + text
+    cache = PagedCache.of(model.llama, len(tokens), bits=WIDTHS[kv_bits])
+    seq, _ = cache.open(())
+    return model.llama(torch.tensor(tokens), cache.extend([(seq, tokens)]))[-1]

@@ -13,7 +13,6 @@ from conftest import program
 from measure import pair, report
 from measure.effort import QUICK
 from measure.machine import machine
-from request import RoundStats
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +64,6 @@ def test_loss_is_over_the_first_row(quick):
         assert row["bytes"] <= first["bytes"]
 
 
-def test_gains_by_gamma_are_medians_of_the_same_texts(monkeypatch):
-    """Three texts with known seconds a token, and acceptance: one of two drafts."""
-    seconds = {0: [3.0, 4.0, 8.0], 2: [1.0, 4.0, 2.0], None: [2.0, 2.0, 2.0]}
-
-    def timed(model, draft, gamma, opening, seed, count):
-        request = pair.Request([1], pair.Settings(temperature=1.0, seed=0))
-        request.rounds = [RoundStats(0, 0), RoundStats(2, 1)]
-        return request, seconds[gamma][seed]
-
-    monkeypatch.setattr(pair, "timed_text", timed)
-    monkeypatch.setattr(pair, "pass_costs", lambda *models: (0.1, 1.2))
-    effort = pair.Effort(gammas=(2,), openings=("a", "b", "c"))
-    fixed, auto = pair.gammas(effort)
-    assert (fixed["speed_up"], auto["speed_up"]) == (3.0, 2.0)  # medians of 3, 1, 4 and 1.5, 2, 4
-    assert fixed["acceptance"] == 0.5
-    assert fixed["formula"] == pytest.approx((1 + 0.5 + 0.25) / (1.2 + 2 * 0.1))
-    assert (fixed["label"], auto["label"]) == ("2", "auto: 2.0")
-
-
-def test_costs_are_over_a_plain_step(monkeypatch):
-    seconds = {("target", 1): 2.0, ("draft", 1): 0.5, ("target", 5): 3.0}
-    monkeypatch.setattr(
-        pair, "step_times", lambda llama, past, new, repeats: [9.0, seconds[llama, new]]
-    )
-    assert pair.pass_costs("target", "draft", 4, 3) == (0.25, 1.5)
-
-
 # ---- What is stored
 
 
@@ -111,12 +83,12 @@ def test_documents_are_made_of_the_results_that_they_name(tmp_path, monkeypatch,
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "m.json").write_text(json.dumps(quick))
     marks = "<!-- figures of results/m.json: {} -->\noutdated\n<!-- end of figures -->\n"
-    for name, tables in zip(bench.DOCUMENTS, ("waste gammas", "stack", "bits")):
+    for name, tables in zip(bench.DOCUMENTS, ("waste drafts", "stack", "bits")):
         (tmp_path / name).write_text(marks.format(tables))
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert bench.main(["--readme"]) == 0
     drawn = {path.stem for path in Path(tmp_path / "results").glob("*.svg")}
-    assert drawn == {"stack", "gammas", "bits"}
+    assert drawn == {"stack", "drafts", "bits"}
     texts = [(tmp_path / name).read_text() for name in bench.DOCUMENTS]
     assert [text.count("**") for text in texts] == [4, 2, 2]
     assert all(quick["machine"] in text and "outdated" not in text for text in texts)
@@ -164,5 +136,5 @@ def test_triton_exists_for_linux_only(tmp_path):
     options = ["--quick", "--out", tmp_path / "out.json"]
     done = program("-c", WITHOUT_TRITON, "--gpu", "decode", *options)
     assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
-    done = program("-c", WITHOUT_TRITON, "--gpu", "prediction")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "triton" in done.stderr
+    done = program("-c", WITHOUT_TRITON, "--gpu", "compile")
+    assert done.returncode == 0 and "Triton is not installed" in done.stderr

@@ -43,7 +43,7 @@ def test_figures_of_known_rounds():
 def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
-    effort = Effort(draft_gammas=(2,), num_tokens=8)
+    effort = Effort(gammas=(2,), num_tokens=8)
     rows = drafts.drafts(effort, "tiny", ["tiny-eagle", "ngram"], file)
     assert len(rows) == 2 * 2 * 2 * 2
     row = rows["tiny, float32, tiny-eagle, T 0, 2"]

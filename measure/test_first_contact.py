@@ -1,10 +1,8 @@
-"""The first ten minutes on a GPU: steps that fail, hang or do not fit; texts that part."""
+"""The first minutes on a GPU: steps that die, hang or are wrong; kernels compiled before."""
 
 import json
-import subprocess
-from contextlib import contextmanager
-from types import SimpleNamespace
-from unittest.mock import Mock
+import os
+import time
 
 import pytest
 import torch
@@ -12,39 +10,83 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from conftest import program
 from measure import first_contact, gpu_cases
-from measure.effort import SENTENCES
-from measure.first_contact import plain_model, text_row, wanted_texts
-from measure.gpu_parts import QUICK, Scale
-from quant import FORMATS, WIDTHS
+from measure.first_contact import STEPS, Stage
+from measure.gpu_cases import OFF, Case
 
 
-def test_a_step_that_fails_or_hangs_does_not_stop_the_next(monkeypatch, capfd):
-    ran = []
+@pytest.fixture
+def first(monkeypatch):
+    """Runs steps of a case that does what its keys say -> the status, and all that was stored."""
 
-    def run(command, cwd, timeout, check):
-        ran.append((command[1:], timeout, check))
-        if "broken" in command:
-            raise subprocess.CalledProcessError(1, command)
-        if "slow" in command:
-            raise subprocess.TimeoutExpired(command, timeout)
+    def row(scale, bandwidth, how, *more):
+        if how == "dies":
+            os._exit(7)
+        if how == "hangs":
+            time.sleep(100)
+        is_wrong = how == "is wrong" and "splits" not in os.environ[OFF]
+        return [str(os.getpid()), "WRONG" if is_wrong else "ok"]
 
-    clock = iter([0, 10, 545, 550, 560])  # of 580 seconds: 570 are left, 35, 30 and 20
-    monkeypatch.setattr(first_contact, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    steps = [("broken", 90, "a"), ("long", 80, "b"), ("slow", 8, "c"), ("last", 7, "d")]
-    monkeypatch.setattr(first_contact, "STEPS", steps)
-    monkeypatch.setattr(first_contact.subprocess, "run", run)
-    assert first_contact.run_first(["--out", "x"]) == 1
-    cases = [("broken", 90), ("long", 35), ("slow", 8)]
-    flags = ["--out", "x"]
-    assert ran == [(["bench.py", "--gpu", name, *flags], limit, True) for name, limit in cases]
+    def run(**cases):
+        steps = []
+        made = {}
+        for name, keys in cases.items():
+            case, _, off = name.partition("_without_")
+            made[case] = Case(("how", "process", ""), lambda scale, keys=keys: keys, row)
+            steps.append(Stage(case, 2 if ("hangs",) in keys else 60, f"sees {name}", off))
+        stored = []
+        monkeypatch.setattr(first_contact, "STEPS", steps)
+        for page in (first_contact, gpu_cases):
+            monkeypatch.setattr(page, "CASES", made)
+        return first_contact.run_first(False, lambda results: stored.append(results["gpu"])), stored
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_cases, "read_bandwidth", lambda *how: 1e12)
+    monkeypatch.setattr(gpu_cases, "machine", lambda *how: {"machine": "a GPU"})
+    return run
+
+
+def test_a_step_that_dies_or_hangs_is_named_and_the_next_one_is_clean(first, capfd):
+    good = [("a",), ("b",)]
+    status, stored = first(
+        one=good, two=[("a",), ("dies",), ("b",)], three=[("hangs",)], four_without_early=good
+    )
+    assert status == 1
+    last = {name: section["rows"] for found in stored for name, section in found.items()}
+    assert [[row[0] for row in rows] for rows in last.values()] == [["a", "b"], ["a"], ["a", "b"]]
+    assert [*last] == ["one", "two", "four, without early"]
+    processes = {row[1] for rows in last.values() for row in rows}
+    assert len(processes) == 3 and str(os.getpid()) not in processes
     said = capfd.readouterr().err
-    assert said.index("should show: a") < said.index("exit status 1") < said.index("should show: b")
-    assert "timed out after 8 seconds" in said and "left out: 20 s are left" in said
-    assert said.endswith("wrong: broken, slow\n")
+    assert said.index("sees one") < said.index("at dies: its process ended with status 7")
+    assert "at hangs: killed after 2 s" in said
+    assert said.endswith("one: ok\ntwo: 1 wrong, first dies\nthree: 1 wrong, first hangs\n"
+                         "four, without early: ok\n")  # fmt: skip
 
 
-def test_steps_are_cases():
-    assert [case for case, _, _ in first_contact.STEPS] == [*gpu_cases.CASES]
+def test_wrong_rows_are_run_again_without_each_part(first, capfd):
+    """One of each kind."""
+    keys = [("is wrong", 1, 2, 3), ("fine",), ("is wrong", 1, 2, 4), ("is wrong", 2, 2, 4)]
+    status, stored = first(smoke=keys, next=[("a",)])
+    said = capfd.readouterr().err
+    assert status == 1 and "smoke: 3 wrong, first is wrong, 1, 2, 3" in said
+    assert "smoke, without splits: 0 of 2 are wrong" in said
+    for part in {*first_contact.PARTS} - {"splits"}:
+        assert f"smoke, without {part}: 2 of 2 are wrong" in said
+    assert [*stored[-1]] == ["next"] and {*map(len, stored)} == {1}
+
+
+def test_without_time_a_step_is_left_out(first, monkeypatch, capfd):
+    monkeypatch.setattr(first_contact, "ALL_SECONDS", 5)
+    assert first(one=[("a",)]) == (1, [])
+    assert "one: 1 wrong, first no time was left" in capfd.readouterr().err
+
+
+def test_steps_are_all_cases_and_kernels_are_compiled_and_checked_first():
+    cases = [step.case for step in STEPS]
+    assert {*cases} == {"compile", *gpu_cases.CASES}
+    order = ("machine", "compile", "recordings", "smoke", "texts", "decode")
+    assert tuple(cases[:6]) == order
+    assert all(step.seconds < first_contact.ALL_SECONDS for step in STEPS)
 
 
 @pytest.mark.gpu_interpreter
@@ -53,78 +95,40 @@ def test_all_steps_run_with_toy_shapes_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
     done = program("bench.py", "--gpu", "first", "--quick", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith("wrong: nothing\n") and "left out" not in done.stderr
-    assert json.loads(out.read_text())["gpu"].keys() == gpu_cases.CASES.keys()
+    names = {step.name for step in STEPS if step.case != "compile"}
+    assert json.loads(out.read_text())["gpu"].keys() == names
 
 
-# ---- Texts
+# ---- Compiling
+
+CODE = """
+import sys, json
+from multiprocessing import get_context
+from measure import precompile
+from measure.first_contact import STEPS, WITHOUT_KERNELS
+from measure.gpu_cases import CASES
+def parallel(tasks):
+    with get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        return pool.map(precompile.compile_rows, tasks, chunksize=1)
+one = ("recordings", "", [(0,)])
+found = parallel([one]) + parallel([one])
+from triton import knobs
+knobs.runtime.jit_cache_hook = lambda **about: True  # nothing is compiled from here on
+cases = [(step.case, step.off) for step in STEPS if step.case not in WITHOUT_KERNELS]
+tasks = precompile.tasks(cases)
+found += parallel([(case, off, keys[-1:]) for case, off, keys in tasks])
+print(json.dumps([found, {case for case, *_ in tasks} == {case for case, _ in cases}]))
+"""
 
 
-def test_texts_are_of_all_flags():
-    keys = [*first_contact.text_keys(QUICK)]
-    assert {bits for bits, _, _ in keys} == {16, *FORMATS}
-    assert {kv_bits for _, kv_bits, _ in keys} == {*WIDTHS}
-    assert {draft for _, _, draft in keys} == {None, "tiny-draft"}
-    assert len(keys) == len({*keys}) == 2 * (len(FORMATS) + len(WIDTHS))
-
-
-@pytest.mark.parametrize("draft", [None, "tiny-draft"])
-@torch.inference_mode()
-def test_greedy_texts_are_those_of_plain_torch(draft):
-    """In C, and with drafts."""
-    assert text_row(QUICK, 1.0, 8, "16", draft) == ["", "ok"]
-    assert [len(text) for text in wanted_texts(8, "16")] == [40, 40]
-    assert type(plain_model(8).llama.ops).__module__ == "kernels"
-
-
-@pytest.mark.parametrize("place", [0, 7])
-@torch.inference_mode()
-def test_where_texts_part_the_cpus_margin_decides(place, monkeypatch):
-    """The other text has the runner-up there, and anything after it."""
-    plain = plain_model(16)
-    wanted = wanted_texts(16, "8")
-    tokens = torch.tensor(plain.encode(SENTENCES[1]) + wanted[1][:place])
-    logits = plain.llama(tokens)[-1]  # keys in 16 bits: nearly the same
-    best, second = logits.topk(2).indices.tolist()
-    assert best == wanted[1][place]
-    margin = (logits[best] - logits[second]).item()
-    parted = [wanted[0], [*wanted[1][:place], second, *[0] * (39 - place)]]  # the second text
-    monkeypatch.setattr(first_contact, "greedy_texts", lambda *arguments: parted)
-    where, verdict = text_row(QUICK, 1.0, 16, "8", None)
-    assert verdict == "WRONG" and f"{SENTENCES[1]} {place}: " in where
-    assert float(where.split(": ")[-1]) == pytest.approx(margin, abs=0.1)
-    monkeypatch.setattr(first_contact, "TIE", 1.01 * margin + 0.1)
-    assert text_row(QUICK, 1.0, 16, "8", None) == [where, "ok: a near-tie"]
-
-
-# ---- What a GPU's compiler makes
-
-
-class Binary:
-    def __init__(self, n_regs: int, n_spills: int):
-        self.n_regs = n_regs
-        self.n_spills = n_spills
-
-
-def test_resources_are_the_most_of_all_kernels_that_were_launched(monkeypatch):
-    launches = []
-
-    @contextmanager
-    def launching_by(wrap):
-        launches.append(wrap(lambda kernel: kernel.binary))
-        yield
-
-    def warm_up(llama, cache, vocab_size):
-        for name, binary in (("_few", few), ("_edge", edge), ("_few", few)):
-            launches[0](SimpleNamespace(fn=SimpleNamespace(__name__=name), binary=binary))
-
-    few, edge = Binary(200, 0), Binary(40, 8)
-    monkeypatch.setattr(first_contact, "launching_by", launching_by)
-    llama = SimpleNamespace(
-        ops=SimpleNamespace(warm_up=warm_up), config=SimpleNamespace(vocab_size=9)
-    )
-    monkeypatch.setattr(first_contact, "random_model", lambda *arguments: llama)
-    for name in ("PagedCache", "torch"):
-        monkeypatch.setattr(first_contact, name, Mock())
-    _, *cells = first_contact.resource_row(Scale(), 1.0, "INT4", "8/4")
-    assert cells == ["2", "200", "8, _edge"]
+@pytest.mark.gpu_interpreter
+def test_kernels_are_compiled_for_a_gpu_that_is_not_here_and_found_again(tmp_path, monkeypatch):
+    """And a row of every kind, of every step, is reached."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    done = program("-c", CODE)
+    assert done.returncode == 0, done.stderr
+    (first, second, *others), is_whole = json.loads(done.stdout)
+    assert (first, second) == ([1, 0, []], [0, 1, []])
+    assert is_whole and [row for *_, wrong in others for row in wrong] == []
+    assert [*tmp_path.glob("*/_add_norm.cubin")]

@@ -7,16 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from measure import gpu_cases
-from measure.gpu_parts import QUICK, SHAPES, Scale, device_seconds, random_engine, random_model
+from measure import gpu_cases, gpu_parts, gpu_peers
+from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model, stopwatch
 from measure.serving import random_request
 from model import Llama, weight_bytes
 
+<<<<<<< HEAD
 OTHERS = sorted(gpu_cases.CASES.keys() - {"decode"})  # which .ci/run asks for
 SLOW = [pytest.param(name, marks=pytest.mark.gpu_interpreter) for name in OTHERS]
 
 
 @pytest.mark.parametrize("name", ["decode", *SLOW])
+=======
+SLOW = ("texts", "smoke")  # test_smoke.py has them
+
+
+@pytest.mark.parametrize("name", sorted(gpu_cases.CASES.keys() - {*SLOW}))
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -76,9 +83,9 @@ def test_a_stream_is_timed_after_a_turn_that_warms_up(monkeypatch):
         asked.append([(len(r.tokens), r.settings.max_tokens, r.settings.gamma) for r in requests])
         return served.pop(0)
 
-    monkeypatch.setattr(gpu_cases, "serve_at_once", serve)
+    monkeypatch.setattr(gpu_parts, "serve_at_once", serve)
     scale = Scale(context=7, count=5, turns=3)
-    assert gpu_cases.stream_seconds(None, scale, 2, 3) == 2.0
+    assert gpu_parts.stream_seconds(None, scale, 2, 3) == 2.0
     assert asked == [[(7, 5, 2)] * 3] * 4
 
 
@@ -88,8 +95,56 @@ def test_on_a_gpu_a_recording_is_timed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "record", lambda run: lambda: calls.append("replay"))
     scale = Scale(repeats=2)
-    device_seconds(lambda: calls.append("run"), scale)
+    stopwatch(lambda: calls.append("run"), scale)()
     assert calls[0] == "run" and set(calls[1:]) == {"replay"}
+
+
+def test_a_text_is_a_first_token_and_whole_looks():
+    """The prompt's step makes the first one; then no look of the host is for less than it may."""
+    gpu = pytest.importorskip("gpu.graphs", exc_type=ImportError) and pytest.importorskip("gpu")
+    for scale in (Scale(), QUICK):
+        assert (scale.count - 1) % gpu.GPU.multi_step == 0
+
+
+def test_resources_are_the_most_of_all_kernels_that_were_compiled(monkeypatch):
+    """Triton counts spilled words, we bytes."""
+    few, many = SimpleNamespace(n_regs=200, n_spills=0), SimpleNamespace(n_regs=40, n_spills=2)
+    kernels = []
+    for name, binary in (("_few", few), ("_edge", many)):
+        caches = {0: ({"a key": Binary(**vars(binary))}, {}, "a target")}
+        kernels.append(SimpleNamespace(fn=SimpleNamespace(__name__=name), device_caches=caches))
+    page = SimpleNamespace(kernels=None, few=kernels[0], edge=kernels[1], not_a_kernel=3)
+    monkeypatch.setitem(gpu_cases.sys.modules, "gpu.some_page", page)
+    _, *cells = gpu_cases.resource_row(QUICK, 1.0, "INT4", "8/4")
+    assert cells == ["2", "200", "8, _edge"]
+
+
+class Binary(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeypatch):
+    times = iter([9.0, 4.0, 2.0, 6.0, 1.0, 8.0, 4.0])  # theirs once more, to see whether it runs
+    asked = []
+
+    def rival(scale, *key):
+        asked.append(key)
+        return lambda: next(times)
+
+    monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", rival)
+    monkeypatch.setattr(gpu_peers, "our_seconds", lambda *key: lambda: next(times))
+    row = gpu_peers.peer_row(Scale(turns=3), 1.0, "cuBLAS", 8)
+    assert (row, asked) == (["6000", "2000", "2.00"], [(8,)])
+    monkeypatch.setitem(gpu_peers.RIVALS, "cuBLAS", lambda scale, rows: 1 / 0)
+    assert (
+        gpu_peers.peer_row(Scale(), 1.0, "cuBLAS", 8)[-1]
+        == "none: ZeroDivisionError division by zero"
+    )
+
+
+def test_all_peers_of_a_gpu_are_asked():
+    names = {name for name, *_ in gpu_peers.peer_keys(Scale())}
+    assert names >= {*gpu_peers.RIVALS, "FLASH_ATTENTION", "CUDNN_ATTENTION"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -46,9 +46,9 @@ def test_a_machine_that_is_held_down_writes_the_file_of_the_older_cpu(cpu, monke
 def test_a_gpu_is_named_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200 (141 GB)")
-    assert machine.results_file(wants_gpu=True).name == "nvidia-h200-141-gb.json"
-    assert "nvidia" not in machine.results_file().name  # what runs on the CPU beside it
+    assert "nvidia" not in machine.results_file().name  # the CPU beside it
     found = machine.machine(5e12, on_gpu=True)
+    assert machine.results_file(found).name == "nvidia-h200-141-gb.json"
     assert (found["machine"], found["instructions"]) == ("NVIDIA H200 (141 GB)", "")
     assert found["read_bandwidth"] == 5e12
 
@@ -67,3 +67,33 @@ def test_seconds_are_a_median_without_the_first_call(monkeypatch):
 
 def test_the_bandwidth_is_one_that_memory_can_have():
     assert 1e8 < clock.read_bandwidth(8) < 1e13
+
+
+def test_a_gpus_clocks_have_risen_before_it_is_read(monkeypatch):
+    did = []
+    now = [0.0]
+
+    class Numbers:
+        is_cuda = True
+        nbytes = 8
+
+        def clone(self):
+            did.append("copy")
+            return self
+
+        def sum(self):
+            now[0] += 0.1
+            return self
+
+        def item(self):
+            did.append("read")
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock.torch, "ones", lambda *size, **how: Numbers())
+    assert clock.read_bandwidth(1, "cuda") == pytest.approx(80)
+    assert did[:10] == ["copy", "read"] * 5  # half a second
+    assert did.count("copy") in (5, 6)
+    Numbers.is_cuda = False
+    did.clear()
+    clock.read_bandwidth(1)
+    assert "copy" not in did

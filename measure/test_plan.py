@@ -1,8 +1,6 @@
-"""Plans: known sizes, the roofline by hand, the program's own bytes, and ways out that are true."""
+"""Plans: known sizes, the roofline by hand, the program's own bytes, and what does not fit."""
 
 import json
-import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +31,9 @@ def test_weights_are_those_that_the_makers_count(name, weights):
 def test_bytes_are_known_facts():
     assert weight_bytes(make("8B").shard) / 1e9 == pytest.approx(16.06, abs=0.005)
     assert weight_bytes(make("70B").shard) / 1e9 == pytest.approx(141, abs=0.2)
-    assert make("8B").stored_bytes(1) == 131_072
-    assert make("70B", n=8).stored_bytes(1) * 8 == 2 * 80 * 8 * 128 * 2
+    assert plan.stored_bytes(MODELS["8B"], 1, "16", torch.bfloat16) == 131_072
+    shard = make("70B", n=8).shard.config
+    assert plan.stored_bytes(shard, 1, "16", torch.bfloat16) * 8 == 2 * 80 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("bits, kv_bits", [(16, "16"), (8, "8"), (4, "8/4"), ("nf4", "4")])
@@ -70,24 +69,6 @@ def test_a_step_by_hand():
     assert text.prompt_seconds(513) > text.prompt_seconds(512) + 2 * layers / 3.35e12
 
 
-def test_rounded_activations_have_a_rate_of_their_own():
-    config = MODELS["8B"].quantized(plan.Quantization(8, activations=8))
-    rates = [replace(make(), config=config, gpu_name=name).product_rate for name in GPUS]
-    assert rates == [1e12 * gpu.int8 for gpu in GPUS.values()]
-    fp8 = config.quantization.__class__("fp8", activations=8)
-    config = replace(config, quantization=fp8)
-    rates = [replace(make(), config=config, gpu_name=name).product_rate for name in GPUS]
-    assert rates == [1e12 * (gpu.fp8 or gpu.bf16) for gpu in GPUS.values()]
-
-
-def test_all_reduces_by_hand():
-    two = make("70B", "A100-80GB", n=2)
-    assert two.num_all_reduces == 161
-    sent = 3 * 161 * 8192 * 2 + 3 * 128256 // 2 * 2
-    assert two.link_seconds(3, 3) == pytest.approx(161 * 10e-6 + sent / 300e9)
-    assert make().link_seconds(3, 3) == make().num_all_reduces == 0
-
-
 @given(
     name=st.sampled_from(list(MODELS)),
     gpu=st.sampled_from(list(GPUS)),
@@ -96,53 +77,28 @@ def test_all_reduces_by_hand():
     kv_bits=st.sampled_from(list(WIDTHS)),
     context=st.integers(1, 131_072),
 )
-def test_texts_fit_and_one_more_does_not_or_a_way_out_is_true(name, gpu, n, bits, kv_bits, context):
+def test_texts_fit_and_one_more_does_not(name, gpu, n, bits, kv_bits, context):
     made = make(name, gpu, n, bits, kv_bits, context)
     rest = KV_SHARE * (1e9 * GPUS[gpu].memory - weight_bytes(made.shard))
     c = made.shard.config
+<<<<<<< HEAD
     spec = KVSpec.of(c, torch.bfloat16, WIDTHS[kv_bits])
     text = spec.bytes(16 * ((context + 15) // 16))
     if rest >= text:
         plan.check_plan(made)
         assert made.num_texts * text <= rest < (made.num_texts + 1) * text
         assert made.decode_seconds(2) > made.decode_seconds(1)
+=======
+    shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
+    text = kv_bytes(*shape, 16 * ((context + 15) // 16), torch.bfloat16, WIDTHS[kv_bits])
+    if rest < text:
+        with pytest.raises(UserError, match="take fewer --bits, more --gpus"):
+            plan.check_plan(made)
+>>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
         return
-    with pytest.raises(UserError) as refused:
-        plan.check_plan(made)
-    assert "\n" not in str(refused.value) and "a larger --gpu" in str(refused.value)
-    for flag, value in re.findall(r"--(bits|gpus) (\d+)", str(refused.value)):
-        changed = {"bits": bits, "gpus": n} | {flag: int(value)}
-        again = make(name, gpu, changed["gpus"], changed["bits"], kv_bits, context)
-        plan.check_plan(again)
-
-
-def test_what_was_measured_scales_the_tokens(tmp_path):
-    """A GPU that reads 80 % of its data sheet's bandwidth, and 90 % of that when it decodes."""
-    rows = [["8B, 16 bits", "1", "90%", "", ""], ["1B, 16 bits", "", "", "", "wrong: an error"]]
-    results = {"machine": "NVIDIA H200", "read_bandwidth": 0.8 * 4.8e12}
-    results["gpu"] = {"decode": {"rows": rows}}
-    (tmp_path / "b.json").write_text(json.dumps(results))
-    (tmp_path / "a.json").write_text(json.dumps({"machine": "AMD EPYC"}))
-    assert plan.measured_share(make(gpu="H200"), tmp_path) == pytest.approx(0.72)
-    for other in (make(gpu="H100"), make("1B", "H200"), make(gpu="H200", bits=4)):
-        assert plan.measured_share(other, tmp_path) is None
-    by_roofline, measured, *_ = plan.speed_section(make(gpu="H200"), tmp_path).rows
-    assert float(measured[1]) == pytest.approx(0.72 * float(by_roofline[1]), abs=1)
-
-
-@pytest.mark.parametrize(
-    "machine, gpus",
-    [
-        ("NVIDIA A100-SXM4-80GB", ["A100-80GB"]),
-        ("NVIDIA GeForce RTX 4090", ["RTX4090"]),
-        ("NVIDIA GeForce RTX 3060 Ti", []),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", []),
-        ("NVIDIA L4", ["L4"]),
-        ("NVIDIA H100 80GB HBM3", ["H100"]),
-    ],
-)
-def test_a_machine_is_one_gpu(machine, gpus):
-    assert [name for name in GPUS if plan.is_of(name, machine)] == gpus
+    plan.check_plan(made)
+    assert made.num_texts * text <= rest < (made.num_texts + 1) * text
+    assert made.decode_seconds(2) > made.decode_seconds(1)
 
 
 # ---- The command
@@ -153,13 +109,13 @@ def test_the_command_prints_a_table_and_measures_nothing(capsys, monkeypatch):
     how = "--plan 70B --gpu H200 --gpus 4 --bits 4 --kv-bits 8 --context 8192"
     assert bench.main(how.split()) == 0
     printed = capsys.readouterr().out
-    assert "70B on 4 x H200" in printed and "of a step, 161 all-reduces" in printed
+    assert "70B on 4 x H200" in printed and "| tokens/s of one text, at most | 495 |" in printed
 
 
 @pytest.mark.parametrize(
     "how, words",
     [
-        ("--plan 70B --gpu H100", "take --bits 8; or --gpus 2"),
+        ("--plan 70B --gpu H100", "take fewer --bits, more --gpus"),
         ("--plan 8B", "--gpu is None: it must be one of RTX3060"),
         ("--plan 8B --gpu decode", "--gpu is decode"),
         ("--gpu H100", "--gpu is H100: it must be one of first"),

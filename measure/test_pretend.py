@@ -1,11 +1,10 @@
-"""The whole program as on a GPU, by measure/conftest.py: the CPU's texts, no tensor of the host
+"""The whole program as on a GPU, by measure/testing.py: the CPU's texts, no tensor of the host
 there, one wait a step."""
 
 import io
 import json
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.gpu_interpreter
 from conftest import program, write_model
-from measure import conftest as pretend
+from measure import first_contact
+from measure import testing as pretend
 
 SHAPE = dict(
     hidden_size=32,
@@ -92,21 +92,24 @@ def runs() -> dict[str, Any]:
     return found
 
 
-def smoke_rows() -> list[list[str]]:
-    """A few steps of smoke, on toy shapes."""
-    from measure import smoke
-    from measure.gpu_cases import CASES, guarded_row
-    from measure.gpu_parts import QUICK
+def first_run() -> dict[str, Any]:
+    """`bench.py --gpu first --quick`, of a few rows and a layer -> its status, and its tables."""
+    import bench
+    from measure import gpu_parts, smoke
 
-    scale = replace(QUICK, device="cuda")
-    rows = []
     smoke.STEPS = {"1 x 1": [1], "1 + 20 + 2": [1, 20, 2]}
     smoke.FILTERS = {"all filters": smoke.FILTERS["all filters"]}
-    with torch.no_grad(), pretend.pretended():
-        for key in smoke.smoke_keys(scale):
-            if key[:2] in SMOKED:
-                rows.append(guarded_row(CASES["smoke"], key, scale, 1.0))
-    return rows
+    smoke.NUM_TOKENS = 4
+    gpu_parts.SHAPES["tiny"] = gpu_parts.SHAPES["tiny layer"]
+    some = [key for key in smoke.smoke_keys(gpu_parts.QUICK) if key[:2] in SMOKED]
+    cases = bench.gpu_cases.CASES
+    cases["smoke"] = cases["smoke"]._replace(keys=lambda scale: some)
+    cases["texts"] = cases["texts"]._replace(keys=lambda scale: [(16, "8", None)])
+    with tempfile.TemporaryDirectory() as folder, pretend.pretended():
+        smoke.MODEL = str(write_model(Path(folder, "a"), **SHAPE))
+        out = Path(folder, "out.json")
+        status = bench.main(["--gpu", "first", "--quick", "--out", str(out)])
+        return {"status": status} | json.loads(out.read_text())["gpu"]
 
 
 def wrong() -> list[str]:
@@ -138,17 +141,18 @@ def wrong() -> list[str]:
 
 CODE = """
 import json
-from measure import conftest as pretend
+from measure import first_contact
+from measure import testing as pretend
 pretend.build_device()
 from measure import test_pretend as page
-found = {"runs": page.runs(), "wrong": page.wrong(), "smoke": page.smoke_rows()}
+found = {"runs": page.runs(), "wrong": page.wrong(), "first": page.first_run()}
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def observed() -> dict[str, Any]:
-    """What `runs`, `wrong` and `smoke_rows` return, in a process of their own."""
+    """What `runs`, `wrong` and `first_run` return, in a process of their own."""
     done = program("-c", CODE)
     if "RuntimeError: no device" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
@@ -173,8 +177,13 @@ def test_what_would_fail_there_fails_here(observed):
     assert all("copies from the host" in error for error in said[3:]) and len(said) == 6
 
 
-def test_smoke_is_right_there(observed):
-    rows = observed["smoke"]
+def test_the_first_minutes_there(observed):
+    """Every step, from end to end; and smoke is right."""
+    first = observed["first"]
+    assert first.pop("status") == 0
+    assert first.keys() == {stage.name for stage in first_contact.STEPS if stage.case != "compile"}
+    for section in first.values():
+        assert all(len(row) == len(section["headers"]) for row in section["rows"])
+    rows = first["smoke"]["rows"]
     assert len(rows) == 3 * 2 + 2 + 2
-    assert [row[-1] for row in rows] == ["ok"] * len(rows), rows
     assert any(" 0.0e+00" not in row[1] for row in rows)  # the kernels' sums are in another order

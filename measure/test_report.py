@@ -23,11 +23,19 @@ STACK = [
     }
     for i, (ratio, gain) in enumerate([(1.0, None), (8.0, 8.0), (4.0, 0.5), (40.0, 10.0)])
 ]
-GAMMAS = [
-    {"gamma": gamma, "label": f"{gamma}", "acceptance": 0.7, "speed_up": up, "formula": 1.1 * up}
-    for gamma, up in ((1, 0.9), (4, 1.4), (8, 1.1))
-]
-GAMMAS.append({"gamma": None, "label": "auto: 3.1", "acceptance": 0.7, "speed_up": 1.2})
+DRAFTS = {
+    f"{target} {gamma} {temperature}": {
+        "target": target,
+        "draft": "ngram",
+        "temperature": temperature,
+        "gamma": gamma,
+        "tokens_per_round": 2.5,
+        "speed_up": up,
+    }
+    for target in ("tiny, float32", "tiny, INT8")
+    for temperature in (0.0, 1.0)
+    for gamma, up in (("2", 0.9), ("4", 1.4), ("auto: 3.1", 1.2))
+}
 BITS = [
     {"weights": name, "kv": kv, "bytes": size, "perplexity": 8.0, "loss": loss, "tokens": 9}
     for name, kv, size, loss in (
@@ -50,7 +58,7 @@ PEERS = {
     for ours in ("float32", "INT8")
     for peer in ("transformers float32", "llama.cpp q8_0")
 }
-RESULTS = {"stack": STACK, "gammas": GAMMAS, "bits": BITS, "peers": PEERS}
+RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "peers": PEERS}
 
 
 # ---- Tables
@@ -68,7 +76,7 @@ def test_a_cell_is_filled_in_its_format_or_empty():
 def test_sections_are_in_reading_order_and_those_that_are_named():
     results = RESULTS | {"gpu": {"decode": {"title": "d", "headers": ["a"], "rows": [["1"]]}}}
     titles = [section.title.split()[0] for section in report.sections(results)]
-    assert titles == ["Everything", "Speculation,", "Perplexity", "Against", "d"]
+    assert titles == ["Everything", "Drafts,", "Perplexity", "Against", "d"]
     (table,) = report.sections(results, ["stack"])
     columns = dict(zip(table.headers, zip(*table.rows)))
     assert columns["times the row before"] == ("", "8x", "0.5x", "10x")
@@ -82,13 +90,13 @@ def test_a_document_gets_the_tables_that_it_names():
     machine = {"machine": "M", "instructions": "avx2", "threads": 2, "torch": "2", "date": "today"}
     results = RESULTS | machine | {"read_bandwidth": 2e10}
     marks = (
-        "before\n<!-- figures of results/m.json: gammas -->\nold\n<!-- end of figures -->\nafter"
+        "before\n<!-- figures of results/m.json: drafts -->\nold\n<!-- end of figures -->\nafter"
     )
     made = report.with_tables(marks, {Path("results/m.json"): results}.__getitem__)
     assert made.startswith("before\n") and made.endswith("<!-- end of figures -->\nafter")
     assert "old" not in made and made.count("**") == 2
     assert "M (avx2), 2 threads, torch 2, today; bandwidth of its last run: 20 GB/s" in made
-    assert "| auto: 3.1 | 0.70 |  |  | 1.2x |  |" in made
+    assert "| tiny, INT8 | ngram | 0 | auto: 3.1 |  | 2.50 |  | 1.2x |  |" in made
     assert report.with_tables(made, {Path("results/m.json"): results}.__getitem__) == made
 
 
@@ -124,11 +132,11 @@ def test_bars_are_as_long_as_the_numbers_say():
     first, second, third, fourth = bars("stack")
     assert first == 1.0 and fourth == pictures.LONGEST
     assert second == pytest.approx(1.5 * third, abs=0.2)  # log 8 over log 4
-    low, high, middle = bars("gammas")  # and none for auto
+    low, high, middle = bars("drafts")  # of float32 at temperature 1
     assert high == pictures.LONGEST and low == pytest.approx(high * 0.9 / 1.4, abs=0.1)
     assert bars("bits") == [1.0, pytest.approx(20.0), 1.0, pictures.LONGEST]
     assert len(bars("peers")) == len(PEERS)
 
 
 def test_what_was_not_measured_is_not_drawn():
-    assert pictures.draw_all({"gammas": GAMMAS}).keys() == {"gammas"}
+    assert pictures.draw_all({"drafts": DRAFTS}).keys() == {"drafts"}

@@ -17,9 +17,11 @@ from checkpoint.config import Config
 from gpu import GPU, draw, test_graphs
 from kernels import Ops
 from measure import smoke
+from measure.effort import SENTENCES
 from measure.gpu_parts import QUICK, SHAPES, WAYS, Scale, judged, random_engine, random_model
 from model import Llama
 from paged import PagedCache
+from quant import FORMATS, WIDTHS
 
 SHAPE = Config(272, 256, 256, 1, 8, 2, 32, 1024)
 SCALE = Scale(target="variants", layer="variants", device="cpu")
@@ -88,6 +90,49 @@ def test_a_recording_is_replayed_with_other_tokens_than_its_own(variants):
     with mock.patch.object(test_graphs.graphs, "record", lambda run: lambda: None):  # stale
         launched, replayed = smoke.smoke_row(scale, 1.0, *key)[0].split()
     assert float(launched) < 1e-5 < 0.1 < float(replayed)
+
+
+# ---- Recordings, and texts
+
+
+@torch.inference_mode()
+def test_a_recording_that_is_not_what_was_launched_is_wrong(monkeypatch):
+    assert smoke.recording_row(QUICK, 1.0, 0)[-1] == "ok"
+    monkeypatch.setattr(smoke, "recording", lambda run, scale: lambda: None)
+    launched, replayed = smoke.recording_row(QUICK, 1.0, 0)[0].split()
+    assert float(launched) < 1e-5 < float(replayed)
+
+
+def test_texts_are_of_all_flags():
+    keys = [*smoke.text_keys(QUICK)]
+    assert {bits for bits, _, _ in keys} == {16, *FORMATS}
+    assert {kv_bits for _, kv_bits, _ in keys} == {*WIDTHS}
+    assert {draft for _, _, draft in keys} == {None, "tiny-draft"}
+    assert len(keys) == len({*keys}) == 2 * (len(FORMATS) + len(WIDTHS))
+
+
+@pytest.mark.parametrize("draft", [None, "tiny-draft"])
+@torch.inference_mode()
+def test_greedy_texts_are_those_of_plain_torch(draft):
+    """In C, and with drafts."""
+    assert smoke.text_row(QUICK, 1.0, 8, "16", draft) == ["", "ok"]
+    assert [len(text) for text in smoke.wanted_texts(8, "16")] == [smoke.NUM_TOKENS] * 2
+    assert type(smoke.plain_model(8).llama.ops).__module__ == "kernels"
+
+
+@pytest.mark.parametrize("kv_bits, tie", [("16", 1e-3), ("8", 1e-3), ("8/4", 1e-2), ("4", 1e-2)])
+def test_where_texts_part_the_cpus_margin_decides(kv_bits, tie, monkeypatch):
+    """The second text has another token at place 2, and anything after it."""
+    monkeypatch.setattr(smoke.Model, "load", lambda *arguments: None)
+    monkeypatch.setattr(smoke, "wanted_texts", lambda *key: [[1, 2, 3, 4]] * 2)
+    monkeypatch.setattr(smoke, "greedy_texts", lambda *key: [[1, 2, 3, 4], [1, 2, 0, 0]])
+    for margin, verdict in ((0.9 * tie, "ok: a near-tie"), (1.1 * tie, "WRONG")):
+        logits = torch.tensor([7.0 - margin, 0.0, 0.0, 7.0], dtype=torch.float64)
+        monkeypatch.setattr(smoke, "next_logits", lambda *key: asked.append(key) or logits)
+        asked = []
+        where, found = smoke.text_row(QUICK, 1.0, 16, kv_bits, None)
+        assert (where, found) == (f"{SENTENCES[1]} 2: {margin:.1e}", verdict)
+        assert asked == [(16, kv_bits, SENTENCES[1], [1, 2])]
 
 
 # ---- What is launched

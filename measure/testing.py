@@ -245,7 +245,9 @@ CUDA = dict(
     get_device_capability=lambda *_: (9, 0),
     Event=event,
     mem_get_info=lambda *_: (1 << 30, 1 << 30),
-    get_device_properties=lambda *_: SimpleNamespace(multi_processor_count=132),
+    get_device_properties=lambda *_: SimpleNamespace(
+        multi_processor_count=132, name="a pretended GPU"
+    ),
 )
 
 
