@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,6 +30,7 @@ from settings import Options
 from speculative import Proposal, Round
 
 Row = dict[str, Any]
+Key = tuple[str, str, float, int | None]  # target, draft, temperature, γ
 WIDTHS = {"float32": 16, "INT8": 8}
 MOST = 4  # positions of a round whose acceptance is told
 
@@ -75,48 +77,31 @@ def prompts_of(file: Path) -> list[str]:
 
 
 def drafts(effort: Effort, target: str, names: Sequence[str], file: Path | None) -> dict[str, Row]:
-    """A row for each width, temperature, draft and γ (None: auto)."""
-    prompts = prompts_of(file) if file else list(effort.openings)
-    rows = {}
+    """A row for each width, draft, temperature and γ (None: auto)."""
+    prompts = prompts_of(file) if file else effort.openings
+    runs: dict[Key, list[tuple[Told, Told]]] = {}
     for width, bits in WIDTHS.items():
         model = Model.load(target, "cpu", torch.float32, bits)
         loaded = {name: load_draft(name, model) for name in names}
-        for temperature in (0.0, 1.0):
-            for name, gamma, row in measure(model, loaded, effort, prompts, temperature):
-                what = f"{label(target)}, {width}", label(name), f"T {temperature:.0f}", str(gamma)
-                row |= {"target": what[0], "draft": what[1], "temperature": temperature}
-                rows[", ".join(what)] = row
+        for temperature, (seed, prompt) in product((0.0, 1.0), enumerate(prompts)):
+            settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
+            plain = Told(model, None, prompt, settings(gamma=0))
+            for (name, draft), gamma in product(loaded.items(), (*effort.gammas, None)):
+                told = Told(model, draft, prompt, settings(gamma=gamma))
+                if plain.seconds_per_token and told.seconds_per_token:  # more than one token
+                    key = f"{label(target)}, {width}", label(name), temperature, gamma
+                    runs.setdefault(key, []).append((plain, told))
+    rows = {}
+    for (model_name, draft_name, temperature, gamma), texts in runs.items():
+        row = {"target": model_name, "draft": draft_name, "temperature": temperature}
+        name = f"{model_name}, {draft_name}, T {temperature:.0f}, {gamma}"
+        rows[name] = row | row_of(gamma, temperature, texts)
     return rows
 
 
 def of_tiny(effort: Effort) -> dict[str, Row]:
     """Those of the embedded pair."""
     return drafts(effort, "tiny", ["tiny-draft"], None)
-
-
-def measure(
-    model: Model,
-    loaded: dict[str, Draft],
-    effort: Effort,
-    prompts: Sequence[str],
-    temperature: float,
-) -> list[tuple[str, int | None, Row]]:
-    """(draft, γ, what was measured of it) at one temperature."""
-    gammas = (*effort.gammas, None)
-    runs: dict[tuple[str, int | None], list[tuple[Told, Told]]] = {}
-    for seed, prompt in enumerate(prompts):
-        settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
-        plain = Told(model, None, prompt, settings(gamma=0))
-        if plain.seconds_per_token is None:  # a single token: nothing to compare
-            continue
-        for name, draft in loaded.items():
-            for gamma in gammas:
-                told = Told(model, draft, prompt, settings(gamma=gamma))
-                if told.seconds_per_token is not None:
-                    runs.setdefault((name, gamma), []).append((plain, told))
-    return [
-        (name, gamma, row_of(gamma, temperature, texts)) for (name, gamma), texts in runs.items()
-    ]
 
 
 def row_of(gamma: int | None, temperature: float, texts: Sequence[tuple[Told, Told]]) -> Row:

@@ -32,18 +32,8 @@ from measure.gpu_cases import (
     scale_of,
     wrong_rows,
 )
-<<<<<<< HEAD
-from measure.launches import Launch, launching_by
-from measure.serving import serve_at_once
-from measure.smoke import ROUNDING
-from paged import PagedCache
-from quant import FORMATS, WIDTHS, Kind
-from request import Request, Settings
-from settings import Options
-=======
 from measure.precompile import compile_kernels
 from measure.report import Results
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 
 Store = Callable[[Results], None]
 Send = Callable[[Any], None]
@@ -133,31 +123,6 @@ def run_child(step: Stage, quick: bool, keys: Sequence[Key] | None, send: Send) 
     run_case(step.case, quick, send, keys)
 
 
-<<<<<<< HEAD
-def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
-    """Of a warm-up, whose kernels are compiled here."""
-    if not scale.on_gpu:
-        return ["", "", "", "no compiler"]
-    binaries = {}
-
-    def collecting(run: Launch) -> Launch:
-        def launch(kernel: Any, *args: Any, **options: Any) -> None:
-            binaries[run(kernel, *args, **options)] = kernel.fn.__name__
-
-        return launch
-
-    llama = random_model(scale.layer, way, scale)
-    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), 100)
-    begin = time.perf_counter()
-    with launching_by(collecting):
-        llama.ops.warm_up(llama, cache, llama.config.vocab_size)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    registers = max(binary.n_regs for binary in binaries)
-    worst = max(binaries, key=lambda binary: binary.n_spills)
-    spills = f"{worst.n_spills}, {binaries[worst]}"
-    return [f"{seconds:.0f}", str(len(binaries)), str(registers), spills]
-=======
 def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> None:
     """Run the first wrong rows of each kind again, with nothing and with each part turned off."""
     first = {}
@@ -171,7 +136,6 @@ def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> Non
         still_wrong = run_step(again, end, quick, lambda results: None, keys)
         told.append(f"{again.name}: {len(still_wrong)} of {len(keys)} are wrong")
     say("\n" + "\n".join(told))
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 
 
 def compile_all(seconds: float = 3600.0) -> list[str]:
@@ -183,86 +147,6 @@ def compile_all(seconds: float = 3600.0) -> list[str]:
 def forked(work: Callable[[Send], object], seconds: float) -> Iterator[Any]:
     """What `work(send)` sends from its process.
 
-<<<<<<< HEAD
-    def run(ops: Ops) -> None:
-        y = x
-        for _ in range(8):
-            _, y = ops.add_norm(ops.linear(y, weight), y, x[0], 1e-5)
-        out.copy_(y)
-
-    launch = partial(run, ops_for(scale.device))
-    replay = recording(launch, scale)
-    x.normal_()
-    results = []
-    for call in (partial(run, Ops()), launch, replay):
-        call()
-        results.append(out.float())
-    wanted, *others = results
-    return judged([relative_error(other, wanted) for other in others], ROUNDING[scale.dtype])
-
-
-# ---- Texts ---------------------------------------------------------------------------------------
-
-
-def text_keys(scale: Scale) -> Iterator[tuple[Kind, str, str | None]]:
-    for draft in (None, "tiny-draft"):
-        yield from product((16,), WIDTHS, (draft,))
-        yield from product(FORMATS, ("16",), (draft,))
-
-
-def text_row(scale: Scale, bandwidth: float, bits: Kind, kv_bits: str, draft: str | None) -> Row:
-    """Where the first other token of a text comes, and by how much the CPU preferred its own."""
-    model = Model.load("tiny", scale.device, torch.float32, bits)
-    texts = greedy_texts(model, kv_bits, draft)
-    places = []
-    largest = 0.0
-    for prompt, text, wanted in zip(SENTENCES, texts, wanted_texts(bits, kv_bits)):
-        same = [token == own for token, own in zip(text, wanted)]
-        if all(same):
-            continue
-        place = same.index(False)
-        logits = next_logits(bits, kv_bits, prompt, wanted[:place])
-        margin = (logits[wanted[place]] - logits[text[place]]).item()
-        places.append(f"{prompt} {place}: {margin:.1e}")
-        largest = max(largest, margin)
-    if largest >= TIE:
-        return ["; ".join(places), WRONG]
-    return ["; ".join(places), "ok: a near-tie" if places else "ok"]
-
-
-@functools.cache
-def plain_model(bits: Kind) -> Model:
-    """On the CPU, in plain torch."""
-    with mock.patch.dict(os.environ, LLAMA_PLAIN="1"):
-        return Model.load("tiny", "cpu", torch.float32, bits)
-
-
-@functools.cache
-def wanted_texts(bits: Kind, kv_bits: str) -> list[list[int]]:
-    return greedy_texts(plain_model(bits), kv_bits, None)
-
-
-def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int]]:
-    """The tokens after two prompts, in one batch."""
-    engine = Engine(
-        model,
-        load_draft(draft, model, torch.float32),
-        Options(max_len=500, max_batch=2, kv_bits=kv_bits),
-        1000,
-    )
-    settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)
-    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
-    return serve_at_once(engine, requests).texts
-
-
-def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> torch.Tensor:
-    """Of the CPU, after a prompt and a text: float[V]."""
-    model = plain_model(bits)
-    tokens = model.encode(prompt) + text
-    cache = PagedCache(model.llama.kv_spec(bits=WIDTHS[kv_bits]), len(tokens))
-    seq, _ = cache.open(())
-    return model.llama(torch.tensor(tokens), cache.extend([(seq, tokens)]))[-1]
-=======
     TimeoutError if it takes longer: it is killed. ChildProcessError if it fails.
     """
     context = get_context("fork")
@@ -283,4 +167,3 @@ def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> torch
         process.kill()
         process.join()
         receiver.close()
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)

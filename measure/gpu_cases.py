@@ -23,7 +23,6 @@ Invariant: a row is printed and stored as soon as it is measured, and an error e
 Not covered: requests that arrive one after the other.
 """
 
-import functools
 import os
 import shutil
 import subprocess
@@ -45,16 +44,9 @@ from torch.profiler import profile
 
 from app.shell import say
 from errors import UserError
-<<<<<<< HEAD
-from generate import Engine
-from kernels import Linear, ops_for
-from kvcache import KVSpec
-from measure import first_contact, smoke
-=======
 from generate import STEP_BUDGET
 from kernels import free_memory
 from measure import gpu_peers, smoke
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
     QUICK,
@@ -74,7 +66,7 @@ from measure.gpu_parts import (
 from measure.machine import machine, processor
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once
-from model import Llama, weight_bytes
+from model import weight_bytes
 from paged import PagedCache
 from quant import WIDTHS
 from sampling import Keyed
@@ -89,15 +81,11 @@ OFF = "LLAMA_GPU_OFF"
 def machine_row(scale: Scale, bandwidth: float, key: str) -> Row:
     gigabytes = free_memory(torch.device(scale.device)) / 1e9
     triton = version("triton") if find_spec("triton") else "none"
-    versions = [torch.__version__, str(torch.version.cuda), triton]
-    facts = [processor(scale.on_gpu), f"{gigabytes:.1f}", product_rate(scale), driver_facts()]
-    return [*facts, *versions]
-
-
-def product_rate(scale: Scale) -> str:
     size = scale.prompt
     x = random_numbers(scale, size, size)
-    return f"{2 * size**3 / stopwatch(partial(torch.mm, x, x), scale)() / 1e12:.3g}"
+    rate = 2 * size**3 / stopwatch(partial(torch.mm, x, x), scale)() / 1e12
+    facts = [processor(scale.on_gpu), f"{gigabytes:.1f}", f"{rate:.3g}", driver_facts()]
+    return [*facts, str(torch.version.cuda), triton]
 
 
 def driver_facts() -> str:
@@ -112,7 +100,7 @@ def driver_facts() -> str:
 def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
     """Of a warm-up, whose kernels are compiled here or found in the cache."""
     llama = random_model(scale.layer, way, scale)
-    cache = PagedCache.of(llama, 100, bits=WIDTHS[kv_bits])
+    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), 100)
     begin = time.perf_counter()
     llama.ops.warm_up(llama, cache, llama.config.vocab_size)
     seconds = time.perf_counter() - begin
@@ -153,54 +141,6 @@ def kernel_row(scale: Scale, bandwidth: float, kind: str, *key: Any) -> Row:
     return [f"{1e3 * seconds:.3g}", f"{share:.0%}"]
 
 
-<<<<<<< HEAD
-def torch_attention_call(scale: Scale) -> Kernel:
-    c = SHAPES[scale.target]
-    n = scale.prompt
-    q = random_numbers(scale, 1, c.num_attention_heads, n, c.head_dim)
-    k = random_numbers(scale, 1, c.num_key_value_heads, n, c.head_dim)
-    call = partial(F.scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=True)
-    return call, 2 * k.nbytes
-
-
-def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
-    """Attention of each text's newest `count` of `scale.prompt` tokens."""
-    c = SHAPES[scale.target]
-    G = c.num_key_value_heads
-    num_blocks = num_texts * (scale.prompt // 16 + 1)
-    bits = WIDTHS[kv_bits]
-    ops = ops_for(scale.device)
-    cache = PagedCache(
-        KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=bits, device=scale.device),
-        num_blocks,
-        ops=ops,
-    )
-    seqs = [cache.open([])[0] for _ in range(num_texts)]
-    if count < scale.prompt:
-        cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
-    metadata = cache.extend([(seq, [0] * count) for seq in seqs])
-    num_heads = c.num_attention_heads + 2 * G
-    qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
-    read = KVSpec(1, G, c.head_dim, scale.dtype, bits).bytes(num_texts * scale.prompt)
-    return partial(ops.attend, qkv, G, None, metadata, 0), read
-
-
-def product_call(scale: Scale, way: str, rows: int) -> Kernel:
-    K = SHAPES[scale.target].hidden_size
-    N = 2 * SHAPES[scale.target].intermediate_size
-    weight = random_numbers(scale, N, K)
-    layout = WAYS[way]
-    if layout is not None:
-        weight = quantize(weight, layout.bits, layout.group)
-        weight = weight._replace(input_bits=layout.activations)
-    ops = ops_for(scale.device)
-    packed = ops.pack_weight(Linear(weight), scale.dtype, "gate_up")
-    x = random_numbers(scale, rows, K)
-    return partial(ops.linear, x, packed), weight.nbytes
-
-
-=======
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 KERNELS: dict[str, Callable[..., Kernel]] = {
     "attention": attention_call,
     "product": product_call,
@@ -259,29 +199,16 @@ class BiasedCoin(Keyed):
         return super().accept(torch.where(prob > 0, self.alpha, 0.0))
 
 
-@functools.lru_cache(1)
-def speculation_pair(scale: Scale) -> tuple[Llama, Llama]:
-    """Target and draft."""
-    return random_model(scale.target, "16 bits", scale), random_model(scale.draft, "16 bits", scale)
-
-
-def speculation_row(scale: Scale, bandwidth: float, alpha: float, num_texts: int) -> Row:
-    """The second model drafts for the first, with a fixed γ and with auto."""
-    pair = speculation_pair(scale)
-    plain, *drafted = (
-        biased_seconds(*pair, alpha, gamma, num_texts, scale) for gamma in (0, 2, 4, None)
-    )
-    return [f"{plain / seconds:.2f}" for seconds in drafted]
-
-
-def biased_seconds(
-    target: Llama, draft: Llama, alpha: float, gamma: int | None, num_texts: int, scale: Scale
-) -> float:
-    """Seconds a token of each text, where drafts are accepted with probability alpha."""
-    drafter = None if gamma == 0 else draft
-    engine = random_engine(target, drafter, 2 * scale.context, num_texts)
-    engine.runner.make_coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
-    return stream_seconds(engine, scale, gamma, num_texts)
+def speculation_row(scale: Scale, bandwidth: float, alpha: float) -> Row:
+    """One stream: the second model drafts for the first, with a fixed γ and with auto."""
+    target, draft = (random_model(name, "16 bits", scale) for name in (scale.target, scale.draft))
+    seconds = []
+    for gamma in (0, 2, 4, None):
+        engine = random_engine(target, None if gamma == 0 else draft, 2 * scale.context, 1)
+        engine.runner.make_coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
+        seconds.append(stream_seconds(engine, scale, gamma))
+    plain, *drafted = seconds
+    return [f"{plain / each:.2f}" for each in drafted]
 
 
 def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
@@ -302,7 +229,6 @@ def serving_row(scale: Scale, bandwidth: float, n: int) -> Row:
 
 SHARE = "of the read bandwidth"
 ERROR = ("at most", "")
-VERSIONS = ("PyTorch", "CUDA", "Triton")
 WRONG_ROWS = "{} rows are wrong: look at the first, {}; an illegal address ends all after it"
 
 
@@ -316,7 +242,7 @@ class Case(NamedTuple):
 
 CASES = {
     "machine": Case(
-        ("machine", "name", "free GB", "TFLOP/s", "driver, clocks, watts", *VERSIONS),
+        ("machine", "name", "free GB", "TFLOP/s", "driver, clocks, watts", "CUDA", "Triton"),
         lambda scale: [("this",)],
         machine_row,
     ),
@@ -352,8 +278,8 @@ CASES = {
         profile_row,
     ),
     "speculation": Case(
-        ("times plain decoding: α, texts", "γ = 2", "γ = 4", "auto"),
-        lambda scale: product((0.9, 0.7), (1,)),
+        ("times plain decoding: α", "γ = 2", "γ = 4", "auto"),
+        lambda scale: product((0.9, 0.7)),
         speculation_row,
     ),
     "serving": Case(

@@ -20,16 +20,13 @@ from checkpoint.load import fill_model
 from drafters import ModelDrafter
 from generate import Draft, Engine, Model
 from kernels import Linear, Ops, ops_for
-from kvcache import kv_bytes
+from kvcache import KVSpec
 from measure.clock import median_seconds
 from measure.serving import random_request, serve_at_once
 from model import Llama
-<<<<<<< HEAD
-from settings import Options
-=======
 from paged import PagedCache
 from quant import WIDTHS, quantize
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
+from settings import Options
 
 Row = list[str]
 Run = Callable[[], object]
@@ -146,32 +143,24 @@ def random_engine(
     """An engine of models without a tokenizer."""
     model = Model(llama, SimpleNamespace(vocab_size=llama.config.vocab_size))
     drafts = Draft(partial(ModelDrafter, draft), (draft,), True) if draft else None
-<<<<<<< HEAD
     return Engine(
         model,
         drafts,
         Options(max_len=max_len, max_batch=max_batch, kv_bits=kv_bits),
         max_len * max_batch,
     )
-=======
-    return Engine(model, drafts, max_len * max_batch, max_len, max_batch, kv_bits=kv_bits)
 
 
-def text_seconds(
-    engine: Engine, scale: Scale, turn: int, gamma: int | None = 0, num_texts: int = 1
-) -> float:
-    """Seconds a token of each text, of texts together. turn: other turns have other texts."""
-    seeds = range(num_texts * turn, num_texts * (turn + 1))
-    requests = [random_request(scale.context, scale.count, seed, gamma) for seed in seeds]
-    return serve_at_once(engine, requests).seconds_per_token
+def text_seconds(engine: Engine, scale: Scale, turn: int, gamma: int | None = 0) -> float:
+    """Seconds a token of one text. turn: other turns have other texts."""
+    request = random_request(scale.context, scale.count, turn, gamma)
+    return serve_at_once(engine, [request]).seconds_per_token
 
 
-def stream_seconds(
-    engine: Engine, scale: Scale, gamma: int | None = 0, num_texts: int = 1
-) -> float:
+def stream_seconds(engine: Engine, scale: Scale, gamma: int | None = 0) -> float:
     """A median over turns. One turn more warms up."""
     turns = range(scale.turns + 1)
-    return median([text_seconds(engine, scale, turn, gamma, num_texts) for turn in turns][1:])
+    return median([text_seconds(engine, scale, turn, gamma) for turn in turns][1:])
 
 
 # ---- Kernels alone -------------------------------------------------------------------------------
@@ -185,13 +174,8 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     bits = WIDTHS[kv_bits]
     ops = ops_for(scale.device)
     cache = PagedCache(
-        1,
-        G,
-        c.head_dim,
+        KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=bits, device=scale.device),
         num_blocks,
-        device=scale.device,
-        dtype=scale.dtype,
-        bits=bits,
         ops=ops,
     )
     seqs = [cache.open([])[0] for _ in range(num_texts)]
@@ -200,7 +184,7 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     metadata = cache.extend([(seq, [0] * count) for seq in seqs])
     num_heads = c.num_attention_heads + 2 * G
     qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
-    read = kv_bytes(1, G, c.head_dim, num_texts * scale.prompt, scale.dtype, bits)
+    read = KVSpec(1, G, c.head_dim, scale.dtype, bits).bytes(num_texts * scale.prompt)
     return partial(ops.attend, qkv, G, None, metadata, 0), read
 
 
@@ -216,4 +200,3 @@ def product_call(scale: Scale, way: str, rows: int) -> Kernel:
     packed = ops.pack_weight(Linear(weight), scale.dtype, "gate_up")
     x = random_numbers(scale, rows, K)
     return partial(ops.linear, x, packed), weight.nbytes
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)

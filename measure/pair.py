@@ -100,69 +100,10 @@ def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -
         model,
         drafts,
         Options(max_len=max_len, max_batch=batch, **technique.engine),
-        batch * max_len,
     )
     return serve_at_once(engine, requests)
 
 
-<<<<<<< HEAD
-# ---- Speculation by γ ----------------------------------------------------------------------------
-
-
-def gammas(effort: Effort) -> list[Row]:
-    """Acceptance and speed-up for each γ (None: auto) at temperature 1: medians over texts."""
-    model = Model.load("tiny", "cpu")
-    draft = Model.load("tiny-draft", "cpu")
-    plain = []  # seconds of a token, of each text
-    runs: dict[int | None, list[Timed]] = {gamma: [] for gamma in (*effort.gammas, None)}
-    for seed, opening in enumerate(effort.openings):
-        plain.append(timed_text(model, None, 0, opening, seed, effort.num_tokens)[1])
-        for gamma, texts in runs.items():
-            texts.append(timed_text(model, draft, gamma, opening, seed, effort.num_tokens))
-    rows = []
-    for gamma, texts in runs.items():
-        gain = median(before / seconds for before, (_, seconds) in zip(plain, texts))
-        alpha = median(request.acceptance or 0.0 for request, _ in texts)
-        rounds = [stats.num_drafts for request, _ in texts for stats in request.rounds[1:]]
-        label = f"auto: {fmean(rounds):.1f}" if gamma is None else str(gamma)
-        row: Row = {"gamma": gamma, "label": label, "acceptance": alpha, "speed_up": gain}
-        if gamma is not None:
-            c, w = pass_costs(model.llama, draft.llama, gamma, 3 * effort.turns)
-            row |= {"draft_cost": c, "pass_cost": w, "formula": speed_up(alpha, gamma, c, w)}
-        rows.append(row)
-    return rows
-
-
-def timed_text(
-    model: Model, draft: Model | None, gamma: int | None, opening: str, seed: int, count: int
-) -> Timed:
-    """Make a text of `count` tokens -> its request, and seconds a token after the first step."""
-    settings = Settings(temperature=1.0, seed=seed, max_tokens=count, gamma=gamma)
-    request = Request(model.encode(opening), settings)
-    length = request.num_prompt_tokens + count
-    engine = Engine(model, load_draft(draft, model), Options(max_len=length, max_batch=1), length)
-    return request, serve_at_once(engine, [request]).seconds_per_token
-
-
-def pass_costs(target: Llama, draft: Llama, gamma: int, turns: int) -> tuple[float, float]:
-    """Seconds of the draft's step (c), and of the target's over γ + 1 tokens (w), over those of
-    the target's over one token: medians, in turns."""
-    c = []
-    w = []
-    for _ in range(turns):
-        plain = warm_step(target, 1)
-        c.append(warm_step(draft, 1) / plain)
-        w.append(warm_step(target, gamma + 1) / plain)
-    return median(c), median(w)
-
-
-def warm_step(llama: Llama, new: int) -> float:
-    """Seconds of the second of two steps of `new` tokens."""
-    return step_times(llama, PAST, new, repeats=2)[1]
-
-
-=======
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 # ---- Fewer bits ----------------------------------------------------------------------------------
 
 

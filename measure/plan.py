@@ -20,8 +20,7 @@ Not covered: all-reduces, launches of kernels, products in 8 bits, speculation, 
 import argparse
 import math
 import re
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,12 +37,8 @@ from kvcache import KVSpec
 from measure.gpu_parts import SHAPES
 from measure.report import Section, format_bytes, format_seconds, markdown
 from model import Llama, weight_bytes
-<<<<<<< HEAD
 from paged import BLOCK_SIZE
-from parallel import shard_config, traffic
-=======
 from parallel import shard_config
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
 from quant import Kind, widths
 
 LLAMA3 = dict(
@@ -112,71 +107,48 @@ def without_numbers(config: Config) -> Llama:
 
 def stored_bytes(config: Config, tokens: int, kv_bits: str, dtype: torch.dtype) -> int:
     """Keys and values of so many tokens."""
-    shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, tokens
-    return kv_bytes(*shape, dtype, widths(kv_bits))
+    return KVSpec.of(config, dtype, widths(kv_bits)).bytes(tokens)
 
 
 # ---- Bytes and seconds ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Plan:
-    """A model on `n` GPUs; a text has `context` tokens, prompt and answer."""
+    """A model on n GPUs; a text has `context` tokens, prompt and answer. UserError if so many
+    cannot share the model, or it does not fit."""
 
-    name: str
-    config: Config  # of the whole model
-    gpu_name: str
-    n: int
-    kv_bits: str
-    context: int
-
-    @property
-    def gpu(self) -> DataSheet:
-        return GPUS[self.gpu_name]
-
-    @cached_property
-    def shard(self) -> Llama:
-        """What each GPU holds, without numbers. UserError if so many cannot share the model."""
-        is_shared = self.n > 1
-        return without_numbers(shard_config(self.config, self.n) if is_shared else self.config)
-
-    @cached_property
-    def num_weights(self) -> int:
-        """Weights that a token is multiplied by on each GPU."""
-        plain = without_numbers(replace(self.shard.config, quantization=None))
-        return weight_bytes(plain, read=True) // plain.dtype.itemsize
-
-<<<<<<< HEAD
-    def stored_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens on each GPU."""
-        return self.shard.kv_spec(widths(self.kv_bits)).bytes(tokens)
-
-=======
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
-    @property
-    def text_bytes(self) -> int:
-        """Keys and values of a text on each GPU, in whole blocks."""
-        blocks = math.ceil(self.context / BLOCK_SIZE)
-        return self.stored_bytes(blocks * BLOCK_SIZE)
-
-    @property
-    def kv_memory(self) -> float:
-        """Bytes for keys and values on each GPU; negative if the weights do not fit."""
-        return KV_SHARE * (1e9 * self.gpu.memory - weight_bytes(self.shard))
-
-    @property
-    def num_texts(self) -> int:
-        """Texts that the caches hold at a time."""
-        return int(self.kv_memory // self.text_bytes)
+    def __init__(self, name: str, config: Config, gpu: str, n: int, kv_bits: str, context: int):
+        most = config.max_position_embeddings
+        if not 0 < context <= most:
+            raise UserError(f"--context is {context}: {name} has texts of 1 to {most} tokens")
+        self.gpu = GPUS[gpu]
+        self.kv_bits = kv_bits
+        self.context = context
+        self.shard = without_numbers(shard_config(config, n) if n > 1 else config)
+        self.weight_bytes = weight_bytes(self.shard)
+        blocks = math.ceil(context / BLOCK_SIZE)
+        spec = self.shard.kv_spec(widths(kv_bits))
+        self.text_bytes = spec.bytes(blocks * BLOCK_SIZE)
+        self.kv_memory = KV_SHARE * (1e9 * self.gpu.memory - self.weight_bytes)
+        self.num_texts = int(self.kv_memory // self.text_bytes)  # that the caches hold at a time
+        if self.num_texts <= 0:
+            raise UserError(
+                f"{name} does not fit on {n} x {gpu}: on each, its weights take "
+                f"{format_bytes(self.weight_bytes)} of {self.gpu.memory} GB, and a text of "
+                f"{context:,} tokens takes {format_bytes(self.text_bytes)} of {KV_SHARE:.0%} of "
+                "the rest: take fewer --bits, more --gpus, a larger --gpu, or a smaller model"
+            )
 
     def step_seconds(self, tokens: int, stored: int, pairs: int, num_logits: int) -> float:
         """By the roofline, a step of new tokens that reads `stored` tokens' keys and values; in
         `pairs` a query and a key meet."""
         c = self.shard.config
+        plain = without_numbers(replace(c, quantization=None))
+        num_weights = weight_bytes(plain, read=True) // plain.dtype.itemsize
         read = weight_bytes(self.shard, read=True)
         read += stored_bytes(c, stored, self.kv_bits, self.shard.dtype)
         head = c.vocab_size * c.hidden_size
-        products = 2 * ((self.num_weights - head) * tokens + head * num_logits)
+        products = 2 * ((num_weights - head) * tokens + head * num_logits)
         attention = 4 * c.query_size * c.num_hidden_layers * pairs
         computing = (products + attention) / (1e12 * self.gpu.bf16)
         return max(read / (1e9 * self.gpu.bandwidth), computing)
@@ -187,29 +159,8 @@ class Plan:
         return self.step_seconds(num_texts, tokens, tokens, num_texts)
 
     def prompt_seconds(self, length: int) -> float:
-        """Reading a prompt in chunks, as batcher.py does, up to its first token."""
-        seconds = 0.0
-        for start in range(0, length, STEP_BUDGET):
-            stop = min(start + STEP_BUDGET, length)
-            pairs = (stop * (stop + 1) - start * (start + 1)) // 2
-            seconds += self.step_seconds(stop - start, stop, pairs, int(stop == length))
-        return seconds
-
-
-def check_plan(plan: Plan) -> None:
-    """UserError if the weights, or one text beside them, do not fit."""
-    most = plan.config.max_position_embeddings
-    if not 0 < plan.context <= most:
-        raise UserError(f"--context is {plan.context}: {plan.name} has texts of 1 to {most} tokens")
-    if plan.num_texts > 0:
-        return
-    weights = format_bytes(weight_bytes(plan.shard))
-    raise UserError(
-        f"{plan.name} does not fit on {plan.n} x {plan.gpu_name}: on each, its weights take "
-        f"{weights} of {plan.gpu.memory} GB, and a text of {plan.context:,} tokens takes "
-        f"{format_bytes(plan.text_bytes)} of {KV_SHARE:.0%} of the rest: take fewer --bits, more "
-        "--gpus, a larger --gpu, or a smaller model"
-    )
+        """Reading a prompt, up to its first token, at once."""
+        return self.step_seconds(length, length, length * (length + 1) // 2, 1)
 
 
 # ---- The tables ----------------------------------------------------------------------------------
@@ -231,11 +182,10 @@ def plan_section(args: argparse.Namespace) -> Section:
         raise UserError(f"--gpus is {args.gpus}: it must be at least 1")
     config = in_bits(find_config(args.plan), args.bits)
     plan = Plan(args.plan, config, args.gpu, args.gpus, args.kv_bits, args.context)
-    check_plan(plan)
     token = stored_bytes(plan.shard.config, 1, plan.kv_bits, plan.shard.dtype)
     count = min(plan.num_texts, STEP_BUDGET)
     rows = [
-        ["weights on each GPU", format_bytes(weight_bytes(plan.shard))],
+        ["weights on each GPU", format_bytes(plan.weight_bytes)],
         ["keys and values of a token", format_bytes(token)],
         [f"of a text of {plan.context:,} tokens", format_bytes(plan.text_bytes)],
         [f"memory for {plan.num_texts:,} such texts", format_bytes(plan.kv_memory)],
@@ -245,7 +195,7 @@ def plan_section(args: argparse.Namespace) -> Section:
     for length in sorted({min(1024, plan.context), plan.context}):
         seconds = format_seconds(plan.prompt_seconds(length))
         rows.append([f"first token after a prompt of {length:,}, at least", seconds])
-    title = f"{plan.name} on {plan.n} x {plan.gpu_name}, by the roofline"
+    title = f"{args.plan} on {args.gpus} x {args.gpu}, by the roofline"
     sheet = f"{plan.gpu.memory} GB, {plan.gpu.bandwidth:,} GB/s, {plan.gpu.bf16} TFLOP/s"
     return Section(title, ("on each", sheet), rows)
 
@@ -259,18 +209,8 @@ def memory_section() -> Section:
         cells = [name]
         for bits in (16, 8, 4):
             cells.append(format_bytes(weight_bytes(without_numbers(in_bits(config, bits)))))
-<<<<<<< HEAD
-        for kv_bits, dtype in (
-            ("16", torch.float32),
-            ("16", torch.bfloat16),
-            ("8", torch.bfloat16),
-        ):
-            spec = KVSpec.of(config, dtype, widths(kv_bits))
-            cells.append(format_bytes(spec.bytes(8192)))
-=======
         for kv_bits, dtype in caches:
             cells.append(format_bytes(stored_bytes(config, 8192, kv_bits, dtype)))
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
         rows.append(cells)
     weights = ("weights, 16 bits", "8 bits", "4 bits")
     headers = ("Llama 3", *weights, "8,192 tokens, 32 bits", "16 bits", "8 bits")

@@ -57,6 +57,7 @@ from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
 from request import Request, Settings
+from settings import Options
 
 ROUNDING = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4}  # ε: twice that of plain bfloat16
 GRIDS = {  # s
@@ -258,7 +259,12 @@ def wanted_texts(bits: Kind, kv_bits: str) -> list[list[int]]:
 
 def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int]]:
     """The tokens after two prompts, in one batch."""
-    engine = Engine(model, load_draft(draft, model, torch.float32), 1000, 500, 2, kv_bits=kv_bits)
+    engine = Engine(
+        model,
+        load_draft(draft, model, torch.float32),
+        Options(max_len=500, max_batch=2, kv_bits=kv_bits),
+        1000,
+    )
     settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)
     requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
     return serve_at_once(engine, requests).texts
@@ -268,6 +274,6 @@ def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> Tenso
     """Of the CPU, after a prompt and a text: float[V]."""
     model = plain_model(bits)
     tokens = model.encode(prompt) + text
-    cache = PagedCache.of(model.llama, len(tokens), bits=WIDTHS[kv_bits])
+    cache = PagedCache(model.llama.kv_spec(bits=WIDTHS[kv_bits]), len(tokens))
     seq, _ = cache.open(())
     return model.llama(torch.tensor(tokens), cache.extend([(seq, tokens)]))[-1]

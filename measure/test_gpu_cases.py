@@ -12,18 +12,14 @@ from measure.gpu_parts import QUICK, SHAPES, Scale, random_engine, random_model,
 from measure.serving import random_request
 from model import Llama, weight_bytes
 
-<<<<<<< HEAD
-OTHERS = sorted(gpu_cases.CASES.keys() - {"decode"})  # which .ci/run asks for
-SLOW = [pytest.param(name, marks=pytest.mark.gpu_interpreter) for name in OTHERS]
-
-
-@pytest.mark.parametrize("name", ["decode", *SLOW])
-=======
 SLOW = ("texts", "smoke")  # test_smoke.py has them
 
 
-@pytest.mark.parametrize("name", sorted(gpu_cases.CASES.keys() - {*SLOW}))
->>>>>>> 252f438 (A GPU's first minutes: one parent forks a step after the other, kernels are compiled before on all cores, peers take turns; γ has one table; a plan is bytes and the roofline)
+OTHERS = sorted(gpu_cases.CASES.keys() - {"decode", *SLOW})  # which .ci/run asks for
+AT_CI = [pytest.param(name, marks=pytest.mark.gpu_interpreter) for name in OTHERS]
+
+
+@pytest.mark.parametrize("name", ["decode", *AT_CI])
 @torch.inference_mode()
 def test_each_case_runs_and_fills_its_columns(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -85,8 +81,8 @@ def test_a_stream_is_timed_after_a_turn_that_warms_up(monkeypatch):
 
     monkeypatch.setattr(gpu_parts, "serve_at_once", serve)
     scale = Scale(context=7, count=5, turns=3)
-    assert gpu_parts.stream_seconds(None, scale, 2, 3) == 2.0
-    assert asked == [[(7, 5, 2)] * 3] * 4
+    assert gpu_parts.stream_seconds(None, scale, 2) == 2.0
+    assert asked == [[(7, 5, 2)]] * 4
 
 
 def test_on_a_gpu_a_recording_is_timed(monkeypatch):

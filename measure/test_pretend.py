@@ -5,6 +5,7 @@ import io
 import json
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def first_run() -> dict[str, Any]:
     smoke.STEPS = {"1 x 1": [1], "1 + 20 + 2": [1, 20, 2]}
     smoke.FILTERS = {"all filters": smoke.FILTERS["all filters"]}
     smoke.NUM_TOKENS = 4
-    gpu_parts.SHAPES["tiny"] = gpu_parts.SHAPES["tiny layer"]
+    gpu_parts.SHAPES["tiny"] = replace(gpu_parts.SHAPES["tiny layer"], vocab_size=4096)
     some = [key for key in smoke.smoke_keys(gpu_parts.QUICK) if key[:2] in SMOKED]
     cases = bench.gpu_cases.CASES
     cases["smoke"] = cases["smoke"]._replace(keys=lambda scale: some)
