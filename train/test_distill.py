@@ -149,6 +149,15 @@ def test_a_model_tells_what_it_would() -> None:
 # ---- Learning ------------------------------------------------------------------------------------
 
 
+def test_muon_moves_the_matrices_of_layers_alone() -> None:
+    run = training()
+    layer = run.student.layers[0]
+    muon, adam = ([*map(id, opt.param_groups[0]["params"])] for opt in run.optimizers)
+    matrices = [layer.qkv, layer.o, layer.gate_up, layer.down]
+    assert muon[:4] == [id(matrix.weight) for matrix in matrices]
+    assert len(muon) == 4 * len(run.student.layers) and id(run.student.embed.weight) in adam
+
+
 def test_the_rate_rises_stays_and_falls_to_zero() -> None:
     factors = [Hyperparameters(steps=100, warmup=10, decay=0.4).factor(i) for i in range(100)]
     assert factors[0] == pytest.approx(0.1) and set(factors[9:61]) == {1.0}
