@@ -85,8 +85,9 @@ def requests_for(model: Model, args: argparse.Namespace) -> list[Request]:
         start = model.tokenizer.prompt("") or [min(ends)]
         return [Request(start, replace(chosen, seed=i), ends) for i in range(args.texts)]
     requests = []
+    options = Options(max_len=args.length)
     with args.data.open(encoding="utf-8") as lines:
-        for line in read_requests(lines, model, chosen, args.length, None, None, lambda _: None):
+        for line in read_requests(lines, model, chosen, options, None, None, lambda _: None):
             if line.error is not None:
                 problem = str(line.error).replace("--max-len", "--length")  # its name here
                 raise UserError(f"{args.data}, line {line.number}: {problem}")
