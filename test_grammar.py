@@ -467,7 +467,7 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
     def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
         gamma = None if draft is None else 3
         options = Options(max_len=100, max_batch=8, verify="coupled" if coupled else "exact")
-        engine = Engine(model, load_draft(draft, model), Options(max_len=600, max_batch=1), options)
+        engine = Engine(model, load_draft(draft, model), options, 600)
         requests = []
         for i, rule in enumerate(RULES):
             for ends in ((), model.eos_token_ids):

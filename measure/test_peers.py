@@ -75,7 +75,7 @@ def test_transformers_is_timed_from_its_first_token_to_its_last(monkeypatch):
 
     times = iter([10.0, 12.0, 13.0, 15.0])
     monkeypatch.setattr(peers.time, "perf_counter", times.__next__)
-    made = peers.transformers_text(SimpleNamespace(generate=generate), [[1, 2]], 3)
+    made = peers.transformers_text(SimpleNamespace(generate=generate, device="cpu"), [[1, 2]], 3)
     assert made == ([7, 8, 9], 2.0, 5.0)
     assert made.tokens_per_second == 2 / 3
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from batcher import Batcher
@@ -11,7 +10,7 @@ from checkpoint.formats import Quantization
 from kvcache import KVCache, KVSpec, NoCache
 from measure import serving
 from measure.gpu_parts import SHAPES
-from measure.memory import BlankModel, memory_use, mixed_requests
+from measure.memory import BlankModel
 from measure.serving import Served, log_spread, random_request
 from model import Llama, weight_bytes
 from paged import PagedCache
@@ -68,17 +67,3 @@ def test_lengths_are_spread():
     assert 10 <= lengths[0] < 12
     assert lengths[-1] == 50
     assert len(set(lengths)) > 10
-
-
-@pytest.mark.parametrize(
-    "cache, texts, waste",
-    [
-        (KVCache(KVSpec(1, 1, 1), 1024, 8), (7.9, 8), (0.6, 1)),
-        (PagedCache(KVSpec(1, 1, 1), 512), (20, 99), (0, 0.05)),
-    ],
-    ids=["rows", "blocks"],
-)
-def test_memory_in_blocks_holds_more_texts_than_in_rows(cache, texts, waste):
-    use = memory_use(cache, mixed_requests(40))
-    assert texts[0] <= use["texts_in_flight"] <= texts[1]
-    assert waste[0] <= use["waste"] <= waste[1]
