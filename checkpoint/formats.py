@@ -174,19 +174,6 @@ class Layout:
             tensors["weight_zero"] = "N M I16"
         return tensors
 
-    def sizes(self, weight: Quantized) -> dict[str, int]:
-        """The sizes that `tensors` names."""
-        N, K = weight.shape
-        in_a_word = 4 * FORMATS[weight.bits].in_a_byte
-        return {
-            "N": N,
-            "K": K,
-            "M": weight.scale.shape[1],
-            "N-words": math.ceil(N / in_a_word),
-            "K-words": math.ceil(K / in_a_word),
-            "K-bytes": weight.values.shape[1],
-        }
-
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         """A matrix, from `tensors` of the folder. Its scales and zeros may be of any shape that
         `expand` makes [N, M]; a zero of None is the middle."""
@@ -197,7 +184,16 @@ class Layout:
     def headers(self, name: str, weight: Quantized, stored: Headers) -> Headers:
         """The tensors that the folder must hold for a matrix. stored: all that it holds."""
         module = name.removesuffix("weight")  # with its dot
-        sizes = self.sizes(weight)
+        N, K = weight.shape
+        in_a_word = 4 * FORMATS[weight.bits].in_a_byte
+        sizes = {
+            "N": N,
+            "K": K,
+            "M": weight.scale.shape[1],
+            "N-words": math.ceil(N / in_a_word),
+            "K-words": math.ceil(K / in_a_word),
+            "K-bytes": weight.values.shape[1],
+        }
         tensors = self.tensors(weight, lambda suffix: stored.get(module + suffix))
         headers = {}
         for suffix, text in tensors.items():

@@ -369,23 +369,18 @@ class NF4(Layout):
     def tensors(self, weight: Quantized, find: Find) -> dict[str, str]:
         is_nested = self.source.get("bnb_4bit_use_double_quant")
         state = find(STATE) or Header([1], "U8")  # of any shape
+        count = math.prod(weight.shape)
+        blocks = math.ceil(count / BLOCK)
         tensors = {
-            "weight": "pairs 1 U8",
+            "weight": f"{count // 2} 1 U8",
             "weight.quant_map": "16 float",
-            "weight.absmax": "blocks U8" if is_nested else "blocks float",
+            "weight.absmax": f"{blocks} U8" if is_nested else f"{blocks} float",
             STATE: " ".join([*map(str, state.shape), "U8"]),
         }
         if is_nested:
-            tensors["weight.nested_absmax"] = "nested-blocks float"
+            tensors["weight.nested_absmax"] = f"{math.ceil(blocks / NESTED_BLOCK)} float"
             tensors["weight.nested_quant_map"] = "256 float"
         return tensors
-
-    def sizes(self, weight: Quantized) -> dict[str, int]:
-        count = math.prod(weight.shape)
-        blocks = math.ceil(count / BLOCK)
-        nested = math.ceil(blocks / NESTED_BLOCK)
-        more = {"pairs": count // 2, "blocks": blocks, "nested-blocks": nested}
-        return super().sizes(weight) | more
 
     def convert(self, weight: Quantized, tensors: Tensors) -> Quantized:
         N, K = weight.shape
