@@ -436,7 +436,8 @@ class KVCache(Cache):
     def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1, ops: Ops | None = None):
         if max_len < 1 or sequences < 1:
             raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
-        super().__init__(spec, sequences, max_len, max_len, ops)
+        block_size = max_len + -max_len % 8  # so that each layer's scales are aligned, for GPUs
+        super().__init__(spec, sequences, block_size, max_len, ops)
         self._free_rows = list(reversed(range(sequences)))  # a row is a sequence's one block
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:

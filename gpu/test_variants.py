@@ -30,6 +30,7 @@ from flash import Flash
 from generate import Draft, Engine, Model
 from gpu import GPU, graphs
 from kernels import Ops
+from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
 from quant import Kind
@@ -208,6 +209,16 @@ def test_a_layer_is_eight_launches(width):
     for tokens, length in ((1, 40), (1, 4096), (8, 4096), (40, 40)):
         layer = launches(3, width, tokens, length) - launches(2, width, tokens, length)
         assert layer == 8 + 4 * (activations == 8) + (bits == 16 and tokens > 8)
+
+
+@torch.inference_mode()
+def test_all_layers_of_a_contiguous_cache_are_aligned_alike():
+    llama = random_llama(16, GPU(records=False), num_hidden_layers=2, num_key_value_heads=1)
+    cache = KVCache(llama.kv_spec((8, 4)), 33)
+    seq, _ = cache.open(())
+    with counted() as variants:
+        llama(torch.ones(3, dtype=torch.int64), cache.extend([(seq, [1] * 3)]))
+    assert len(variants["_attend"]) == len(variants["_store"]) == 1
 
 
 @torch.inference_mode()
