@@ -23,8 +23,7 @@ products of a model are in C, all its layers are one call, and so are all drafts
 (`NativeModel`).
 
 C functions get addresses as plain integers, which ctypes converts without running Python code: so
-Ctrl-C arrives before or after a call, as KeyboardInterrupt. A tensor must have a name until the
-call returns, because an address alone does not keep it alive.
+Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
@@ -167,9 +166,18 @@ def declared(source: str, end: str) -> list[tuple[str, Any]]:
     return names
 
 
-def address(x: Tensor | None) -> int:
-    """Where the numbers of a tensor are; 0 (NULL) for None."""
-    return 0 if x is None else x.data_ptr()
+def address(x: Tensor | ctypes.Structure | ctypes.Array[Any] | None) -> int:
+    """Where the numbers of a tensor are, or a structure is; 0 (NULL) for None."""
+    if x is None:
+        return 0
+    return x.data_ptr() if isinstance(x, Tensor) else ctypes.addressof(x)
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """A function of C: it gets the addresses of what has one, and all of it lives until it
+    returns."""
+    plain = [x if isinstance(x, (int, float)) else address(x) for x in arguments]
+    return getattr(library(), name)(*plain)
 
 
 # ---- Products ----------------------------------------------------------------------------------
@@ -335,17 +343,15 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     if delta is not None:
         delta = delta.contiguous()
         total = torch.empty_like(x)
-    inputs = x.data_ptr(), address(delta), weight.data_ptr()
-    library().add_norm(*inputs, total.data_ptr(), y.data_ptr(), T, C, eps)
+    call("add_norm", x, delta, weight, total, y, T, C, eps)
     return total, y
 
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up: [T, 2 F] -> [T, F]."""
     T, width = x.shape
-    x = x.contiguous()
     y = torch.empty(T, width // 2)
-    library().swiglu(x.data_ptr(), y.data_ptr(), T, width // 2)
+    call("swiglu", x.contiguous(), y, T, width // 2)
     return y
 
 
@@ -355,10 +361,8 @@ def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     temperature: of all rows, or of each. NotFinite if a row is not finite.
     """
     B, V = logits.shape
-    logits = logits.contiguous()
-    t = column(temperature, logits)
     probs = torch.empty(B, V)
-    if library().soften_rows(logits.data_ptr(), probs.data_ptr(), t.data_ptr(), B, V):
+    if call("soften_rows", logits.contiguous(), probs, column(temperature, logits), B, V):
         raise NotFinite
     return probs
 
@@ -366,12 +370,10 @@ def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
 def race(probs: Tensor, streams: Tensor) -> Tensor:
     """sampling.pick. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
     B, V = probs.shape
-    probs = probs.contiguous()
     streams = streams.expand(B, 1).contiguous()
     picked = torch.zeros(B, dtype=torch.int64)
-    lib = library()
-    pick = lib.pick_f64 if probs.dtype == torch.float64 else lib.pick_f32
-    pick(probs.data_ptr(), streams.data_ptr(), picked.data_ptr(), B, V)
+    name = "pick_f64" if probs.dtype == torch.float64 else "pick_f32"
+    call(name, probs.contiguous(), streams, picked, B, V)
     return picked
 
 
@@ -381,10 +383,8 @@ def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[T
     V = p.shape[2]
     ended = torch.empty(2, B, dtype=torch.int64)
     residuals = torch.empty(B, V)
-    inputs = [p, q, drafted, coin.keys, coin.streams]
-    inputs = [x.contiguous() for x in inputs]
-    pointers = [x.data_ptr() for x in (*inputs, ended, residuals)]
-    library().verify_drafts(*pointers, B, k, V, accept_role(0))
+    inputs = [x.contiguous() for x in (p, q, drafted, coin.keys, coin.streams)]
+    call("verify_drafts", *inputs, ended, residuals, B, k, V, accept_role(0))
     accepted, token = ended
     return accepted, token
 
@@ -440,17 +440,15 @@ def cache_layout(cache: Cache) -> Step | None:
     return cache.backend["native"]
 
 
-def step_address(metadata: AttentionMetadata) -> int:
-    """Where the new tokens belong, for C: a `Step`, made once for all layers."""
+def step_of(metadata: AttentionMetadata) -> Step:
+    """Where the new tokens belong, for C: made once for all layers."""
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
-        step.block_tables = metadata.block_tables.data_ptr()
-        step.positions = metadata.positions.data_ptr()
-        step.slot_mapping = metadata.slot_mapping.data_ptr()
-        step.cu_seqlens = metadata.cu_seqlens.data_ptr()
+        for name in ("block_tables", "positions", "slot_mapping", "cu_seqlens"):
+            setattr(step, name, address(getattr(metadata, name)))
         step.max_blocks = metadata.block_tables.shape[1]
         metadata.backend["native"] = step
-    return ctypes.addressof(metadata.backend["native"])
+    return metadata.backend["native"]
 
 
 def attend(
@@ -462,12 +460,9 @@ def attend(
     """
     T, num_heads, D = qkv.shape
     H = num_heads - 2 * G
-    qkv = qkv.contiguous()
     out = torch.empty(T, H, D)
     cos, sin = rope or (None, None)
-    inputs = qkv.data_ptr(), address(cos), address(sin)
-    step = step_address(metadata)
-    library().attend(*inputs, out.data_ptr(), step, layer, T, H, G, D)
+    call("attend", qkv.contiguous(), cos, sin, out, step_of(metadata), layer, T, H, G, D)
     return out
 
 
@@ -499,9 +494,8 @@ class Draws(NamedTuple):
     def arguments(self, proposal: Proposal) -> tuple[Any, ...]:
         """What C gets. proposal: float32, to be filled; a token stays −1 where logits are not
         finite."""
-        tokens, q = proposal
-        pointers = self.streams.data_ptr(), tokens.data_ptr(), address(q)
-        return self.temperature, *pointers, len(self.streams), self.V
+        k = len(self.streams)
+        return self.temperature, self.streams, proposal.tokens, proposal.q, k, self.V
 
 
 class LayerWeights(ctypes.Structure):
@@ -509,14 +503,7 @@ class LayerWeights(ctypes.Structure):
 
     @classmethod
     def of(cls, layer: Layer) -> LayerWeights:
-        return cls(
-            layer.input_norm.data_ptr(),
-            layer.post_norm.data_ptr(),
-            layer.qkv.address,
-            layer.o.address,
-            layer.gate_up.address,
-            layer.down.address,
-        )
+        return cls(*(address(getattr(layer, name)) for name, _ in cls._fields_))
 
 
 class NativeModel(ctypes.Structure):
@@ -540,10 +527,10 @@ class NativeModel(ctypes.Structure):
         L = len(llama.layers)
         layers = (LayerWeights * L)(*(LayerWeights.of(layer) for layer in llama.layers))
         native_model = cls(
-            layers=ctypes.addressof(layers),
-            norm=llama.norm.data_ptr(),
-            embed=embed.address,
-            head=llama.head.address,
+            layers=address(layers),
+            norm=address(llama.norm),
+            embed=address(embed),
+            head=address(llama.head),
             L=L,
             H=config.num_attention_heads,
             G=config.num_key_value_heads,
@@ -567,17 +554,9 @@ class NativeModel(ctypes.Structure):
         out = torch.empty_like(x)
         wanted = features.layers if features else ()
         feature_layers = (LONG * len(wanted))(*wanted)
-        library().layers(
-            ctypes.addressof(self),
-            x.data_ptr(),
-            out.data_ptr(),
-            angles.data_ptr(),
-            step_address(metadata),
-            T,
-            ctypes.addressof(feature_layers),
-            len(wanted),
-            address(features.values) if features else None,
-        )
+        values = features.values if features else None
+        step = step_of(metadata)
+        call("layers", self, x, out, angles, step, T, feature_layers, len(wanted), values)
         return out
 
     def draft(
@@ -592,14 +571,8 @@ class NativeModel(ctypes.Structure):
 
         x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens.
         """
-        library().drafts(
-            ctypes.addressof(self),
-            x.data_ptr(),
-            angles.data_ptr(),
-            step_address(metadata),
-            len(x),
-            *draws.arguments(proposal),
-        )
+        step = step_of(metadata)
+        call("drafts", self, x, angles, step, len(x), *draws.arguments(proposal))
 
     def drafts_from(self, V: int) -> bool:
         """Whether tokens can be drawn from the first V alone."""
@@ -619,8 +592,8 @@ class NativeHead(ctypes.Structure):
         tokens = head.tokens
         native_head = cls(
             model=model,
-            hidden_norm=head.hidden_norm.data_ptr(),
-            tokens=tokens.data_ptr(),
+            hidden_norm=address(head.hidden_norm),
+            tokens=address(tokens),
             layer=head.cache_layer,
             norm_before_residual=head.eagle.norm_before_residual,
             norm_output=head.eagle.norm_output,
@@ -638,19 +611,9 @@ class NativeHead(ctypes.Structure):
         self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]."""
-        T = len(f)
-        f = f.contiguous()
-        tokens = tokens.contiguous()
         z = torch.empty_like(f)
-        library().head_rows(
-            ctypes.addressof(self),
-            f.data_ptr(),
-            tokens.data_ptr(),
-            z.data_ptr(),
-            angles.data_ptr(),
-            step_address(metadata),
-            T,
-        )
+        inputs = f.contiguous(), tokens.contiguous()
+        call("head_rows", self, *inputs, z, angles, step_of(metadata), len(f))
         return z
 
     def draft(
@@ -666,13 +629,8 @@ class NativeHead(ctypes.Structure):
         z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; where k is 1, it is
         None, as angles are.
         """
-        library().head_drafts(
-            ctypes.addressof(self),
-            z.data_ptr(),
-            address(angles),
-            step_address(metadata) if metadata else None,
-            *draws.arguments(proposal),
-        )
+        step = step_of(metadata) if metadata else None
+        call("head_drafts", self, z, angles, step, *draws.arguments(proposal))
 
 
 # The classes of C's structures.
