@@ -27,8 +27,8 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
-too. A row of y does not depend, to the bit, on the other rows or on threads. NaN in FP8 makes NaN
-of its row of W.
+too. A row of a product, and attention of a token, do not depend, to the bit, on the other rows of
+the step or on threads. NaN in FP8 makes NaN of its row of W.
 
 Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or
 into whole units; x in bfloat16 in one call, gradients; only Linux.
@@ -174,9 +174,8 @@ def address(x: Tensor | ctypes.Structure | ctypes.Array[Any] | None) -> int:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """A function of C: it gets the addresses of what has one, and all of it lives until it
-    returns."""
-    plain = [x if isinstance(x, (int, float)) else address(x) for x in arguments]
+    """A function of C: of tensors it gets the addresses, and they live until it returns."""
+    plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     return getattr(library(), name)(*plain)
 
 
@@ -440,15 +439,15 @@ def cache_layout(cache: Cache) -> Step | None:
     return cache.backend["native"]
 
 
-def step_of(metadata: AttentionMetadata) -> Step:
-    """Where the new tokens belong, for C: made once for all layers."""
+def step_of(metadata: AttentionMetadata) -> Any:
+    """Where the new tokens belong, for C: a `Step`, made once for all layers."""
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
         for name in ("block_tables", "positions", "slot_mapping", "cu_seqlens"):
             setattr(step, name, address(getattr(metadata, name)))
         step.max_blocks = metadata.block_tables.shape[1]
         metadata.backend["native"] = step
-    return metadata.backend["native"]
+    return ctypes.byref(metadata.backend["native"])
 
 
 def attend(
@@ -550,13 +549,12 @@ class NativeModel(ctypes.Structure):
     ) -> Tensor:
         """The rows that the head multiplies. x: [T, C]; it is overwritten. features: to be filled:
         contiguous."""
-        T = len(x)
         out = torch.empty_like(x)
-        wanted = features.layers if features else ()
-        feature_layers = (LONG * len(wanted))(*wanted)
+        numbers = features.layers if features else ()
+        wanted = (LONG * len(numbers))(*numbers)
         values = features.values if features else None
-        step = step_of(metadata)
-        call("layers", self, x, out, angles, step, T, feature_layers, len(wanted), values)
+        inputs = ctypes.byref(self), x, out, angles, step_of(metadata), len(x)
+        call("layers", *inputs, wanted, len(numbers), values)
         return out
 
     def draft(
@@ -572,7 +570,7 @@ class NativeModel(ctypes.Structure):
         x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens.
         """
         step = step_of(metadata)
-        call("drafts", self, x, angles, step, len(x), *draws.arguments(proposal))
+        call("drafts", ctypes.byref(self), x, angles, step, len(x), *draws.arguments(proposal))
 
     def drafts_from(self, V: int) -> bool:
         """Whether tokens can be drawn from the first V alone."""
@@ -613,7 +611,7 @@ class NativeHead(ctypes.Structure):
         """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]."""
         z = torch.empty_like(f)
         inputs = f.contiguous(), tokens.contiguous()
-        call("head_rows", self, *inputs, z, angles, step_of(metadata), len(f))
+        call("head_rows", ctypes.byref(self), *inputs, z, angles, step_of(metadata), len(f))
         return z
 
     def draft(
@@ -630,7 +628,7 @@ class NativeHead(ctypes.Structure):
         None, as angles are.
         """
         step = step_of(metadata) if metadata else None
-        call("head_drafts", self, z, angles, step, *draws.arguments(proposal))
+        call("head_drafts", ctypes.byref(self), z, angles, step, *draws.arguments(proposal))
 
 
 # The classes of C's structures.
