@@ -75,7 +75,7 @@ void swiglu(const float *x, float *y, long T, long F) {
 //     F32, BF16   x as it is
 //     I8          x = n · scale
 //     I4          x = (n − zero / steps) · scale, two n in a byte; each `group` of n has a scale
-//                 and a zero. Where a vector has one group, steps is 1, else 4
+//                 and a zero: a multiple of 16, or all of them. For one group steps is 1, else 4
 typedef struct { void *numbers; uint16_t *scale; int16_t *zero; long kind, group; } Vectors;
 static const long EIGHTHS[] = { [F32] = 32, [BF16] = 16, [I8] = 8, [I4] = 4 };  // of a byte
 
@@ -126,7 +126,7 @@ static uint16_t grid(const float *x, long n, float steps, int16_t *zero) {
     union { float f; uint32_t i; } u = { high / 15 - low / 15 };
     u.f = u.f > far / 2000 ? u.f : far / 2000;
     u.f = far > 1e38f || u.f > largest ? largest : u.f < 1e-30f ? 1e-30f : u.f;
-    u.i = u.i + 0xFFFF & 0xFFFF0000;
+    u.i = (u.i + 0xFFFF) & 0xFFFF0000;
     *zero = -rintf(low / u.f * steps);
     return u.i >> 16;
 }
@@ -162,7 +162,9 @@ INLINE ints fours(const uint8_t *p) {
 #ifdef __AVX512F__
     __m512i byte = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)p));
 #elif defined __AVX2__
-    __m256i byte = _mm256_cvtepu8_epi64(_mm_loadu_si32(p));
+    int four;
+    memcpy(&four, p, 4);
+    __m256i byte = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
 #else
     longs byte;
     for (int i = 0; i < LANES / 2; i++) byte[i] = p[i];
