@@ -5,7 +5,7 @@
                                                INT4, and what grammars cost it
     python bench.py --draft tiny-eagle         what drafts cost and gain, beside plain decoding
     python bench.py --against transformers     the same prompts and weights, in turns; or llama.cpp
-    python bench.py --gpu first                a GPU's first ten minutes; or smoke, decode, …
+    python bench.py --gpu first                a GPU's first minutes; or compile, smoke, …
     python bench.py --plan 70B --gpu H200      what a model needs on GPUs that are not here
     python bench.py --readme                   the documents' tables and pictures
 

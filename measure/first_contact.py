@@ -138,7 +138,7 @@ def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> Non
     say("\n" + "\n".join(told))
 
 
-def compile_all(seconds: float = 3600.0) -> list[str]:
+def compile_all(seconds: float | None = None) -> list[str]:
     """The kernels of all steps -> the names of rows that could not be reached."""
     cases = [(step.case, step.off) for step in STEPS if step.case not in WITHOUT_KERNELS]
     return compile_kernels(cases, seconds)

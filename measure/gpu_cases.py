@@ -152,7 +152,7 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 
 def decode_keys(scale: Scale) -> Iterator[Key]:
     yield from product((scale.target,), WAYS)
-    yield from product((scale.draft,), ("16 bits", "INT4"))
+    yield scale.draft, "16 bits"
 
 
 def decode_row(scale: Scale, bandwidth: float, name: str, way: str) -> Row:

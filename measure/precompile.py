@@ -53,12 +53,12 @@ Task = tuple[str, str, list[Key]]  # a case, what is turned off, and rows of one
 Done = tuple[int, int, list[str]]  # kernels compiled, kernels cached, rows that were not reached
 
 
-def compile_kernels(cases: list[tuple[str, str]], seconds: float) -> list[str]:
+def compile_kernels(cases: list[tuple[str, str]], seconds: float | None) -> list[str]:
     """cases: names, and what is turned off -> the names of rows that could not be reached."""
     if not compiles():
         say("nothing is compiled: Triton is not installed, or interprets kernels")
         return []
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         try:
             done = pool.map_async(compile_rows, tasks(cases), chunksize=1).get(seconds)
         except multiprocessing.TimeoutError:
