@@ -18,6 +18,16 @@ so it drafts only if all but the text's last token is cached.
 
 A fourth, which reads the target's hidden states, has a page of its own: eagle.py.
 
+A model drafts by a *chain* (`draft`): the logits of the next draft, a pick from them, and the token
+that was picked is fed, to go on behind it. A backend may do the whole chain in one call
+(`Ops.chain`). The runner (runner.py) calls, in this order:
+
+    open                              a request comes
+    max_drafts, num_to_read, fits     a step is planned; nothing changes
+    prepare, propose                  before the target's pass
+    observe, commit                   after it; or restore, if the step was interrupted
+    close                             the request has ended
+
 Not covered: trees of drafts.
 Leviathan et al. 2023 (arXiv:2211.17192); prompt look-up: Saxena 2023; Yang et al. 2023, LLMA
 (2304.04487).
