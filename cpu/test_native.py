@@ -326,6 +326,19 @@ def models() -> list[Any]:
     ]
 
 
+def filled_llama(config: dict[str, Any], quantization: Quantization | None, ops: Ops) -> Llama:
+    torch.manual_seed(0)
+    plain = Llama(Config(**config))
+    for name, tensor in plain.named_tensors().items():
+        norm = "norm" in name
+        tensor.copy_(torch.randn(tensor.shape) * (0.1 if norm else 0.15) + norm)
+    stored = plain.config.quantized(quantization) if quantization else plain.config
+    llama = Llama(stored, seed=None, ops=ops)
+    fill_model(llama, plain.named_tensors().items())
+    llama.pack_weights()
+    return llama
+
+
 def logits_of(llama: Llama, layout: str) -> list[Tensor]:
     """Of three sequences, read piece by piece: longer than the first table of angles."""
     cache = KVCache(llama.kv_spec(), 60, 3)
@@ -356,16 +369,7 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     config, quantization, layout, monkeypatch
 ):
     """To the bit; and up to rounding what the model is without a line of C."""
-    torch.manual_seed(0)
-    plain = Llama(Config(**config))
-    for name, tensor in plain.named_tensors().items():
-        norm = "norm" in name
-        tensor.copy_(torch.randn(tensor.shape) * (0.1 if norm else 0.15) + norm)
-    config = plain.config.quantized(quantization) if quantization else plain.config
-    in_c, without_c = (Llama(config, seed=None, ops=ops) for ops in (CPU(), PLAIN))
-    for llama in (in_c, without_c):
-        fill_model(llama, plain.named_tensors().items())
-        llama.pack_weights()
+    in_c, without_c = (filled_llama(config, quantization, ops) for ops in (CPU(), PLAIN))
     num_queries = []
     run_layers = native.NativeModel.run_layers
 
@@ -380,6 +384,34 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     assert all(map(torch.equal, logits, logits_of(in_c, layout)))
     for one, wanted in zip(logits, logits_of(without_c, layout)):
         torch.testing.assert_close(one, wanted, atol=2e-4 * wanted.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("kv_bits", WIDTHS)
+@pytest.mark.parametrize("quantization", [None, Quantization(8), Quantization(4, 32)])
+@torch.inference_mode()
+def test_logits_are_the_same_to_the_bit_however_a_text_is_read(quantization, kv_bits):
+    """At once, in pieces, beside others; in one call or layer by layer; on one thread or two."""
+    llama = filled_llama(SMALL, quantization, CPU())
+    text = torch.randint(200, (110,)).tolist()
+
+    def read(pieces: list[int], num_texts: int) -> Tensor:
+        cache = KVCache(llama.kv_spec(WIDTHS[kv_bits]), 110, num_texts)
+        seqs = [cache.open(())[0] for _ in range(num_texts)]
+        logits = []
+        start = 0
+        for n in pieces:
+            new = text[start : start + n]
+            start += n
+            step = cache.extend([(seq, new) for seq in seqs])
+            logits.append(llama(torch.tensor(new * num_texts), step)[-n:])
+        return torch.cat(logits)
+
+    whole = read([110], 1)
+    assert torch.equal(read([1] * 110, 1), whole)
+    torch.set_num_threads(2)
+    for pieces, num_texts in (([20, 17, 16, 57], 1), ([16, 5, 80, 9], 3)):
+        assert torch.equal(read(pieces, num_texts), whole)
+    torch.set_num_threads(1)
 
 
 @torch.inference_mode()
