@@ -69,6 +69,13 @@ void swiglu(const float *x, float *y, long T, long F) {
 }
 
 // ---- Attention ----------------------------------------------------------------------------------
+//
+//     p_j = e^(q · k_j / √D − the largest) of the keys that a token sees;   out = Σ p_j v_j / Σ p_j
+//
+// Two ways give the same bits, so a token's row does not depend on what shares its pass. For few
+// tokens, keys and values are read as they are stored, a few at a time, by all rows that see them;
+// for many they become panels, as weights are. In both, a lane of q · k sums every LANES-th column,
+// and lanes are added as `sum` does; Σ p v runs over stretches of 128 keys.
 
 // Keys or values of a cache (quant.py): vectors of D numbers, one after the other.
 //
@@ -169,21 +176,22 @@ INLINE ints fours(const uint8_t *p) {
     longs byte;
     for (int i = 0; i < LANES / 2; i++) byte[i] = p[i];
 #endif
-    // a byte in each 64 bits: its lower half stays there, the upper one comes into the next 32
+    // A byte in each 64 bits: its lower half stays, the upper one comes into the next 32.
     return (ints)((longs)byte << 2 | (longs)byte << 30) & 0x3C;
 }
 
-// LANES numbers that are stored at p.
+// LANES numbers that are stored at p. zero: in quarters of a step of 4 bits; scale: of a quarter.
 INLINE vec decode(int kind, const void *p, float scale, int zero) {
     if (kind == F32) return load_f32(p);
     if (kind == BF16) return load_bf16(p);
     return (kind == I8 ? load_i8(p) : number(fours(p) - zero)) * scale;
 }
+// n vectors -> rows of whole registers.
 INLINE void decode_all(const Vectors *at, int kind, long vector, long n, long D, float *to) {
     const long bytes = LANES * EIGHTHS[kind] / 8;
     const char *p = (const char *)at->numbers + vector * D * EIGHTHS[kind] / 8;
     long groups = parts(D, at->group), i = vector * groups, group = least(D, at->group);
-    if (kind < I8 && D % LANES == 0) group = D *= n, n = 1;
+    if (kind < I8 && D % LANES == 0) group = D *= n, n = 1;             // as one long vector
     for (; n > 0; n--)
         for (long d = 0, left; d < D; d += group, i++) {
             float scale = kind < I8 ? 1 : one_bf16(at->scale[i]) * (kind == I4 ? 0.25f : 1);
@@ -263,7 +271,7 @@ static void blend(const float *p, const float *v, float *out, long n, long wide)
     }
 }
 
-// p = e^(p − the largest), [n] -> Σ p
+// p = e^(p − the largest), [n] -> Σ p. Not inlined: two copies might add in two orders.
 static __attribute__((noinline)) float exponentials(float *p, long n) {
     float most = -INFINITY, all = 0;
     #pragma omp simd reduction(max:most)
