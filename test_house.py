@@ -24,6 +24,10 @@ ORDER = (
     "errors settings sampling quant parallel kernels flash kvcache paged model spm tokenizer "
     "grammar request speculative drafters eagle gamma runner batcher proof generate serve"
 ).split()  # the root's: a page imports pages before it
+ENGINE = (
+    "generate model kernels kvcache sampling tokenizer request paged speculative drafters "
+    "runner batcher"
+).split()  # in the order of reading: what the rest stands on
 WINGS = {  # the pages of checkpoint/ that a page of the root may import
     "model": {"checkpoint.load", "checkpoint.progress"},
     "spm": {"checkpoint.sentencepiece"},

@@ -16,7 +16,7 @@ from app import asgi, connections, openai, server
 from app.flags import generate_flags, server_flags
 from checkpoint import bytelevel, sandbox
 from conftest import FOLDERS, PAGES, ROOT, program
-from test_house import ORDER, tree
+from test_house import ENGINE, ORDER, nodes, tree
 
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")
@@ -104,12 +104,40 @@ def test_links_lead_somewhere():
                 assert anchor in anchors(DOCUMENTS[target or name]), link
 
 
-def test_the_map_is_in_reading_order():
-    """A row for each page of the root, then for each folder, and for bench.py."""
+def test_there_is_one_order_of_reading():
+    """README's map has a row for each page of the root, in the order of TOUR's titles, and the
+    engine first; then for each folder, and for bench.py."""
     mapped = re.findall(r"^\| `([\w./]+)` \|[^|]+\|[^|]+\|$", README, re.MULTILINE)
+    titles = re.findall(r"^## \d+\. .*$", TOUR, re.MULTILINE)
+    toured = re.findall(r"\]\((\w+\.py)\)", "\n".join(titles))
     n = len(ORDER)
-    assert sorted(mapped[:n]) == sorted(f"{name}.py" for name in ORDER)
+    assert mapped[: len(ENGINE)] == [f"{name}.py" for name in ENGINE]
+    assert mapped[:n] == toured and sorted(toured) == sorted(f"{name}.py" for name in ORDER)
     assert sorted(mapped[n:]) == sorted([*(f"{name}/" for name in FOLDERS if name), "bench.py"])
+    numbers = [int(re.search(r"\d+", title)[0]) for title in titles]
+    assert numbers == [*range(1, len(titles) + 1)]
+
+
+def test_the_engine_is_as_long_as_it_says():
+    pages = [ROOT / f"{name}.py" for name in ENGINE]
+    lines = sum(len(page.read_text(encoding="utf-8").splitlines()) for page in pages)
+    there = (
+        f"{len(pages)} pages, {lines:,} lines ({sum(nodes(tree(page)) for page in pages):,} nodes"
+    )
+    told = re.findall(r"The engine: (\d+ pages, [\d,]+ lines \([\d,]+ nodes)", README)
+    rounded = re.sub(r"\d\d(?= lines| nodes)", "00", there)
+    assert told == [rounded], f'README.md, "The pages": there are {there}'
+
+
+def test_the_first_screen_has_a_number_of_the_results():
+    """The least ratio of all machines, in 8 bits beside llama.cpp in 8 bits."""
+    ratios = []
+    for path in (ROOT / "results").glob("*.json"):
+        for row in bench.load_results(path).get("peers", {}).values():
+            if row["ours"] in ("INT8", "GGUF q8_0") and row["peer"] == "llama.cpp q8_0":
+                ratios.append(row["ratio"])
+    (told,) = re.findall(r"least\s+([\d.]+) times as many tokens a second as llama.cpp", README)
+    assert told == f"{int(10 * min(ratios)) / 10}"
 
 
 # ---- Code

@@ -165,6 +165,28 @@ TABLES = {
     ),
 }
 
+IN_BRIEF = Table(  # of "peers"
+    "The same model and prompts, in turns, each width beside another program's. Prompt of 512: "
+    "their time to the first token over ours",
+    {
+        "our weights": "{ours}",
+        "beside": "{peer}",
+        "tokens/s: ours, theirs": "{tokens_per_second:.1f}, {peer_tokens_per_second:.1f}",
+        "ratio": "{ratio:ratio}",
+        "prompt of 512": "{prompt512:ratio}",
+    },
+)
+SAME_WIDTH = {"float32": "transformers float32", "INT8": "llama.cpp q8_0", "INT4": "llama.cpp q4_0"}
+
+
+def in_brief(peers: list[Results]) -> list[Results]:
+    """The first model's rows in which both programs read about as many bytes."""
+    found = []
+    for row in peers:
+        if row["target"] == peers[0]["target"] and SAME_WIDTH.get(row["ours"]) == row["peer"]:
+            found.append(row)
+    return found
+
 
 def rows_of(results: Results, name: str) -> list[Results]:
     """The rows of a section; where rows have names, these keep those of other runs."""
@@ -173,8 +195,11 @@ def rows_of(results: Results, name: str) -> list[Results]:
 
 
 def sections(results: Results, names: Sequence[str] = ()) -> list[Section]:
-    """Sections in reading order: those of these names; or all, and the GPU cases."""
+    """Sections in reading order: those of these names; or all, and the GPU cases. "brief" has three
+    rows of "peers"."""
     found = []
+    if "brief" in names:
+        found.append(IN_BRIEF.section(in_brief(rows_of(results, "peers"))))
     for name, table in TABLES.items():
         rows = rows_of(results, name)
         if rows and name in (names or TABLES):

@@ -64,6 +64,16 @@ RESULTS = {"stack": STACK, "drafts": DRAFTS, "bits": BITS, "peers": PEERS}
 # ---- Tables
 
 
+def test_in_brief_each_width_stands_beside_its_own():
+    """Of one model, and a row for each width."""
+    (section,) = report.sections(RESULTS, ["brief"])
+    assert [row[:2] for row in section.rows] == [
+        ["float32", "transformers float32"],
+        ["INT8", "llama.cpp q8_0"],
+    ]
+    assert len(report.sections(RESULTS)) == len(RESULTS)
+
+
 def test_a_cell_is_filled_in_its_format_or_empty():
     row = {"a": 0.0123, "b": 2_500_000, "c": 1.5, "d": None}
     assert report.fill_template("{a:seconds}, {b:bytes}, {c:ratio}", row) == "12.3 ms, 2.5 MB, 1.5x"
