@@ -1,10 +1,9 @@
 """The model runner: one pass of the target for prompt chunks, decoding and verification.
 
-A *step* is one pass of the target (or a few plain ones at once, the last section of this page). In
-a step a request has a *round*, which draws its next token and may verify drafts before that, or
-reads a *chunk*, and draws nothing. A request's *pending* tokens are those that the target's cache
-lacks (for a drafter: those that it has not read). There is one kind of work, a `ScheduledRequest`:
-compute some pending tokens, verify some drafts behind them, and draw. So prefill, re-reading after
+A *step* is one pass of the target; the last section of this page adds steps of several tokens. A
+request's *pending* tokens are those that the target's cache lacks. In a step a request reads a
+*chunk* of them and draws nothing, or it has a *round*: it reads them all, verifies its drafts, if
+it has any, and draws the next token. Both are a `ScheduledRequest`, so prefill, re-reading after
 preemption, a prefix hit, decoding and verification are one path, in any mix:
 
                        num_tokens   num_drafts   samples
@@ -13,11 +12,11 @@ preemption, a prefix hit, decoding and verification are one path, in any mix:
     plain decoding           1           0        True
     verification             1           4        True       4 drafts and the last token: 5 rows
 
-`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round the
-target's cache lacks only the last token of the text, until the request is preempted; a drafter's
-may lack more.
+`schedule` plans, `fits` asks both caches, `step` runs. Plans change nothing. After a round only the
+last token of the text is pending, until the request is preempted; a drafter's cache may lack more.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · T tokens of a step
+    R rows of logits: one for each draft, and one more for each request of the round
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from request import Request, RoundStats, Speculation
 from sampling import Keyed, NotFinite, TokenLogprob, check_tokens, token_logprobs
 from speculative import Coin, Proposal, Round
 
-MAX_LAG = 8  # tokens that a drafter reads about as quickly as one
+MAX_LAG = 8  # a round in which a drafter has more tokens of the text to read is not measured
 
 
 class ScheduledRequest(NamedTuple):
@@ -66,7 +65,7 @@ class ScheduledRequest(NamedTuple):
 
 @contextmanager
 def named_as_draft() -> Iterator[None]:
-    """In the block, logits are a draft's."""
+    """NotFinite, raised in this block, names the draft as the model at fault."""
     try:
         yield
     except NotFinite:
@@ -77,8 +76,9 @@ class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
     vocab_size: the tokenizer's (logits beyond it are padding). coupled: the mode of verification.
-    make_coin: makes coins from (seeds, positions, roles). budget: tokens of a step. multi_step:
-    plain tokens that are made before the host looks at them. grammars: None: no request has one.
+    make_coin: makes the random numbers of a round from seeds, positions and roles (`Round`).
+    budget: the most tokens of a step. multi_step: how many tokens a step without drafts draws.
+    grammars: None if no request has a grammar.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class ModelRunner:
         self.multi_step = multi_step
         self.grammars = grammars
         self.auto_gamma = AutoGamma()
-        self.next_gamma = 0  # where a request does not fix its own
+        self.next_gamma = 0  # drafts of the next round, for requests that do not fix their number
 
     # ---- Requests
 
     def open(self, request: Request, sibling: Request | None = None) -> None:
         """Open a request for the drafter, and in the target's cache: anew, or as a fork of a
-        sibling with the same prompt. CacheFull before anything has changed."""
+        sibling with the same prompt. CacheFull is raised before anything has changed."""
         self.drafter.open(request)
         try:
             if sibling is None:
@@ -122,10 +122,11 @@ class ModelRunner:
         except CacheFull:
             self.drafter.close(request)
             raise
-        if request.settings.follows is not None:
-            new = request.tokens[request.num_prompt_tokens :]
-            start = request.compiled or self.grammars.compile(request.settings.follows)
-            request.grammar_state = GrammarState(self.grammars, start, new)
+        grammar = request.settings.follows
+        if grammar is not None:
+            compiled = request.compiled or self.grammars.compile(grammar)
+            new_tokens = request.tokens[request.num_prompt_tokens :]  # after preemption
+            request.grammar_state = GrammarState(self.grammars, compiled, new_tokens)
             request.eos_token_ids = {*request.eos_token_ids, *self.grammars.eos_token_ids}
 
     def close(self, request: Request) -> None:
@@ -137,11 +138,15 @@ class ModelRunner:
         """How many tokens of the text the target's cache lacks."""
         return len(request.tokens) - self.cache.length(request.seq)
 
+    def report(self, request: Request) -> Speculation | None:
+        """What drafts were worth to a text; None without a drafter."""
+        return self.auto_gamma.report(request) if self.has_drafter else None
+
     # ---- Plans: they change nothing
 
     def round_size(self, request: Request) -> int:
-        """The tokens that every step must leave room for: a round of the γ that this request
-        fixes."""
+        """How many tokens each step reserves for this request: the last token of its text, and its
+        drafts, if their number is fixed. (Otherwise drafts take what is left.)"""
         if not self.has_drafter:
             return 1
         return 1 + (request.settings.gamma or 0)
@@ -151,20 +156,21 @@ class ModelRunner:
         if budget is None:
             budget = self.budget
         start = self.cache.length(request.seq)
-        num_pending = len(request.tokens) - start
+        num_pending = self.num_pending(request)
         num_drafts = self._num_drafts(request, budget - num_pending)
-        # A drafter that has the target's keys and values needs those of all but the last token.
-        must_read = num_pending > 1 and self.drafter.shares_target_cache
-        if (num_drafts and must_read) or num_pending + num_drafts > budget:
-            num_tokens = min(budget, num_pending - 1)  # the last token is for the round
+        # A drafter in the target's cache needs the keys and values of all but the last token.
+        must_read_first = num_pending > 1 and self.drafter.shares_target_cache
+        if (num_drafts and must_read_first) or num_pending + num_drafts > budget:
+            # The last token is left for the round. If it alone is pending, this is no work at all.
+            num_tokens = min(budget, num_pending - 1)
             return ScheduledRequest(request, start, num_tokens, samples=False)
         return ScheduledRequest(request, start, num_pending, num_drafts)
 
     def _num_drafts(self, request: Request, room: int) -> int:
-        """γ: as the request says, or as many as pay, of the `room` in the step."""
+        """γ of the next round: what the request fixes, or as many as pay, up to `room`."""
         most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
-        if wanted is None:  # only then cut: a fixed γ must not depend on the texts beside it
+        if wanted is None:  # a fixed γ ignores `room`: it must not depend on the texts beside it
             wanted = min(self.next_gamma, max(0, room))
         wanted = min(wanted, most)
         return self.drafter.max_drafts(request, wanted) if wanted > 0 else 0
@@ -184,7 +190,7 @@ class ModelRunner:
         lengths = [self.drafter.length(item.request) for item in scheduled]
         try:
             return self._step(scheduled)
-        except BaseException:  # Ctrl-C too: both caches are as before
+        except BaseException:  # Ctrl-C, too: bring both caches back to what they were
             for item, length in zip(scheduled, lengths):
                 self.cache.truncate(item.request.seq, item.start)
                 self.drafter.restore(item.request, length)
@@ -194,7 +200,7 @@ class ModelRunner:
 
     def _step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
         rounds = [item for item in scheduled if item.samples]
-        is_typical = self.has_drafter and self._is_typical(scheduled)
+        is_typical = self._is_typical(scheduled)
         start = time.perf_counter()
         self.drafter.prepare(scheduled)
         features = None
@@ -205,24 +211,33 @@ class ModelRunner:
         logprobs = self._logprobs(rounds, round_tokens, logits)
         if features is not None:
             self._observe(scheduled, round_tokens, features)
-        seconds = time.perf_counter() - start  # the host has waited for the device
         if self.has_drafter and rounds:
-            (seconds,) = self.target.group.agree([seconds])  # the first process's
-            if is_typical:
-                num_drafts = [item.num_drafts for item in rounds]
-                num_accepted = [len(new) - 1 for new in round_tokens]
-                self.auto_gamma.observe(num_drafts, num_accepted, seconds)
-            self.next_gamma = self.auto_gamma.choose(len(rounds))
+            seconds = time.perf_counter() - start  # `_run` has waited for the device
+            self._choose_gamma(rounds, round_tokens, seconds, is_typical)
         new_tokens = {}
-        for item, new in zip(rounds, round_tokens):
+        for item, new, records in zip(rounds, round_tokens, logprobs):
             stats = RoundStats(item.num_drafts, len(new) - 1, len(rounds))
             new_tokens[item.request] = self._finish(item.request, new, stats)
-            if item.request in logprobs:
-                item.request.logprobs += logprobs[item.request][: len(new)]
+            item.request.logprobs += records[: len(new)]
         return new_tokens
 
+    def _choose_gamma(
+        self,
+        rounds: Sequence[ScheduledRequest],
+        round_tokens: Sequence[list[int]],
+        seconds: float,
+        is_typical: bool,
+    ) -> None:
+        """Choose γ of the next step, from what this one took and made."""
+        (seconds,) = self.target.group.agree([seconds])  # all processes must choose the same
+        if is_typical:
+            num_drafts = [item.num_drafts for item in rounds]
+            num_accepted = [len(new) - 1 for new in round_tokens]
+            self.auto_gamma.observe(num_drafts, num_accepted, seconds)
+        self.next_gamma = self.auto_gamma.choose(len(rounds))
+
     def _is_typical(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step's time says what a round costs: nobody reads a prompt, or catches up."""
+        """Whether a step's time is that of its rounds: no text and no drafter has more to read."""
         for item in scheduled:
             if not item.request.rounds or item.num_tokens > 1:
                 return False
@@ -236,16 +251,19 @@ class ModelRunner:
         rounds: Sequence[ScheduledRequest],
         features: Features | None,
     ) -> tuple[list[list[int]], Tensor]:
-        """-> what each round made: the accepted drafts, and a token; and the logits that all this
-        was drawn from, [Σ (drafts + 1), V], round after round. features: to be filled."""
+        """Run the passes of a step, and fill `features`.
+
+        Returns what each round made, its accepted drafts and the token after them; and the logits
+        of the target that they were drawn from, [R, ≥ V], round after round.
+        """
         counts = self._multi_step_counts(scheduled)
-        if counts:  # nobody asks for logits
+        if counts:  # then no request asks for logits
             return self._decode_multi_step(rounds, counts), torch.empty(0)
         round = self._round(rounds, [item.num_drafts for item in rounds], self.coupled)
         has_drafts = bool(round.drafting())
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
-        if round.masks is not None:
+        if round.masks is not None:  # a grammar's mask for the row of each draft
             round.masks.push_all(proposal.tokens.tolist())
         logits = self._run_target(scheduled, round, proposal, features)
         if not rounds:
@@ -256,14 +274,14 @@ class ModelRunner:
         else:
             token = round.text_coin().pick(p[:, 0])  # [B]
             accepted = torch.zeros_like(token)
-        packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k+2]
-        packed = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
+        packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k + 2]
+        rows = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
         round_tokens = []
-        for n, (*row, num_accepted, last) in zip(round.num_drafts, packed):
+        for num_drafts, (*drafts, num_accepted, last) in zip(round.num_drafts, rows):
             check_tokens([last])
             with named_as_draft():
-                check_tokens(row[:n])
-            round_tokens.append([*row[:num_accepted], last])
+                check_tokens(drafts[:num_drafts])
+            round_tokens.append([*drafts[:num_accepted], last])
         return round_tokens, logits
 
     def _run_target(
@@ -273,73 +291,72 @@ class ModelRunner:
         proposal: Proposal,
         features: Features | None,
     ) -> Tensor:
-        """The target's pass -> the logits after each round's last pending token and after each of
-        its drafts, round after round: [R, ≥ V]. features: to be filled.
+        """The target's pass, which fills `features`. Returns the logits [R, ≥ V] after the last
+        pending token of each round, and after each of its drafts, round after round.
 
-        Only the device knows the drafts: the host puts 0 at their places, and the device fills them
-        in. A chunk of two tokens, then a round of one token with two drafts:
+        The host puts 0 in the place of each draft, because only the device knows the drafts; the
+        device fills them in. A chunk of two tokens, then a round of one token with two drafts:
 
-            input_ids   5 8 | 3 0 0       last   2 of the round       logits of   2 3 4
+            input_ids   5 8 | 3 0 0       logits_indices   2 3 4       draft_indices   3 4
         """
         input_ids: list[int] = []  # [T]
+        logits_indices: list[int] = []  # [R]
+        draft_indices: list[int] = []  # [R − B]
         to_store = []  # (sequence, its tokens)
-        last = []  # where each round's last pending token is in input_ids
         for item in scheduled:
             pending = item.request.tokens[item.start : item.stop]
             new = pending + [0] * item.num_drafts
             to_store.append((item.request.seq, new))
             input_ids += new
             if item.samples:
-                last.append(len(input_ids) - item.num_drafts - 1)
-        steps = torch.arange(round.width)
-        places = torch.tensor(last, dtype=torch.int64)[:, None] + steps  # [B, k + 1], in input_ids
+                first_draft = len(input_ids) - item.num_drafts
+                logits_indices += range(first_draft - 1, len(input_ids))
+                draft_indices += range(first_draft, len(input_ids))
         device = self.target.device
         tokens = send(input_ids, device)
-        is_draft = round.is_row[:, 1:]
-        if is_draft.any():
-            sources = is_draft.flatten().nonzero()[:, 0]
-            drafts = proposal.tokens.flatten()[send(sources, device)]
-            # −1: not finite, which `check_tokens` is to tell
-            tokens[send(places[:, 1:][is_draft], device)] = drafts.clamp(min=0)
-        wanted = places[round.is_row]
-        logits_indices = None  # all
-        if len(wanted) < len(input_ids):
-            logits_indices = send(wanted, device)
-        return self.target(tokens, self.cache.extend(to_store), logits_indices, features)
+        if draft_indices:
+            is_draft = round.is_row[:, 1:].flatten()  # bool[B · k]
+            drafts = proposal.tokens.flatten()[send(is_draft.nonzero()[:, 0], device)]
+            # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
+            tokens[send(draft_indices, device)] = drafts.clamp(min=0)
+        wanted = None  # the logits of all tokens
+        if len(logits_indices) < len(input_ids):
+            wanted = send(logits_indices, device)
+        return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
     def _probabilities(self, round: Round, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's distributions, float[B, k + 1, V], padded with zero; and its logits, as they
-        are before masks. logits: those of `_run_target`."""
+        """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
+        for the drafts that a request does not have; and the logits without a grammar's masks."""
         self.target.ops.check_logits(logits[:, : self.vocab_size])
-        kept = logits
+        unmasked = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
-            kept = logits.clone()  # masks are applied in place
-        owners = round.is_row.nonzero()[:, 0]  # whose each row is
-        probs = round.probabilities(logits, owners.tolist())  # [R, V]
+            unmasked = logits.clone()  # masks are applied in place
         B, width = round.is_row.shape
-        V = probs.shape[1]
-        if len(owners) < B * width:
-            padded = probs.new_zeros(B * width, V)
-            rows = round.is_row.flatten().nonzero()[:, 0]
+        rows = round.is_row.flatten().nonzero()[:, 0]  # [R], each below B · width
+        probs = round.probabilities(logits, (rows // width).tolist())  # [R, V]
+        if len(rows) < B * width:
+            padded = probs.new_zeros(B * width, probs.shape[1])
             probs = padded.index_copy_(0, send(rows, self.target.device), probs)
-        return probs.view(B, width, V), kept
+        return probs.view(B, width, -1), unmasked
 
     def _logprobs(
         self,
         rounds: Sequence[ScheduledRequest],
         round_tokens: Sequence[list[int]],
         logits: Tensor,
-    ) -> dict[Request, list[TokenLogprob]]:
-        """Of the requests that ask for them: a draft's, and its correction's, are those of the row
-        that verified it. logits: as `_run` returns them."""
-        logprobs = {}
+    ) -> list[list[TokenLogprob]]:
+        """The records of each round's tokens; none if its request does not ask for them. A draft,
+        or its correction, has the row that verified it. logits: as `_run` returns them."""
+        logprobs = []
         first_row = 0
         for item, new in zip(rounds, round_tokens):
+            records = []
             num_top = item.request.settings.logprobs
             if num_top is not None:
                 rows = logits[first_row : first_row + len(new), : self.vocab_size]
-                logprobs[item.request] = token_logprobs(rows, new, num_top)
+                records = token_logprobs(rows, new, num_top)
+            logprobs.append(records)
             first_row += item.num_drafts + 1
         return logprobs
 
@@ -349,16 +366,17 @@ class ModelRunner:
         round_tokens: Sequence[list[int]],
         features: Features,
     ) -> None:
-        """Show the drafter what the pass computed of the tokens that stay in the texts."""
+        """Show the drafter the features of the tokens that stay in the texts: the pending ones and
+        the accepted drafts."""
         made = iter(round_tokens)
         observed = []
-        kept = []  # features of the tokens that stay
+        kept = []  # their features: [·, layers, C] for each text
         counts = [item.num_new_tokens for item in scheduled]
         for item, values in zip(scheduled, features.values.split(counts)):
             new = next(made) if item.samples else []
-            count = item.num_tokens + max(0, len(new) - 1)  # pending tokens and accepted drafts
-            following = item.request.tokens[item.start + 1 : item.start + count + 1] + new
-            observed.append(Observed(item.request, item.start, following[:count]))
+            count = item.num_tokens + max(0, len(new) - 1)
+            text = item.request.tokens[item.start :] + new  # from position `start` on
+            observed.append(Observed(item.request, item.start, text[1 : count + 1]))
             kept.append(values[:count])
         self.drafter.observe(observed, torch.cat(kept))
 
@@ -377,7 +395,7 @@ class ModelRunner:
         )
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
-        """Append what a round made, up to an end-of-text -> the new tokens."""
+        """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
         for i, token in enumerate(new):
             if token in request.eos_token_ids:
                 del new[i + 1 :]
@@ -402,13 +420,13 @@ class ModelRunner:
         self.drafter.commit(request, len(new))
         return new
 
-    # ---- Several plain tokens on the device, before the host waits for them
+    # ---- A step of several tokens, without drafts: the host waits for the device once
 
     def _multi_step_counts(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """How many plain tokens each request makes; []: one each, by an ordinary step.
+        """How many tokens each request draws; [] if this is a step of one pass.
 
-        A step with a chunk of a prompt is an ordinary one: there the other texts' tokens ride along
-        in the chunk's pass, for nothing. So is a step with a grammar: the host makes its masks.
+        A step with a chunk of a prompt has one pass: the tokens of the other texts cost little
+        there. So has a step with a grammar or logprobs: the host makes masks, and needs logits.
         """
         n = self.multi_step
         if n == 1 or self.has_drafter:
@@ -417,9 +435,9 @@ class ModelRunner:
             return []
         settings = [item.request.settings for item in scheduled]
         if any(one.follows is not None or one.logprobs is not None for one in settings):
-            return []  # the host makes masks, and needs logits
+            return []
         counts = [min(n, item.request.num_remaining) for item in scheduled]
-        # All texts end before n: a smaller n would need a CUDA graph of its own (gpu/graphs.py).
+        # A step of fewer than n tokens would need a CUDA graph of its own (gpu/graphs.py).
         if max(counts) < n:
             return []
         wanted = [(item.request.seq, count) for item, count in zip(scheduled, counts)]
@@ -428,16 +446,12 @@ class ModelRunner:
     def _decode_multi_step(
         self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
     ) -> list[list[int]]:
-        """The target is its own drafter. In coupled mode a draft is drawn with the random numbers
-        of plain decoding at its position, so n drafts are the tokens of n plain steps."""
-        round = self._round(rounds, counts, True)
+        """The target drafts for itself. In coupled mode a draft is drawn with the random numbers of
+        plain decoding at its position, so n drafts are the tokens of n plain steps."""
+        round = self._round(rounds, counts, coupled=True)
         unread = {}
         for b, item in enumerate(rounds):
             unread[b] = Unread(item.request.seq, item.request.tokens[-1:])
         chain = ModelChain(self.target, self.cache, round, unread)
         rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]
-
-    def report(self, request: Request) -> Speculation | None:
-        """What drafts were worth to a text; None without a drafter."""
-        return self.auto_gamma.report(request) if self.has_drafter else None
