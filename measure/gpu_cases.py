@@ -73,6 +73,7 @@ from sampling import Keyed
 
 Key = tuple[Any, ...]  # which names a row
 OFF = "LLAMA_GPU_OFF"
+MOST_PROFILED = 16  # tokens
 
 
 # ---- The machine, and what its compiler makes ----------------------------------------------------
@@ -164,7 +165,7 @@ def decode_row(scale: Scale, bandwidth: float, name: str, way: str) -> Row:
 
 
 def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
-    """A token by the clock, and its kernels by the profiler, over four looks of the host."""
+    """A token by the clock, and its kernels by the profiler, over a few looks of the host."""
     llama = random_model(scale.target, way, scale)
     engine = random_engine(llama, None, 2 * scale.context, 1)
     seconds = stream_seconds(engine, scale)
@@ -175,7 +176,7 @@ def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
     made = 0
     with profile() as trace:
-        for _ in range(4):
+        while batcher.running and made < MOST_PROFILED:
             made += sum(map(len, batcher.step().values()))
     kernels = [event for event in trace.key_averages() if event.device_type.name == "CUDA"]
     kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
