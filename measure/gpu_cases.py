@@ -344,17 +344,13 @@ def guarded_row(case: Case, key: Key, scale: Scale, bandwidth: float) -> Row:
         return [row_name(key), *case.row(scale, bandwidth, *key)]
     except Exception as error:
         say(traceback.format_exc())
-        return wrong_row(case, key, f"{type(error).__name__}: {error}")
+        first_line, *_ = f"{type(error).__name__}: {error}".splitlines()
+        empty = [""] * (len(case.headers) - 2)
+        return [row_name(key), *empty, f"{WRONG}: {first_line}"]
 
 
 def row_name(key: Key) -> str:
     return ", ".join(map(str, key))
-
-
-def wrong_row(case: Case, key: Key, error: str) -> Row:
-    first_line, *_ = error.splitlines()
-    empty = [""] * (len(case.headers) - 2)
-    return [row_name(key), *empty, f"{WRONG}: {first_line}"]
 
 
 def gpu_rows(results: Results) -> list[Row]:
