@@ -23,6 +23,7 @@ Invariant: a row is printed and stored as soon as it is measured, and an error e
 Not covered: requests that arrive one after the other.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -171,7 +172,7 @@ def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
     seconds = stream_seconds(engine, scale)
     batcher = engine.batcher
     batcher.add(random_request(scale.context, scale.count, 0))
-    for _ in range(scale.context // STEP_BUDGET + 2):  # the prompt, and a look
+    for _ in range(math.ceil(scale.context / STEP_BUDGET)):  # the prompt, and a token
         batcher.step()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
     made = 0
