@@ -116,14 +116,6 @@ def test_causal_mask_is_aligned_bottom_right():
         assert_close(attention(zeros, torch.zeros(6, 1, 4, dtype=dtype), v), expected, dtype)
 
 
-def test_each_group_of_queries_has_its_own_kv_head():
-    """H = 6 query heads on G = 2: the first three look at head 0, the others at head 1."""
-    k = torch.zeros(5, 2, 4)
-    v = torch.tensor([1.0, 2.0])[None, :, None].expand(5, 2, 4)
-    for n in (1, 2, 5):
-        assert attention(torch.randn(n, 6, 4), k, v)[:, :, 0].tolist() == [[1, 1, 1, 2, 2, 2]] * n
-
-
 # ---- The contract's sizes and helpers ------------------------------------------------------------
 
 WHOLE = 64  # S of a contiguous cache, or more

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import sampling
@@ -165,25 +163,6 @@ def test_no_rows():
 
 def by_definition(coin: Keyed, probs: torch.Tensor) -> torch.Tensor:
     return sampling.pick(probs.double(), coin.streams)
-
-
-@settings(max_examples=5)
-@given(
-    B=st.integers(1, 3),
-    V=st.integers(1, 24),
-    seed=st.integers(-(2**63), 2**63 - 1),
-    role=st.integers(0, 9),
-    double=st.booleans(),
-    share=st.floats(0, 1),
-)
-def test_a_pick_is_the_coins_own(B, V, seed, role, double, share):
-    generator = torch.Generator().manual_seed(seed % 1000)
-    weights = torch.rand(B, V + 3, generator=generator).pow(4)
-    probs = torch.where(torch.rand(B, V + 3, generator=generator) < share, weights, 0)
-    probs = probs.to(DEVICE, torch.float64 if double else torch.float32)[:, :V]  # rows lie apart
-    seeds = torch.full((B,), seed, device=DEVICE)
-    coin = Keyed(seeds, torch.arange(B, device=DEVICE) + 2**40, role)
-    assert torch.equal(draw.draw_token(probs, coin.streams), by_definition(coin, probs))
 
 
 def test_a_gpu_samples_by_these_kernels(monkeypatch):
