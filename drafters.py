@@ -9,14 +9,14 @@ anything:
     NgramDrafter    the tokens that once followed the text's last few: no weights, one-hot
 
 Invariant: between rounds a draft model's cache holds a prefix of the text, without its last token.
-If all drafts were accepted, the cache lacks two tokens, the last draft (drawn, never read) and the
-bonus: the next round reads both.
+If all drafts were accepted, the cache lacks two tokens: the last draft, which was drawn but never
+read, and the bonus. The next round reads both.
 
-The target's INT4 copy has no cache of its own, and does not read the prompt: it borrows the
-target's cache, stores the last token and all drafts but the last there, and truncates them again;
-so it drafts only if all but the text's last token is cached.
+The target's INT4 copy has no cache of its own, and does not read the prompt. It borrows the
+target's cache, stores the last token and all drafts but the last there, and truncates them again.
+So it drafts only if all but the text's last token is cached.
 
-A fourth, which reads the target's hidden states, has a page of its own: eagle.py.
+A fourth drafter, which reads the target's hidden states, has a page of its own: eagle.py.
 
 A model drafts by a *chain* (`draft`): the logits of the next draft, a pick from them, and the token
 that was picked is fed, to go on behind it. A backend may do the whole chain in one call
@@ -59,27 +59,28 @@ class Observed(NamedTuple):
 
     request: Request
     start: int
-    following: list[int]  # the token after each
+    following: list[int]  # the token after each of them
 
 
 # ---- A chain of drafts ---------------------------------------------------------------------------
 
 
 class Chain(Protocol):
-    """How a model drafts for the requests of a round: each draft stands behind the one before."""
+    """How a model drafts for the requests of a round. Each draft follows the one before."""
 
     model: Llama
     cache: Cache
 
     def logits(self, rows: list[int]) -> Tensor:
-        """Of the next draft of these requests: [R, ≥ V]."""
+        """The logits of the next draft of these requests: [R, ≥ V]."""
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
-        """Go on behind the tokens that these requests have just drafted: int64[R]."""
+        """Go on after the tokens that these requests have just drafted: int64[R]."""
 
 
 def draft(chain: Chain, round: Round) -> Proposal:
-    """All drafts of a round: one of every request, then one of each that wants one more, …"""
+    """Make all drafts of a round: the first of every request, then the second of those that want
+    two, …"""
     proposal = round.no_drafts()
     for j in range(max(round.num_drafts)):
         rows = round.drafting(j)
@@ -92,20 +93,20 @@ def draft(chain: Chain, round: Round) -> Proposal:
 
 
 def fastest_draft(chain: Chain, round: Round) -> Proposal:
-    """`draft`, in one call if the backend of the model has one."""
+    """`draft`, but in one call where the model's backend has one."""
     return chain.model.ops.chain(chain, round) or draft(chain, round)
 
 
 class ModelChain:
-    """Drafts of a Llama, whose cache takes memory for all of them at once: the text is not to find
-    blocks that hold drafts."""
+    """A Llama drafts. Its cache reserves memory for all drafts at once, because prefix caching must
+    not find blocks that hold drafts."""
 
     def __init__(self, llama: Llama, cache: Cache, round: Round, unread: dict[int, Unread]):
-        """unread: what the cache lacks, of each request (a row of the round) that wants drafts."""
+        """unread: for each row of the round that wants drafts, the tokens that the cache lacks."""
         self.model = llama
         self.cache = cache
         self.unread = unread
-        self.new = {b: tokens for b, (_, tokens) in unread.items()}  # that the next pass reads
+        self.new = {b: tokens for b, (_, tokens) in unread.items()}  # the next pass reads these
         self.num_read = {b: cache.length(seq) for b, (seq, _) in unread.items()}
         wanted = []
         for b, (seq, tokens) in unread.items():
@@ -120,7 +121,7 @@ class ModelChain:
             self.num_read[b] += len(self.new[b])
             spans.append((self.unread[b].seq, start, self.num_read[b]))
         tokens, last = pack_tokens([self.new[b] for b in rows], self.model.device)
-        wanted = None if len(tokens) == len(rows) else last  # None: all, a token each
+        wanted = None if len(tokens) == len(rows) else last  # None: all; each row has one token
         return self.model(tokens, self.cache.metadata(spans), wanted)
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
@@ -136,7 +137,7 @@ class Unread(NamedTuple):
 
 
 def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pieces end to end: int64[T]; and the index of each piece's last token."""
+    """The pieces end to end, int64[T], and the index of each piece's last token."""
     tokens = []
     last = []
     for piece in pieces:
@@ -149,7 +150,7 @@ def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 class Drafter:
-    """What a runner calls; in this base class nothing is drafted, and nothing is stored."""
+    """The methods that a runner calls. This base class drafts nothing, and stores nothing."""
 
     shares_target_cache = False
     feature_layers: tuple[int, ...] = ()  # layers of the target whose inputs `observe` gets
@@ -161,22 +162,25 @@ class Drafter:
         """Forget a request."""
 
     def length(self, request: Request) -> int:
-        """How many tokens of the text the drafter has read, or need not read."""
+        """The number of the text's tokens that the drafter has read, or need not read."""
         return len(request.tokens)
 
     def num_to_read(self, item: ScheduledRequest) -> int:
-        """How many tokens of the text the drafter reads in a step: to draft, or in `prepare`."""
+        """The number of the text's tokens that the drafter reads in a step, to draft or in
+        `prepare`."""
         return 0
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Read what is to be read without drafting, in a step that runs these plans."""
+        """Read what texts without drafts still have to read, in a step that runs these plans."""
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether there is room for a step's drafts, and for what it reads. Changes nothing."""
+        """Whether there is room for a step's drafts and for the tokens it reads. This changes
+        nothing."""
         return True
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """How many tokens, at most `wanted`, can be drafted for this request. Changes nothing."""
+        """The number of tokens, at most `wanted`, that can be drafted for this request. This
+        changes nothing."""
         return 0
 
     def propose(self, round: Round) -> Proposal:
@@ -184,7 +188,7 @@ class Drafter:
         return round.no_drafts()
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
-        """The target has read these tokens. features: [T, layers, C] of all, end to end."""
+        """The target has read these tokens. features: [T, layers, C], all texts end to end."""
 
     def commit(self, request: Request, num_new: int) -> None:
         """The text has grown by `num_new` tokens: forget what is stored of rejected drafts."""
@@ -194,14 +198,14 @@ class Drafter:
 
 
 class ModelDrafter(Drafter):
-    """A model with a cache of its own. A text longer than its context gets no drafts any more.
-    budget: tokens of a text that it reads in a step without drafting."""
+    """A model with a cache of its own. A text longer than its context gets no more drafts.
+    budget: the most tokens of a text that it reads in a step without drafting."""
 
     def __init__(self, model: Llama, cache: Cache, budget: int = 512):
         self.model = model
         self.cache = cache
         self.budget = budget
-        self.seqs: dict[Request, int] = {}  # of requests that fit into the context
+        self.seqs: dict[Request, int] = {}  # the requests that fit into the context
 
     def open(self, request: Request) -> None:
         if len(request.tokens) <= self.cache.max_len:
@@ -217,8 +221,8 @@ class ModelDrafter(Drafter):
         return self.cache.length(self.seqs[request])
 
     def num_to_read(self, item: ScheduledRequest) -> int:
-        """What a round with drafts lacks; of a chunk, as much as the target reads. After many
-        rounds without drafts a budget of tokens a step."""
+        """A round with drafts reads all that the cache lacks. A chunk reads as much as the target
+        does. After many rounds without drafts, a step reads a budget of tokens."""
         missing = item.stop - self.length(item.request)
         if item.num_drafts:
             return missing
@@ -234,7 +238,7 @@ class ModelDrafter(Drafter):
                 start = self.length(item.request)
                 new = item.request.tokens[start : start + count]
                 metadata = self.cache.extend([(self.seqs[item.request], new)])
-                # No logits are wanted: the fewest.
+                # No logits are wanted: ask for the fewest.
                 self.model(send(new, self.model.device), metadata, slice(-1, None))
 
     def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
@@ -247,9 +251,9 @@ class ModelDrafter(Drafter):
         return self.cache.fits(wanted)
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """The text and all drafts but the last must fit into the context. 0, too, while much is to
-        be read; but a fixed γ waits for all of it: a seed is to give the same text, whatever a
-        cache holds."""
+        """The text and all drafts but the last must fit into the context. With γ `auto` there are
+        no drafts while much is to be read. With a fixed γ the round reads all of it: a seed must
+        give the same text, whatever a cache holds."""
         if request not in self.seqs:
             return 0
         lag = len(request.tokens) - self.length(request)
@@ -277,8 +281,8 @@ class ModelDrafter(Drafter):
 
 
 class BorrowingDrafter(Drafter):
-    """Drafts in the target's cache, and takes back what it stored there. That is fewer tokens than
-    the target will store in its pass, so `fits` has nothing to ask."""
+    """A drafter in the target's cache, which takes back what it stored there. It stores fewer
+    tokens than the target will store in its pass, so `fits` has nothing to ask."""
 
     shares_target_cache = True
 
@@ -287,7 +291,8 @@ class BorrowingDrafter(Drafter):
         self.cache = cache
 
     def max_drafts(self, request: Request, wanted: int) -> int:
-        """0 until the first new token: so the target reads a prompt and draws in one step."""
+        """There are no drafts before the first new token, so the target reads a prompt and draws in
+        one step."""
         return wanted if len(request.tokens) > request.num_prompt_tokens else 0
 
     def propose(self, round: Round) -> Proposal:
@@ -314,7 +319,8 @@ class SelfDrafter(BorrowingDrafter):
 
 
 class NgramDrafter(Drafter):
-    """Finds the text's last n tokens earlier in the text, largest n first, and what followed."""
+    """Looks for an earlier place of the text's last n tokens, the largest n first, and proposes
+    what followed there."""
 
     def __init__(self, longest: int = 3):
         self.longest = longest
@@ -345,14 +351,16 @@ class NgramDrafter(Drafter):
         return proposal
 
     def look_up(self, request: Request, count: int) -> list[int]:
-        """At most `count` tokens. What a grammar forces comes before what the text has had."""
+        """At most `count` tokens. The tokens that a grammar forces come first; if there are none,
+        the text's own."""
         state = request.grammar_state
         if state is None:
             return self._find(request, count)
         return state.forced(count) or state.allowed(self._find(request, count))
 
     def _find(self, request: Request, count: int) -> list[int]:
-        """`count` tokens, or none. Near the text's end, the tokens after the match are repeated."""
+        """`count` tokens, or none. Where the match lies near the text's end, the tokens after it
+        are repeated."""
         text = self.texts[request]
         for n in range(min(self.longest, len(text) - 1), 0, -1):
             start = text.rfind(text[-n:], 0, -1)  # without the last token: not the suffix itself

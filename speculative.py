@@ -8,21 +8,21 @@ residual, max(0, p_j − q_j) normalized. If all are accepted, a bonus token fro
 
 Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, with β = Σ min(p, q):
   1. x comes out as an accepted draft with probability q(x) · min(1, p(x)/q(x)) = min(p(x), q(x)).
-  2. So a draft is rejected with probability 1 − β = Σ (p − min(p, q)) = Σ max(0, p − q), which is
-     what normalizes the residual.
+  2. So a draft is rejected with probability 1 − β = Σ (p − min(p, q)) = Σ max(0, p − q). The same
+     sum normalizes the residual.
   3. x comes out as a correction with probability
      (1 − β) · max(0, p(x) − q(x)) / (1 − β) = max(0, p(x) − q(x)).
   4. Together: min(p(x), q(x)) + max(0, p(x) − q(x)) = p(x), whatever q was.
   5. Position j counts only if all drafts before it were accepted. Then they are the text, and p_j
      is the target's distribution after it: by induction, every token follows p.
 
-Coupled mode (Daliri, Musco & Suresh 2024): the target picks with the keyed noise of each position,
-as in plain decoding; a draft, picked with the *same* noise, is accepted if the target picks it,
-too. The text then depends on target and seed alone, but fewer drafts are accepted: at least
-(1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
+In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed noise of each
+position, as in plain decoding. A draft is picked with the *same* noise, and is accepted if the
+target picks it, too. The text then depends on target and seed alone, but fewer drafts are accepted:
+at least (1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
 
-Invariant: the number of drafts of a round never depends on that round's draws; else the text would
-not follow p.
+Invariant: the number of drafts of a round never depends on that round's draws. If it did, the text
+would not follow p.
 
     B requests of a round · k the largest number of drafts in it · V vocabulary · R rows of logits
 """
@@ -48,12 +48,12 @@ class Proposal(NamedTuple):
     """The drafts of a round."""
 
     tokens: Tensor  # int64[B, k]; −1 where a request has fewer, or where logits were not finite
-    q: Tensor | None  # what they were drawn from: float[B, k + 1, V], 0 after a request's last
-    #                   draft; None in coupled mode: nobody reads it, and it is large
+    q: Tensor | None  # the distributions of the drafts: float[B, k + 1, V], 0 after a request's
+    #                   last draft. None in coupled mode, which needs no q: it would be large
 
 
 class Coin(Protocol):
-    """All randomness of a call, a row of it for each row: `sampling.Keyed`; `proof.WalkingCoin`."""
+    """All randomness of a call, for each of its rows: `sampling.Keyed`, or `proof.WalkingCoin`."""
 
     def __getitem__(self, rows: slice | list[int]) -> Coin: ...
     def accept(self, prob: Tensor) -> Tensor: ...
@@ -61,10 +61,10 @@ class Coin(Protocol):
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """How many drafts are accepted, and the token after them. Never waits for the device.
+    """Count the accepted drafts, and draw the token after them. This never waits for the device.
 
-    p: float[B, k + 1, V] of the target, k ≥ 1; q and drafted: the two fields of a Proposal. After a
-    request's last draft nothing is accepted, and the residual is p: the bonus.
+    p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the two fields of a
+    Proposal. After a request's last draft nothing is accepted, and the residual is p: the bonus.
     -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
     B, k = drafted.shape
@@ -86,7 +86,8 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
 
 
 def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """`verify` in coupled mode: accept what the target picks, too. coin: B · (k + 1) rows."""
+    """`verify` in coupled mode: accept the drafts that the target picks, too. The coin has
+    B · (k + 1) rows."""
     B, k = drafted.shape
     rows = p.flatten(0, 1)  # [B · (k + 1), V]
     picked = coin.pick(rows).view(B, k + 1)
@@ -97,21 +98,21 @@ def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
 
 
 def count_leading(stands: Tensor) -> Tensor:
-    """How many of each row come before the first False: bool[B, k] -> int64[B]."""
+    """Count what comes before each row's first False: bool[B, k] -> int64[B]."""
     so_far = stands.long().cumprod(1)
     return so_far.sum(1)
 
 
 class Round:
-    """The requests of a round, a row each: how many drafts each wants, settings and coins.
+    """The requests of a round, a row each, with their numbers of drafts, settings and coins.
 
-    make_coin(seeds, positions, roles) makes the coins, `width` = k + 1 for each request, keyed by
-    (seed, position, role). A round at position n:
+    make_coin(seeds, positions, roles) makes the coins. Each request has `width` = k + 1 of them,
+    keyed by (seed, position, role), in a round at position n:
 
         exact      (n, text)   (n, draft 0)      (n, draft 1)      …
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
 
-    In exact mode the first one decides which drafts are accepted (`accept` has roles of its own),
+    In exact mode the first coin decides which drafts are accepted (`accept` has roles of its own),
     and picks the correction or the bonus.
     """
 
@@ -130,7 +131,8 @@ class Round:
         self.num_drafts = num_drafts
         self.vocab_size = vocab_size
         self.device = device
-        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of probabilities
+        # The dtype of probabilities.
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.make_coin = make_coin
         self.coupled = coupled
         self.ops = ops or Ops()
@@ -156,27 +158,28 @@ class Round:
 
     @cached_property
     def coins(self) -> Coin:
-        """The coins of all requests. Made on first use, while a GPU is busy with its pass."""
+        """The coins of all requests. They are made on first use, while a GPU computes its pass."""
         keys = send(self.keys, self.device).view(-1, 3)
         seeds, positions, roles = keys.unbind(1)
         return self.make_coin(seeds, positions, roles)
 
     def text_coin(self) -> Coin:
-        """The target's: B rows; in coupled mode B · width rows, one for each position."""
+        """The target's coin. It has B rows; in coupled mode B · width, one for each position."""
         if self.coupled:
             return self.coins
         return self.coins[:: self.width]
 
     def draft_coin(self, j: int, rows: Sequence[int]) -> Coin:
-        """The coin of draft j of these requests; in coupled mode the target's at that position."""
+        """The coin of draft j of these requests. In coupled mode it is the target's coin at that
+        position."""
         first = self.first_draft_coin + j
-        if len(rows) == len(self.requests):  # without indices, which would be sent to a GPU
+        if len(rows) == len(self.requests):  # a slice: indices would be sent to a GPU
             return self.coins[first :: self.width]
         indices = [row * self.width + first for row in rows]
         return self.coins[indices]
 
     def no_drafts(self) -> Proposal:
-        """A proposal that is to be filled."""
+        """An empty proposal, which a drafter fills."""
         B = len(self.requests)
         k = self.width - 1
         tokens = torch.full((B, k), -1, device=self.device)
@@ -187,8 +190,8 @@ class Round:
 
     @cached_property
     def is_row(self) -> Tensor:
-        """bool[B, k + 1], on the host: a request has a row of the target's logits after its last
-        pending token, and one after each of its drafts."""
+        """Which rows of the target's logits exist: bool[B, k + 1], on the host. A request has one
+        after its last pending token, and one after each of its drafts."""
         n = torch.tensor(self.num_drafts, dtype=torch.int64)
         return torch.arange(self.width) <= n[:, None]
 
@@ -208,7 +211,7 @@ class Round:
     ) -> tuple[Tensor, Tensor]:
         """Draft j of these requests -> q: float[R, V], and the picked tokens: int64[R].
 
-        logits: [R, ≥ V], a row for each. Where texts have a grammar, the host waits for a GPU.
+        logits: [R, ≥ V], a row for each request. If a text has a grammar, the host waits for a GPU.
         """
         q = self.probabilities(logits, rows, j)
         picked = self.draft_coin(j, rows).pick(q)
@@ -217,7 +220,7 @@ class Round:
         return q, picked
 
     def verify(self, p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-        """How many drafts of each request are accepted, and the token after them: int64[B]."""
+        """Count the accepted drafts of each request, and draw the token after them: int64[B]."""
         drafted, q = proposal
         coin = self.text_coin()
         if self.coupled:
@@ -225,10 +228,10 @@ class Round:
         return self.ops.verify(p, q, drafted, coin) or verify(p, q, drafted, coin)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
-        """logits [R, ≥ V] -> float[R, V]. rows: the request of each row.
+        """The distributions that are sampled: logits [R, ≥ V] -> float[R, V].
 
-        depth: the drafts before a request's first row; before its next row there is one more.
-        Masks of grammars overwrite the logits.
+        rows: the request of each row. depth: the number of drafts before a request's first row;
+        before each later row there is one more. Masks of grammars overwrite the logits.
         """
         settings: dict[str, Setting] = {}
         for name, neutral in SETTINGS.items():
@@ -246,11 +249,11 @@ class Round:
 
 
 def main() -> None:
-    """The demonstration: the distribution of texts of the production code, and the target's own.
+    """The demonstration prints the distribution of the production code's texts, and the target's.
 
     proof.py lets a run walk through every outcome of its random numbers: n texts are made together,
-    and the text of seed s takes branch s of `walk`. A text has up to 3 tokens of a vocabulary of 3,
-    and ends with token 0.
+    and the text of seed s takes branch s of `walk`. A text has up to 3 tokens, out of a vocabulary
+    of 3, and ends with token 0.
     """
 
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
