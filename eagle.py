@@ -1,25 +1,25 @@
 """EAGLE-3: a head that drafts from the target's own hidden states.
 
 A draft model reads the text anew. But the target has read it already, and its residual stream holds
-what it found. A head is one layer that reads this stream and the last token:
+its findings. A head is one layer that reads this stream and the last token:
 
     f_i = fc([h_low, h_mid, h_high])               token i's features: x at the input of 3 layers
     a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of attention is twice as wide
     y_i = f_i + o(attend(qkv(a)))_i
     z_i = y_i + down(swiglu(norm(y_i)))
-    the logits of token i + 2 = head(norm(z_i))    [Vd], of the commonest tokens alone
+    the logits of token i + 2 = head(norm(z_i))    [Vd], for the commonest tokens alone
 
 So row i pairs the features of token i with the token after it. The newest row's z gives the first
 draft. The next row has no features yet: it takes z_i in their place, with the token just drafted,
 and so on, in a chain.
 
     after each pass of the target     a row for each token that stays in the text
-    to draft k tokens                 k − 1 rows more, of a fed-back z, which are forgotten again
+    to draft k tokens                 k − 1 rows more, made of fed-back z, and forgotten again
 
 The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
-token i. So shared prefixes, forks, preemption and bits of the cache need nothing more, but that a
-row depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary
-has the probability 0 in q; verification is exact for any q.
+token i. So shared prefixes, forks, preemption and caches in fewer bits need one thing more: a row
+depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary has
+the probability 0 in q; verification is exact for any q.
 
 Invariant: between steps each stored token of a text has its row, made of true features.
 Not covered: trees of drafts; several layers.
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class EagleHead(Llama):
-    """A Llama of one layer, with another input of that layer, and a smaller vocabulary."""
+    """A Llama of one layer, with another input to that layer, and a smaller vocabulary."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class EagleHead(Llama):
         ops: Ops | None = None,
         weight_dtype: torch.dtype | None = None,
     ):
-        """Random weights from `seed`; None: uninitialized, to be filled."""
+        """Make random weights from `seed`; None: leave them uninitialized, to be filled."""
         self.eagle = config
         self.target = target
         self.feature_layers = config.layers_of(target.config)
-        self.cache_layer = target.config.num_hidden_layers  # the cache's last
+        self.cache_layer = target.config.num_hidden_layers  # the cache's last layer
         super().__init__(config.draft_config, device, dtype, None, ops, weight_dtype)
         C = self.config.hidden_size
         n = len(self.feature_layers)
@@ -87,7 +87,7 @@ class EagleHead(Llama):
             self._randomize(seed)
 
     def combine(self, features: Tensor) -> Tensor:
-        """f: [T, n, hidden_size of the target] -> [T, C]."""
+        """f, made of the features: [T, n, hidden_size of the target] -> [T, C]."""
         eps = self.config.rms_norm_eps
         x = features.flatten(1)
         if self.feature_norms:
@@ -99,7 +99,7 @@ class EagleHead(Llama):
         return self.ops.linear(x, self.fc)
 
     def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """z of rows that pair f (or z): [T, C] with tokens: int64[T] -> [T, C]."""
+        """z for rows that pair f (or z), [T, C], with tokens, int64[T] -> [T, C]."""
         return self.ops.forward(self, (f, tokens), metadata)
 
     def forward(
@@ -132,16 +132,16 @@ class EagleHead(Llama):
         return z
 
     def draft_logits(self, z: Tensor) -> Tensor:
-        """[R, C] -> [R, Vd]."""
+        """The logits of the head's own vocabulary: [R, C] -> [R, Vd]."""
         if not self.eagle.norm_output:
             _, z = self.ops.add_norm(z, None, self.norm, self.config.rms_norm_eps)
         return self.group.gather(self.ops.linear(z, self.head), self.config.vocab_size)
 
     def logits(self, z: Tensor) -> Tensor:
-        """The same by the target's tokens: [R, C] -> [R, V].
+        """The logits of the target's vocabulary: [R, C] -> [R, V].
 
-        Outside the head's vocabulary they are the lowest number: the probability is 0. It is not
-        −∞, because a grammar may allow no other token.
+        A token outside the head's vocabulary gets the lowest number, so its probability is 0. It is
+        not −∞, because a grammar may allow no other token.
         """
         drafted = self.draft_logits(z)
         lowest = torch.finfo(drafted.dtype).min
@@ -150,12 +150,12 @@ class EagleHead(Llama):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The target's token for each of the head's: int64[Vd]."""
+        """The target's token for each token of the head: int64[Vd]."""
         return self.offsets + torch.arange(len(self.offsets), device=self.device)
 
     def token_embedding(self, tokens: Tensor) -> Tensor:
-        """int64[T] -> [T, C], from the head's own rows, which all processes have, or from the
-        target's."""
+        """int64[T] -> [T, C], from the head's own embedding, which every process holds whole, or
+        from the target's."""
         if self.eagle.has_embedding:
             return self.ops.embed(tokens, self.embed, self.dtype)
         return self.target.embedding(tokens)
@@ -173,7 +173,7 @@ class EagleHead(Llama):
         return replace(super()._layer(i), qkv=qkv)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """By their names in the speculators layout."""
+        """The weights, by their names in the speculators layout."""
         tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
         tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
         tensors |= self._layer_weights(self.layers[0], "layers.0.")
@@ -209,12 +209,12 @@ class EagleHead(Llama):
 class Newest(NamedTuple):
     """The newest row of a text."""
 
-    length: int  # of the text's rows
+    length: int  # the number of the text's rows
     z: Tensor  # [C]
 
 
 class HeadChain:
-    """Drafts of a head: a row of every text that wants one more draft."""
+    """A head drafts: it computes a row for every text that wants one more draft."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
         """newest: z of the requests that want drafts, [R, C]."""
@@ -222,10 +222,10 @@ class HeadChain:
         self.cache = cache
         self.z = newest
         self.rows = round.drafting()
-        self.picked: Tensor | None = None  # drafts behind z: int64[R]
+        self.picked: Tensor | None = None  # the drafts after z: int64[R]
         self.seqs = [request.seq for request in round.requests]
         self.lengths = [cache.length(seq) for seq in self.seqs]
-        # One draft needs no row. 0: a token that only the device knows.
+        # A single draft needs no row. 0 stands for a token that only the device knows.
         wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
         self.reserved = cache.extend(wanted) if wanted else None
 
@@ -240,7 +240,7 @@ class HeadChain:
     def _add_rows(self, rows: list[int]) -> None:
         """Pair the newest z of these requests with the tokens that they have just drafted."""
         going_on = [i for i, b in enumerate(self.rows) if b in rows]
-        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite, which the runner tells
+        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite; the runner tells it
         spans = []
         for b in rows:
             spans.append((self.seqs[b], self.lengths[b], self.lengths[b] + 1))
@@ -250,7 +250,7 @@ class HeadChain:
 
 
 class EagleDrafter(BorrowingDrafter):
-    """A head, in the target's cache."""
+    """A head drafts in the target's cache."""
 
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
@@ -264,7 +264,7 @@ class EagleDrafter(BorrowingDrafter):
         return super().max_drafts(request, wanted) if request in self.newest else 0
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
-        """Make the rows of tokens that the target has read."""
+        """Make the rows for the tokens that the target has read."""
         tokens: list[int] = []
         spans = []
         last = []
@@ -278,7 +278,8 @@ class EagleDrafter(BorrowingDrafter):
             self.newest[request] = Newest(start + len(following), z[row])
 
     def restore(self, request: Request, length: int) -> None:
-        """Without the newest row there are no drafts until the target has read the next token."""
+        """Forget the newest row if it is gone: there are no drafts until the target has read the
+        next token."""
         if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
             self.close(request)
 

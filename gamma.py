@@ -2,21 +2,26 @@
 
 If each drafted token is accepted with probability α, independently, a round yields
 1 + α + … + α^γ tokens: the accepted drafts, and one token of the target. If a drafted token costs c
-plain passes, and the target's pass over γ + 1 tokens w of them:
+plain passes, and the target's pass over γ + 1 tokens costs w of them, then
 
     speed-up = (1 − α^(γ+1)) / (1 − α) / (w + γ c)         (Leviathan et al. 2023, 3.3, where w = 1)
 
 `AutoGamma` takes the γ with the best speed-up, or 0. The denominator is the time of a whole round
-over that of a plain one, both measured on real rounds: PLAIN plain rounds, a few with TRIAL drafts,
-and then every round. A time is the lower quartile of at least MEASURED rounds (of 2 or 3 the
-shortest): neither a first one, which warms up, nor an interruption sways it. A γ that was not
-measured lies on the line through those that were, as far as twice the largest of them. α is a
-moving average over all requests, so all have the same γ; a new text begins with the acceptance of
-those before it. While γ is 0, drafts are tried again after PATIENCE times the plain rounds that a
-round with drafts would take; else, as rarely, a plain round.
+over the time of a plain one, by these rules:
+
+  - Real rounds are measured: PLAIN plain ones, then a few with TRIAL drafts, and then every round.
+    Steps that read a prompt are not measured.
+  - A time is the lower quartile of at least MEASURED rounds (the shortest of 2 or 3). So neither a
+    first round, which warms up, nor an interruption sways it.
+  - A γ that was not measured lies on the line through the measured ones, as far as twice the
+    largest of them.
+  - α is a moving average over all requests, so all have the same γ, and a new text begins with the
+    acceptance of those before it.
+  - While γ is 0, drafts are tried again after PATIENCE times the plain rounds that a round with
+    drafts would take. While γ is above 0, a plain round is run as rarely.
 
 γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
-stays, but a seed may give another text. Steps that read a prompt are not measured.
+stays, but a seed may give another text.
 Not covered: a γ for each text of a batch; acceptance that depends on the position.
 """
 
@@ -33,19 +38,21 @@ TRIAL = 4  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
 PATIENCE = 128  # rounds before what seems worse is tried again
-MEASURED = 2  # rounds, at least, that a time is taken from
+MEASURED = 2  # rounds that a time is taken from, at least
 PLAIN = 4  # rounds without drafts before the first ones with drafts
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens a round yields on average, with γ drafted and each accepted with probability α."""
+    """The tokens that a round of γ drafts yields on average, if each is accepted with probability
+    α."""
     if alpha >= 1:
         return gamma + 1.0
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def speed_up(alpha: float, gamma: int, c: float, w: float = 1.0) -> float:
-    """Over plain decoding, if a drafted token costs c plain passes, and the target's pass w."""
+    """The speed over plain decoding, if a drafted token costs c plain passes, and the target's pass
+    over γ + 1 tokens costs w."""
     return expected_tokens(alpha, gamma) / (w + gamma * c)
 
 
@@ -57,13 +64,13 @@ class AutoGamma:
         self.weight = 5.0  # drafts that alpha is a mean over
         self.num_plain = 0  # plain rounds since the last draft
         self.num_drafting = 0  # rounds with drafts since the last plain one
-        # Batches of like size (4 to 7, say, by bit_length) share what is known:
-        self.best: dict[int, tuple[int, float]] = {}  # γ, and its round's time over a plain one's,
-        # and seconds of the last rounds, by (bit_length, γ)
+        # Batches of like size (4 to 7, say: of one bit_length) share what is known: the best γ with
+        # its round's time over a plain one's, and the seconds of the last rounds of each γ.
+        self.best: dict[int, tuple[int, float]] = {}
         self.seconds = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=9))
 
     def round_seconds(self, batch_size: int, gamma: int) -> float | None:
-        """The lower quartile of its times; None if it was not measured often enough."""
+        """The lower quartile of a round's times; None if it was not measured often enough."""
         times = self.seconds.get((batch_size.bit_length(), gamma), ())
         if len(times) < MEASURED:
             return None
@@ -79,7 +86,7 @@ class AutoGamma:
         return measured
 
     def costs(self, measured: dict[int, float]) -> list[float]:
-        """A round's time over a plain one's for γ = 1, 2, …, MAX_GAMMA, from those measured."""
+        """A round's time over a plain one's for γ = 1, 2, …, MAX_GAMMA, from the measured γ."""
         plain = measured[0]
         points = dict(measured)
         if len(points) > 2:  # a pass over several tokens may have a cost that a plain one lacks
@@ -92,7 +99,7 @@ class AutoGamma:
         return costs
 
     def choose(self, batch_size: int) -> int:
-        """γ for the next round of so many requests. Changes nothing."""
+        """γ for the next round of so many requests. This changes nothing."""
         best = self.best.get(batch_size.bit_length())
         if best is None:  # the trial
             plain = self.seconds.get((batch_size.bit_length(), 0), ())
@@ -107,7 +114,7 @@ class AutoGamma:
     def observe(
         self, num_drafts: Sequence[int], num_accepted: Sequence[int], seconds: float
     ) -> None:
-        """Learn from a round: the drafts of each request, how many stand, and its time."""
+        """Learn from a round: each request's drafts, how many of them stand, and the time."""
         batch_size = len(num_drafts)
         gamma = math.ceil(sum(num_drafts) / batch_size)  # some requests may have had fewer
         self.seconds[batch_size.bit_length(), gamma].append(seconds)
@@ -128,14 +135,14 @@ class AutoGamma:
 
     def report(self, request: Request) -> Speculation | None:
         """A text's acceptance, and its speed-up over plain decoding, by the times of its rounds and
-        of plain ones (None: unknown); all this after the first round, which reads the prompt's
-        end."""
+        of plain ones (None: unknown). The first round, which reads the prompt's end, does not
+        count."""
         rounds = request.rounds[1:]
         if not rounds:
             return None
         num_tokens = sum(stats.num_accepted + 1 for stats in rounds)
         seconds = 0.0
-        plain_seconds = 0.0  # of the same tokens by plain decoding
+        plain_seconds = 0.0  # what plain decoding takes for the same tokens
         num_drafts = 0  # in rounds whose times are known
         for stats in rounds:
             own = self.round_seconds(stats.batch_size, stats.num_drafts)
@@ -148,7 +155,8 @@ class AutoGamma:
         return Speculation(request.acceptance, num_tokens / len(rounds), speed_up)
 
     def _choose_best(self, batch_size: int) -> None:
-        """The γ of the largest gain, if the trial is over: a plain round and another are known."""
+        """Keep the γ with the largest gain, once the times of plain rounds and of another γ are
+        known."""
         if self.round_seconds(batch_size, 0) is None:
             return
         measured = self.measured(batch_size)

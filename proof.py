@@ -1,4 +1,4 @@
-"""The law of a sampler (the distribution of its texts), exactly: a sum over every possible run.
+"""The law of a sampler, which is the distribution of its texts, as a sum over every possible run.
 
 All randomness passes through a coin with two methods (sampling.py). The coin here follows a script
 of outcomes. At each decision it notes the outcome's probability, and scripts for the other
@@ -12,7 +12,7 @@ Tests hold that their `distance` is a rounding error; `python speculative.py` pr
 
 Invariant: the probabilities of all scripts add up to 1. Each text of a wide batch follows its own
 script, or `group` texts share one, which gives their joint law. Cost: a script for each possible
-sequence of outcomes, so texts of a few tokens out of three. The models are toys.
+sequence of outcomes, so the models are toys: their texts have a few tokens, out of three.
 
     B rows, one request each · k drafted tokens · V vocabulary · T tokens of a step · R logits
 """
@@ -36,11 +36,11 @@ Law = dict[Any, float]  # the probability of each text
 
 
 class Branch:
-    """One possible run: it follows a script, then takes first possible outcomes.
+    """One possible run: it follows a script, then takes the first possible outcome each time.
 
     path: the outcomes so far; a decision with one possible outcome is left out.
-    others: scripts for the outcomes that were not taken. Those of decisions within the script were
-    noted by the run that wrote it.
+    others: scripts for the outcomes that were not taken. (For decisions within the script, the run
+    that wrote it has noted them.)
     """
 
     def __init__(self, script: Sequence[int]):
@@ -50,7 +50,7 @@ class Branch:
         self.others: list[tuple[int, ...]] = []
 
     def decide(self, probs: Sequence[float]) -> int:
-        """The index of the outcome, with these probabilities."""
+        """Decide between outcomes with these probabilities -> the index of one."""
         possible = [i for i, p in enumerate(probs) if p > 0]
         outcome = possible[0]
         if len(possible) > 1:
@@ -112,8 +112,8 @@ def enumerate_law(
 ) -> Law:
     """The law of what run(walk, n) returns.
 
-    A run makes n · group texts, of the seeds 0, 1, …, and returns n results: the texts, or a tuple
-    of each group's texts.
+    A run makes n · group texts, with the seeds 0, 1, …, and returns n results: the texts, or a
+    tuple of each group's texts.
     width: the most scripts that one run follows.
     """
     law = defaultdict(float)
@@ -129,27 +129,28 @@ def enumerate_law(
 
 
 class Toy:
-    """A model of V tokens, for texts of up to `longest` tokens: a table of logits, a row a text.
+    """A model with a vocabulary of V tokens, for texts of up to `longest` tokens: a table of logits
+    with a row for each text.
 
-    The row is the text's code, a number in base V + 1: token t at position i counts (t + 1) · (V +
-    1)^i. A toy knows the text only by attention: it stores each token's count as the token's value,
-    all keys are 0, so attention is the mean count of the text, and times the length it is the code.
-    So one wrong token in the target's cache changes the law. With V = 3 the text [2, 0] counts 3 ·
-    1 + 1 · 4 = 7; attention returns 3.5, times 2 is 7.
+    The row's number is the text's code, in base V + 1: token t at position i counts (t + 1) ·
+    (V + 1)^i. With V = 3 the code of [2, 0] is 3 · 1 + 1 · 4 = 7. A toy knows the text by attention
+    alone: it stores each token's count as the token's value, and all keys are 0, so attention
+    returns the mean count (3.5), and the mean times the length is the code. So one wrong token in
+    the target's cache changes the law.
     """
 
     device = torch.device("cpu")
     dtype = torch.float64
     ops = Ops()
     group = Group()
-    # Added to the tokens that are stored. A drafter of another shift, in the target's cache, stores
-    # other numbers: the law is right only if the target stores its own over them.
+    # This number is added to the tokens that are stored. A drafter with another shift, in the
+    # target's cache, stores other numbers: the law is right only if the target overwrites them.
     shift = 0
 
     def __init__(self, V: int = 3, longest: int = 7, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
         weights = torch.rand((V + 1) ** longest, V, generator=generator, dtype=torch.float64)
-        weights = weights**3  # some much larger than others
+        weights = weights**3  # some are much larger than others
         kinds = torch.randint(0, 8, weights.shape, generator=generator)
         weights[kinds == 0] = 0  # impossible tokens
         weights[kinds == 1] = 0.25  # ties
@@ -159,7 +160,7 @@ class Toy:
         self.table = logs.clamp(min=-1000)  # e^-1000 is 0, and logits are finite
 
     def code(self, text: Sequence[int]) -> int:
-        """The row of a text in the table (of a toy without shift)."""
+        """A text's row in the table, for a toy without shift."""
         return sum((token + 1) * (self.V + 1) ** i for i, token in enumerate(text))
 
     def __call__(
@@ -169,7 +170,7 @@ class Toy:
         logits_indices: Tensor | slice | None = None,
         features: None = None,
     ) -> Tensor:
-        """The logits after each token, or after those of these indices: int64[T] -> [R, V]."""
+        """The logits after each token, or after the tokens at these indices: int64[T] -> [R, V]."""
         positions = metadata.positions.double()
         digits = (tokens + self.shift) % self.V + 1
         counts = (digits * (self.V + 1) ** positions)[:, None, None]  # [T, 1, 1]
@@ -203,5 +204,5 @@ def sequential_law(
 
 
 def distance(a: Law, b: Law) -> float:
-    """The largest difference of two laws."""
+    """The largest difference between two laws."""
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())
