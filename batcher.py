@@ -21,7 +21,8 @@ tokens. Texts beyond their prompts take a round each; prompts are read in chunks
 
 Invariant: a request is in `waiting`, in `running`, or in neither; only requests in `running` have
 sequences in the caches.
-Cost: scheduling is Python: for a step, and for each text admitted, in proportion to those running.
+Cost: scheduling is Python. A step, and each admission, takes time in proportion to the running
+texts.
 Not covered: priorities; several models.
 
 Yu et al. 2022, Orca (OSDI); Agrawal et al. 2024, Sarathi-Serve (arXiv:2403.02310).
@@ -39,8 +40,8 @@ from request import Request
 from runner import ModelRunner, ScheduledRequest
 from settings import Options
 
-# Steps before a text that found no room in the caches is tried again, unless a text ends before: a
-# try costs time, and seldom finds room.
+# A text that found no room in the caches is tried again after so many steps, or when a text ends:
+# a try costs time, and seldom finds room.
 RETRY_AFTER = 16
 
 
@@ -53,7 +54,7 @@ class Batcher:
         self.runner = runner
         self.max_batch = max_batch
         self.waiting = deque[Request]()  # in the order of turns, then oldest first
-        self.turn = 0.0  # that is on
+        self.turn = 0.0  # the turn that is on
         self.running: list[Request] = []  # oldest first
         self.num_steps = 0
         self.retry_at_step = 0  # when the first in the queue is tried again
@@ -87,7 +88,7 @@ class Batcher:
         self.waiting.insert(place, request)
 
     def step(self) -> dict[Request, list[int]]:
-        """One pass over all running texts -> the new tokens of each. Finished texts leave."""
+        """Run one pass over all running texts -> the new tokens of each. Finished texts leave."""
         scheduled = self.schedule()
         new_tokens = self.runner.step(scheduled)
         for request in new_tokens:
@@ -96,14 +97,14 @@ class Batcher:
         return new_tokens
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[tuple[Request, list[int]]]:
-        """(request, its new tokens) as they are made, until no request is left."""
+        """Yield (request, its new tokens) as they are made, until no request is left."""
         for request in requests:
             self.add(request)
         while self.waiting or self.running:
             yield from self.step().items()
 
     def cancel(self, request: Request) -> None:
-        """End a request now, and free its sequences. One that has ended stays as it is."""
+        """End a request now, and free its sequences. A request that has ended stays as it is."""
         if request in self.running:
             self._release(request)
         elif not request.finish_reason and request in self.waiting:  # no search for one that ended
@@ -113,7 +114,7 @@ class Batcher:
     # ---- The plan of a step
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Running texts, oldest first; preempt until they fit; then admit waiting texts."""
+        """Plan running texts, oldest first; preempt until they fit; then admit waiting texts."""
         self.num_steps += 1
         scheduled = self._schedule_running()
         while not self.runner.fits(scheduled):
@@ -129,7 +130,7 @@ class Batcher:
         return scheduled
 
     def _schedule_running(self) -> list[ScheduledRequest]:
-        """A round or a chunk for each, so that a round of each younger text is left."""
+        """Plan a round or a chunk for each text, so that a round of each younger text is left."""
         scheduled = []
         left = self.runner.budget
         reserved = self._reserved()
@@ -175,7 +176,8 @@ class Batcher:
             self.retry_at_step = self.num_steps + RETRY_AFTER
             return None
         item = self.runner.schedule(request, left)
-        # Asked, never run: a text of which only the first chunk fits would soon be preempted.
+        # This work is asked about, and never run: a text whose first chunk alone fits would soon be
+        # preempted.
         whole_text = item._replace(
             num_tokens=self.runner.num_pending(request), num_drafts=0, samples=True
         )
@@ -199,7 +201,7 @@ class Batcher:
 
 
 def main() -> None:
-    """The demonstration: 16 texts, four at a time; a row each, a column a step."""
+    """The demonstration draws 16 texts, four at a time: a row is a text, and a column a step."""
     model = Model.load("tiny")
     batcher = Engine(model, None, Options(max_len=64, max_batch=4), 1000).batcher
     batcher.runner.multi_step = 1  # a column is a token, on a GPU too

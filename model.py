@@ -12,14 +12,14 @@ belongs, and `ops` (kernels.py) computes.
         x = x + down(silu(gate) · up)                      swiglu multiplies by gate_up, too
     logits = head(norm(x[logits_indices]))                 [R, V]
 
-  - RMSNorm (Zhang & Sennrich 2019): x / √(mean x² + ε) · w. The sum x + … is left to the norm that
-    comes next, which does both in one pass over x (`add_norm`).
-  - Rotary embeddings (Su et al. 2021): dimension pair (i, i + D/2) of q and k turns by position ·
+  - RMSNorm (Zhang & Sennrich 2019) is x / √(mean x² + ε) · w. The next norm adds x + … itself,
+    because both together are one pass over x (`add_norm`).
+  - Rotary embeddings (Su et al. 2021) turn the dimension pair (i, i + D/2) of q and k by position ·
     θ^(−2i/D), so that q · k depends on the distance alone.
-  - Grouped-query attention (Ainslie et al. 2023): H query heads share G key/value heads. SwiGLU
-    (Shazeer 2020).
+  - In grouped-query attention (Ainslie et al. 2023) H query heads share G key/value heads. SwiGLU
+    is by Shazeer 2020.
 
-Cost: about 2 · parameters operations a token, and attention; and reading every weight once a step,
+Cost: a token takes about 2 · parameters operations, and attention; a step reads every weight once,
 however many tokens it has.
 
     T tokens of a step · R logits asked for · C hidden_size · H query heads · G key/value heads
@@ -54,7 +54,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of the positions of a step: [T, 1, D
 
 
 class Features(NamedTuple):
-    """What a pass hands out where it is asked to: x at the input of some layers (eagle.py)."""
+    """x at the input of some layers, which a pass hands out if it is asked to (eagle.py)."""
 
     layers: tuple[int, ...]
     values: Tensor  # [T, len(layers), C], to be filled
@@ -73,7 +73,8 @@ class Layer:
 
 
 class Llama:
-    """`llama(tokens, metadata, logits_indices)`. Without metadata: one sequence, no cache."""
+    """`llama(tokens, metadata, logits_indices)` -> logits. Without metadata the tokens are one
+    sequence, and there is no cache."""
 
     def __init__(
         self,
@@ -84,16 +85,16 @@ class Llama:
         ops: Ops | None = None,
         weight_dtype: torch.dtype | None = None,
     ):
-        """Random weights from `seed`; None: uninitialized, to be filled.
+        """Make random weights from `seed`; None: leave them uninitialized, to be filled.
 
-        weight_dtype: of matrices, if not `dtype`.
+        weight_dtype: the matrices' dtype, if it is not `dtype`.
         """
         self.device = torch.empty(0, device=device).device  # as tensors name it, with an index
         self.dtype = dtype
         self.weight_dtype = weight_dtype or dtype
         self.ops = ops or ops_for(device)
-        # Of several processes (parallel.py) each holds a part of every matrix, and a smaller config
-        # says how large. One process: shard is config.
+        # Each of several processes (parallel.py) holds a part of every matrix, and a smaller config
+        # says how large. For one process, shard is config.
         self.group = group_for(self.device)
         shard = self.group.shard(config)
         self.vocab_rows = shard.vocab_size
@@ -118,9 +119,9 @@ class Llama:
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        """tokens: int64[T] -> logits [R, V] of the tokens at `logits_indices` (None: of all).
+        """tokens: int64[T] -> logits [R, V] after the tokens at `logits_indices` (None: after all).
 
-        features: to be filled, too.
+        features: the pass fills them, too.
         """
         if metadata is None:
             metadata = AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
@@ -154,13 +155,13 @@ class Llama:
         return self.group.embed(tokens, self.vocab_rows, embed)
 
     def empty_features(self, layers: tuple[int, ...], T: int) -> Features:
-        """To be filled by a pass over T tokens."""
+        """Features that a pass over T tokens fills."""
         shape = T, len(layers), self.config.hidden_size
         return Features(layers, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def rope(self, positions: Tensor) -> Rope:
-        """By how much a pair (a, b) of dimensions turns, to (a cos − b sin, b cos + a sin):
-        int[T] -> cos and sin, [T, 1, D / 2] each."""
+        """The turns of dimension pairs at these positions: int[T] -> cos and sin, [T, 1, D / 2]
+        each. A pair (a, b) becomes (a cos − b sin, b cos + a sin)."""
         angles = torch.outer(positions, self.frequencies)[:, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
@@ -188,7 +189,8 @@ class Llama:
         return x, mlp_out
 
     def kv_spec(self, bits: Bits = (16, 16), draft_layers: int = 0) -> KVSpec:
-        """What a cache stores of a token. draft_layers: of a head that shares it (eagle.py)."""
+        """What a cache stores of a token. draft_layers: the layers of a head that shares the cache
+        (eagle.py)."""
         return KVSpec.of(self.config, self.dtype, bits, self.device, draft_layers)
 
     # ---- The weights
@@ -232,14 +234,14 @@ class Llama:
                 tensor.normal_(0, 0.02, generator=generator)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The tensors of `named_weights`: a quantized one has several."""
+        """The tensors of `named_weights`: a quantized weight has several."""
         tensors = {}
         for name, weight in self.named_weights().items():
             tensors |= named_tensors(name, weight)
         return tensors
 
     def named_weights(self) -> dict[str, Tensor | Quantized]:
-        """The weights before `pack_weights`, by their names in a checkpoint: views, to be
+        """The weights before `pack_weights`, by their names in a checkpoint. They are views, to be
         filled."""
         weights = dict(named_parts(self.embed, {"model.embed_tokens": self.vocab_rows}))
         weights["model.norm.weight"] = self.norm
@@ -273,7 +275,7 @@ class Llama:
         return self
 
     def unpacked(self) -> Llama:
-        """The tensors before `pack_weights`, without memory."""
+        """This model before `pack_weights`, without memory for its tensors."""
         return Llama(self.config, "meta", self.dtype, None, weight_dtype=self.weight_dtype)
 
     def _pack_layers(self) -> None:
@@ -283,7 +285,7 @@ class Llama:
         def pack(place: tuple[Layer, str]) -> int:
             layer, role = place
             linear = getattr(layer, role)
-            if role in ROW_PARALLEL and self.group.rank > 0:  # what is summed has a bias once
+            if role in ROW_PARALLEL and self.group.rank > 0:  # a sum has a bias once
                 linear = linear._replace(bias=None)
             setattr(layer, role, self.ops.pack_weight(linear, self.dtype, role))
             return linear.weight.nbytes
@@ -308,7 +310,7 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
     """The weights of a checkpoint that are rows of this matrix: q, k and v in qkv, say.
 
-    rows: name -> number of rows. Parts of a quantized matrix share the order of its columns.
+    rows: name -> number of rows. The parts of a quantized matrix share the order of its columns.
     """
     for kind, matrix in zip(("weight", "bias"), linear):
         if matrix is not None:
@@ -317,9 +319,9 @@ def named_parts(
 
 
 def weight_bytes(llama: Llama, read: bool = False) -> int:
-    """Bytes of the weights as they are stored, scales included; a tied head counts once.
+    """The bytes of the weights as they are stored, scales included; a tied head counts once.
 
-    read: only what a step reads: of an embedding that is not tied it reads single rows.
+    read: count only what a step reads. It reads single rows of an embedding that is not tied.
     """
     plain = llama.unpacked()
     is_tied = llama.embed is llama.head
@@ -333,10 +335,10 @@ def weight_bytes(llama: Llama, read: bool = False) -> int:
 def rope_frequencies(config: Config) -> Tensor:
     """Radians by which each pair of dimensions turns from a position to the next: float32[D/2].
 
-    For texts longer than in training (`rope_scaling`), frequencies are divided by `factor`: all of
-    them (linear), or those of slow pairs (llama3): pairs that make fewer than low_freq_factor turns
-    over the original context, and in part those that make up to high_freq_factor; or each by its
-    own (factors).
+    For texts longer than in training (`rope_scaling`), frequencies are divided. The linear kind
+    divides all of them by `factor`. The llama3 kind divides those of slow pairs: pairs that make
+    fewer than low_freq_factor turns over the original context, and in part pairs that make up to
+    high_freq_factor. With `factors`, each frequency has its own.
     """
     D = config.head_dim
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
@@ -355,7 +357,7 @@ def rope_frequencies(config: Config) -> Tensor:
 
 @torch.inference_mode()
 def main(name: str = "tiny") -> None:
-    """The demonstration: it does not matter how a text is split into chunks."""
+    """The demonstration shows that it does not matter how a text is split into chunks."""
     llama = Llama.load(name, dtype=torch.float32)
     text = torch.arange(1, 101, device=llama.device)
     whole = llama(text)

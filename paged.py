@@ -46,7 +46,8 @@ BlockKey = tuple[int, tuple[int, ...]]  # hash of the block before (0: none), to
 
 
 class BlockPool:
-    """`total` blocks: free ones, live ones with references, and idle ones, cached without any."""
+    """`total` blocks: free ones, live ones with references, and idle ones, which are cached and
+    have no references."""
 
     def __init__(self, total: int):
         self.total = total
@@ -54,8 +55,8 @@ class BlockPool:
         self.free = list(reversed(range(total)))
         self.idle = OrderedDict[int, None]()  # least recently used first
         self.cached: dict[BlockKey, int] = {}  # -> block
-        self.key_of: dict[int, BlockKey] = {}  # of each cached block
-        self.hash_of: dict[int, int] = {}  # of each cached block
+        self.key_of: dict[int, BlockKey] = {}  # each cached block -> its key
+        self.hash_of: dict[int, int] = {}  # each cached block -> its hash
         self._next_hash = count(1)
 
     @property
@@ -63,7 +64,7 @@ class BlockPool:
         return len(self.free) + len(self.idle)
 
     def take(self, wanted: int) -> list[int]:
-        """Blocks with one reference each: free ones, then idle ones. CacheFull before any
+        """Take blocks, free ones, then idle ones, and give each one reference. CacheFull before any
         change."""
         if wanted > self.available:
             raise CacheFull(
@@ -93,8 +94,8 @@ class BlockPool:
             self.free.append(block)
 
     def cache_block(self, block: int, key: BlockKey) -> int:
-        """Let `open` find this full block -> its hash. If another block has the key, that one stays
-        cached, and its hash is returned."""
+        """Let `open` find this full block -> its hash. If another block has the key, that block
+        stays cached, and its hash is returned."""
         if block in self.key_of:  # a sequence that shares it has cached it
             return self.hash_of[block]
         if key not in self.cached:
@@ -134,12 +135,12 @@ class PagedCache(Cache):
         self._next_seq = count(1)
 
     def block_key(self, parent: int, tokens: Sequence[int]) -> BlockKey:
-        """What a full block is found by. (A method: a test puts keys in its place whose Python
-        hashes collide.)"""
+        """The key by which a full block is found. (This is a method so that a test can make keys
+        whose Python hashes collide.)"""
         return parent, tuple(tokens)
 
     def _block_tokens(self, tokens: Sequence[int], i: int) -> Sequence[int]:
-        """All tokens that the keys and values of block i depend on, beside earlier blocks'."""
+        """All tokens that the keys and values of block i depend on, but for earlier blocks'."""
         S = self.block_size
         return tokens[i * S : (i + 1) * S + self.lookahead]
 
@@ -150,8 +151,8 @@ class PagedCache(Cache):
     # ---- The verbs
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """A new sequence for `tokens` -> (seq, num_cached): so many are stored already, but never
-        all."""
+        """Make a sequence for `tokens` -> (seq, num_cached): so many tokens are stored already, but
+        never all."""
         sequence = CachedSequence()
         if self.prefix_caching:
             self._find_prefix(sequence, tokens)
@@ -186,7 +187,7 @@ class PagedCache(Cache):
             num_new += self.blocks_for(length + n) - len(sequence.block_table)
             if n and length % self.block_size:
                 writers[sequence.block_table[-1]] += 1
-        # A writer copies its block unless it alone is left: 3 sequences that write make 2 copies.
+        # A writer copies its block unless nobody else holds it: 3 writers make 2 copies.
         for block, num_writers in writers.items():
             num_new += min(num_writers, self.pool.references[block] - 1)
         return num_new
@@ -219,7 +220,7 @@ class PagedCache(Cache):
             sequence.block_hashes.append(block_hash)
 
     def _own_last_block(self, sequence: CachedSequence, new_blocks: list[int]) -> None:
-        """Before a write into a last block that is not full: no other sequence may have it, or find
+        """Prepare a write into a last block that is not full: no other sequence may have or find
         it."""
         block = sequence.block_table[-1]
         if self.pool.references[block] == 1:
@@ -239,7 +240,7 @@ class PagedCache(Cache):
             self.pool.release(sequence.block_table.pop())
 
     def fork(self, seq: int) -> int:
-        """A second sequence with the same past; nothing is copied until one of them writes."""
+        """Make a second sequence with the same past. Nothing is copied until one of both writes."""
         sequence = self.sequence(seq)
         for block in sequence.block_table:
             self.pool.share(block)
@@ -250,7 +251,7 @@ class PagedCache(Cache):
         return new
 
     def free(self, seq: int) -> None:
-        """Release all blocks. Full ones can still be found until their space is needed."""
+        """Release all blocks. Full blocks can be found until their space is needed."""
         self._cache_full_blocks(self.sequence(seq))
         self.truncate(seq, 0)
         del self._sequences[seq]
@@ -258,7 +259,7 @@ class PagedCache(Cache):
     # ---- The invariant
 
     def check(self) -> tuple[int, int, int]:
-        """The numbers of (free, idle, live) blocks. RuntimeError if the invariant is broken."""
+        """Count the (free, idle, live) blocks. RuntimeError if the invariant is broken."""
         pool = self.pool
         owners = Counter[int]()
         for sequence in self._sequences.values():
@@ -290,8 +291,8 @@ def blocks_that_fit(memory: float, block_bytes: int, device: torch.device) -> in
 def paged_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], tokens: int, options: Options
 ) -> list[Cache]:
-    """As many blocks for each model as memory holds or, without kv_memory, as `tokens` need.
-    limits: tokens of a sequence. UserError if memory is short."""
+    """A cache for each model, with as many blocks as memory holds or, without kv_memory, as
+    `tokens` need. limits: the most tokens of a sequence. UserError if memory is short."""
     device = torch.device(specs[0].device)
     block_bytes = sum(spec.bytes(BLOCK_SIZE) for spec in specs)
     if options.kv_memory is None:
@@ -306,7 +307,7 @@ def paged_caches(
 
 
 def main() -> None:
-    """The demonstration: how many tables hold each block; ·: none."""
+    """The demonstration prints how many tables hold each block; · means none."""
     cache = PagedCache(KVSpec(1, 1, 2), num_blocks=40, block_size=4)
     for text in (
         b"Once upon a time, a dog",

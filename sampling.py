@@ -5,7 +5,7 @@ decoding, in this order:
 
     temperature   softmax(logits / t); t = 0 is a one-hot at the largest logit
     top-k         keep the k most probable tokens
-    top-p         of these, keep the fewest that hold a share p of their mass (Holtzman et al. 2020)
+    top-p         keep the fewest of these that hold a share p of their mass (Holtzman et al. 2020)
     min-p         keep tokens with at least min_p of the largest probability (Nguyen et al. 2024)
 
 Ties go to the lower index, so top-k keeps exactly k tokens.
@@ -18,8 +18,8 @@ on its batch or the device. `pick` is argmax p_i / E_i with E_i = −log u_i exp
 draw from p (the Gumbel-max trick). With the same noise, two distributions that are close mostly
 pick the same token.
 
-Invariant: `accept` is u < prob with u in [0, 1): probability 0 is never accepted, probability 1
-always. (The u of `pick` is half a step larger, so that its logarithm is finite.)
+Invariant: `accept` is u < prob with u in [0, 1), so it never accepts probability 0, and always
+accepts probability 1. (The u of `pick` is half a step larger, so that its logarithm is finite.)
 Cost: a sort of the vocabulary for top-k and top-p. gpu/draw.py finds their thresholds without it.
 
     B rows, one request each · k drafted tokens · V vocabulary
@@ -75,7 +75,7 @@ def probabilities(
 
 
 def soften(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """softmax(logits / t): float64[B, V]. Where t is 0, a one-hot at the first of the largest
+    """softmax(logits / t): float64[B, V]. Where t is 0, it is a one-hot at the first of the largest
     logits."""
     t = column(temperature, logits)
     is_greedy = t == 0
@@ -95,7 +95,7 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = torch.where(is_top_k, ordered, 0)
     mass = ordered.cumsum(-1)
     total = mass[:, -1:]
-    mass_before = F.pad(mass[:, :-1], (1, 0))  # of all more probable tokens
+    mass_before = F.pad(mass[:, :-1], (1, 0))  # the mass of all more probable tokens
     is_top_p = (mass_before < top_p * total) | (top_p >= 1)
     ordered = torch.where(is_top_p, ordered, 0)
     kept = torch.zeros_like(probs).scatter_(-1, index, ordered)
@@ -118,7 +118,7 @@ def column(setting: float | int | Tensor, rows: Tensor) -> Tensor:
 
 
 class NotFinite(UserError):
-    """Logits are not finite: the model's, unless the runner knows better."""
+    """Logits are not finite. They are the model's, unless the runner knows better."""
 
     def __init__(self, whose: str = "the model", way_out: str = "fetch it again"):
         super().__init__(
@@ -128,9 +128,9 @@ class NotFinite(UserError):
 
 
 def check_finite(x: Tensor, masked: bool = True) -> Tensor:
-    """Return x: [B, V], logits or probabilities. NotFinite if a number of it is NaN or infinite;
-    masked: some numbers of a row may be −∞."""
-    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: then all terms are
+    """Return x: [B, V], logits or probabilities. NotFinite if one of its numbers is NaN or
+    infinite; masked: some numbers of a row may be −∞."""
+    if math.isfinite(x.sum(dtype=torch.float32)):  # a quick look: then all terms are finite
         return x
     numbers = x.amax(-1) if masked else x
     if not numbers.isfinite().all():  # else the sum has overflowed
@@ -139,15 +139,15 @@ def check_finite(x: Tensor, masked: bool = True) -> Tensor:
 
 
 def check_tokens(tokens: list[int]) -> list[int]:
-    """Return the tokens. NotFinite for −1: so a backend says that logits are not finite."""
+    """Return the tokens. NotFinite for −1, by which a backend says that logits are not finite."""
     if min(tokens, default=0) < 0:
         raise NotFinite
     return tokens
 
 
 class TokenLogprob(NamedTuple):
-    """ln p of a token, and of the most probable tokens at its place, in the distribution of the
-    model itself: temperature 1, no filters."""
+    """ln p of a token, and of the most probable tokens at its place. p is the model's own
+    distribution: temperature 1, no filters."""
 
     token: int
     logprob: float
@@ -155,7 +155,8 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-    """logits: float[n, V], of which the n tokens were drawn; num_top: how many others to tell."""
+    """logits: float[n, V], from which the n tokens were drawn; num_top: how many of the most
+    probable tokens to tell."""
     logprobs = logits.double().log_softmax(-1)
     index = torch.tensor(tokens, device=logits.device)
     own = logprobs.gather(1, index[:, None])  # [n, 1]
@@ -233,7 +234,8 @@ def exponential(streams: Tensor, count: int) -> Tensor:
 
 
 def pick(probs: Tensor, streams: Tensor) -> Tensor:
-    """Draw an index from each row of probs: argmax p / E. Probability 0 is drawn only if all are 0.
+    """Draw an index from each row of probs: argmax p / E. An index with probability 0 is drawn only
+    if all are 0.
 
     probs: float[B, V]; streams: int64[B, 1], key ^ role of each row -> int64[B].
     """
@@ -244,9 +246,9 @@ def pick(probs: Tensor, streams: Tensor) -> Tensor:
 class Keyed:
     """The coin of a step: row b's numbers are a function of (seeds[b], positions[b], role) alone.
 
-    seeds, positions: int64[B]; role: that of `pick`, one for all rows or int64[B]; draw: how
-    `pick` draws (Ops.pick). `accept` decides on drafted token j in role accept_role(j).
-    `coin[rows]` is the coin of these rows.
+    seeds, positions: int64[B]; role: the role of `pick`, one for all rows or int64[B]; draw: the
+    function by which `pick` draws (Ops.pick). `accept` decides on drafted token j in role
+    accept_role(j). `coin[rows]` is the coin of these rows.
     """
 
     def __init__(
@@ -258,7 +260,7 @@ class Keyed:
     ):
         keys = seeds * SEED_FACTOR + positions * POSITION_FACTOR
         self.keys = keys[:, None]  # int64[B, 1]; `accept` has a role for each draft
-        self.streams = (keys ^ role)[:, None]  # int64[B, 1], of `pick`
+        self.streams = (keys ^ role)[:, None]  # int64[B, 1], for `pick`
         self.draw = draw
 
     def __getitem__(self, rows: slice | list[int]) -> Keyed:
@@ -285,7 +287,7 @@ class Keyed:
 
 
 def main() -> None:
-    """The demonstration: frequencies of keyed draws beside the probabilities, for each setting."""
+    """The demonstration prints the frequencies of keyed draws beside the probabilities."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -1.0])
     draws = 100_000
     print(f"logits {logits.tolist()}")
