@@ -3,14 +3,14 @@
 Plain attention writes a score for each pair of query and key to memory, and reads it again for the
 softmax. Here a program of the GPU takes some queries of one sequence and walks over the keys, a
 tile at a time: scores never leave the chip, and memory is O(n). A softmax needs its largest score
-and its sum before the first weight is known. So they are kept as far as they are known, and what
-was summed fades when a larger score comes (*online softmax*). For each query, of the keys so far:
+and its sum before the first weight is known. So both are kept for the keys so far, and what was
+summed fades when a larger score comes (*online softmax*). Each query keeps
 
     top = max_j s_j                      s_j = q · k_j / √D
     l   = Σ_j e^(s_j − top)
     o   = Σ_j e^(s_j − top) v_j
 
-and for each tile of further keys:
+and goes on with each further tile of keys:
 
     higher = max(top, max_j s_j)         p_j = e^(s_j − higher)       fade = e^(top − higher)
     l = fade · l + Σ_j p_j
@@ -19,12 +19,12 @@ and for each tile of further keys:
 At the end the result is o / l, exact but for rounding. The R = H / G query heads of a key/value
 head share its keys, so they are rows of one tile. Keys are found by the block table (paged.py).
 
-This is what a GPU runs without the folder gpu/; gpu/flash.py has the same kernel with what makes it
-faster. It computes without a GPU, too, in Triton's interpreter (TRITON_INTERPRET=1).
+A GPU runs this page without the folder gpu/; gpu/flash.py has the same kernel, made faster. The
+kernel computes without a GPU, too, in Triton's interpreter (TRITON_INTERPRET=1).
 
-Invariant: the result is kernels.attention's, of keys and values as they are stored.
+Invariant: the result is that of kernels.attention, with keys and values as they are stored.
 Cost: for n new tokens and m keys 4 · n · m · H · D operations; each tile of queries reads its keys.
-Not covered: quantized caches, and float64: plain torch computes these.
+Not covered: quantized caches and float64, which plain torch computes.
 
 Dao et al. 2022 (arXiv:2205.14135); Milakov & Gimelshein 2018, online softmax (arXiv:1805.02867).
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from model import Rope
 
 if triton is not None:
-    # Triton compiles a further variant where a number is 1 or a multiple of 16, or an address a
+    # Triton compiles a further variant where a number is 1 or a multiple of 16, or an address is a
     # multiple of 16. From step to step max_blocks changes, and so do the addresses of the three
-    # tables, views in one buffer: no variants for these.
+    # tables, which are views in one buffer. So there are no variants for these.
     @triton.jit(
         do_not_specialize=["max_blocks"],
         do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "seq_lens"],
@@ -77,9 +77,10 @@ if triton is not None:
         ROWS: tl.constexpr,
         KEYS: tl.constexpr,
     ):
-        """Attention of ROWS rows of one sequence: new tokens times the R heads of a key/value head.
+        """Attention for ROWS rows of one sequence: each is a new token with one of the R heads that
+        share a key/value head.
 
-        Scores are multiplied by scale = 1 / (√D ln 2): a GPU computes 2^(x / ln 2) = e^x.
+        Scores are multiplied by scale = 1 / (√D ln 2), because a GPU computes 2^(x / ln 2) = e^x.
         """
         b = tl.program_id(0) // G
         g = tl.program_id(0) % G
@@ -99,7 +100,7 @@ if triton is not None:
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         last = tl.max(position, axis=0)
         for start in range(0, tl.minimum(seq_len, last + 1), KEYS):  # rows of padding lie beyond
-            j = start + tl.arange(0, KEYS)  # a tile of keys, of any blocks
+            j = start + tl.arange(0, KEYS)  # a tile of keys, from any blocks
             block = tl.load(block_tables + b * max_blocks + j // S, j < seq_len, 0).to(tl.int64)
             slot = block * S + j % S
             kv_offset = (slot * G + g)[:, None] * D + d[None, :]
@@ -120,7 +121,7 @@ if triton is not None:
 
 
 class Flash(Ops):
-    """Plain operations, but for attention over caches of 16 and 32 bits."""
+    """The plain operations, but for attention over caches in 16 and 32 bits."""
 
     def dtypes(
         self, stored: list[torch.dtype], asked: torch.dtype | None
@@ -166,12 +167,12 @@ class Flash(Ops):
 
 
 def ops() -> Ops | None:
-    """None without Triton."""
+    """The backend of this page; None without Triton."""
     return Flash() if triton else None
 
 
 def main() -> None:
-    """The demonstration: a query that has read some tiles of 4 keys, in plain torch."""
+    """The demonstration reads tiles of 4 keys for one query, in plain torch."""
     torch.manual_seed(0)
     q = torch.randn(16, dtype=torch.float64)
     k = torch.randn(16, 16, dtype=torch.float64)

@@ -11,20 +11,20 @@ second matrix is *row-parallel*, cut by inputs:
 
     column-parallel        qkv, gate_up     qkv in whole heads
     row-parallel           o, down          one all-reduce each; the bias is added once
-    vocabulary-parallel    embed, head      tokens of other processes embed as 0, and an all-reduce
+    vocabulary-parallel    embed, head      other processes' tokens embed as 0, and an all-reduce
                                             fills them in; the head's logits are gathered
 
 `Group` has these sums and gathers; where there is one process, they do nothing. With fewer
 key/value heads than processes, several processes hold a replica of one head. A process has a
 smaller Llama, so caches, blocks and quantized keys need no change. All processes run the same
-scheduler: their logits are equal to the bit. At the end of a step the host takes drawn tokens and
-times from the first process (`agree`), and with them comes the order to stop.
+scheduler, because their logits are equal to the bit. At the end of a step the host takes drawn
+tokens and times from the first process (`agree`), and the order to stop comes with them.
 
 Invariant: all processes stop after the same step.
 Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
 Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
-inputs are rounded to 8 bits, too (W8A8), logits differ a little from one process's: each shard of a
-row has a scale of its own.
+inputs are rounded to 8 bits, too (W8A8), logits differ a little from those of one process, because
+each shard of a row has a scale of its own.
 
 Shoeybi et al. 2019, Megatron-LM (arXiv:1909.08053).
     L layers · C hidden_size · V vocab_size · T tokens of a step · n processes
@@ -115,9 +115,10 @@ def check_divisible(config: Config, n: int) -> None:
 
 
 def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Tensor:
-    """The shard of process `rank`, of this shape: a view, but for a padded vocabulary."""
+    """The shard of process `rank`, which has this shape: a view, but for a padded vocabulary."""
     for dim, size in enumerate(shape):
-        # As many parts as processes; as key/value heads, if these are fewer; or one: not cut.
+        # There are as many parts as processes; or, if these are fewer, as key/value heads; or one,
+        # where this dimension is not cut. 4 processes that share 2 heads have the parts 0 0 1 1.
         parts = tensor.split(size, dim)
         replicas = n // len(parts)  # neighbours that hold the same part
         tensor = parts[rank // replicas]
@@ -139,7 +140,8 @@ def traffic(config: Config, n: int, itemsize: int) -> tuple[int, int]:
 
 
 class Group:
-    """The processes that share a model, as one of them sees them: alone, the identity."""
+    """The processes that share a model, as one of them sees them. For a process alone each method
+    is the identity."""
 
     rank = 0
     n = 1
@@ -153,15 +155,15 @@ class Group:
         return tensor
 
     def memory(self, free: int, device: torch.device) -> int:
-        """The bytes that each process may take, where `free` are free on the device of this one."""
+        """The bytes that each process may take, if so many are free on this one's device."""
         return free
 
     def sum(self, y: Tensor) -> Tensor:
-        """The sum over processes, where each has the product with its columns of W."""
+        """The sum over processes. Each has the product with its own columns of W."""
         return y
 
     def embed(self, tokens: Tensor, num_rows: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """embed(tokens): int64[T] -> [T, C], where each process holds num_rows rows."""
+        """embed(tokens): int64[T] -> [T, C]. Each process holds num_rows rows of the embedding."""
         return embed(tokens)
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
@@ -174,7 +176,7 @@ class Group:
 
 
 class Processes(Group):
-    """Several of them, which torch.distributed has joined."""
+    """Several processes, which torch.distributed has joined."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

@@ -17,11 +17,11 @@ and converted back where they are used:
 Invariant: |error| ≤ scale / 2 in 8 and 4 bits. A scale is rounded *up* to 16 bits before q is
 computed with it: a grid with a smaller scale would not reach max x.
 
-  - Weights W [N, K]: 8 bits (FP8, too) have a scale for each row, N (K + 2) bytes; 4 bits a scale
-    and a zero for each group of 32, 64 or 128, N (K / 2 + 4 ⌈K / group⌉) bytes: a quarter of
-    16 bits, *plus scales*. NF4 has no zeros.
-  - Keys and values: a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one for
-    each group of 16 numbers, and their zeros count quarters of a grid step: errors are smaller.
+  - Weights W [N, K] in 8 bits or FP8 have a scale for each row: N (K + 2) bytes. In 4 bits they
+    have a scale and a zero for each group of 32, 64 or 128: N (K / 2 + 4 ⌈K / group⌉) bytes, a
+    quarter of 16 bits *plus scales*. NF4 has no zeros.
+  - Keys and values have a scale (and in 4 bits a zero) for each token and head. 4-bit keys have one
+    for each group of 16 numbers, and their zeros count quarters of a grid step: errors are smaller.
   - Activations may be rounded as INT8 or FP8 weights are, with a scale for each token (W8A8; Xiao
     et al. 2022).
 
@@ -50,7 +50,8 @@ from errors import UserError
 
 
 def symmetric(x: Tensor, steps: int, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Grids that reach max|x| in so many steps, one for each group of columns (None: for a row).
+    """Make grids that reach max|x| in so many steps, one for each group of columns (None: one for
+    the row).
 
     x: [..., K] -> q, not rounded yet: float32[..., K]; scale, bfloat16[..., M].
     """
@@ -61,7 +62,7 @@ def symmetric(x: Tensor, steps: int, group: int | None = None) -> tuple[Tensor, 
 
 
 def affine(x: Tensor, group: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Grids from min x to max x in 15 steps, one for each group of columns.
+    """Make grids from min x to max x in 15 steps, one for each group of columns.
 
     parts: zeros count 1 / parts of a grid step. x: [..., K] -> q, not rounded yet: float32[..., K];
     scale, bfloat16[..., M]; zero, int16[..., M].
@@ -95,7 +96,8 @@ def groups(x: Tensor, group: int) -> Tensor:
 
 
 def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
-    """Scales or zeros of groups, [..., M] -> of the columns of x, [..., K]. A single one stays."""
+    """Scales or zeros of groups, [..., M] -> those of the columns of x, [..., K]. A single one is
+    not repeated."""
     if grid.shape[-1] == 1:
         return grid
     return grid.repeat_interleave(group, -1)[..., : x.shape[-1]]
@@ -104,16 +106,16 @@ def spread(grid: Tensor, group: int, x: Tensor) -> Tensor:
 # ---- Scales that can be stored -------------------------------------------------------------------
 
 SMALLEST_SCALE = 1e-30  # nothing is divided by 0; all-zero groups are exact
-# A grid ends there, or by less than a step of bfloat16 beyond: float32's largest is larger still.
+# A grid ends there, or less than a step of bfloat16 beyond: float32's largest is larger still.
 LARGEST = torch.finfo(torch.bfloat16).max
 LARGEST_ZERO = 2000  # grid steps: x / scale is then precise to 1e-4 steps in float32
-HALF = 7  # whole steps on either side of 0, of a grid with 15
+HALF = 7  # whole steps on either side of 0, where a grid has 15
 
 
 def wide_enough(scale: Tensor, largest: Tensor) -> Tensor:
     """The scale of 15 steps, or a larger one. largest: the group's largest |x|."""
     scale = torch.maximum(scale, largest / LARGEST_ZERO)  # so zero is at most LARGEST_ZERO
-    # Near float32's end the grid might reach half a step beyond x, to infinity: there it has 7
+    # Near float32's end the grid might reach half a step beyond x, to infinity. So there it has 7
     # steps from 0 to LARGEST on either side.
     return scale.masked_fill_(largest > 1e38, LARGEST / HALF)
 
@@ -121,8 +123,8 @@ def wide_enough(scale: Tensor, largest: Tensor) -> Tensor:
 def stored_scale(scale: Tensor, largest: Tensor, steps: int) -> Tensor:
     """float32 -> bfloat16, rounded up: a smaller scale would not reach the group's largest |x|.
 
-    At most so large that `steps` times the scale is a float32. A group's scale is NaN, if one of
-    its numbers is not finite: no clamp is to hide it.
+    `steps` times the scale stays a float32. If a number of a group is not finite, the group's scale
+    is NaN: no clamp must hide it.
     """
     scale = scale.clamp(SMALLEST_SCALE, LARGEST / steps)
     return round_up(torch.where(largest < math.inf, scale, math.nan))
@@ -137,7 +139,7 @@ def round_up(x: Tensor) -> Tensor:
 
 # ---- Kinds of numbers ----------------------------------------------------------------------------
 
-Kind = int | str  # of weights: 8, 4, "fp8", "nf4"; 16: not quantized
+Kind = int | str  # how weights are stored: 8, 4, "fp8", "nf4"; 16: not quantized
 
 
 def pack4(q: Tensor) -> Tensor:
@@ -157,15 +159,14 @@ def unpack4(packed: Tensor) -> Tensor:
 
 @cache
 def nf4(device: torch.device | str = "cpu") -> Tensor:
-    """NormalFloat: float32[16], ascending: quantiles of N(0, 1), eight above 0 and seven below.
-
-    Scaled to ±1. It rounds where the authors round, so it is their table to the bit.
+    """NormalFloat: float32[16], ascending, the quantiles of N(0, 1), eight above 0 and seven below,
+    scaled to ±1. This rounds where the authors round, so it is their table to the bit.
     """
 
     def quantiles(count: int) -> Tensor:
-        """From the outermost down to 0."""
-        # The authors' choice: the middle of the last of 16 equal parts of [0, 1] is 1 − 1/32, that
-        # of 15 parts 1 − 1/30. The outermost is the mean of both.
+        """The quantiles from the outermost down to 0."""
+        # The middle of the last of 16 equal parts of [0, 1] is 1 − 1/32; with 15 parts it is
+        # 1 − 1/30. The authors begin at the mean of both.
         probabilities = torch.linspace(0.9677083, 0.5, count)
         return torch.special.ndtri(probabilities.double()).float()
 
@@ -176,7 +177,7 @@ def nf4(device: torch.device | str = "cpu") -> Tensor:
 
 
 def to_nf4(q: Tensor) -> Tensor:
-    """The nearest of the sixteen numbers: [..., K] -> uint8[..., ⌈K / 2⌉]."""
+    """Round to the nearest of the sixteen numbers: [..., K] -> uint8[..., ⌈K / 2⌉]."""
     code = nf4(q.device)
     halfway = (code[1:] + code[:-1]) / 2
     return pack4(torch.bucketize(q, halfway))
@@ -190,16 +191,16 @@ def from_nf4(values: Tensor) -> Tensor:
 class Format(NamedTuple):
     """A kind of numbers."""
 
-    dtype: torch.dtype  # of stored values
+    dtype: torch.dtype  # the dtype of stored values
     steps: int | None  # a symmetric grid has max|x| there; None: the grid is affine
     encode: Callable[[Tensor], Tensor]  # q, not rounded yet -> values
-    decode: Callable[[Tensor], Tensor] | None = None  # values -> q; None: they are q
+    decode: Callable[[Tensor], Tensor] | None = None  # values -> q; None: the values are q
     group: int | None = None  # columns that share a scale, where none are asked for; None: a row
-    in_a_byte: int = 1  # numbers
-    zero: torch.dtype | None = None  # of zeros; None: there are none
+    in_a_byte: int = 1  # how many numbers a byte holds
+    zero: torch.dtype | None = None  # the dtype of zeros; None: there are none
 
     def round(self, x: Tensor, group: int | None = None) -> tuple[Tensor, ...]:
-        """x: [..., K] -> values, scales and, if there are any, zeros: [..., M] each."""
+        """x: [..., K] -> values, then scales and, if the kind has them, zeros: [..., M] each."""
         if self.steps is None:
             q, *grid = affine(x, group)
         else:
@@ -240,7 +241,7 @@ FORMATS: dict[Kind, Format] = {
 
 # ---- Weights -------------------------------------------------------------------------------------
 
-SLAB = 1 << 22  # weights that are rounded at a time: it takes several times their memory
+SLAB = 1 << 22  # weights that are rounded at a time: rounding takes several times their memory
 
 
 class Quantized(NamedTuple):
@@ -270,7 +271,7 @@ class Quantized(NamedTuple):
         return sum(part.nbytes for part in self if isinstance(part, Tensor))
 
     def rows(self, which: Tensor | slice) -> "Quantized":
-        """Some rows of W: views, if they are a slice."""
+        """Some rows of W; for a slice they are views."""
         values = self.values[which]
         scale = self.scale[which]
         zero = None if self.zero is None else self.zero[which]
@@ -307,7 +308,7 @@ def named_tensors(name: str, weight: Tensor | Quantized) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
-    """W: float[N, K], rounded to nearest. In 8 bits and FP8 a whole row shares a scale.
+    """Round W: float[N, K] to nearest. In 8 bits and FP8 a whole row shares a scale.
 
     group: columns that share a scale; None: the format's. UserError for unknown bits, or a weight
     that holds numbers that are not finite.
@@ -351,7 +352,7 @@ def rounded_product(x: Tensor, w: Quantized) -> Tensor:
 Bits = tuple[int, int]  # bits of keys, bits of values
 WIDTHS = {"16": (16, 16), "8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # as `--kv-bits` names them
 KEY_GROUP = 16  # numbers of a 4-bit key that share a scale; a value has one
-PARTS = 4  # of a grid step: what zeros of several groups count, up to 4 · 2,000, in int16
+PARTS = 4  # zeros of several groups count quarters of a grid step, up to 4 · 2,000, in int16
 
 
 def widths(name: str | int) -> Bits:
@@ -397,7 +398,7 @@ def from_int4(
 
 
 def main() -> None:
-    """The demonstration: bytes and error of each kind, for the token embedding of tiny."""
+    """The demonstration prints bytes and error of each kind, for the token embedding of tiny."""
     tensors = load_file(find_model("tiny") / "model.safetensors")
     w = tensors["model.embed_tokens.weight"].float()
     for bits in FORMATS:
