@@ -9,25 +9,25 @@ renormalized:
 So the logits of forbidden tokens become −∞, before temperature and filters. End-of-text is allowed
 where the text may end, and is alone where nothing else can follow.
 
-A round of speculation has a mask for each of its rows: that of the text, and that of the text with
-one draft more, and so on. Masks on the target's rows make the text exact; masks on the draft's only
-raise acceptance.
+A round of speculation has a mask for each of its rows: the first row's mask follows the text, the
+next one's the text and a draft, and so on. Masks on the target's rows make the text exact; masks on
+the draft's rows only raise acceptance.
 
     text {"age":   drafts 4 2 }      rows   {"age":    {"age":4    {"age":42    {"age":42}
                                      mask   a digit    a digit } ,    …         end-of-text
 
 The automaton is that of the package llguidance. It keeps a state for each text, and takes rejected
-drafts back. Tokens are followed by their bytes: each token that spells what may follow is allowed,
-not only those that the tokenizer would write.
+drafts back. It reads tokens by their bytes, so it allows each token that spells what may follow,
+not only the tokens that the tokenizer would write.
 
-A grammar comes from anybody, and compiling it, its masks and its memory are shared with others. So
-its size is bounded before work begins, the package's work for a mask by LIMITS, and a text whose
-masks delay a step of all texts ends (SLOW_MASK). A text with a grammar ends where its grammar ends,
-even if its request ignores end-of-text.
+A grammar comes from anybody, and its compiling, its masks and its memory take time and room from
+others. So its size is bounded before work begins, LIMITS bounds the package's work for a mask, and
+a text ends if its masks delay a step of all texts (SLOW_MASK). A text with a grammar ends where its
+grammar ends, even if its request ignores end-of-text.
 
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
-Cost: `python bench.py --target NAME` measures it. Masks are made in threads of the package, while
-the target's pass runs; within a string of bounded length they cost most.
+Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
+target's pass runs; masks within a string of bounded length cost most.
 Not covered: a grammar that names control tokens.
 
 Koo, Liu & He 2024 (arXiv:2407.08103); Dong et al. 2024, XGrammar (arXiv:2411.15100).
@@ -62,20 +62,21 @@ if TYPE_CHECKING:
     from request import Request
     from tokenizer import Tokenizer
 
-REMEMBERED = 16  # compiled grammars, of up to some 20 MB each
-# Of a grammar (its characters: settings.py).
+REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
+# The bounds of a grammar (settings.py bounds its characters).
 MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
 MAX_NAMES = 1000  # rules and terminals in Lark
-# The work of llguidance for one mask. What needs more ends its text.
+# The work of llguidance for one mask. A text whose mask needs more ends.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
-STACK = 2**27  # bytes, of the thread that compiles: llguidance recurses, up to once for each name
-SLOW_STEP = 0.03  # seconds for the masks of all texts: those of the next step are timed one by one,
-SLOW_MASK = 0.01  # and texts end whose own takes so long
-# Without it, a mask would hold one token where the grammar forces some bytes: the tokenizer's own.
+STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
+SLOW_STEP = 0.03  # seconds for the masks of all texts; if they take longer, the next step's masks
+SLOW_MASK = 0.01  # are timed one by one, and a text ends if its own takes so many seconds
+# Without this, a mask would hold only the tokenizer's token where the grammar forces some bytes.
 HEADER = '%llguidance {"no_forcing": true}\n'
-# With white space at will, a small model may write nothing else.
+# If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
-# A comment, a string, a regular expression; or the beginning of a control token's name.
+# A comment, a string, a regular expression, the beginning of a control token's name, a rule's name,
+# or a grammar in place.
 LARK_WORDS = re.compile(
     r'//.*|"(?:\\.|[^"\\])*"|(?P<pattern>/(?:\\.|[^/\\])*/)|(?P<control><)|(?P<name>\w\s*:)'
     r"|(?P<inline>%(?:json|regex))"
@@ -107,7 +108,7 @@ class TokenBytes:
         self.tokenizer = tokenizer
         self.eos_token_id = eos_token_ids[0]
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = list(eos_token_ids)  # the other ones spell nothing: b""
+        self.special_token_ids = list(eos_token_ids)  # the others spell nothing: b""
 
     def __call__(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, is_first=False)
@@ -120,7 +121,7 @@ class Grammars:
         self.tokenizer = tokenizer
         self.eos_token_ids = sorted(id for id in eos_token_ids if id < tokenizer.vocab_size)
         self._compiled = lru_cache(REMEMBERED)(self._compile)
-        self.is_slow = False  # the worker's: the masks of the last step took long
+        self.is_slow = False  # for the worker: the masks of the last step took long
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
@@ -130,19 +131,19 @@ class Grammars:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The threads of llguidance: half of those that the pass has meanwhile."""
+        """The threads of llguidance: half as many as the pass has meanwhile."""
         return load_llguidance().LLExecutor(max(1, torch.get_num_threads() // 2))
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
-        """The thread that waits for them, and reads drafts: one, so its work is done in order."""
+        """The thread that waits for them, and reads drafts. It is one, so work is done in order."""
         return ThreadPoolExecutor(1, "masks")
 
     def submit(self, grammar: Grammar) -> Future[LLMatcher]:
         """Compile in a thread of its own, with a stack that no grammar within the bounds fills.
         Nobody waits for the thread at the end of the program."""
         future: Future[LLMatcher] = Future()
-        future.set_running_or_notify_cancel()  # from here on it is not to be cancelled
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
         def work() -> None:
             try:
@@ -163,7 +164,8 @@ class Grammars:
         return self.submit(grammar).result()
 
     def forget(self) -> None:
-        """Texts of one grammar share what llguidance has found out of it, an error, too."""
+        """Forget compiled grammars: texts of one grammar share what llguidance has found out of it,
+        even an error."""
         self._compiled.cache_clear()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -187,10 +189,10 @@ class Grammars:
 
 
 def check_cost(grammar: Grammar) -> None:
-    """UserError if it takes too long to compile, or too deep a stack."""
+    """UserError if compiling takes too long, or too deep a stack."""
     text = grammar.text
     num_names = 0
-    num_characters = 0  # of regular expressions
+    num_characters = 0  # in regular expressions
     if grammar.notation == "regex":
         num_characters = len(text)
     if grammar.notation == "schema":
@@ -200,7 +202,7 @@ def check_cost(grammar: Grammar) -> None:
         kinds = Counter(word.lastgroup for word in words)
         num_names = kinds["name"]
         num_characters = sum(len(word["pattern"] or "") for word in words)
-        if kinds["inline"]:  # any of it may be one
+        if kinds["inline"]:  # any part of the text may be a regular expression
             num_characters = len(text)
     for size, most, unit in (
         (num_characters, MAX_PATTERN_CHARACTERS, "characters of regular expressions"),
@@ -214,7 +216,7 @@ def check_cost(grammar: Grammar) -> None:
 
 
 def patterns_of(schema: Any) -> Iterator[str]:
-    """The regular expressions of a JSON schema, and what else looks like one."""
+    """The regular expressions of a JSON schema, and all that looks like one."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -237,7 +239,7 @@ def lark_of(grammar: Grammar) -> str:
         compiled = load_llguidance().LLMatcher.grammar_from_regex(grammar.text)
         return json.loads(compiled)["grammars"][0]["lark_grammar"]
     if grammar.notation == "choice":
-        # One terminal: as alternatives of a rule they would take an item each.
+        # The texts are one terminal: as alternatives of a rule they would take an item each.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, grammar.text))
     if any(word["control"] for word in LARK_WORDS.finditer(grammar.text)):
         raise UserError("the grammar names a control token, <…>: it may spell out texts alone")
@@ -249,12 +251,12 @@ def lark_of(grammar: Grammar) -> str:
 
 class GrammarState:
     """How far a text has come in its grammar. start: the compiled grammar; tokens: the text's new
-    ones so far."""
+    tokens so far."""
 
     def __init__(self, grammars: Grammars, start: LLMatcher, tokens: Iterable[int]):
         self.grammars = grammars
         self.start = start
-        self.tokens: list[int] = []  # of the text, followed so far
+        self.tokens: list[int] = []  # the text's tokens that were followed so far
         # No token is allowed, the grammar has become too large, or its masks take too long.
         self.has_failed = False
         self._rewind()
@@ -264,8 +266,8 @@ class GrammarState:
         """Go back to the text's tokens, whatever the matcher has read."""
         self.matcher = self.start.deep_copy()
         self.matcher.try_consume_tokens(self.tokens)
-        self.num_drafts = 0  # read after them
-        self.is_lost = False  # after a draft that the grammar forbids, or that ends the text
+        self.num_drafts = 0  # drafts that were read after them
+        self.is_lost = False  # a draft was read that the grammar forbids, or that ends the text
 
     def _follow(self, new: Iterable[int]) -> None:
         for token in new:
@@ -279,7 +281,7 @@ class GrammarState:
                 self.has_failed = True
 
     def push(self, token: int) -> None:
-        """Read a draft. The end of a text is no token of it, so it is not to be taken back."""
+        """Read a draft. End-of-text is no token of a grammar, so it is never taken back."""
         if self.is_lost:
             return
         is_end = token in self.grammars.eos_token_ids
@@ -290,7 +292,7 @@ class GrammarState:
 
     def settle(self, new: Iterable[int]) -> None:
         """A round is over: take its drafts back, and follow the tokens that it made."""
-        if not self.matcher.rollback(self.num_drafts):  # after an error nothing else helps
+        if not self.matcher.rollback(self.num_drafts):  # after an error only this helps
             self._rewind()
         self.num_drafts = 0
         self.is_lost = False
@@ -309,11 +311,11 @@ class GrammarState:
         self.has_failed |= time.thread_time() - start > SLOW_MASK
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
-        """The first of these tokens, as many as may follow the text. Changes nothing."""
+        """The first of these tokens, as many as may follow the text. This changes nothing."""
         return list(tokens[: self.matcher.validate_tokens(list(tokens))])
 
     def forced(self, count: int) -> list[int]:
-        """Tokens of what must follow the text, at most `count`. Changes nothing."""
+        """At most `count` tokens that must follow the text. This changes nothing."""
         text = self.matcher.compute_ff_bytes().decode(errors="ignore")
         tokens = self.grammars.tokenizer.encode(text, is_first=False)
         return self.allowed(tokens[:count])
@@ -325,9 +327,9 @@ class GrammarState:
 class Masks:
     """The masks of all texts of a round that have a grammar: width = k + 1 rows for each.
 
-    A bit says whether a token is allowed. Rows after a draft that the grammar forbids, or that ends
-    the text, are never read: all bits are set there. From `start` until `GrammarState.settle` the
-    states are the worker's.
+    A bit says whether a token is allowed. All bits are set in rows after a draft that the grammar
+    forbids, or that ends the text: nobody reads these. From `start` until `GrammarState.settle` the
+    states belong to the worker.
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
@@ -337,7 +339,7 @@ class Masks:
         self.grammars = next(iter(self.states.values())).grammars
         words = -(-vocab_size // 32)
         self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
-        # The worker's: for the texts as they are, then with each draft.
+        # The worker's tasks: the masks of the texts as they are, then those after each draft.
         self.works: list[Future] = []
 
     def start(self) -> None:
@@ -347,14 +349,15 @@ class Masks:
             self.works = [self.grammars.worker.submit(self._fill, 0, texts)]
 
     def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
-        """Draft j of all texts of the round that have one; nothing, if it was pushed before."""
+        """Let the worker read draft j of all texts that have one. This does nothing if draft j was
+        pushed before."""
         self.start()
         if len(self.works) == j + 1:
             drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
             self.works.append(self.grammars.worker.submit(self._fill, j + 1, drafts))
 
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
-        """All drafts of a round: [B, k]."""
+        """Push all drafts of a round: [B, k]."""
         self.start()
         for j, tokens in enumerate(zip(*drafted)):
             self.push(j, range(len(tokens)), tokens)
@@ -381,7 +384,7 @@ class Masks:
         self.grammars.is_slow = time.perf_counter() - start > SLOW_STEP
 
     def apply(self, logits: Tensor, texts: Sequence[int], depth: int) -> Tensor:
-        """The logits, in place, with −∞ for each token that its row's mask forbids.
+        """Set the logits of all tokens that their row's mask forbids to −∞, in place.
 
         logits: [R, V]; texts: the text of each row. The first row of a text comes after `depth`
         drafts, its next row after one draft more.
@@ -403,10 +406,10 @@ class Masks:
 
 
 def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
-    """Add −∞ to each logit of these rows whose bit is 0; in place.
+    """Add −∞ to each logit of these rows whose bit is 0, in place.
 
     logits: [B, V]; masks: int32[n, ⌈V / 32⌉], on the host, for n rows. Token i has a bit in word
-    i // 32, the lowest first.
+    i // 32; the lowest bit comes first.
     """
     device = logits.device
     numbers = torch.arange(256, device=device)
@@ -421,7 +424,7 @@ def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """The demonstration: how many tokens may follow, after each token of a text."""
+    """The demonstration counts the tokens that may follow, after each token of a text."""
     model = Model.load("tiny", "cpu")
     asked = Grammar("regex", "(Tom|Lily) saw [0-9]{1,2} dogs?\\.")
     state = GrammarState(model.grammars, model.grammars.compile(asked), [])

@@ -1,25 +1,25 @@
-"""Serving: how requests enter a running batch, and how tokens leave it.
+"""A server: requests enter a running batch, and tokens leave it.
 
     python serve.py --target 8B --draft 1B --port 8000     OpenAI's protocol, and a page at /
 
-Clients come and go at any time, and each of them waits; the batch goes on step after step, and
+Clients come and go at any time, and each of them waits, but the batch goes on step after step, and
 waits for nobody. So there are two threads. The *engine thread* runs the batch, and it alone touches
 the engine. The *event loop* (asyncio) serves all clients. Two kinds of messages pass between them:
 
     event loop    ── commands: add, cancel, ask ──►    engine thread, which obeys between two steps
-    event loop    ◄── what a step made, of all texts ──    engine thread, which goes on at once
+    event loop    ◄── what a step made of all texts ──     engine thread, which goes on at once
 
 So a new request joins the batch after at most one step, and a client that goes away frees its
-blocks as soon. An `Answer` is all texts that one client waits for. What a step made is merged there
-with what the client has not taken yet: a slow client gets fewer, longer pieces, holds nobody up,
-and costs the memory of its own text.
+blocks as soon. An `Answer` holds all texts that one client waits for, and merges new pieces with
+those that the client has not taken yet: a slow client gets fewer, longer pieces, delays nobody, and
+costs the memory of its own text.
 
-An exception about one text (it cannot be decoded, say) ends that answer alone. An exception of a
-step is the engine's end: every answer fails, and `failed` says so.
+An exception about one text (it cannot be decoded, say) ends that answer alone. An exception in a
+step ends the engine: every answer fails, and `failed` says so.
 
-Invariants: a text is in `served` from the command that adds it until it is finished or cancelled;
-texts of all open answers are at most `capacity`, those that are not read yet included.
-Cost: a wake-up of the event loop for each step that made text which somebody streams.
+Invariants: a text is in `served` from the command that adds it until it is finished or cancelled.
+All open answers together have at most `capacity` texts, finished texts included.
+Cost: the event loop wakes up for each step that made text which somebody streams.
 Not covered: several engines; several processes (parallel.py).
 
 HTTP, OpenAI's fields and the metrics: app/.
@@ -67,13 +67,13 @@ class Unavailable(Exception):
 
 @dataclass
 class Update:
-    """What is new in one text since its client was told last."""
+    """The news of one text since its client was last told."""
 
-    index: int  # of the text in its answer
+    index: int  # the text's place in its answer
     pieces: list[tuple[str, str]] = field(default_factory=list)  # (text, its last token's origin)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_tokens: int = 0  # of the whole text so far
-    result: Result | None = None  # when it is finished
+    num_tokens: int = 0  # tokens of the whole text so far
+    result: Result | None = None  # the result, once the text is finished
 
     def merge(self, later: Update) -> None:
         self.pieces += later.pieces
@@ -92,7 +92,7 @@ class Answer:
         self.streams = streams
         self.is_streamed = is_streamed
         self.num_unfinished = len(streams)
-        self.waiting: dict[int, Update] = {}  # text -> what the client has not taken yet
+        self.waiting: dict[int, Update] = {}  # text -> news that the client has not taken
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
@@ -110,7 +110,7 @@ class Answer:
         self.changed.set()
 
     async def updates(self) -> AsyncIterator[list[Update]]:
-        """What is new, of one or more texts, until all are finished. Raises the answer's error."""
+        """Yield the news of texts, until all are finished. Raises the answer's error."""
         while self.num_unfinished or self.waiting:
             await self.changed.wait()
             self.changed.clear()
@@ -137,32 +137,33 @@ class Answer:
 class ServedText:
     answer: Answer
     stream: OutputStream
-    pieces: list[tuple[str, str]]  # that the event loop was not told yet; empty if nobody streams
-    num_told: int = 0  # tokens that the event loop was told
+    pieces: list[tuple[str, str]]  # the event loop's next news; empty if nobody streams
+    num_told: int = 0  # tokens that the event loop has been told of
 
 
 class BatchServer:
     """An engine in a thread of its own, for the clients of one event loop.
 
-    capacity: the most texts at a time: running, waiting, and finished but not read. observe: is
-    told, in the engine thread, what a step made, and the results of texts that it finished.
+    capacity: the most texts at a time: running, waiting, and finished but not read. observe: a
+    function that the engine thread calls with what a step made, and with the results of finished
+    texts.
     """
 
     def __init__(self, engine: Engine, capacity: int, observe: Observe = lambda *_: None):
         self.engine = engine
         self.capacity = capacity
         self.observe = observe
-        # The event loop's:
+        # These belong to the event loop:
         self.num_texts = 0
         self.answers: set[Answer] = set()
         self.asked: set[Future[Any]] = set()
         self.refusal = ""  # why nothing is taken any more
         self.failed = asyncio.Event()
         self.error: BaseException | None = None
-        # The engine thread's:
+        # These belong to the engine thread:
         self.served: dict[Request, ServedText] = {}
         self.is_stopped = False
-        # Between them:
+        # This is between them:
         self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -173,7 +174,7 @@ class BatchServer:
         self.thread.start()
 
     def check_room(self, num_texts: int) -> None:
-        """Unavailable or QueueFull, if so many more texts cannot be taken now."""
+        """Raise Unavailable or QueueFull if so many more texts cannot be taken now."""
         if self.refusal:
             raise Unavailable(self.refusal)
         if self.num_texts + num_texts > self.capacity:
@@ -182,7 +183,7 @@ class BatchServer:
             )
 
     def submit(self, answer: Answer) -> None:
-        """Give its texts to the batch. Whoever calls this calls `close`, whatever happens."""
+        """Give the answer's texts to the batch. The caller calls `close`, whatever happens."""
         self.check_room(len(answer.streams))
         self.num_texts += len(answer.streams)
         self.answers.add(answer)
@@ -205,7 +206,7 @@ class BatchServer:
             self.commands.put(partial(self._cancel, requests))
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """What `question` returns in the engine thread, between two steps."""
+        """Call `question` in the engine thread, between two steps, and return what it returns."""
         if self.error is not None or self.is_stopped:
             raise Unavailable(self.refusal)
         future: Future[T] = Future()
@@ -217,7 +218,7 @@ class BatchServer:
             self.asked.discard(future)
 
     def refuse(self, why: str) -> None:
-        """Take no new texts; those that are open go on."""
+        """Take no new texts; open texts go on."""
         self.refusal = self.refusal or why
 
     def fail_all(self, error: Exception) -> None:
@@ -260,7 +261,7 @@ class BatchServer:
             self._post(self._engine_failed, error)
 
     def _obey(self) -> None:
-        """Do what the event loop has asked for; wait for it, if there is no text to make."""
+        """Do what the event loop has asked for. If there is no text to make, wait for a command."""
         while not self.commands.empty() or not (self.served or self.is_stopped):
             command = self.commands.get()
             command()
@@ -281,14 +282,14 @@ class BatchServer:
             self._post(self._deliver, told)
 
     def _feed(self, text: ServedText, tokens: list[int]) -> Update | Exception | None:
-        """Turn new tokens into text -> what the client is to be told, if anything."""
+        """Turn new tokens into text -> the news for the client, if there are any."""
         stream = text.stream
         result = None
         try:
             stream.feed(tokens)
             if stream.is_done:
                 result = self.engine.finish(stream)
-        except Exception as error:  # about this text alone
+        except Exception as error:  # it is about this text alone
             self._cancel([stream.request])
             return error
         if result is not None:
@@ -303,7 +304,7 @@ class BatchServer:
         return update
 
     def _add(self, text: ServedText, arrived: float, num_before: int) -> None:
-        """num_before: texts of the same answer that come first."""
+        """Add a text to the batch. num_before: texts of the same answer that come first."""
         request = text.stream.request
         try:
             self.engine.batcher.add(request, num_before)
@@ -322,7 +323,7 @@ class BatchServer:
         self.is_stopped = True
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Let the event loop call it, soon."""
+        """Let the event loop call the function soon."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody waits any more
