@@ -59,7 +59,7 @@ SECTIONS: dict[str, Callable[[Effort], Any]] = {
     "bits": pair.bits,  # bytes and perplexity
     "waste": memory.waste,  # empty memory, in rows and in blocks
     "steps": steps.steps,  # seconds, in fewer bits
-    "grammars": grammar_costs.grammar_costs,  # masks, of a token's seconds
+    "grammars": grammar_costs.grammar_costs,  # the share of masks in a token's time
 }
 GPU_CASES = ["first", "compile", *gpu_cases.CASES]
 
@@ -105,7 +105,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_pair(effort: Effort) -> Results:
-    """Every section: tiny, with tiny-draft where there are drafts."""
+    """Measure every section with tiny, and with tiny-draft where there are drafts."""
     results = machine()
     for name, measure in SECTIONS.items():
         say(name)
@@ -117,7 +117,7 @@ def measure_pair(effort: Effort) -> Results:
 
 
 def load_results(path: Path) -> Results:
-    """The results in a file; empty if there is no file. UserError if it holds something else."""
+    """The results in a file; empty if there is none. UserError if the file holds anything else."""
     try:
         results = json.loads((ROOT / path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def store_results(path: Path, results: Results) -> None:
-    """Write these results to the file. Sections, and rows with a name, of other runs stay."""
+    """Write these results to the file. Other runs' sections, and their named rows, stay."""
     stored = load_results(path)
     for name, section in results.items():
         is_mergeable = isinstance(section, dict) and isinstance(stored.get(name), dict)
@@ -144,7 +144,7 @@ def store_results(path: Path, results: Results) -> None:
 
 
 def with_figures(text: str) -> str:
-    """A document with all its tables made anew."""
+    """The document, with all its tables made anew."""
     return plan.with_memory(report.with_tables(text, load_results))
 
 
@@ -168,7 +168,7 @@ def write_sections(sections: Sequence[report.Section]) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """-> the exit status: 1 if a GPU's case has wrong rows."""
+    """Run what the flags ask for -> the exit status: 1 if a case of a GPU has wrong rows."""
     if args.readme:
         write_documents()
         return 0
@@ -183,7 +183,7 @@ def run_bench(args: argparse.Namespace) -> int:
     def file_of(results: Results | None) -> Path:
         return Path(args.out).absolute() if args.out else results_file(results)
 
-    if args.out or is_stored and not args.gpu:  # what cannot be written is refused before the work
+    if args.out or is_stored and not args.gpu:  # refuse before the work what cannot be written
         check_file(ROOT / file_of(None))
         load_results(file_of(None))
 
@@ -193,7 +193,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     if args.gpu == "first":
         return first_contact.run_first(args.quick, store)
-    if args.gpu:  # with sizes of its own, and stored row by row
+    if args.gpu:  # it has sizes of its own, and stores row by row
         results = gpu_cases.run_case(args.gpu, args.quick, store)
     elif args.against:
         rows = peers.against(args.against, args.target or "tiny", args.gguf, effort)

@@ -4,7 +4,7 @@
 *text*, because a stop string may begin and end inside a token. The end of a text is held back while
 it could begin one: the longest suffix of the text that is a proper prefix of a stop string.
 
-Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last one: it
+Invariant: a request's tokens are its prompt and all tokens since. No cache holds the last token: it
 was drawn, and the next pass reads it.
 """
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Message = dict[str, str]  # {"role": …, "content": …}
-Show = Callable[[str, str], None]  # gets a piece of text, and how its last token came about
+Show = Callable[[str, str], None]  # gets a piece of text, and the origin of its last token
 
 
 class RoundStats(NamedTuple):
-    """What a past round did for one request (runner.py)."""
+    """The counts of a past round of one request (runner.py)."""
 
     num_drafts: int
-    num_accepted: int  # of its drafts; where plain steps were done as one, all tokens but the last
+    num_accepted: int  # accepted drafts; if plain steps were done as one, all tokens but the last
     batch_size: int = 1  # requests that shared the round
 
 
@@ -42,22 +42,22 @@ class Request:
     tokens: list[int]  # the prompt, then the new tokens; no cache holds the last one
     settings: Settings  # with a seed
     eos_token_ids: Collection[int] = ()
-    seq: int = -1  # its sequence in the target's cache
+    seq: int = -1  # the sequence in the target's cache
     rounds: list[RoundStats] = field(default_factory=list)
-    # Of each new token: plain; an accepted draft; corrected, after a rejected draft; or a bonus,
-    # after accepted ones only.
+    # The origin of each new token: plain; accepted (a draft); corrected (after a rejected draft);
+    # or bonus (after a round whose drafts were all accepted).
     origins: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each new token, if asked for
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # those of new tokens, if asked for
     sibling: Request | None = None  # a request with the same prompt, to fork the cache from
-    turn: float = 0.0  # in the queue (batcher.py)
+    turn: float = 0.0  # the turn in the queue (batcher.py)
     arrived: float = 0.0  # seconds, by time.perf_counter
-    started: float = 0.0  # when first admitted (batcher.py)
+    started: float = 0.0  # when the request was first admitted (batcher.py)
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # of the prompt, when first admitted
-    compiled: LLMatcher | None = None  # its grammar, if that was compiled early
+    num_cached_tokens: int = 0  # tokens of the prompt that were cached at the first admission
+    compiled: LLMatcher | None = None  # the grammar, if it was compiled early
     grammar_state: GrammarState | None = None  # while a runner has the request open
-    error: str = ""  # why its text ended before its grammar did
-    is_reply: bool = False  # to a conversation: its text does not continue the prompt's
+    error: str = ""  # why the text ended before its grammar did
+    is_reply: bool = False  # the text answers a conversation: it does not continue the prompt
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be made."""
+        """The number of tokens that may still be made."""
         return self.num_prompt_tokens + self.settings.max_tokens - len(self.tokens)
 
     @property
@@ -101,8 +101,8 @@ class Request:
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first; of those that end
-    together, before the longest."""
+    """Cuts a stream of text before the stop string that is complete first. If several end together,
+    it cuts before the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
@@ -127,7 +127,7 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def _num_begun(self, text: str, stop: str) -> int:
-        """The length of the longest suffix of the text that begins this stop string."""
+        """The length of the text's longest suffix that begins this stop string."""
         for start in range(max(0, len(text) - len(stop) + 1), len(text)):
             if stop.startswith(text[start:]):
                 return len(text) - start
@@ -135,7 +135,7 @@ class StopStrings:
 
 
 class Speculation(NamedTuple):
-    """What drafts were worth to a text. speed_up: over plain decoding, as measured."""
+    """What drafts were worth to a text. speed_up: the measured speed over plain decoding."""
 
     acceptance: float | None = None
     tokens_per_round: float | None = None
@@ -150,20 +150,20 @@ class Result:
     prompt_tokens: list[int]
     seed: int
     index: int = 0
-    tokens: list[int] = field(default_factory=list)  # the new ones
+    tokens: list[int] = field(default_factory=list)  # the new tokens
     text: str = ""  # decoded, cut before a stop string
     finish_reason: str = ""  # stop (a token or a string), length, interrupted, error
     error: str = ""
     seconds_to_first_token: float = 0.0  # from arrival
-    num_first_tokens: int = 0  # tokens that came with the first one, and itself
+    num_first_tokens: int = 0  # tokens that came at that moment
     seconds: float = 0.0  # from arrival to the last token
     seconds_queued: float = 0.0  # from arrival to admission
     speculation: Speculation | None = None
-    logprobs: list[TokenLogprob] | None = None  # of each token, if asked for
+    logprobs: list[TokenLogprob] | None = None  # those of the tokens, if asked for
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first round; None where all came in it."""
+        """The speed after the first round; None if all tokens came in that round."""
         seconds = self.seconds - self.seconds_to_first_token
         return (len(self.tokens) - self.num_first_tokens) / seconds if seconds > 0 else None
 
@@ -201,11 +201,11 @@ class OutputStream:
         self.request = request
         self.show = show
         self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
-        # A grammar follows every byte: a first space that some tokenizers drop, too.
+        # A grammar follows every byte, even a first space that some tokenizers drop.
         continues = not request.is_reply or request.settings.follows is not None
         self.decoder = tokenizer.incremental_decoder(continues)
         self.stops = StopStrings(request.settings.stop)
-        self.origin = "plain"  # of the last token
+        self.origin = "plain"  # the last token's
 
     @property
     def is_done(self) -> bool:
@@ -235,7 +235,7 @@ class OutputStream:
                 self.show(piece, self.origin)
 
     def finish(self, reason: str = "") -> Result:
-        """Show the rest of the text -> the whole result. reason: why the request was cancelled."""
+        """Show the rest of the text -> the result. reason: why the request was cancelled."""
         rest = self.stops.feed(self.decoder.finish())
         rest += self.stops.held  # no stop string can follow any more
         self.stops.held = ""

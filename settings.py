@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from errors import UserError, brief, check_names
 
 MAX_TOKENS = 512  # the default
-MAX_LOGPROBS = 20  # of other tokens
+MAX_LOGPROBS = 20  # most probable tokens whose logprobs are told
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
-RULES = {  # name -> smallest value, largest value, both in words
+RULES = {  # name -> smallest value, largest value, the rule in words
     "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
     "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
     "top_p": (1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
@@ -31,8 +31,8 @@ NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; g
 
 @dataclass(frozen=True)
 class Settings:
-    """How one text is made. Of sampling settings None is what the model's makers recommend, of the
-    seed a random one (`generate.Model.complete`)."""
+    """How one text is made. A sampling setting of None is the one that the model's makers
+    recommend, and a seed of None is drawn (`generate.Model.complete`)."""
 
     temperature: float | None = None
     _: KW_ONLY
@@ -44,7 +44,7 @@ class Settings:
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
     logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
-    # At most one of these is given (grammar.py); a text then follows it.
+    # A text follows at most one of these (grammar.py).
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
     choice: tuple[str, ...] | None = None  # may be given as one text or a list
@@ -94,7 +94,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine makes texts, whichever they are."""
+    """How an engine makes all of its texts."""
 
     max_len: int | None = (
         None  # tokens of the longest text; None: as many as model and memory allow
@@ -104,7 +104,7 @@ class Options:
     use_cache: bool = True
     kv: str = "paged"  # blocks on demand; or contiguous: max_batch rows of max_len
     kv_bits: str | int = 16  # 16, 8, 4 or "8/4": keys in 8, values in 4
-    kv_memory: float | None = None  # of the paged cache, in bytes; up to 1: a share of free memory
+    kv_memory: float | None = None  # bytes of the paged cache; up to 1: a share of free memory
     prefix_caching: bool = True
 
     def __new__(cls, *values: Any, **named: Any) -> Options:
@@ -125,7 +125,7 @@ class Options:
 
 
 def check_settings(**settings: Any) -> None:
-    """UserError that names the sampling setting, its value and its range. None: not set."""
+    """UserError for a sampling setting out of its range. A setting of None is not set."""
     for name, value in settings.items():
         if value is None:
             continue
@@ -171,12 +171,12 @@ def check_whole(name: str, value: Any, low: int, high: int | None, otherwise: st
 class Grammar(NamedTuple):
     """What a text must follow."""
 
-    notation: str  # of NOTATIONS
+    notation: str  # one of NOTATIONS
     text: str | tuple[str, ...]
 
 
 def check_size(notation: str, text: str | tuple[str, ...]) -> None:
-    """UserError if there is more than is compiled."""
+    """UserError for a text that is too long to be compiled."""
     size = sum(map(len, text))
     if size > MAX_GRAMMAR:
         raise UserError(
@@ -186,9 +186,9 @@ def check_size(notation: str, text: str | tuple[str, ...]) -> None:
 
 
 def checked_schema(schema: Any) -> str:
-    """A JSON schema, an object or its text -> its text. UserError for anything else."""
+    """A JSON schema, as an object or as its text -> the text. UserError for anything else."""
     if isinstance(schema, str):
-        check_size("schema", schema)  # before it is read
+        check_size("schema", schema)  # before it is read as JSON
     try:
         fields = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(fields, dict):

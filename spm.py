@@ -8,11 +8,11 @@ stands. Again and again, the two neighbours that stand first in the list of merg
 (Sennrich et al. 2016; SentencePiece: Kudo & Richardson 2018). A character that is no token becomes
 its bytes in UTF-8, a token each: <0xC3> <0xB6> ("byte fallback").
 
-Cost: O(n log n) for a word of n characters: a heap holds the merges that neighbours could do now,
+Cost: a word of n characters takes O(n log n). A heap holds the merges that neighbours could do now,
 and a linked list the tokens that are left. Short words are remembered.
 
 Invariant: tokens are those of `tokenizers` for a tokenizer.json, and those of `sentencepiece` for a
-tokenizer.model, but for control tokens: a text has none, and a template's are found as they stand
+tokenizer.model. Control tokens differ: a text has none, and a template's are found as they stand
 (checkpoint/sentencepiece.py).
 """
 
@@ -41,8 +41,8 @@ class SentencePieceBPE:
         self._remembered = lru_cache(REMEMBERED)(self._encode_word)
 
     def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
-        """The ids of a text without added tokens. is_first: nothing comes before it. ends: for
-        tokenizer.py's patterns."""
+        """The ids of a text without added tokens. is_first: nothing comes before it. ends: a
+        deadline that only the patterns of tokenizer.py need."""
         ids: list[int] = []
         for word in self.merges.words.findall(self._with_space(text, is_first)):
             if len(word) <= LONGEST_REMEMBERED:
@@ -71,8 +71,8 @@ class SentencePieceBPE:
 
 
 def merge_characters(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
-    """The tokens of a word. ranks: neighbours that merge -> the lower, the earlier; of equal ones
-    the leftmost."""
+    """The tokens of a word. ranks: neighbours that merge -> their rank. The lowest rank merges
+    first, and among equals the leftmost."""
     n = len(word)
     tokens = list(word)  # a token stands where its first character stood; elsewhere ""
     before = list(range(-1, n - 1))  # where the token before this one stands
@@ -105,7 +105,7 @@ def merge_characters(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def main() -> None:
-    """The demonstration: two texts, merged by a list of five merges."""
+    """The demonstration merges two texts by a list of five merges."""
     merges = ["l o", "lo w", "▁ low", "e r", "▁low er"]
     pairs = [tuple(merge.split(" ")) for merge in merges]
     ranks = {pair: rank for rank, pair in enumerate(pairs)}

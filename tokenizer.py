@@ -1,13 +1,13 @@
 """Text to tokens and back, token for token as Hugging Face's `tokenizers` does it.
 
-Byte-level BPE is on this page; SentencePiece's, for Llama 2, in spm.py.
+This page has byte-level BPE; spm.py has SentencePiece's BPE, for Llama 2.
 
     "The cat's"  →  The| cat|'s  →  bytes of each piece  →  merge neighbours  →  ids
 
 Regular expressions, one after the other, cut a text into pieces: words, numbers, runs of spaces. A
 piece is spelled out in UTF-8 bytes. Then, again and again, the pair of neighbours that stands first
 in the list of merges (checkpoint/bytelevel.py) becomes one token (Sennrich et al. 2016; bytes as
-the alphabet: Radford et al. 2019). tiktoken merges.
+the alphabet: Radford et al. 2019). tiktoken does the merging.
 
 Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
@@ -44,7 +44,7 @@ from checkpoint.vocabulary import (
 from errors import UserError
 from spm import SentencePieceBPE
 
-LONG_PIECE = 10_000  # bytes, whose merging other threads feel
+LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
 
 
 class ByteLevelBPE:
@@ -53,7 +53,7 @@ class ByteLevelBPE:
     def __init__(self, merges: ByteLevel) -> None:
         self.merges = merges
         # tiktoken has no list of merges: it joins the neighbours whose union has the lowest rank.
-        # With these ranks that is the same (checkpoint/bytelevel.py). Its pattern cuts nothing.
+        # With these ranks both are the same (checkpoint/bytelevel.py). The pattern cuts nothing.
         ranks = {word: rank for rank, word in enumerate(merges.merged)}
         self._bpe = tiktoken.Encoding(
             "bpe", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={}
@@ -62,8 +62,8 @@ class ByteLevelBPE:
         self.missing_bytes = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
 
     def encode(self, text: str, is_first: bool, ends: float) -> list[int]:
-        """The ids of a text without added tokens: cut into pieces, then merge each. ends: when
-        patterns have had their time (checkpoint/bytelevel.py), as of `thread_time`."""
+        """The ids of a text without added tokens: cut it into pieces, then merge each. ends: the
+        `thread_time` at which patterns have had their time (checkpoint/bytelevel.py)."""
         pieces = [text]
         for split in self.merges.splits:
             pieces = [part for piece in pieces for part in split(piece, ends) if part]
@@ -85,7 +85,7 @@ class ByteLevelBPE:
 
 
 class IncrementalDecoder:
-    """Tokens in, whole characters out: the first bytes of a character wait for its last one."""
+    """Tokens go in, and whole characters come out: a character's first bytes wait for its last."""
 
     def __init__(self, tokenizer: "Tokenizer", strips: bool) -> None:
         self._tokenizer = tokenizer
@@ -100,12 +100,13 @@ class IncrementalDecoder:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that is not complete."""
+        """The rest of the text: U+FFFD for a character that is not complete."""
         return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer:
-    """specials: the control tokens, text -> id. chat_template: its source, or None."""
+    """Text to tokens and back. specials: the control tokens, text -> id. chat_template: its source,
+    or None."""
 
     def __init__(self, vocabulary: Vocabulary, template: str | None = None) -> None:
         self._vocabulary = vocabulary
@@ -124,8 +125,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """From a model folder's tokenizer.json or tokenizer.model and, if they exist,
-        tokenizer_config.json and chat_template.jinja; or from a GGUF. UserError names the file."""
+        """Read a model folder's tokenizer.json or tokenizer.model and, if they exist,
+        tokenizer_config.json and chat_template.jinja; or a GGUF. UserError names the file."""
         path = Path(path)
         if is_gguf(path):
             gguf = GGUF.open(path)
@@ -135,7 +136,7 @@ class Tokenizer:
         return cls(load_vocabulary(path, config), load_template(path, config))
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that differs between both vocabularies, in words; None: none does."""
+        """The first token that differs between both vocabularies, in words; None: they agree."""
         ours = self._vocabulary.tokens
         theirs = other._vocabulary.tokens
         for id in sorted(ours.keys() | theirs.keys()):
@@ -162,8 +163,8 @@ class Tokenizer:
         return ids
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text to continue: a begin-of-text, if the model has one, then the
-        text's. (A chat's come from its template.)"""
+        """The tokens of a text to continue: a begin-of-text, if the model has one, then the text's
+        own. (The chat template makes those of a chat.)"""
         return self._vocabulary.prefix + self.encode(text)
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
@@ -179,7 +180,7 @@ class Tokenizer:
     # ---- Tokens to text
 
     def token_bytes(self, id: int, special: bool = False) -> bytes:
-        """The bytes of a token; b"" for an unused id, and for a control token unless `special`."""
+        """The bytes of a token: b"" for an unused id, and for a control token unless `special`."""
         if not 0 <= id < self.vocab_size:
             file = self._vocabulary.file
             raise UserError(f"{file}: there is no token {id}; ids are below {self.vocab_size}")
@@ -201,8 +202,8 @@ class Tokenizer:
 
 
 def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
-    """From a folder's tokenizer.json, or else its tokenizer.model. config:
-    tokenizer_config.json's."""
+    """Read a folder's tokenizer.json or, if there is none, its tokenizer.model. config: the fields
+    of tokenizer_config.json."""
     file = folder / "tokenizer.json"
     model_file = folder / "tokenizer.model"
     try:
@@ -221,7 +222,8 @@ def load_vocabulary(folder: Path, config: Json) -> Vocabulary:
 
 
 def main() -> None:
-    """The tokens of some texts, streamed back. A control token that a user writes stays text."""
+    """The demonstration prints the tokens of some texts, and streams them back. A control token
+    that a user writes stays text."""
     tokenizer = Tokenizer.load(Path(__file__).parent / "models" / "tiny")
     control = next(iter(tokenizer.specials))
     for text in ("Once upon a time, a dragon.", "Größe 😀 12345", f"a user's {control}"):
