@@ -77,9 +77,8 @@ class AttentionMetadata:
     seq_lens      int32[B]      tokens of each sequence, new ones included
     block_tables  int32[B, M]   padded with 0
 
-    cache: None if there is none; a sequence then sees its own new tokens only. shape: (T, B, M) of
-    the tensors, where they are larger than these sequences need, because `fill` reuses them for
-    other sequences (CUDA graphs).
+    cache: None if there is none; a sequence then sees its own new tokens only. shape: (T, B, M), if
+    the tensors are to be larger than these sequences need, as for CUDA graphs (`fill`).
     """
 
     def __init__(
@@ -95,15 +94,16 @@ class AttentionMetadata:
         self.num_new_tokens = [sequence.num_new_tokens for sequence in sequences]
         longest_table = max((len(sequence.block_table) for sequence in sequences), default=0)
         self.shape = shape or (sum(self.num_new_tokens), len(sequences), longest_table)
-        self.backend: dict[str, Any] = {}  # what a backend derives once for all layers
-        self._use(pack_metadata(sequences, block_size, *self.shape))
+        self.backend: dict[str, Any] = {}  # what a backend computes once for all layers
+        self._set_views(pack_metadata(sequences, block_size, *self.shape))
 
     @classmethod
     def without_cache(cls, num_sequences: int, length: int) -> AttentionMetadata:
-        """Sequences of `length` tokens, each from its beginning."""
-        return cls([SequenceSlice([b], 0, length) for b in range(num_sequences)], length)
+        """Sequences of `length` tokens, each from its beginning: a block of that size for each."""
+        slices = [SequenceSlice([b], 0, length) for b in range(num_sequences)]
+        return cls(slices, block_size=length)
 
-    def _use(self, buffer: Tensor) -> None:
+    def _set_views(self, buffer: Tensor) -> None:
         T, B, M = self.shape
         self.buffer = buffer
         parts = buffer.split_with_sizes([T, T, B + 1, B, B * M])
@@ -116,14 +116,13 @@ class AttentionMetadata:
             return self
         moved = copy(self)
         moved.backend = {}
-        moved._use(send(self.buffer, device))
+        moved._set_views(send(self.buffer, device))
         return moved
 
     def fill(self, sequences: Sequence[SequenceSlice]) -> None:
-        """Reuse the tensors for other sequences; the rest is padding, stored nowhere.
+        """Write other sequences into the same tensors, which a CUDA graph reads (gpu/graphs.py).
 
-        For CUDA graphs (gpu/graphs.py): a recorded graph reads these tensors alone, so
-        `num_new_tokens` and `slots` are not renewed.
+        The rest is padding, stored nowhere. `num_new_tokens` and `slots` keep their old values.
         """
         self.sequences = sequences
         packed = pack_metadata(sequences, self.block_size, *self.shape)
@@ -178,11 +177,11 @@ def pack_metadata(
 def stored_parts(
     D: int, bits: int, dtype: torch.dtype, group: int | None = None
 ) -> list[tuple[int, torch.dtype]]:
-    """The parts of one stored vector of D numbers, as (width, dtype): numbers, scales, zeros
-    (quant.py).
+    """The (width, dtype) of each part of a stored vector of D numbers: the numbers, their scales,
+    and their zeros (quant.py).
 
-    bits 16: the numbers as they are, in `dtype`. group: numbers of a 4-bit key that share a scale;
-    None: all of them.
+    bits: 16 keeps the numbers as they are, in `dtype`. group: how many 4-bit numbers share a scale
+    and a zero; None: all D.
     """
     if bits == 16:
         return [(D, dtype)]
@@ -271,7 +270,8 @@ class KVSpec:
     dtype: torch.dtype = torch.float32
     bits: Bits = (16, 16)  # of keys, of values; 16: numbers as they are, in `dtype`
     device: torch.device | str = "cpu"
-    lookahead: int = 0  # 1: a layer's keys and values depend on the next token, too (eagle.py)
+    # How many tokens after its own a stored key depends on: 1 with the layer of an EAGLE head.
+    lookahead: int = 0
 
     @classmethod
     def of(
@@ -282,11 +282,16 @@ class KVSpec:
         device: torch.device | str = "cpu",
         draft_layers: int = 0,
     ) -> KVSpec:
-        """A model's. draft_layers: more layers, of a head that shares its cache (eagle.py)."""
-        layers = config.num_hidden_layers + draft_layers
-        lookahead = 1 if draft_layers else 0
-        heads = config.num_key_value_heads, config.head_dim
-        return cls(layers, *heads, dtype, bits, device, lookahead)
+        """What a cache of this model stores. draft_layers: those that an EAGLE head adds to it."""
+        return cls(
+            layers=config.num_hidden_layers + draft_layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            bits=bits,
+            device=device,
+            lookahead=1 if draft_layers else 0,
+        )
 
     def bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
@@ -335,13 +340,13 @@ class Cache:
         self.dtype = dtype
         self.block_size = block_size
         self.max_len = max_len
-        self.backend: dict[str, Any] = {}  # what a backend keeps for this cache
+        self.backend: dict[str, Any] = {}  # what a backend keeps with this cache: CUDA graphs
         self._sequences: dict[int, CachedSequence] = {}
         shape = (spec.layers, num_blocks, block_size, spec.kv_heads, spec.head_dim)
         empty_kv = (ops or ops_for(spec.device)).empty_kv
         key_bits, value_bits = spec.bits
         try:
-            # errors in keys hurt most: in 4 bits they have a scale for each group of numbers
+            # Errors in keys hurt most, so 4-bit keys have a scale for each group of numbers.
             self.keys = Store.empty(shape, key_bits, dtype, self.device, empty_kv, KEY_GROUP)
             self.values = Store.empty(shape, value_bits, dtype, self.device, empty_kv)
         except RuntimeError:  # out of memory, whatever the device calls it
@@ -369,8 +374,10 @@ class Cache:
         return all(self.length(seq) + n <= self.max_len for seq, n in requests)
 
     def extend(self, requests: NewTokens) -> AttentionMetadata:
-        """Take memory for the tokens of each (seq, tokens): `Ops.attend` fills it. CacheFull,
-        ValueError, KeyError before anything has changed."""
+        """Take memory for the tokens of each (seq, tokens), which `Ops.attend` then fills.
+
+        CacheFull, ValueError and KeyError are raised before anything has changed.
+        """
         if not requests or any(len(tokens) == 0 for _, tokens in requests):
             raise ValueError("a step needs at least one new token of every sequence in it")
         if len({seq for seq, _ in requests}) < len(requests):
@@ -392,8 +399,8 @@ class Cache:
         return self.metadata(spans)
 
     def metadata(self, spans: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
-        """For a pass over the tokens [start, stop) of each (seq, start, stop), which have their
-        memory."""
+        """The metadata of a pass over the tokens [start, stop) of each (seq, start, stop). `extend`
+        has taken their memory."""
         slices = []
         for seq, start, stop in spans:
             slices.append(SequenceSlice(self.sequence(seq).block_table, start, stop))
@@ -405,7 +412,8 @@ class Cache:
         self.values.write(layer, slot_mapping, v)
 
     def _add_blocks(self, requests: NewTokens) -> None:
-        """Give each sequence the blocks that its new tokens need; a contiguous one has its own."""
+        """Give each sequence the blocks that its new tokens need. A contiguous cache has nothing to
+        do: `open` has given each sequence its one block."""
 
     def truncate(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
@@ -416,15 +424,14 @@ class Cache:
         del self._sequences[seq].tokens[length:]
 
     def commit(self, seq: int, tokens: Sequence[int], num_new: int) -> None:
-        """After a round of speculative decoding, keep what belongs to the text, and cut off drafts
-        that were rejected.
+        """After a round, keep the keys and values of the text, without those of rejected drafts.
 
-        tokens: the whole text, of which the last num_new are new. The very last was drawn, and not
-        read yet. `extend` may have been told 0 for a draft, which only the device knew: those that
-        were accepted are entered here.
+        tokens: the whole text, which the round made longer by num_new. No model has read the last
+        of them, and a draft model has not read its last draft either.
         """
-        length = min(self.length(seq), len(tokens) - 1)  # a draft model has not read its last draft
+        length = min(self.length(seq), len(tokens) - 1)
         self.truncate(seq, length)
+        # `extend` was told 0 for each draft, which only the device knew: enter the accepted ones.
         first = len(tokens) - num_new
         self._sequences[seq].tokens[first:length] = tokens[first:length]
 
@@ -436,7 +443,7 @@ class KVCache(Cache):
     def __init__(self, spec: KVSpec, max_len: int, sequences: int = 1, ops: Ops | None = None):
         if max_len < 1 or sequences < 1:
             raise UserError(f"a cache of {sequences} x {max_len} tokens: both must be at least 1")
-        block_size = max_len + -max_len % 8  # so that each layer's scales are aligned, for GPUs
+        block_size = 8 * math.ceil(max_len / 8)  # so that each layer's scales are aligned, for GPUs
         super().__init__(spec, sequences, block_size, max_len, ops)
         self._free_rows = list(reversed(range(sequences)))  # a row is a sequence's one block
 
@@ -467,14 +474,14 @@ class KVCache(Cache):
 
 
 class NoCache(Cache):
-    """A cache that stores nothing: every step reads one whole sequence again. For comparison."""
+    """For comparison: nothing is stored, so a step reads all of its one sequence again."""
 
     bytes = 0
 
     def __init__(self, device: torch.device):
         self.device = device
         self.max_len = sys.maxsize
-        self._sequences = {0: CachedSequence()}  # the one sequence; its length stays 0
+        self._sequences = {0: CachedSequence()}  # its length stays 0, so all tokens are pending
 
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0
@@ -490,10 +497,10 @@ class NoCache(Cache):
 def contiguous_caches(
     specs: Sequence[KVSpec], limits: Sequence[int], sequences: int
 ) -> list[Cache]:
-    """Rows for each model, as long as its limit. UserError if memory is short."""
+    """A cache for each model, with rows of its limit of tokens. UserError if memory is short."""
     needed = 0
     for spec, limit in zip(specs, limits):
-        needed += sequences * spec.bytes(limit)
+        needed += spec.bytes(sequences * limit)
     check_free(needed, specs[0].device)
     return [KVCache(spec, limit, sequences) for spec, limit in zip(specs, limits)]
 
@@ -524,7 +531,7 @@ def main() -> None:
         print(f"{type(cache).__name__}: {times[-1] - times[0]:.2f} s")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # model.py imports this page, so it is imported only here
     from time import perf_counter
 
     from model import Llama
