@@ -2,16 +2,15 @@
 
 `Ops` has every operation that touches a model's numbers. The folders cpu/ and gpu/ and the page
 flash.py each offer a subclass that overrides what its machine does faster, and calls super() for
-the rest. `find_device`
-chooses the device, `ops_for` its operations: the other pages of a forward pass do not ask what the
-machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
+the rest. `find_device` chooses the device, `ops_for` its operations: the other pages of a forward
+pass do not ask what the machine is. Without the folders, or with LLAMA_PLAIN=1, this page does all.
 
     attention(q, k, v)_i = Σ_j softmax_j(q_i · k_j / √D) v_j,      j ≤ i + (m − n)
 
 for n queries and m ≥ n keys. The queries are the *last* n of the m tokens, so the causal mask is
 aligned bottom-right: the last query sees everything. (Aligned top-left, as by PyTorch's is_causal,
-it is right only for n = m.) Grouped-query attention (Ainslie et al. 2023): H query heads share G ≤
-H key/value heads, H / G on each: the cache shrinks by that.
+it is right only for n = m.) In grouped-query attention (Ainslie et al. 2023) H / G query heads
+share each of the G key/value heads, so the cache is smaller by that factor.
 
 `AttentionMetadata` (kvcache.py) says where the new tokens of a step belong. Attention reads keys
 and values as they are *stored*, also those of the new tokens, so a result does not depend on how a
@@ -19,7 +18,7 @@ prompt was split into chunks, but for rounding.
 
     T tokens of a step · B sequences · H query heads · G key/value heads · D head size
     C hidden_size · F intermediate_size · V vocab_size · L layers · S tokens of a block of the cache
-    W [N, K] a matrix, N outputs and K inputs · R logits asked for
+    W [N, K] a matrix, N outputs and K inputs
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cpu": ("cpu",), "cuda": ("gpu", "flash")}  # the fastest first
 DEQUANTIZED_TILE = 1 << 21  # weights that `linear` dequantizes at a time
-recordings: WeakSet[Any] = WeakSet()  # CUDA graphs of a backend (app/launch.py drops them)
+# All CUDA graphs (gpu/graphs.py adds them), for app/launch.py to drop before the program ends.
+live_graphs: WeakSet[Any] = WeakSet()
 
 
 class Linear(NamedTuple):
@@ -68,7 +68,7 @@ class Linear(NamedTuple):
 def send(
     numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """These numbers on the device, without waiting for its work."""
+    """Copy these numbers to the device, without waiting for what it still computes."""
     x = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)  # PyTorch keeps it until it is copied
@@ -76,7 +76,7 @@ def send(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device now, for each process that shares the model."""
+    """Bytes that are free on the device now; if several processes share the model, for each."""
     memory_info = Path("/proc/meminfo")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -85,7 +85,7 @@ def free_memory(device: torch.device) -> int:
         free = 1024 * int(available.split()[0])
     else:
         free = sys.maxsize  # unknown: an allocation that fails will say so
-    return group_for(device).memory(free, device)
+    return group_for(device).memory(free, device)  # the smallest share of all processes
 
 
 def find_device(name: torch.device | str | None = None) -> torch.device:
@@ -110,8 +110,10 @@ def find_device(name: torch.device | str | None = None) -> torch.device:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence's newest tokens. q: [n, H, D]; k, v: [m, G, D], m ≥ n -> [n,
-    H, D]."""
+    """Causal attention of one sequence's newest n tokens to all of its m.
+
+    q: [n, H, D]; k, v: [m, G, D] -> [n, H, D].
+    """
     n = len(q)
     m = len(k)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
@@ -126,7 +128,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn the pairs (i, i + D/2) of x, [T, heads, D], by the angles of `Llama.rope`."""
+    """Turn the pairs (i, i + D/2) of x, [T, heads, D], by the angles whose cosines and sines, of
+    [T, 1, D / 2] each, are `rope`."""
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     turned_a = a * cos - b * sin
@@ -135,7 +138,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rotated(qkv: Tensor, G: int, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; with rope q and k are rotated."""
+    """qkv [T, H + 2 G, D] -> q [T, H, D], k and v [T, G, D]; q and k are rotated by `rope`."""
     H = qkv.shape[1] - 2 * G
     qk, v = qkv.split((H + G, G), dim=1)
     if rope is not None:
@@ -147,17 +150,17 @@ def rotated(qkv: Tensor, G: int, rope: Rope | None) -> tuple[Tensor, Tensor, Ten
 class Ops:
     """The plain operations, differentiable, in every dtype."""
 
-    multi_step = 1  # tokens, without drafts, that are drawn before the host looks at them
+    multi_step = 1  # how many tokens a step without drafts draws (runner.py)
 
     # ---- Weights and storage
 
     def dtypes(
         self, stored: list[torch.dtype], asked: torch.dtype | None
     ) -> tuple[torch.dtype, torch.dtype]:
-        """What a model computes in, and what its matrices have in memory.
+        """The dtype that a model computes in, and the one that its matrices have in memory.
 
-        stored: the dtypes of a checkpoint; asked: by the user, None: the backend chooses. It may
-        keep matrices in a narrower one, if no bit is lost.
+        stored: the dtypes of the checkpoint. asked: the user's choice; None: here at least float32,
+        while a backend chooses what is fast. Matrices may be narrower, if no bit is lost.
         """
         dtype = asked or stored[0]
         if asked is None and dtype.itemsize == 2:
@@ -165,8 +168,8 @@ class Ops:
         return dtype, dtype
 
     def pack_weight(self, weight: Linear, dtype: torch.dtype, role: str) -> Any:
-        """The weight as `linear` or `embed` reads it fastest. dtype: of x; role: embed, head, or a
-        field of Layer."""
+        """The weight in the format that `linear` or `embed` reads fastest. dtype: that of x. role:
+        "embed", "head", or the name of a field of `Layer`."""
         return weight
 
     def empty_kv(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -184,30 +187,31 @@ class Ops:
         return w.rows(tokens).dequantize(dtype)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """x Wᵀ + b: [T, K] -> [T, N]. Quantized weights are dequantized some rows of W at a
-        time."""
+        """x Wᵀ + b: [T, K] -> [T, N]. A quantized W is dequantized in tiles of some rows."""
         w, bias = weight
         if isinstance(w, Tensor):
             return F.linear(x, w, bias)
-        if w.input_bits == 8:  # x is rounded, too
+        if w.input_bits == 8:  # x is rounded to 8 bits, too: W8A8
             y = rounded_product(x, w)
         else:
-            tile = max(16, DEQUANTIZED_TILE // w.columns)
-            tiles = [slice(start, start + tile) for start in range(0, len(w.values), tile)]
-            products = [F.linear(x, w.rows(rows).dequantize(x.dtype)) for rows in tiles]
+            rows = max(16, DEQUANTIZED_TILE // w.columns)  # of a tile
+            products = []
+            for start in range(0, len(w.values), rows):
+                tile = w.rows(slice(start, start + rows))
+                products.append(F.linear(x, tile.dequantize(x.dtype)))
             y = torch.cat(products, dim=-1)
         return y if bias is None else y + bias
 
     def add_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """x + delta, and its RMSNorm, normalized in at least float32: [T, C] each. delta None adds
-        nothing."""
+        """x + delta (None: x alone), and its RMSNorm, computed in at least float32: [T, C] each."""
         if delta is not None:
             x = x + delta
         wide = x.float() if x.dtype.itemsize == 2 else x
         mean_square = wide.square().mean(-1, keepdim=True)
-        mean_square = mean_square.nan_to_num(math.nan, math.nan)  # ∞, too, whose rsqrt is 0
+        # rsqrt(∞) is 0, which would hide an overflow from `check_logits`: make it NaN.
+        mean_square = mean_square.masked_fill(mean_square == math.inf, math.nan)
         normed = wide * torch.rsqrt(mean_square + eps)
         return x, normed.to(x.dtype) * weight
 
@@ -219,23 +223,26 @@ class Ops:
     def attend(
         self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        """Rotate q and k, store k and v, then attend within each sequence. qkv: [T, H + 2 G, D] ->
-        [T, H, D]. rope None: q and k are rotated already."""
+        """Rotate q and k, store k and v, then attend within each sequence.
+
+        qkv: [T, H + 2 G, D] -> [T, H, D]. rope: None if q and k are rotated already.
+        """
         q, k, v = rotated(qkv, G, rope)
         cache = metadata.cache
-        nothing = (0 * qkv).sum()  # or NaN: attention may make 0 of NaN or ∞
-        if cache is None:  # sequences of one length: one call for all
+        # Attention may hide a NaN or ∞ of qkv from `check_logits`: add 0, which is NaN then.
+        zero = (0 * qkv).sum()
+        if cache is None:  # all sequences have one length: one call for all
             B = len(metadata.sequences)
             q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2).flatten(0, 1) + nothing
+            return out.transpose(1, 2).flatten(0, 1) + zero
         cache.write(layer, metadata.slot_mapping.long(), k, v)
         outputs = []
         for queries, slots in zip(q.split(metadata.num_new_tokens), metadata.slots):
             keys = cache.keys.read(layer, slots, q.dtype)
             values = cache.values.read(layer, slots, q.dtype)
             outputs.append(attention(queries, keys, values))
-        return torch.cat(outputs) + nothing
+        return torch.cat(outputs) + zero
 
     # ---- Sampling
 
@@ -244,19 +251,19 @@ class Ops:
         check_finite(logits, masked=False)
 
     def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
-        """sampling.probabilities. logits: [B, V]. A backend that does not know a setting calls this
-        one."""
+        """logits [B, V] -> their distributions, float[B, V] (sampling.py). A backend that does not
+        know a setting calls this one."""
         return sampling.probabilities(check_finite(logits), **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
-        """sampling.pick. probs: [B, V]; streams: int64[B, 1], from which each row's random numbers
-        come -> int64[B]."""
+        """Draw a token from each row of probs, [B, V], with the random numbers of its stream,
+        int64[B, 1] -> int64[B] (sampling.py)."""
         return sampling.pick(probs, streams)
 
     def verify(
         self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
     ) -> tuple[Tensor, Tensor] | None:
-        """speculative.verify in one call; None: this backend has none."""
+        """What speculative.verify returns, in one call; None if this backend cannot."""
         return None
 
     # ---- What a backend may do in one call
@@ -273,19 +280,19 @@ class Ops:
         return llama.forward(inputs, metadata, logits_indices, features)
 
     def chain(self, chain: Chain, round: Round) -> Proposal | None:
-        """drafters.draft in one call; None: this backend has none."""
+        """What drafters.draft returns, in one call; None if this backend cannot."""
         return None
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
-        """Compile whatever steps of many texts launch, before they do. vocab_size: candidates that
-        tokens are drawn from."""
+        """Compile now the kernels that steps of many texts will launch. vocab_size: how many tokens
+        there are to draw from."""
 
 
 # ---- The choice ----------------------------------------------------------------------------------
 
 
 def ops_for(device: torch.device | str) -> Ops:
-    """The fastest operations for this device: of a folder or page that is here, or plain."""
+    """The fastest operations for this device: a backend's that is here, or the plain ones."""
     device = torch.device(device)
     make_current(device)
     if os.environ.get("LLAMA_PLAIN") == "1":
@@ -299,7 +306,7 @@ def ops_for(device: torch.device | str) -> Ops:
 
 
 def make_current(device: torch.device) -> None:
-    """Let this thread launch kernels and graphs there."""
+    """Let this thread launch kernels and graphs on this device."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from app.shell import SIGNALS, interruption, say, status
 from errors import UserError
-from kernels import recordings
+from kernels import live_graphs
 from parallel import num_processes, stop_flag
 
 PROGRAM = Path(__file__).parent.parent / "generate.py"
@@ -145,7 +145,7 @@ def joined(n: int, device: torch.device, arguments: Sequence[str]) -> Iterator[t
             time.sleep(GRACE / 2)
             raise
         finally:  # an error's traceback may keep recordings alive, and NCCL waits for these
-            for graph in recordings:
+            for graph in live_graphs:
                 graph.reset()
             dist.destroy_process_group()
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from gpu.tuning import FEW
-from kernels import recordings
+from kernels import live_graphs
 from kvcache import AttentionMetadata, SequenceSlice
 from settings import SETTINGS
 from speculative import Proposal
@@ -67,7 +67,7 @@ def record(run: Run) -> Run:
     pool = memory_pool(torch.cuda.current_device())
     with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
         run()
-    recordings.add(graph)
+    live_graphs.add(graph)
     return graph.replay
 
 
