@@ -7,19 +7,19 @@
 `plain_loop` is what all the rest of this project speeds up. `generate` and `stream` are for Python
 callers; app/cli.py is the command line.
 
-An `Engine` does the same for many texts: step the batch, hand each request's new tokens to its
-output stream, and when a stream is done, so is the request. A single prompt is a batch of one.
+An `Engine` does the same for many texts: it steps the batch, and hands each request's new tokens to
+its output stream; when a stream is done, so is the request. A single prompt is a batch of one.
 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
 one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
 mode, where target and draft draw with the same random numbers; in *exact* mode, the default, it
-keeps the distribution. (The last bits of a logit may depend on which tokens share a pass, in
-bfloat16 more than the last bits: then a near-tie may fall otherwise.)
+keeps the distribution. (Rounding depends on which tokens share a pass, most of all in bfloat16, so
+of two tokens with nearly equal logits the other one may be drawn.)
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # imports take their time: a signal ends the program at once
+if __name__ == "__main__":  # imports are slow: a signal, --help or a wrong flag ends it before them
     from app.shell import begin
 
     begin()
@@ -55,6 +55,7 @@ from settings import SETTINGS, Options
 from tokenizer import Tokenizer
 
 OPTIONS = tuple(Options.__dataclass_fields__)
+LOADING = ("device", "dtype", "bits")  # parameters of `Model.load`
 STEP_BUDGET = 512  # tokens of one pass, at most: longer prompts are read in chunks (batcher.py)
 
 
@@ -79,7 +80,7 @@ def plain_loop(model: Model, prompt: str, max_tokens: int, temperature: float, s
         if new[0] in model.eos_token_ids:
             break
         text += new
-    return model.tokenizer.decode(text, continues=True)
+    return model.tokenizer.decode(text, continues=True)  # a first space is kept
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -125,7 +126,8 @@ class Model:
         return cls(llama, tokenizer, recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
-        """Fill settings of None from generation_config.json, and draw a seed if there is none."""
+        """Replace settings of None by those of generation_config.json, and draw a seed if there is
+        none."""
         asked = {}
         for name in SETTINGS:
             value = getattr(settings, name)
@@ -134,11 +136,11 @@ class Model:
         seed = settings.seed
         if seed is None:
             drawn = int.from_bytes(os.urandom(4), "little")
-            (seed,) = self.llama.group.agree([drawn])  # of several processes the first one's
+            (seed,) = self.llama.group.agree([drawn])  # all processes take the first one's
         return replace(settings, seed=seed, **self.recommended.complete(asked))
 
     def uses_template(self, chat: bool | None) -> bool:
-        """Whether prompts are laid out as a chat; None: if there is a template."""
+        """Whether a prompt is laid out as a chat: if there is a template, and chat is not False."""
         return chat is not False and self.tokenizer.chat_template is not None
 
     def encode(
@@ -161,7 +163,7 @@ class Model:
         return self.tokenizer.chat(messages)
 
     def max_total_tokens(self, options: Options) -> int:
-        """The most tokens of prompt and answer; where the options say nothing, as memory allows."""
+        """The most tokens of prompt and answer: options.max_len, or what memory allows."""
         most = self.llama.config.max_position_embeddings
         limit = options.max_len
         if limit is None:
@@ -182,8 +184,8 @@ class Model:
         system: str | None = None,
         chat: bool | None = None,
     ) -> Request:
-        """A request with complete settings; max_tokens is cut to what the options leave. UserError,
-        also for a grammar that no text follows."""
+        """A request with complete settings; max_tokens is cut to what the options leave. UserError
+        is raised for a grammar that no text follows, too."""
         tokens = self.encode(prompt, system, chat)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
@@ -194,16 +196,15 @@ class Model:
     def request_of(
         self, tokens: list[int], settings: Settings, limit: int, is_reply: bool = False
     ) -> Request:
-        """`request`, of a prompt's tokens; its grammar is not compiled yet. limit: of prompt and
-        answer."""
-        settings = self.complete(settings)
+        """A request for a prompt that is tokens already; its grammar is not compiled yet. limit:
+        the most tokens of prompt and answer."""
         if not 0 < len(tokens) < limit:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
             )
         max_tokens = min(settings.max_tokens, limit - len(tokens))
-        settings = replace(settings, max_tokens=max_tokens)
+        settings = replace(self.complete(settings), max_tokens=max_tokens)
         return Request(tokens, settings, self.eos_token_ids, is_reply=is_reply)
 
 
@@ -211,12 +212,12 @@ class Model:
 
 
 class Draft(NamedTuple):
-    """How to make a drafter: `Engine` calls `make` when it has made the caches."""
+    """What `Engine` needs to make a drafter."""
 
-    make: Callable[[Cache], Drafter]  # gets its own cache, or the target's
-    models: tuple[Llama, ...] = ()  # heads, too
+    make: Callable[[Cache], Drafter]  # called with the draft's own cache, or with the target's
+    models: tuple[Llama, ...] = ()  # the model or EAGLE head that drafts, if there is one
     has_own_cache: bool = False
-    num_layers: int = 0  # that it adds to the target's cache
+    draft_layers: int = 0  # how many layers it adds to the target's cache
 
 
 def ngram_draft(model: Model) -> Draft:
@@ -253,8 +254,8 @@ DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int
 def load_draft(
     name: str | Path | Model | Draft | None, model: Model, dtype: torch.dtype | None = None
 ) -> Draft | None:
-    """A name of `DRAFTS`, an EAGLE head for this target, or a model with its vocabulary, loaded on
-    its device."""
+    """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
+    the target's vocabulary, which is loaded on the target's device."""
     if name is None or isinstance(name, Draft):
         return name
     if name in DRAFTS:
@@ -263,7 +264,7 @@ def load_draft(
         name = find_model(name, DRAFTS)
         if is_eagle(name):
             head = EagleHead.load_for(name, model.llama)
-            return Draft(lambda cache: EagleDrafter(head, cache), (head,), num_layers=1)
+            return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
     draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
     difference = model.tokenizer.difference(draft.tokenizer)
     if difference:
@@ -280,33 +281,35 @@ def load_draft(
 class Engine:
     """A target, a draft, their caches and the batch.
 
-    tokens: without kv_memory, the paged cache is made for so many of all texts together (None:
-    max_batch texts of max_len), or for fewer, if they would take more than 80 % of free memory. A
-    request waits until the cache holds it. UserError; CacheFull if memory is short.
+    tokens: how many tokens of all texts together the paged cache is to hold; None: max_batch texts
+    of max_len. options.kv_memory takes precedence, and 80 % of free memory is the most; a request
+    waits until the cache has room for it. UserError; CacheFull if memory is short.
     """
 
     def __init__(
         self, model: Model, draft: Draft | None, options: Options, tokens: int | None = None
     ):
         llama = model.llama
-        max_len = options.max_len or model.max_total_tokens(options)
+        max_len = model.max_total_tokens(options)
         vocab_size = model.tokenizer.vocab_size
         self.caches = make_caches(llama, draft, options, max_len, tokens)
+        cache = self.caches[0]
+        draft_cache = self.caches[-1]  # the target's, if the draft has none of its own
         self.runner = ModelRunner(
             llama,
-            self.caches[0],
+            cache,
             vocab_size,
-            draft and draft.make(self.caches[-1]),  # its own cache, or the target's
-            options.verify == "coupled",
+            drafter=None if draft is None else draft.make(draft_cache),
+            coupled=options.verify == "coupled",
             budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
             multi_step=llama.ops.multi_step if options.use_cache else 1,
             grammars=model.grammars,
         )
         self.batcher = Batcher(self.runner, options.max_batch)
         if options.max_batch > 1:  # compile now what only steps of many texts launch
-            llama.ops.warm_up(llama, self.caches[0], vocab_size)
-            for drafting in draft.models if draft else ():
-                drafting.ops.warm_up(drafting, self.caches[-1], vocab_size)
+            llama.ops.warm_up(llama, cache, vocab_size)
+            for draft_model in draft.models if draft else ():
+                draft_model.ops.warm_up(draft_model, draft_cache, vocab_size)
 
     def describe(self) -> str:
         """The memory for keys and values, in a line."""
@@ -370,9 +373,10 @@ def make_caches(
                 "--prompts and --kv-bits, or --no-cache"
             )
         return [NoCache(target.device)]
-    specs = [target.kv_spec(bits, draft.num_layers if draft else 0)]
-    limits = [min(max_len, target.config.max_position_embeddings)]
-    for llama in draft.models if draft and draft.has_own_cache else ():
+    specs = [target.kv_spec(bits, draft.draft_layers if draft else 0)]
+    limits = [max_len]
+    if draft is not None and draft.has_own_cache:
+        (llama,) = draft.models
         specs.append(llama.kv_spec(bits))
         limits.append(min(max_len, llama.config.max_position_embeddings))
     if options.kv == "contiguous":
@@ -389,18 +393,17 @@ def stream(
     """`for piece in stream("…")`: the text as it is made. Options: see `prepare` (not `show`)."""
     pieces: list[str] = []
     options["show"] = lambda piece, origin: pieces.append(piece)
-    engine, streams = prepare([either(prompt, messages)], **options)
-    waiting = {streams[0].request: streams[0]}
-    engine.batcher.add(streams[0].request)
+    engine, (output,) = prepare([either(prompt, messages)], **options)
+    engine.batcher.add(output.request)
     is_done = False
     while not is_done:
-        is_done = bool(engine.step(waiting))
+        is_done = bool(engine.step({output.request: output}))
         yield from pieces
         pieces.clear()
 
 
 def either(prompt: Any, messages: Any) -> Any:
-    """The one that is not None."""
+    """The one of the two that is not None. UserError if both are given, or neither."""
     if (prompt is None) == (messages is None):
         raise UserError("give either a prompt or messages")
     return prompt if messages is None else messages
@@ -413,7 +416,7 @@ def generate(
     messages: list[Message] | None = None,
     **options: Any,
 ) -> Result | list[Result]:
-    """Continue or answer a prompt, or several in one batch -> Result, or a list of them.
+    """Continue or answer a prompt, or several in one batch. Returns a Result, or a list of them.
 
     generate("Once upon a time", max_tokens=40).text
     generate(["Tom", "Lily"], draft="tiny-draft", verify="coupled", seed=1)
@@ -448,21 +451,21 @@ def prepare(
     of `Model.load`; fields of `Options` and of `Settings`. In exact mode a text depends on the
     draft, too, and on how many tokens it drafts, which follows the clock unless `gamma` is given.
     """
-    loading = {name: named.pop(name) for name in ("device", "dtype", "bits") if name in named}
-    check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *loading], "setting or option")
+    check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *LOADING], "setting or option")
+    loading = {name: named.pop(name) for name in LOADING if name in named}
     options = Options(**{name: named.pop(name) for name in OPTIONS if name in named})
-    asked = Settings(**named)
+    settings = Settings(**named)
     model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []
     for index, prompt in enumerate(prompts):
-        request = model.request(prompt, asked, options, system, chat)
+        request = model.request(prompt, settings, options, system, chat)
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show, index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
-    options = replace(options, max_len=max(lengths, default=1), max_batch=max_batch)
-    draft = load_draft(draft, model, loading.get("dtype"))
-    return Engine(model, draft, options, sum(lengths)), streams
+    options = replace(options, max_len=max(lengths, default=2), max_batch=max_batch)
+    loaded = load_draft(draft, model, loading.get("dtype"))
+    return Engine(model, loaded, options, sum(lengths)), streams
 
 
 if __name__ == "__main__":
