@@ -12,7 +12,7 @@ out over all tokens: so "8/4" gives keys 8 bits and values 4.
     metadata = cache.extend([(seq, tokens)])   takes memory for these tokens, or refuses before
                                                anything has changed
     cache.truncate(seq, length)                keeps the first `length` tokens
-    cache.commit(seq, tokens, num_new)         after a round: keeps what belongs to the text
+    cache.commit(seq, tokens, num_new)         after a round: forgets rejected drafts
     cache.fork(seq) · cache.free(seq) · cache.length(seq)
 
 Memory is cut into blocks of `block_size` tokens, and a sequence has a *block table*: its blocks, in
@@ -294,7 +294,7 @@ class KVSpec:
         )
 
     def bytes(self, tokens: int) -> int:
-        """What the keys and values of so many tokens take."""
+        """How many bytes the keys and values of so many tokens take."""
         key_bits, value_bits = self.bits
         parts = stored_parts(self.head_dim, key_bits, self.dtype, KEY_GROUP)
         parts += stored_parts(self.head_dim, value_bits, self.dtype)
@@ -369,29 +369,29 @@ class Cache:
     def length(self, seq: int) -> int:
         return len(self.sequence(seq).tokens)
 
-    def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
+    def fits(self, counts: Sequence[tuple[int, int]]) -> bool:
         """Whether there is memory for n more tokens of each (seq, n). Changes nothing."""
-        return all(self.length(seq) + n <= self.max_len for seq, n in requests)
+        return all(self.length(seq) + n <= self.max_len for seq, n in counts)
 
-    def extend(self, requests: NewTokens) -> AttentionMetadata:
+    def extend(self, new_tokens: NewTokens) -> AttentionMetadata:
         """Take memory for the tokens of each (seq, tokens), which `Ops.attend` then fills.
 
         CacheFull, ValueError and KeyError are raised before anything has changed.
         """
-        if not requests or any(len(tokens) == 0 for _, tokens in requests):
+        if not new_tokens or any(len(tokens) == 0 for _, tokens in new_tokens):
             raise ValueError("a step needs at least one new token of every sequence in it")
-        if len({seq for seq, _ in requests}) < len(requests):
-            raise ValueError(f"a sequence occurs twice in a step: {[seq for seq, _ in requests]}")
-        for seq, tokens in requests:
+        if len({seq for seq, _ in new_tokens}) < len(new_tokens):
+            raise ValueError(f"a sequence occurs twice in a step: {[seq for seq, _ in new_tokens]}")
+        for seq, tokens in new_tokens:
             length = self.length(seq)
             if length + len(tokens) > self.max_len:
                 raise CacheFull(
                     f"sequence {seq} has {length} tokens and cannot take {len(tokens)} more: the "
                     f"limit is {self.max_len}; ask for fewer, or make a cache of a larger max_len"
                 )
-        self._add_blocks(requests)
+        self._add_blocks(new_tokens)
         spans = []
-        for seq, tokens in requests:
+        for seq, tokens in new_tokens:
             sequence = self._sequences[seq]
             start = len(sequence.tokens)
             sequence.tokens += map(int, tokens)
@@ -411,7 +411,7 @@ class Cache:
         self.keys.write(layer, slot_mapping, k)
         self.values.write(layer, slot_mapping, v)
 
-    def _add_blocks(self, requests: NewTokens) -> None:
+    def _add_blocks(self, new_tokens: NewTokens) -> None:
         """Give each sequence the blocks that its new tokens need. A contiguous cache has nothing to
         do: `open` has given each sequence its one block."""
 
@@ -486,8 +486,8 @@ class NoCache(Cache):
     def open(self, tokens: Sequence[int]) -> tuple[int, int]:
         return 0, 0
 
-    def extend(self, requests: NewTokens) -> AttentionMetadata:
-        ((_, tokens),) = requests
+    def extend(self, new_tokens: NewTokens) -> AttentionMetadata:
+        ((_, tokens),) = new_tokens
         return AttentionMetadata.without_cache(1, len(tokens)).to(self.device)
 
     def free(self, seq: int) -> None:

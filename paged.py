@@ -176,12 +176,12 @@ class PagedCache(Cache):
             sequence.block_table.append(block)
             sequence.block_hashes.append(parent)
 
-    def _num_new_blocks(self, requests: Sequence[tuple[int, int]]) -> int:
+    def _num_new_blocks(self, counts: Sequence[tuple[int, int]]) -> int:
         """How many blocks `_add_blocks` takes for n more tokens of each (seq, n), copies
         included."""
         num_new = 0
         writers = Counter[int]()  # sequences that write into each block that is not full
-        for seq, n in requests:
+        for seq, n in counts:
             sequence = self.sequence(seq)
             length = len(sequence.tokens)
             num_new += self.blocks_for(length + n) - len(sequence.block_table)
@@ -192,14 +192,14 @@ class PagedCache(Cache):
             num_new += min(num_writers, self.pool.references[block] - 1)
         return num_new
 
-    def fits(self, requests: Sequence[tuple[int, int]]) -> bool:
-        return super().fits(requests) and self._num_new_blocks(requests) <= self.pool.available
+    def fits(self, counts: Sequence[tuple[int, int]]) -> bool:
+        return super().fits(counts) and self._num_new_blocks(counts) <= self.pool.available
 
-    def _add_blocks(self, requests: NewTokens) -> None:
+    def _add_blocks(self, new_tokens: NewTokens) -> None:
         new_blocks = self.pool.take(
-            self._num_new_blocks([(seq, len(tokens)) for seq, tokens in requests])
+            self._num_new_blocks([(seq, len(tokens)) for seq, tokens in new_tokens])
         )
-        for seq, tokens in requests:
+        for seq, tokens in new_tokens:
             sequence = self._sequences[seq]
             length = len(sequence.tokens)
             self._cache_full_blocks(sequence)
