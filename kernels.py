@@ -180,7 +180,7 @@ class Ops:
     # ---- The operations of a layer
 
     def embed(self, tokens: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
-        """Rows of W: int64[T] -> [T, C]."""
+        """The rows of W of these tokens: int64[T] -> [T, C]."""
         w = weight.weight
         if isinstance(w, Tensor):
             return F.embedding(tokens, w)
@@ -276,7 +276,7 @@ class Ops:
         logits_indices: Tensor | slice | None = None,
         features: Features | None = None,
     ) -> Tensor:
-        """A forward pass of a model, or of an EAGLE head: see their `forward`."""
+        """A forward pass of a model, or of an EAGLE head, as their own `forward` computes it."""
         return llama.forward(inputs, metadata, logits_indices, features)
 
     def chain(self, chain: Chain, round: Round) -> Proposal | None:

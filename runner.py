@@ -263,7 +263,7 @@ class ModelRunner:
         has_drafts = bool(round.drafting())
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
-        if round.masks is not None:  # a grammar's mask for the row of each draft
+        if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
             round.masks.push_all(proposal.tokens.tolist())
         logits = self._run_target(scheduled, round, proposal, features)
         if not rounds:
@@ -272,7 +272,7 @@ class ModelRunner:
         if has_drafts:
             accepted, token = round.verify(p, proposal)
         else:
-            token = round.text_coin().pick(p[:, 0])  # [B]
+            token = round.text_coin().pick(p[:, 0])  # int64[B], drawn by the target's coin
             accepted = torch.zeros_like(token)
         packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k + 2]
         rows = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
