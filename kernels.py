@@ -159,8 +159,9 @@ class Ops:
     ) -> tuple[torch.dtype, torch.dtype]:
         """The dtype that a model computes in, and the one that its matrices have in memory.
 
-        stored: the dtypes of the checkpoint. asked: the user's choice; None: here at least float32,
-        while a backend chooses what is fast. Matrices may be narrower, if no bit is lost.
+        stored: the dtypes of the checkpoint. asked: the user's choice. Without one the plain
+        operations compute in at least float32, and a backend chooses its own. It may keep matrices
+        in a narrower dtype, if no bit is lost.
         """
         dtype = asked or stored[0]
         if asked is None and dtype.itemsize == 2:
@@ -284,8 +285,8 @@ class Ops:
         return None
 
     def warm_up(self, llama: Llama, cache: Cache, vocab_size: int) -> None:
-        """Compile now the kernels that steps of many texts will launch. vocab_size: how many tokens
-        there are to draw from."""
+        """Compile now the kernels that steps of many texts will launch. vocab_size: the number of
+        tokens that can be drawn."""
 
 
 # ---- The choice ----------------------------------------------------------------------------------

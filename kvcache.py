@@ -270,7 +270,7 @@ class KVSpec:
     dtype: torch.dtype = torch.float32
     bits: Bits = (16, 16)  # of keys, of values; 16: numbers as they are, in `dtype`
     device: torch.device | str = "cpu"
-    # How many tokens after its own a stored key depends on: 1 with the layer of an EAGLE head.
+    # 1 with an EAGLE head, in whose layer keys and values depend on the next token, too.
     lookahead: int = 0
 
     @classmethod

@@ -217,8 +217,9 @@ class ModelRunner:
         new_tokens = {}
         for item, new, records in zip(rounds, round_tokens, logprobs):
             stats = RoundStats(item.num_drafts, len(new) - 1, len(rounds))
-            new_tokens[item.request] = self._finish(item.request, new, stats)
+            new = self._finish(item.request, new, stats)
             item.request.logprobs += records[: len(new)]
+            new_tokens[item.request] = new
         return new_tokens
 
     def _choose_gamma(
@@ -446,8 +447,9 @@ class ModelRunner:
     def _decode_multi_step(
         self, rounds: Sequence[ScheduledRequest], counts: Sequence[int]
     ) -> list[list[int]]:
-        """The target drafts for itself. In coupled mode a draft is drawn with the random numbers of
-        plain decoding at its position, so n drafts are the tokens of n plain steps."""
+        """Let the target draft, and take its drafts. In coupled mode a draft is drawn with the
+        random numbers of plain decoding at its position: n drafts are the tokens of n plain steps.
+        """
         round = self._round(rounds, counts, coupled=True)
         unread = {}
         for b, item in enumerate(rounds):
