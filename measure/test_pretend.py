@@ -43,7 +43,7 @@ CASES = {
 }
 SMOKED = (("16 bits", "8/4"), ("INT4", "16"), ("sampling", "all filters"))
 ONCE = {"_run", "_decode_multi_step"}  # a step
-OTHERS = {"draft"}  # where a draft has much to read
+OTHERS = {"draft", "feed"}  # where a draft has much to read
 
 
 def text(device: str, arguments: list[str]) -> str:
@@ -146,7 +146,6 @@ def wrong() -> list[str]:
 
 CODE = """
 import json
-from measure import first_contact
 from measure import testing as pretend
 pretend.build_device()
 from measure import test_pretend as page
