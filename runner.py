@@ -261,7 +261,7 @@ class ModelRunner:
         if counts:  # then no request asks for logits
             return self._decode_multi_step(rounds, counts), torch.empty(0)
         round = self._round(rounds, [item.num_drafts for item in rounds], self.coupled)
-        has_drafts = bool(round.drafting())
+        has_drafts = any(round.num_drafts)
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
         if round.masks is not None:  # begin to fill the grammars' masks for the rows of the drafts
@@ -334,9 +334,12 @@ class ModelRunner:
         if round.masks is not None and asks:
             unmasked = logits.clone()  # masks are applied in place
         B, width = round.is_row.shape
-        rows = round.is_row.flatten().nonzero()[:, 0]  # [R], each below B · width
-        probs = round.probabilities(logits, (rows // width).tolist())  # [R, V]
-        if len(rows) < B * width:
+        owners = []  # the request of each row
+        for b, num_drafts in enumerate(round.num_drafts):
+            owners += [b] * (num_drafts + 1)
+        probs = round.probabilities(logits, owners)  # [R, V]
+        if len(owners) < B * width:
+            rows = round.is_row.flatten().nonzero()[:, 0]  # [R], each below B · width
             padded = probs.new_zeros(B * width, probs.shape[1])
             probs = padded.index_copy_(0, send(rows, self.target.device), probs)
         return probs.view(B, width, -1), unmasked
