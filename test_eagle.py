@@ -231,6 +231,23 @@ def pair() -> tuple[Llama, EagleHead]:
     return target, random_head(target).pack_weights()
 
 
+def test_a_request_drafts_as_if_it_were_alone(pair):
+    """Beside one that wants fewer drafts, and comes before it."""
+    target, head = pair
+    cache = PagedCache(target.kv_spec(draft_layers=1), 40, 4)
+    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    requests = []
+    for seed in (1, 2):
+        request = Request(list(range(40, 50 + seed)), Settings(1.0, seed=seed, max_tokens=20))
+        runner.open(request)
+        runner.step([runner.schedule(request)])
+        requests.append(request)
+    alone, _ = proposed(runner, requests[1], 3)
+    device = target.device
+    both = Round(requests, [1, 3], runner.vocab_size, device, torch.float64)
+    assert runner.drafter.propose(both).tokens[1].tolist() == alone
+
+
 def stored_rows(cache, seq: int) -> Tensor:
     """The keys and values of all rows of a text: [2, m, G, D]."""
     (slots,) = cache.metadata([(seq, 0, cache.length(seq))]).slots

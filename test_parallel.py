@@ -40,7 +40,7 @@ from checkpoint.layouts import load_quantization
 from conftest import ROOT, SMALL, heard, write_model
 from errors import UserError
 from generate import Engine, Model, load_draft
-from kvcache import KVSpec
+from kvcache import KVCache, KVSpec
 from model import Llama
 from parallel import group_for, num_processes, shard_config, shard_tensor, stop_flag, traffic
 from request import OutputStream, Settings
@@ -262,7 +262,11 @@ def test_seeds_and_measured_times_are_the_first_processes(everywhere, models):
 
 def logits_of(folder: Path, bits: int, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode():
-        return Llama.load(folder, "cpu", dtype, bits=bits)(torch.arange(40) * 6).double()
+        llama = Llama.load(folder, "cpu", dtype, bits=bits)
+        cache = KVCache(llama.kv_spec(), 40)
+        seq, _ = cache.open(())
+        tokens = torch.arange(40) * 6
+        return llama(tokens, cache.extend([(seq, tokens.tolist())])).double()
 
 
 def test_logits_are_those_of_one_process(everywhere, models):

@@ -60,6 +60,18 @@ def test_a_pass_of_the_draft_is_no_verification(base, tmp_path, capsys):
     assert 0 < names.count("draft") <= steps
 
 
+def test_the_rows_of_a_head_are_drafting(tmp_path):
+    model = generate.Model.load("tiny", "cpu")
+    draft = generate.load_draft("tiny-eagle", model)
+    request = model.request("hello", generate.Settings(seed=0, max_tokens=5, gamma=2))
+    with profiler.trace_phases(str(tmp_path / "trace.json"), model.llama, draft.models):
+        engine = generate.Engine(model, draft, Options(max_len=40, max_batch=1))
+        steps = sum(1 for _ in engine.batcher.run([request]))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("ph") == "X"]
+    assert names.count("verify") == steps < names.count("draft")
+
+
 def test_afterwards_the_operations_are_what_they_were(base, tmp_path):
     llama = generate.Model.load(base).llama
     original = llama.ops
