@@ -168,6 +168,8 @@ class ModelRunner:
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ of the next round: what the request fixes, or as many as pay, up to `room`."""
+        if not self.has_drafter:
+            return 0
         most = min(request.num_remaining, self.budget) - 1  # a round makes one token more
         wanted = request.settings.gamma
         if wanted is None:  # a fixed γ ignores `room`: it must not depend on the texts beside it
@@ -271,10 +273,14 @@ class ModelRunner:
             return [], logits
         p, logits = self._probabilities(round, logits)
         if has_drafts:
-            accepted, token = round.verify(p, proposal)
-        else:
-            token = round.text_coin().pick(p[:, 0])  # int64[B], drawn by the target's coin
-            accepted = torch.zeros_like(token)
+            return self._verify(round, p, proposal), logits
+        picked = round.text_coin().pick(p[:, 0])  # int64[B], drawn by the target's coin
+        tokens = self.target.group.agree(picked.tolist())  # here the host waits for a GPU
+        return [[token] for token in check_tokens(tokens)], logits
+
+    def _verify(self, round: Round, p: Tensor, proposal: Proposal) -> list[list[int]]:
+        """The accepted drafts of each round, and the token after them."""
+        accepted, token = round.verify(p, proposal)
         packed = torch.cat((proposal.tokens, accepted[:, None], token[:, None]), 1)  # [B, k + 2]
         rows = self.target.group.agree(packed.tolist())  # here the host waits for a GPU
         round_tokens = []
@@ -283,7 +289,7 @@ class ModelRunner:
             with named_as_draft():
                 check_tokens(drafts[:num_drafts])
             round_tokens.append([*drafts[:num_accepted], last])
-        return round_tokens, logits
+        return round_tokens
 
     def _run_target(
         self,
@@ -333,7 +339,8 @@ class ModelRunner:
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
             unmasked = logits.clone()  # masks are applied in place
-        B, width = round.is_row.shape
+        B = len(round.requests)
+        width = round.width
         owners = []  # the request of each row
         for b, num_drafts in enumerate(round.num_drafts):
             owners += [b] * (num_drafts + 1)
