@@ -82,7 +82,7 @@ def test_bits_at_load_are_those_of_a_folder(tmp_path, shape):
         stored = Llama.load(tmp_path / str(bits))
         assert loaded.config == stored.config
         assert loaded.config.quantization == Quantization(bits)
-        assert torch.equal(loaded(text), stored(text))
+        torch.testing.assert_close(loaded(text), stored(text), atol=1e-5, rtol=0)
         cache = KVCache(loaded.kv_spec(), 16)
         seq, _ = cache.open(())
         metadata = cache.extend([(seq, text.tolist())])
