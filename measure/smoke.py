@@ -262,7 +262,7 @@ def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int
     engine = Engine(
         model,
         load_draft(draft, model, torch.float32),
-        Options(max_len=500, max_batch=2, kv_bits=kv_bits),
+        Options(max_batch=2, kv_bits=kv_bits),
         1000,
     )
     settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)

@@ -42,7 +42,7 @@ CASES = {
     "float64": ["--dtype", "float64"],
 }
 SMOKED = (("16 bits", "8/4"), ("INT4", "16"), ("sampling", "all filters"))
-ONCE = {"_run", "_decode_multi_step"}  # a step
+ONCE = {"_run", "_verify", "_decode_multi_step"}  # a step
 OTHERS = {"draft", "feed"}  # where a draft has much to read
 
 
