@@ -747,10 +747,11 @@ COMPILED = """
 import torch
 from flash import Flash
 from gpu.test_crosscompile import compile_launches
+from kvcache import KVSpec
 from paged import PagedCache
 
 def run():
-    cache = PagedCache(1, 8, 128, 16, device="meta", dtype=torch.bfloat16)
+    cache = PagedCache(KVSpec(1, 8, 128, torch.bfloat16, device="meta"), 16)
     for n in (1, 16):
         seq, _ = cache.open(())
         qkv = torch.empty(n, 48, 128, dtype=torch.bfloat16, device="meta")
