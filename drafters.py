@@ -136,6 +136,15 @@ class Unread(NamedTuple):
     tokens: list[int]
 
 
+def chain_in_cache(llama: Llama, cache: Cache, round: Round) -> ModelChain:
+    """A chain in the target's cache, which lacks only the last token of each text."""
+    unread = {}
+    for b in round.drafting():
+        request = round.requests[b]
+        unread[b] = Unread(request.seq, request.tokens[-1:])
+    return ModelChain(llama, cache, round, unread)
+
+
 def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The pieces end to end, int64[T], and the index of each piece's last token."""
     tokens = []
@@ -311,11 +320,7 @@ class SelfDrafter(BorrowingDrafter):
     """The target's INT4 copy."""
 
     def chain(self, round: Round) -> Chain:
-        unread = {}
-        for b in round.drafting():
-            request = round.requests[b]
-            unread[b] = Unread(request.seq, request.tokens[-1:])
-        return ModelChain(self.model, self.cache, round, unread)
+        return chain_in_cache(self.model, self.cache, round)
 
 
 class NgramDrafter(Drafter):

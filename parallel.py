@@ -21,7 +21,7 @@ scheduler, because their logits are equal to the bit. At the end of a step the h
 tokens and times from the first process (`agree`), and the order to stop comes with them.
 
 Invariant: all processes stop after the same step.
-Cost of a token in each process (`traffic`): (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
+Cost of a token in each process: (2 L + 1) C numbers all-reduced, ⌈V / n⌉ logits sent.
 Not covered: training; machines of different kinds; expert, sequence and pipeline parallelism. Where
 inputs are rounded to 8 bits, too (W8A8), logits differ a little from those of one process, because
 each shard of a row has a scale of its own.
@@ -126,14 +126,6 @@ def shard_tensor(tensor: Tensor, shape: Sequence[int], rank: int, n: int) -> Ten
     if missing:  # the end of the vocabulary
         tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
     return tensor
-
-
-def traffic(config: Config, n: int, itemsize: int) -> tuple[int, int]:
-    """Bytes that one token adds to all-reduces, and to all-gathers of logits, in each of n
-    processes."""
-    reduced = (2 * config.num_hidden_layers + 1) * config.hidden_size
-    gathered = math.ceil(config.vocab_size / n)
-    return itemsize * reduced, itemsize * gathered
 
 
 # ---- The processes -------------------------------------------------------------------------------

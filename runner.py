@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafters import Drafter, ModelChain, Observed, Unread, fastest_draft
+from drafters import Drafter, Observed, chain_in_cache, fastest_draft
 from gamma import AutoGamma
 from grammar import Grammars, GrammarState
 from kernels import send
@@ -461,9 +461,6 @@ class ModelRunner:
         random numbers of plain decoding at its position: n drafts are the tokens of n plain steps.
         """
         round = self._round(rounds, counts, coupled=True)
-        unread = {}
-        for b, item in enumerate(rounds):
-            unread[b] = Unread(item.request.seq, item.request.tokens[-1:])
-        chain = ModelChain(self.target, self.cache, round, unread)
+        chain = chain_in_cache(self.target, self.cache, round)
         rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]

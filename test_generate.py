@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import generate as page
 from conftest import write_model
 from errors import UserError
-from generate import DRAFTS, Draft, Engine, Model, generate, plain_loop, stream
+from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
+from kernels import Ops
 from kvcache import CacheFull
 from request import OutputStream, Request, Settings
 from settings import Options
@@ -499,3 +500,15 @@ def test_a_wrong_name_of_a_setting_is_told_the_right_ones(model):
             with pytest.raises(UserError, match=rf"'{name}' is no .*{guess}\?\).*seed.*kv_bits"):
                 call(PROMPT, target=model, **{name: 1})
     assert replace(Settings(), seed=3) == pickle.loads(pickle.dumps(Settings(seed=3)))
+
+
+def test_an_engine_of_many_texts_warms_up_all_models(monkeypatch):
+    """The target, and a head; with one text none."""
+    model = Model.load("tiny", "cpu")
+    draft = load_draft("tiny-eagle", model)
+    warmed = []
+    monkeypatch.setattr(Ops, "warm_up", lambda self, llama, cache, V: warmed.append(llama))
+    Engine(model, draft, Options(max_len=20, max_batch=1))
+    assert not warmed
+    Engine(model, draft, Options(max_len=20, max_batch=2))
+    assert warmed == [model.llama, *draft.models] and len(warmed) == 2

@@ -40,6 +40,7 @@ from sampling import Keyed
 from settings import Grammar
 from speculative import Round
 from test_drafters import proposed
+from test_eagle import random_head
 
 pytestmark = pytest.mark.gpu_interpreter
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -421,6 +422,19 @@ def test_a_warm_up_leaves_caches_and_texts_as_they_are(dtype, bits):
     assert cache.sequence(seq).tokens == [1, 2, 3] and not cache.backend and not recordings
     for part, was in zip(parts, before):
         assert torch.equal(part.view(torch.uint8), was.view(torch.uint8))  # NaN, too
+
+
+@torch.inference_mode()
+def test_a_head_is_warmed_up():
+    """Nothing is stored, and its rows and logits are launched."""
+    llama = Llama(Config(**{**SMALL, **TINY}), DEVICE, seed=1, ops=Kernels()).pack_weights()
+    head = random_head(llama, range(60), dtype=torch.float32)
+    head.ops = Kernels()
+    cache = PagedCache(llama.kv_spec(draft_layers=1), 30, 6)
+    cache.values.parts[0].zero_()
+    with mock.patch.object(head, "draft_logits", wraps=head.draft_logits) as logits:
+        head.ops.warm_up(head, cache, 67)
+    assert logits.called and not cache.values.parts[0].any()
 
 
 class Padded(GPU):
