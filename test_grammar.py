@@ -226,7 +226,8 @@ def filtered_first(self, logits, rows, depth=0):
 
 
 def target_unmasked(self, logits, rows, depth):
-    return logits if len(set(rows)) < len(rows) else APPLY(self, logits, rows, depth)
+    masked = APPLY(self, logits.clone(), rows, depth)
+    return logits if len(set(rows)) < len(rows) else masked
 
 
 FILL = Masks._fill

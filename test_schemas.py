@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import grammar
 from conftest import TIMES
 from generate import Draft, Engine, Model, load_draft
 from request import OutputStream, Result, Settings
@@ -26,7 +27,6 @@ pytest.importorskip("llguidance", reason="requirements-extra.txt is not installe
 pytest.importorskip("jsonschema", reason="the validator is installed by .ci/run")
 from jsonschema import Draft202012Validator, FormatChecker
 
-from grammar import Masks
 from settings import Options
 
 BATCH = 16
@@ -180,7 +180,7 @@ def test_texts_of_random_schemas_validate(monkeypatch):
     drafts = [None, *(load_draft(name, model) for name in ("tiny-draft", "ngram", "tiny-eagle"))]
     count = 48 + 12 * TIMES
     assert run_schemas(model, drafts, count)["stop"] > count / 2
-    monkeypatch.setattr(Masks, "apply", lambda self, logits, texts, depth: logits)
+    monkeypatch.setattr(grammar, "forbid", lambda logits, rows, masks: logits)
     with pytest.raises(AssertionError):
         run_schemas(model, [None], 16)
 
