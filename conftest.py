@@ -9,7 +9,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -286,6 +286,14 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q, k and v that are rotated already."""
     return ops.attend(torch.cat((q, k, v), 1), k.shape[1], None, metadata, layer)
+
+
+class Place(NamedTuple):
+    """What a round asks of its target."""
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    ops: Ops = Ops()
 
 
 def model_chain(

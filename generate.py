@@ -52,6 +52,7 @@ from request import Message, OutputStream, Request, Result, Settings
 from runner import ModelRunner
 from sampling import Keyed, probabilities
 from settings import SETTINGS, Options
+from speculative import Drawing
 from tokenizer import Tokenizer
 
 OPTIONS = tuple(Options.__dataclass_fields__)
@@ -298,9 +299,8 @@ class Engine:
         self.runner = ModelRunner(
             llama,
             cache,
-            vocab_size,
+            Drawing(vocab_size, coupled=options.verify == "coupled"),
             drafter=None if draft is None else draft.make(draft_cache),
-            coupled=options.verify == "coupled",
             budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
             multi_step=llama.ops.multi_step if options.use_cache else 1,
             grammars=model.grammars,

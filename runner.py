@@ -22,9 +22,8 @@ last token of the text is pending, until the request is preempted; a drafter's c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ from kernels import send
 from kvcache import Cache, CacheFull
 from model import Features, Llama
 from request import Request, RoundStats, Speculation
-from sampling import Keyed, NotFinite, TokenLogprob, check_tokens, token_logprobs
-from speculative import Coin, Proposal, Round
+from sampling import NotFinite, TokenLogprob, check_tokens, token_logprobs
+from speculative import Drawing, Proposal, Round
 
 MAX_LAG = 8  # a round in which a drafter has more tokens of the text to read is not measured
 
@@ -75,8 +74,6 @@ def named_as_draft() -> Iterator[None]:
 class ModelRunner:
     """A target, its cache and perhaps a drafter, for all requests that are decoded together.
 
-    vocab_size: the tokenizer's (logits beyond it are padding). coupled: the mode of verification.
-    make_coin: makes the random numbers of a round from seeds, positions and roles (`Round`).
     budget: the most tokens of a step. multi_step: how many tokens a step without drafts draws.
     grammars: None if no request has a grammar.
     """
@@ -85,21 +82,17 @@ class ModelRunner:
         self,
         target: Llama,
         cache: Cache,
-        vocab_size: int,
+        drawing: Drawing,
         drafter: Drafter | None = None,
-        coupled: bool = False,
-        make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None,
         budget: int = 512,
         multi_step: int = 1,
         grammars: Grammars | None = None,
     ):
         self.target = target
         self.cache = cache
-        self.vocab_size = vocab_size
+        self.drawing = drawing
         self.has_drafter = drafter is not None
         self.drafter = drafter or Drafter()
-        self.coupled = coupled
-        self.make_coin = make_coin or partial(Keyed, draw=target.ops.pick)
         self.budget = budget
         self.multi_step = multi_step
         self.grammars = grammars
@@ -262,7 +255,9 @@ class ModelRunner:
         counts = self._multi_step_counts(scheduled)
         if counts:  # then no request asks for logits
             return self._decode_multi_step(rounds, counts), torch.empty(0)
-        round = self._round(rounds, [item.num_drafts for item in rounds], self.coupled)
+        requests = [item.request for item in rounds]
+        num_drafts = [item.num_drafts for item in rounds]
+        round = Round(requests, num_drafts, self.drawing, self.target)
         has_drafts = any(round.num_drafts)
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
@@ -334,7 +329,7 @@ class ModelRunner:
     def _probabilities(self, round: Round, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of `_run_target` -> the target's distributions, float[B, k + 1, V], with zeros
         for the drafts that a request does not have; and the logits without a grammar's masks."""
-        self.target.ops.check_logits(logits[:, : self.vocab_size])
+        self.target.ops.check_logits(logits[:, : round.vocab_size])
         unmasked = logits
         asks = any(count is not None for count in round.setting("logprobs"))
         if round.masks is not None and asks:
@@ -365,7 +360,7 @@ class ModelRunner:
             records = []
             num_top = item.request.settings.logprobs
             if num_top is not None:
-                rows = logits[first_row : first_row + len(new), : self.vocab_size]
+                rows = logits[first_row : first_row + len(new), : self.drawing.vocab_size]
                 records = token_logprobs(rows, new, num_top)
             logprobs.append(records)
             first_row += item.num_drafts + 1
@@ -390,20 +385,6 @@ class ModelRunner:
             observed.append(Observed(item.request, item.start, text[1 : count + 1]))
             kept.append(values[:count])
         self.drafter.observe(observed, torch.cat(kept))
-
-    def _round(
-        self, rounds: Sequence[ScheduledRequest], num_drafts: Sequence[int], coupled: bool
-    ) -> Round:
-        return Round(
-            [item.request for item in rounds],
-            num_drafts,
-            self.vocab_size,
-            self.target.device,
-            self.target.dtype,
-            self.make_coin,
-            coupled,
-            self.target.ops,
-        )
 
     def _finish(self, request: Request, new: list[int], stats: RoundStats) -> list[int]:
         """Append what a round made to the text, up to an end-of-text. Returns the new tokens."""
@@ -460,7 +441,9 @@ class ModelRunner:
         """Let the target draft, and take its drafts. In coupled mode a draft is drawn with the
         random numbers of plain decoding at its position: n drafts are the tokens of n plain steps.
         """
-        round = self._round(rounds, counts, coupled=True)
+        requests = [item.request for item in rounds]
+        coupled = self.drawing._replace(coupled=True)
+        round = Round(requests, counts, coupled, self.target)
         chain = chain_in_cache(self.target, self.cache, round)
         rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]

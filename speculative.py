@@ -30,18 +30,21 @@ would not follow p.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from grammar import Masks
-from kernels import Ops, send
+from kernels import send
 from kvcache import KVSpec
 from request import Request
 from sampling import TEXT, Keyed, Setting, draft_role
 from settings import SETTINGS
+
+if TYPE_CHECKING:
+    from model import Llama
 
 
 class Proposal(NamedTuple):
@@ -103,11 +106,22 @@ def count_leading(stands: Tensor) -> Tensor:
     return so_far.sum(1)
 
 
+class Drawing(NamedTuple):
+    """How all tokens of a runner are drawn.
+
+    vocab_size: the tokenizer's; logits beyond it are padding. make_coin makes the coins of a round
+    from their seeds, positions and roles; None: `Keyed`, which draws by the target's `Ops.pick`.
+    """
+
+    vocab_size: int
+    coupled: bool = False  # the mode of verification
+    make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None
+
+
 class Round:
     """The requests of a round, a row each, with their numbers of drafts, settings and coins.
 
-    make_coin(seeds, positions, roles) makes the coins. Each request has `width` = k + 1 of them,
-    keyed by (seed, position, role), in a round at position n:
+    Each request has `width` = k + 1 coins, keyed by (seed, position, role). At position n:
 
         exact      (n, text)   (n, draft 0)      (n, draft 1)      …
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
@@ -120,27 +134,24 @@ class Round:
         self,
         requests: Sequence[Request],
         num_drafts: Sequence[int],
-        vocab_size: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        make_coin: Callable[[Tensor, Tensor, Tensor], Coin] = Keyed,
-        coupled: bool = False,
-        ops: Ops | None = None,
+        drawing: Drawing,
+        target: Llama,
     ):
         self.requests = requests
         self.num_drafts = num_drafts
-        self.vocab_size = vocab_size
-        self.device = device
+        self.drawing = drawing
+        self.vocab_size = drawing.vocab_size
+        self.coupled = drawing.coupled
+        self.device = target.device
         # The dtype of probabilities.
-        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.make_coin = make_coin
-        self.coupled = coupled
-        self.ops = ops or Ops()
+        self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+        self.ops = target.ops
+        self.make_coin = drawing.make_coin or partial(Keyed, draw=self.ops.pick)
         self.width = 1 + max(num_drafts, default=0)
-        self.first_draft_coin = 0 if coupled else 1
+        self.first_draft_coin = 0 if self.coupled else 1
         self.masks: Masks | None = None
         if any(request.grammar_state is not None for request in requests):
-            self.masks = Masks(requests, self.width, vocab_size)
+            self.masks = Masks(requests, self.width, self.vocab_size)
 
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
@@ -259,7 +270,7 @@ def main() -> None:
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
         cache, draft_cache = (KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, n) for _ in range(2))
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
-        runner = ModelRunner(target, cache, vocab_size=3, drafter=drafter, make_coin=walk)
+        runner = ModelRunner(target, cache, Drawing(3, make_coin=walk), drafter)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)

@@ -24,6 +24,7 @@ from quant import Bits
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from settings import Options
+from speculative import Drawing
 from test_drafters import LastToken
 from test_speculative import COPY, DRAFT, TARGET, Kind, new_tokens
 
@@ -60,7 +61,9 @@ def alone(request: Request, drafter="none", coupled=False, bits: Bits = (16, 16)
     prompt = request.tokens[: request.num_prompt_tokens]
     copy = Request(prompt, request.settings, request.eos_token_ids)
     cache = make_cache(LLAMA)
-    runner = ModelRunner(LLAMA, cache, V, drafter_of(drafter, cache, make_cache), coupled)
+    runner = ModelRunner(
+        LLAMA, cache, Drawing(V, coupled), drafter=drafter_of(drafter, cache, make_cache)
+    )
     list(Batcher(runner, 1).run([copy]))
     return list(new_tokens(copy))
 
@@ -144,8 +147,9 @@ def test_every_request_gets_the_tokens_it_gets_alone(w):
 
     cache = make_cache(LLAMA)
     drafter = drafter_of(w["drafter"], cache, make_cache)
-    options = dict(coupled=w["coupled"], budget=w["budget"], multi_step=w["multi_step"])
-    batcher = Batcher(ModelRunner(LLAMA, cache, V, drafter, **options), w["batch"])
+    options = dict(budget=w["budget"], multi_step=w["multi_step"])
+    runner = ModelRunner(LLAMA, cache, Drawing(V, w["coupled"]), drafter=drafter, **options)
+    batcher = Batcher(runner, w["batch"])
     cancelled = set()
     for step in range(2000):
         for request, text in zip(requests, w["texts"]):
@@ -194,7 +198,7 @@ def test_law_of_a_batch_whose_texts_are_preempted(drafter):
             drafts = ModelDrafter(
                 DRAFT, PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 2 * blocks, 1)
             )
-        runner = ModelRunner(TARGET, cache, 3, drafts, make_coin=walk)
+        runner = ModelRunner(TARGET, cache, Drawing(3, make_coin=walk), drafter=drafts)
         list(Batcher(runner, max(2, n)).run(requests))
         num_preemptions += sum(request.num_preemptions for request in requests)
         return list(zip(chosen, map(new_tokens, requests)))
@@ -211,7 +215,7 @@ def test_law_of_a_batch_whose_texts_are_preempted(drafter):
 
 def make_batcher(blocks=40, size=4, max_batch=4, budget=32, sharing=True, drafter=None) -> Batcher:
     cache = paged(LLAMA, blocks, size, sharing)
-    return Batcher(ModelRunner(LLAMA, cache, V, drafter, budget=budget), max_batch)
+    return Batcher(ModelRunner(LLAMA, cache, Drawing(V), drafter=drafter, budget=budget), max_batch)
 
 
 def make_request(prompt: int, count: int, seed: int = 0, gamma: int | None = 0) -> Request:
@@ -290,7 +294,7 @@ def test_slots_are_taken_at_once_first_come_first_served():
 
 def test_a_client_of_many_texts_does_not_keep_others_waiting_for_all_of_them():
     """Nor is it kept waiting by many clients of one text each."""
-    runner = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300, 2), V)
+    runner = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300, 2), Drawing(V))
     batcher = Batcher(runner, 2)
     order = []
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from checkpoint.config import Config
-from conftest import SMALL
+from conftest import SMALL, Place
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from generate import Draft, Engine, Model, load_draft
 from kernels import Ops
@@ -25,12 +25,12 @@ from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import probabilities
 from settings import Options
-from speculative import Proposal, Round
+from speculative import Drawing, Proposal, Round
 from test_speculative import COPY, CPU, KINDS, TARGET, new_tokens, play, toy_cache
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
-    return Round([request], [num_drafts], V, CPU, torch.float64)
+    return Round([request], [num_drafts], Drawing(V), Place(dtype=torch.float64))
 
 
 class Largest(TorchDispatchMode):
@@ -110,7 +110,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     for request in requests:
         drafter.open(request)
     assert [drafter.max_drafts(request, 5) for request in requests] == [5, 0]
-    drafted, q = drafter.propose(Round(requests, [2, 0], 6, CPU))
+    drafted, q = drafter.propose(Round(requests, [2, 0], Drawing(6), Place()))
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
@@ -123,7 +123,9 @@ def test_ngram_proposal_is_a_one_hot_distribution():
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_with_a_drafter_without_weights(make, kind):
     def run(walk: Walk, n: int) -> list:
-        runner = ModelRunner(TARGET, toy_cache(n), TARGET.V, make(), make_coin=walk)
+        runner = ModelRunner(
+            TARGET, toy_cache(n), Drawing(TARGET.V, make_coin=walk), drafter=make()
+        )
         requests = [kind.request(seed) for seed in range(n)]
         play(runner, requests)
         return list(map(new_tokens, requests))
@@ -147,7 +149,7 @@ def proposed(
     for request in requests:
         drafter.open(request)
         read(drafter, request, 3)
-    round = Round(requests, [3] * B, V, device, coupled=coupled)
+    round = Round(requests, [3] * B, Drawing(V, coupled), Place(device))
     with Largest() as largest:
         drafted, q = drafter.propose(round)
     return drafted.tolist(), q, largest.numel
@@ -220,7 +222,7 @@ def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
             for request in requests:
                 drafter.open(request)
             drawn.clear()
-            round = Round(requests, num_drafts, 261, llama.device, dtype, ops=Ops())
+            round = Round(requests, num_drafts, Drawing(261), Place(llama.device, dtype))
             drafted, q = drafter.propose(round)
             assert q.dtype == drawn[0].dtype
             assert torch.equal(q[:, 0], drawn[0]) and torch.equal(q[1, 1], drawn[1][-1])
@@ -287,7 +289,7 @@ def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
         lengths = [len(request.tokens) - 1 for request in requests]
         before = [stored(cache, r.seq, length) for r, length in zip(requests, lengths)]
         num_drafts = [item.num_drafts for item in scheduled]
-        round = Round(requests, num_drafts, runner.vocab_size, CPU, torch.float64)
+        round = Round(requests, num_drafts, runner.drawing, runner.target)
         drafted, _ = runner.drafter.propose(round)
         assert (drafted >= 0).sum() == 2 + 3 + 4
         assert [cache.length(request.seq) for request in requests] == lengths
@@ -300,7 +302,7 @@ def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
 
 def drafting(cache, num_drafts: int, prompt=(1, 0)) -> tuple[ModelRunner, Request]:
     """A text that has its first new token, and may draft now."""
-    runner = ModelRunner(TARGET, cache, 3, SelfDrafter(COPY, cache))
+    runner = ModelRunner(TARGET, cache, Drawing(3), drafter=SelfDrafter(COPY, cache))
     chosen = Settings(1.0, seed=3, max_tokens=7 - len(prompt), gamma=num_drafts)
     request = Request(list(prompt), chosen)
     runner.open(request)

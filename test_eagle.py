@@ -26,7 +26,7 @@ from request import Request, Settings
 from runner import ModelRunner, ScheduledRequest
 from sampling import Setting, probabilities
 from settings import Options
-from speculative import Round
+from speculative import Drawing, Round
 from test_kernels import num_found
 from test_speculative import Kind, PaddedCoin, new_tokens, play
 
@@ -182,7 +182,7 @@ def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[in
 
 
 def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], Tensor]:
-    round = Round([request], [k], runner.vocab_size, runner.target.device, torch.float64)
+    round = Round([request], [k], runner.drawing, runner.target)
     drafted, q = runner.drafter.propose(round)
     return drafted[0].tolist(), q[0, :-1]
 
@@ -207,7 +207,9 @@ def check_drafts(head: EagleHead, plain: EagleHead, target: Llama) -> None:
     that holds the 0 of a draft."""
     cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
     drafter = EagleDrafter(head, cache)
-    runner = ModelRunner(target, cache, target.config.vocab_size, drafter, budget=6)
+    runner = ModelRunner(
+        target, cache, Drawing(target.config.vocab_size), drafter=drafter, budget=6
+    )
     chosen = Settings(1.0, seed=3, max_tokens=20, gamma=3)
     request = Request(list(range(40, 56)), chosen)
     runner.open(request)
@@ -235,7 +237,9 @@ def test_a_request_drafts_as_if_it_were_alone(pair):
     """Beside one that wants fewer drafts, and comes before it."""
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 40, 4)
-    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    runner = ModelRunner(
+        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
+    )
     requests = []
     for seed in (1, 2):
         request = Request(list(range(40, 50 + seed)), Settings(1.0, seed=seed, max_tokens=20))
@@ -243,8 +247,7 @@ def test_a_request_drafts_as_if_it_were_alone(pair):
         runner.step([runner.schedule(request)])
         requests.append(request)
     alone, _ = proposed(runner, requests[1], 3)
-    device = target.device
-    both = Round(requests, [1, 3], runner.vocab_size, device, torch.float64)
+    both = Round(requests, [1, 3], runner.drawing, runner.target)
     assert runner.drafter.propose(both).tokens[1].tolist() == alone
 
 
@@ -260,7 +263,9 @@ def stored_rows(cache, seq: int) -> Tensor:
 def rows_at_once(target: Llama, head: EagleHead, text: list[int]) -> Tensor:
     """The same, of a text that is read in one pass, by a drafter of its own."""
     cache = KVCache(target.kv_spec(draft_layers=1), 96)
-    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    runner = ModelRunner(
+        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
+    )
     request = Request(text, Settings(1.0, seed=0, max_tokens=1))
     runner.open(request)
     runner.step([ScheduledRequest(request, 0, len(text) - 1, samples=False)])
@@ -293,9 +298,11 @@ def test_every_text_is_the_plain_one_and_every_row_that_of_the_whole_text(pair, 
     else:
         cache = KVCache(target.kv_spec(draft_layers=1), 48, 4)
     is_coupled = draw(st.booleans())
-    runner = ModelRunner(target, cache, V, EagleDrafter(head, cache), is_coupled, budget=budget)
+    runner = ModelRunner(
+        target, cache, Drawing(V, is_coupled), drafter=EagleDrafter(head, cache), budget=budget
+    )
     plain_cache = KVCache(target.kv_spec(), 48)
-    plain = ModelRunner(target, plain_cache, V)
+    plain = ModelRunner(target, plain_cache, Drawing(V))
     batcher = Batcher(runner, draw(st.integers(1, 4)))
     start = draw(st.lists(st.integers(0, 9), min_size=1, max_size=14))
     requests = []
@@ -328,7 +335,9 @@ def check_texts(pair) -> None:
     """Texts that begin alike, one after the other: γ = 3, blocks of two tokens."""
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 60, 2)
-    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    runner = ModelRunner(
+        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
+    )
     for i in range(4):
         chosen = Settings(1.0, seed=i, max_tokens=8, gamma=3)
         request = Request([1, 2, 3, 4, 5 + i // 2, 6, 7], chosen)
@@ -425,7 +434,7 @@ def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after
     target, head = pair
     cache = PagedCache(target.kv_spec(draft_layers=1), 20, 4)
     drafter = EagleDrafter(head, cache)
-    runner = ModelRunner(target, cache, target.config.vocab_size, drafter)
+    runner = ModelRunner(target, cache, Drawing(target.config.vocab_size), drafter=drafter)
     request = Request([1, 2, 3, 4], Settings(0.0, seed=0, max_tokens=9, gamma=3))
     runner.open(request)
     runner.step([runner.schedule(request)])
@@ -462,7 +471,9 @@ def test_drafts_that_are_not_finite_are_told():
     head = random_head(target)
     head.norm.fill_(torch.nan)
     cache = KVCache(target.kv_spec(draft_layers=1), 20, 2)
-    runner = ModelRunner(target, cache, target.config.vocab_size, EagleDrafter(head, cache))
+    runner = ModelRunner(
+        target, cache, Drawing(target.config.vocab_size), drafter=EagleDrafter(head, cache)
+    )
     requests = []
     for seed in range(2):
         requests.append(Request([1, 2, seed], Settings(1.0, seed=seed, max_tokens=9, gamma=3)))
@@ -500,7 +511,7 @@ def test_law_is_the_targets_with_a_head(coupled):
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
 
-        runner = ModelRunner(target, cache, 3, drafter, coupled, make_coin=coin)
+        runner = ModelRunner(target, cache, Drawing(3, coupled, make_coin=coin), drafter=drafter)
         play(runner, requests)
         return list(zip(chosen, map(new_tokens, requests)))
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher import Batcher
-from conftest import ROOT, write_tokenizer
+from conftest import ROOT, Place, write_tokenizer
 from drafters import ModelDrafter, NgramDrafter
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -27,7 +27,7 @@ from proof import Law, Toy, Walk, distance, enumerate_law
 from request import OutputStream, Request, Settings
 from runner import ModelRunner
 from sampling import probabilities
-from speculative import Round
+from speculative import Drawing, Round
 from test_batcher import LLAMA, drafter_of, paged, random_tokens
 from test_speculative import Kind, PaddedCoin, new_tokens, play, toy_cache, toy_runner
 from test_spm import load, tokenizer_model
@@ -134,11 +134,11 @@ def laws_of(
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
 
-        options = dict(make_coin=coin, coupled=coupled, grammars=GRAMMARS)
+        drawing = Drawing(4, coupled, coin)
         if draft is None:
-            runner = ModelRunner(TARGET, toy_cache(n), 4, NgramDrafter(), **options)
+            runner = ModelRunner(TARGET, toy_cache(n), drawing, NgramDrafter(), grammars=GRAMMARS)
         else:
-            runner = toy_runner(n, TARGET, draft, where, **options)
+            runner = toy_runner(n, TARGET, draft, where, coupled, coin, grammars=GRAMMARS)
         play(runner, requests)
         return list(zip(chosen, map(new_tokens, requests)))
 
@@ -358,7 +358,7 @@ def test_texts_without_a_grammar_need_no_masks():
     free = Request([1], Settings(seed=0))
     masked = Request([1], Settings(seed=0, regex="a"))
     masked.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "a")), [])
-    assert Round([free, free], [0, 0], 4, torch.device("cpu")).masks is None
+    assert Round([free, free], [0, 0], Drawing(4), Place()).masks is None
     masks = Masks([free, masked], 1, 4)
     logits = torch.zeros(5, 4)
     assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
@@ -405,8 +405,9 @@ def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkey
     requests = requests_of(temperature, 3)
     cache = paged(LLAMA, 18, 4)
     drafts = drafter_of(drafter, cache, lambda llama: paged(llama, 60, 4))
-    options = dict(coupled=temperature > 0, multi_step=3, grammars=byte_grammars)
-    runner = ModelRunner(LLAMA, cache, 259, drafts, budget=30, **options)
+    drawing = Drawing(259, coupled=temperature > 0)
+    options = dict(multi_step=3, grammars=byte_grammars)
+    runner = ModelRunner(LLAMA, cache, drawing, drafter=drafts, budget=30, **options)
     batcher = Batcher(runner, 6)
     right = ModelRunner._run_target
 
@@ -432,7 +433,9 @@ def test_every_text_is_the_plain_one(drafter, temperature, byte_grammars, monkey
     for i, request in enumerate(requests):
         prompt = request.tokens[: request.num_prompt_tokens]
         alone = Request(prompt, request.settings, request.eos_token_ids)
-        lone = ModelRunner(LLAMA, KVCache(LLAMA.kv_spec(), 300), 259, grammars=byte_grammars)
+        lone = ModelRunner(
+            LLAMA, KVCache(LLAMA.kv_spec(), 300), Drawing(259), grammars=byte_grammars
+        )
         list(Batcher(lone, 1).run([alone]))
         made = new_tokens(request)
         assert made == new_tokens(alone)[: len(made)]
@@ -504,7 +507,7 @@ def finished(regex: str, gamma: int) -> Request:
     chosen = Settings(seed=3, max_tokens=6, gamma=gamma, regex=regex)
     request = Request([0], chosen, (END,))
     drafter = ModelDrafter(DRAFT, toy_cache(1)) if gamma else None
-    runner = ModelRunner(TARGET, toy_cache(1), 4, drafter, grammars=GRAMMARS)
+    runner = ModelRunner(TARGET, toy_cache(1), Drawing(4), drafter=drafter, grammars=GRAMMARS)
     list(Batcher(runner, 1).run([request]))
     return request
 

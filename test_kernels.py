@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from conftest import amid, model_chain, poison, program, random_llama
+from conftest import Place, amid, model_chain, poison, program, random_llama
 from drafters import fastest_draft
 from flash import Flash, triton
 from kernels import Linear, Ops, attention, rotate, rotated
@@ -25,7 +25,7 @@ from quant import FORMATS, KEY_GROUP, Bits, Quantized, dequantize, quantize, spr
 from request import Request, Settings
 from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
-from speculative import Proposal, Round, verify
+from speculative import Drawing, Proposal, Round, verify
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -576,7 +576,7 @@ class Contract:
         settings = [Settings(seed=random.getrandbits(50)) for _ in num_drafts]
         requests = [Request([1] * random.randint(1, 9), one) for one in settings]
         coin = partial(Keyed, draw=self.ops.pick)
-        return Round(requests, num_drafts, V, torch.device("cpu"), make_coin=coin, ops=self.ops)
+        return Round(requests, num_drafts, Drawing(V, make_coin=coin), Place(ops=self.ops))
 
     def test_verifying(self):
         """Texts with fewer drafts than others; drafts that were drawn from q, and some whose q is
@@ -668,7 +668,7 @@ class Contract:
             self.check_round(models[model], exact[model], cache, seqs[model], texts[model], *one)
         if self.refuses:
             models[0].norm.fill_(math.nan)
-            round = Round([Request([7], WARM)], [1], 250, cache.device)
+            round = Round([Request([7], WARM)], [1], Drawing(250), models[0])
             with pytest.raises(ValueError, match="not finite"):
                 fastest_draft(model_chain(models[0], cache, seqs[0], [[7]], round), round)
 
@@ -678,7 +678,7 @@ class Contract:
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
         coin = partial(Keyed, draw=self.ops.pick)
         round = Round(
-            requests, num_drafts, 250, cache.device, make_coin=coin, coupled=coupled, ops=self.ops
+            requests, num_drafts, Drawing(250, coupled, coin), Place(cache.device, ops=self.ops)
         )
         found_before = [num_found(cache, request.tokens) for request in requests]
         drafted, q = fastest_draft(model_chain(llama, cache, seqs, new, round), round)

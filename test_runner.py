@@ -23,6 +23,7 @@ from proof import Walk, distance, enumerate_law
 from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
 from settings import Options
+from speculative import Drawing
 from test_speculative import COPY, TARGET, Kind, new_tokens, play, toy_runner
 
 
@@ -58,7 +59,7 @@ def scripted_runner(
     cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 200)
     draft_cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), draft_len)
     drafter = ModelDrafter(Scripted(draft_script), draft_cache, options.get("budget", 512))
-    return ModelRunner(Scripted(script), cache, 10, drafter, **options)
+    return ModelRunner(Scripted(script), cache, Drawing(10), drafter=drafter, **options)
 
 
 def sizes(model: Scripted) -> list[int]:
@@ -406,7 +407,7 @@ def test_interrupted_pass_leaves_both_caches_as_they_were(pair, where, fails, kv
 def test_a_stop_at_the_end_of_a_step_leaves_no_block_that_holds_placeholders():
     """Several processes stop where they agree, the last time after the target's pass."""
     cache, draft_cache = (PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 2) for _ in range(2))
-    runner = ModelRunner(TARGET, cache, 3, ModelDrafter(COPY, draft_cache))
+    runner = ModelRunner(TARGET, cache, Drawing(3), drafter=ModelDrafter(COPY, draft_cache))
     request = Request([1, 2], Settings(seed=1, max_tokens=9, gamma=3), ())
     runner.open(request)
     runner.step([runner.schedule(request)])
@@ -465,7 +466,9 @@ def test_a_drafter_catches_up_by_no_more_than_a_budget():
 
 def test_a_request_that_the_targets_cache_refuses_takes_no_room_in_the_drafts():
     drafter = ModelDrafter(COPY, KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 3))
-    runner = ModelRunner(TARGET, KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 1), 3, drafter)
+    runner = ModelRunner(
+        TARGET, KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 20, 1), Drawing(3), drafter=drafter
+    )
     first, second = (Request([1, 2], Settings(seed=seed)) for seed in range(2))
     runner.open(first)
     with pytest.raises(CacheFull):
@@ -485,7 +488,10 @@ def test_law_of_multi_step_tokens_is_the_targets():
         def run(walk: Walk, n: int) -> list:
             requests = [kind.request(seed) for seed in range(n)]
             cache = PagedCache(KVSpec(1, 1, 1, dtype=torch.float64), 4 * n, 2)
-            play(ModelRunner(TARGET, cache, 3, make_coin=walk, multi_step=multi_step), requests)
+            play(
+                ModelRunner(TARGET, cache, Drawing(3, make_coin=walk), multi_step=multi_step),
+                requests,
+            )
             num_steps.append(max(len(request.rounds) for request in requests))
             return list(map(new_tokens, requests))
 
@@ -499,7 +505,7 @@ def test_multi_step_text_is_the_plain_text(pair):
     texts = []
     for multi_step in (1, 4):
         requests = [pair_request(pair, p, gamma=0, seed=i) for i, p in enumerate(PROMPTS)]
-        runner = ModelRunner(model.llama, cache, 259, multi_step=multi_step)
+        runner = ModelRunner(model.llama, cache, Drawing(259), multi_step=multi_step)
         play(runner, requests)
         texts.append([request.tokens for request in requests])
         for request in requests:
@@ -508,7 +514,9 @@ def test_multi_step_text_is_the_plain_text(pair):
         assert most == (12 if multi_step == 1 else 1 + 2 + 3)  # the prompt; 4 at once; the rest
     assert texts[0] == texts[1]
     asks = pair_request(pair, PROMPTS[0], gamma=0, logprobs=2)
-    runner = ModelRunner(model.llama, KVCache(model.llama.kv_spec(), 64, 1), 259, multi_step=4)
+    runner = ModelRunner(
+        model.llama, KVCache(model.llama.kv_spec(), 64, 1), Drawing(259), multi_step=4
+    )
     play(runner, [asks])
     check_logprobs(model, asks)
 
@@ -539,7 +547,7 @@ def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkey
     monkeypatch.setattr(Ops, "probabilities", lambda self, logits, **settings: logits.exp())
     n = 72
     cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 8, n)
-    runner = ModelRunner(Large(TRUTH), cache, 128_000, make_coin=Greedy, multi_step=4)
+    runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_coin=Greedy), multi_step=4)
     requests = [Request(TRUTH[:2], Settings(max_tokens=5, seed=i)) for i in range(n)]
     play(runner, requests)
     assert all(request.tokens == TRUTH[:7] for request in requests)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import speculative
-from conftest import Cipher
+from conftest import Cipher, Place
 from drafters import ModelDrafter, SelfDrafter
 from kernels import Ops
 from kvcache import KVCache, KVSpec
@@ -20,7 +20,7 @@ from request import Request, Settings
 from runner import ModelRunner
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
 from settings import RULES, SETTINGS
-from speculative import Round, couple, verify
+from speculative import Drawing, Round, couple, verify
 
 CPU = torch.device("cpu")
 TARGET = Toy(seed=1)
@@ -58,13 +58,17 @@ def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
     return KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, sequences)
 
 
-def toy_runner(n: int, target=TARGET, draft=DRAFT, where: str = "own", **options) -> ModelRunner:
+def toy_runner(
+    n: int, target=TARGET, draft=DRAFT, where="own", coupled=False, make_coin=None, **options
+) -> ModelRunner:
     """where: the draft's keys and values: its own cache, or the target's, contiguous or paged."""
     cache = toy_cache(n, where == "paged")
     drafter = ModelDrafter(draft, toy_cache(n))
     if where != "own":
         drafter = SelfDrafter(draft, cache)
-    return ModelRunner(target, cache, target.V, drafter, **options)
+    return ModelRunner(
+        target, cache, Drawing(target.V, coupled, make_coin), drafter=drafter, **options
+    )
 
 
 def new_tokens(request: Request) -> tuple[int, ...]:
@@ -454,7 +458,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
         Settings(2.0, top_p=0.5, seed=7),
     ]
     requests = [Request([1] * (i + 1), each) for i, each in enumerate(chosen)]
-    round = Round(requests, [1, 2, 3, 0], 5, CPU)
+    round = Round(requests, [1, 2, 3, 0], Drawing(5), Place())
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     rows = [2, 0, 1, 3, 0]
     probs = round.probabilities(logits, rows)  # two columns are padding
@@ -475,7 +479,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
     assert round.text_coin().pick(probs[:4]).tolist() == picks(
         [(4, 1, TEXT), (5, 2, TEXT), (6, 3, TEXT), (7, 4, TEXT)], probs
     )
-    round = Round(requests, [1, 1, 1, 0], 5, CPU, coupled=True)
+    round = Round(requests, [1, 1, 1, 0], Drawing(5, coupled=True), Place())
     assert round.draft_coin(1, [2, 0]).pick(probs[:2]).tolist() == picks(
         [(6, 4, TEXT), (4, 2, TEXT)], probs
     )
@@ -490,7 +494,7 @@ def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        round = Round([Request([1], Settings(seed=0))], [2], 5, CPU, dtype)
+        round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), Place(dtype=dtype))
         assert round.no_drafts()[1].dtype == kept
 
 
@@ -506,7 +510,7 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     def round_of(*chosen: Settings) -> None:
         asked.clear()
         requests = [Request([1], each) for each in chosen]
-        round = Round(requests, [0] * len(requests), 3, CPU, ops=Recorder())
+        round = Round(requests, [0] * len(requests), Drawing(3), Place(ops=Recorder()))
         round.probabilities(torch.zeros(len(requests), 3), range(len(requests)))
 
     round_of(Settings(0.5), Settings(0.5))

@@ -12,7 +12,7 @@ import torch
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL, model_chain
+from conftest import SMALL, Place, model_chain
 from cpu import CPU, native
 from drafters import draft, fastest_draft
 from eagle import EagleHead, HeadChain
@@ -23,7 +23,7 @@ from proof import Walk
 from quant import WIDTHS
 from request import Request, Settings
 from sampling import Keyed
-from speculative import Round
+from speculative import Drawing, Round
 from test_eagle import FLAGS, random_head
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
@@ -69,7 +69,7 @@ def drafts(
     requests = [
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
-    round = Round(requests, [gamma] * texts, 250, llama.device, llama.dtype, coin, coupled)
+    round = Round(requests, [gamma] * texts, Drawing(250, coupled, coin), Place(dtype=llama.dtype))
     chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
     proposal = None if one_by_one else llama.ops.chain(chain, round)
     one_call = proposal is not None
@@ -192,7 +192,7 @@ def head_round(
     generator = torch.Generator().manual_seed(1)
     f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
     request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20), seq=seq)
-    round = Round([request], [k], V, head.device, torch.float32, coupled=coupled)
+    round = Round([request], [k], Drawing(V, coupled), Place())
     native_model = CPU.native_model if one_call else lambda *_: None
     with (
         mock.patch.object(CPU, "native_model", native_model),

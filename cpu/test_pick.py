@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sampling
+from conftest import Place
 from cpu import CPU, native
 from request import Request, Settings
 from sampling import GOLDEN, MIX1, MIX2, Keyed, draft_role, pick
-from speculative import Round
+from speculative import Drawing, Round
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
 
@@ -135,7 +136,7 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
 
 
 def test_verifying_is_c_with_keyed_coins_alone():
-    round = Round([Request([1], Settings(seed=0))], [2], 5, torch.device("cpu"))
+    round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), Place())
     p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
     coin = round.text_coin()

@@ -295,7 +295,7 @@ class Drafts:
         used = tuple(
             name for name in SETTINGS if any(value is not None for value in round.setting(name))
         )
-        key = bucket, k, used, round.coupled, round.make_coin, V, round.dtype
+        key = bucket, k, used, round.drawing, round.dtype
         if key in self.rounds:
             return self.rounds[key]
         q = None

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from app.launch import joined
 from checkpoint.config import Config
-from conftest import SMALL, model_chain
+from conftest import SMALL, Place, model_chain
 from drafters import ModelDrafter, fastest_draft
 from errors import UserError
 from gpu import GPU, graphs
@@ -38,7 +38,7 @@ from request import Request, Settings
 from runner import ModelRunner
 from sampling import Keyed
 from settings import Grammar
-from speculative import Round
+from speculative import Drawing, Round
 from test_drafters import proposed
 from test_eagle import random_head
 
@@ -265,7 +265,9 @@ def draft(
     requests = [Request(text, Settings(seed=seed)) for seed, text in enumerate(unread)]
     seqs = [kv.open(())[0] for _ in requests]
     coin = coin_of(llama.ops)
-    round = Round(requests, [k] * len(seqs), 67, DEVICE, dtype, coin, coupled, llama.ops)
+    round = Round(
+        requests, [k] * len(seqs), Drawing(67, coupled, coin), Place(DEVICE, dtype, llama.ops)
+    )
     return fastest_draft(model_chain(llama, kv, seqs, unread, round), round)
 
 
@@ -345,7 +347,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
         grammars, grammars.compile(Grammar("regex", "[AB]C[DE]")), []
     )
     seqs = [kv.open(())[0] for _ in requests]
-    round = Round(requests, [3, 3], 67, DEVICE, torch.float32, coin_of(llama.ops), ops=llama.ops)
+    round = Round(requests, [3, 3], Drawing(67, make_coin=coin_of(llama.ops)), llama)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
         drafted, q = fastest_draft(model_chain(llama, kv, seqs, [[1], [1]], round), round)
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")
@@ -362,7 +364,7 @@ def test_logits_that_are_not_finite_are_an_error_and_cost_no_wait():
     draft.norm.fill_(torch.nan)
     with recorded():
         drafter = ModelDrafter(draft, contiguous_cache(draft))
-        runner = ModelRunner(target, paged_cache(target), 67, drafter)
+        runner = ModelRunner(target, paged_cache(target), Drawing(67), drafter=drafter)
         requests = []
         for temperature, gamma in ((1.0, 2), (0.0, 0)):
             settings = Settings(temperature, seed=0, gamma=gamma)
@@ -383,7 +385,7 @@ def test_texts_from_recordings_are_those_without():
         draft = loud(6, ops)
         cache = paged_cache(target)
         drafter = ModelDrafter(draft, paged_cache(draft))
-        runner = ModelRunner(target, cache, 67, drafter, coupled=True, budget=40)
+        runner = ModelRunner(target, cache, Drawing(67, True), drafter=drafter, budget=40)
         requests = []
         for i, temperature in ((1, 0.0), (2, 1.0)):
             settings = Settings(temperature, seed=i, max_tokens=30, gamma=2)
@@ -497,7 +499,7 @@ def test_the_law_of_the_recorded_path_is_the_targets_own():
     def run(walk: Walk, n: int) -> list[Any]:
         cache = KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops)
         drafter = ModelDrafter(draft, KVCache(KVSpec(1, 1, 1), 5, n, ops=target.ops))
-        runner = ModelRunner(target, cache, 2, drafter, make_coin=walk)
+        runner = ModelRunner(target, cache, Drawing(2, make_coin=walk), drafter=drafter)
         requests = []
         for row in range(n):
             requests.append(Request([1], Settings(seed=row, max_tokens=3, gamma=2)))
@@ -584,7 +586,7 @@ def test_processes_leave_their_group_without_recordings(allocator, monkeypatch):
 
     def serve() -> None:
         llama = loud(1, Kernels())
-        runner = ModelRunner(llama, paged_cache(llama), 67)
+        runner = ModelRunner(llama, paged_cache(llama), Drawing(67))
         request = Request([1], Settings(0.0, seed=0))
         runner.open(request)
         runner.step([runner.schedule(request)])
@@ -612,7 +614,7 @@ def test_recordings_of_a_runner_are_gone_with_it():
     draft = loud(2, Kernels())
     with recorded() as recordings:
         caches = [paged_cache(llama), contiguous_cache(draft)]
-        runner = ModelRunner(llama, caches[0], 67, ModelDrafter(draft, caches[1]))
+        runner = ModelRunner(llama, caches[0], Drawing(67), drafter=ModelDrafter(draft, caches[1]))
         request = Request([1, 2], Settings(0.0, seed=0, max_tokens=9, gamma=2))
         runner.open(request)
         for _ in range(2):

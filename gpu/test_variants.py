@@ -37,6 +37,7 @@ from quant import Kind
 from request import Request, Settings
 from runner import ModelRunner
 from settings import Options
+from speculative import Drawing
 from tokenizer import Tokenizer
 
 pytestmark = [
@@ -225,6 +226,6 @@ def test_all_layers_of_a_contiguous_cache_are_aligned_alike():
 def test_the_core_kernel_has_two_variants():
     llama = random_llama(16, Flash())
     with counted() as variants:
-        runner = ModelRunner(llama, PagedCache(llama.kv_spec(), 400, 4), 67, budget=100)
+        runner = ModelRunner(llama, PagedCache(llama.kv_spec(), 400, 4), Drawing(67), budget=100)
         serve(Batcher(runner, 70), 64)
     assert len(variants.pop("_flash")) == 2 and not variants  # of 16 and of 64 rows

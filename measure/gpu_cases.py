@@ -207,7 +207,8 @@ def speculation_row(scale: Scale, bandwidth: float, alpha: float) -> Row:
     seconds = []
     for gamma in (0, 2, 4, None):
         engine = random_engine(target, None if gamma == 0 else draft, 2 * scale.context, 1)
-        engine.runner.make_coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
+        coin = partial(BiasedCoin, alpha=alpha, draw=target.ops.pick)
+        engine.runner.drawing = engine.runner.drawing._replace(make_coin=coin)
         seconds.append(stream_seconds(engine, scale, gamma))
     plain, *drafted = seconds
     return [f"{plain / each:.2f}" for each in drafted]

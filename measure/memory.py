@@ -21,6 +21,7 @@ from paged import PagedCache
 from parallel import Group
 from request import Request
 from runner import ModelRunner
+from speculative import Drawing
 
 Row = dict[str, Any]
 
@@ -71,7 +72,7 @@ def waste(effort: Effort) -> list[Row]:
 def memory_use(cache: KVCache | PagedCache, requests: list[Request]) -> dict[str, float]:
     """The mean number of running texts while others wait, and the mean share of their memory that
     holds no token."""
-    batcher = Batcher(ModelRunner(BlankModel(), cache, 2), len(requests))
+    batcher = Batcher(ModelRunner(BlankModel(), cache, Drawing(2)), len(requests))
     for request in requests:
         batcher.add(request)
     num_running = []

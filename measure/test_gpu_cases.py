@@ -47,7 +47,8 @@ def test_the_coin_accepts_with_its_probability_whatever_the_models_say(alpha):
 def test_acceptance_in_the_production_loop_is_the_coins():
     llama = random_model("tiny", "16 bits", QUICK)
     engine = random_engine(llama, llama, 200, 1)
-    engine.runner.make_coin = partial(gpu_cases.BiasedCoin, alpha=0.8)
+    coin = partial(gpu_cases.BiasedCoin, alpha=0.8)
+    engine.runner.drawing = engine.runner.drawing._replace(make_coin=coin)
     request = random_request(8, 160, 1, gamma=3)
     list(engine.batcher.run([request]))
     assert abs(request.acceptance - 0.8) < 0.1

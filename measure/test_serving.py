@@ -15,12 +15,13 @@ from measure.serving import Served, log_spread, random_request
 from model import Llama, weight_bytes
 from paged import PagedCache
 from runner import ModelRunner
+from speculative import Drawing
 
 
 def test_every_token_is_counted():
     cache = KVCache(KVSpec(1, 1, 1), 64, 2)
     requests = [random_request(3, 4, 1), random_request(5, 2, 2), random_request(2, 6, 3)]
-    batcher = Batcher(ModelRunner(BlankModel(), cache, 2), 2)
+    batcher = Batcher(ModelRunner(BlankModel(), cache, Drawing(2)), 2)
     served = serving.serve_at_once(SimpleNamespace(batcher=batcher, caches=[cache]), requests)
     assert [len(text) for text in served.texts] == [4, 2, 6]
     assert (served.num_tokens, served.num_first_tokens) == (12, 3)

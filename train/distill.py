@@ -56,6 +56,7 @@ from kvcache import AttentionMetadata, KVCache
 from model import Llama
 from request import Request, Settings
 from runner import ModelRunner
+from speculative import Drawing
 from tokenizer import Tokenizer
 from train import bpe
 from train.gqa import merge_heads
@@ -85,7 +86,7 @@ def sample_corpus(llama: Llama, count: int, length: int, end: int, seed: int) ->
         settings = Settings(temperature=1.0, seed=(seed << 32) + i, max_tokens=length)
         requests.append(Request([end], settings))
     cache = KVCache(llama.kv_spec(), length, count)
-    runner = ModelRunner(llama, cache, llama.config.vocab_size)
+    runner = ModelRunner(llama, cache, Drawing(llama.config.vocab_size))
     for _ in Batcher(runner, count).run(requests):
         pass
     texts = [torch.tensor([*request.tokens[1:], end]) for request in requests]
