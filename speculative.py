@@ -20,6 +20,8 @@ In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed no
 position, as in plain decoding. A draft is picked with the *same* noise, and is accepted if the
 target picks it, too. The text then depends on target and seed alone, but fewer drafts are accepted:
 at least (1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
+At temperature 0 both modes accept the target's choice alone. A round of such texts is coupled,
+because that mode needs no q.
 
 Invariant: the number of drafts of a round never depends on that round's draws. If it did, the text
 would not follow p.
@@ -139,6 +141,8 @@ class Round:
     ):
         self.requests = requests
         self.num_drafts = num_drafts
+        if all(request.settings.temperature == 0 for request in requests):
+            drawing = drawing._replace(coupled=True)
         self.drawing = drawing
         self.vocab_size = drawing.vocab_size
         self.coupled = drawing.coupled

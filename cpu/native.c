@@ -619,16 +619,21 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
-// softmax(x / t): [V]; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
+// softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
 // not finite (−∞ is).
 static float soften(const float *x, float *p, long V, float t) {
-    float most = x[0], all = 0;
-    long first = 0;
-    for (long i = 1; i < V; i++) if (x[i] > most) most = x[first = i];
+    float most = -INFINITY, all = 0;
+    #pragma omp simd reduction(max:most)
+    for (long i = 0; i < V; i++) most = x[i] > most ? x[i] : most;
     if (t == 0) {
-        for (long i = 0; i < V; i++)
-            all += p[i] = (i == first) + (x[i] < INFINITY ? 0 * most : NAN);
-        return all;
+        long first = 0;
+        while (first < V - 1 && x[first] != most) first++;
+        #pragma omp simd reduction(+:all)
+        for (long i = 0; i < V; i++) {
+            all += x[i] < INFINITY ? 0 : NAN;
+            p[i] = 0;
+        }
+        return p[first] = 1 + all + 0 * most;
     }
     double total = 0;   // of sums of 512: in a long sum of float32, small numbers are lost
     for (long at = 0; at < V; at += 512) {
