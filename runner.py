@@ -296,33 +296,38 @@ class ModelRunner:
         """The target's pass, which fills `features`. Returns the logits [R, ≥ V] after the last
         pending token of each round, and after each of its drafts, round after round.
 
-        The host puts 0 in the place of each draft, because only the device knows the drafts; the
-        device fills them in. A chunk of two tokens, then a round of one token with two drafts:
+        The host knows the pending tokens; the device alone knows the drafts. So each input id is
+        looked up in the drafts of the round, [B · k], with the known tokens behind them. A chunk of
+        two tokens, then a round of one token with two drafts:
 
-            input_ids   5 8 | 3 0 0       logits_indices   2 3 4       draft_indices   3 4
+            drafts, known   7 9 | 5 8 3       sources   2 3 | 4 0 1       input ids   5 8 | 3 7 9
         """
-        input_ids: list[int] = []  # [T]
+        k = round.width - 1
+        num_drafts = len(round.requests) * k  # and padding
+        known: list[int] = []
+        sources: list[int] = []  # [T]
         logits_indices: list[int] = []  # [R]
-        draft_indices: list[int] = []  # [R − B]
         to_store = []  # (sequence, its tokens)
+        b = 0  # the next row of the round
         for item in scheduled:
             pending = item.request.tokens[item.start : item.stop]
-            new = pending + [0] * item.num_drafts
-            to_store.append((item.request.seq, new))
-            input_ids += new
+            to_store.append((item.request.seq, pending + [0] * item.num_drafts))
+            first = num_drafts + len(known)
+            sources += range(first, first + len(pending))
+            known += pending
             if item.samples:
-                first_draft = len(input_ids) - item.num_drafts
-                logits_indices += range(first_draft - 1, len(input_ids))
-                draft_indices += range(first_draft, len(input_ids))
+                last_pending = len(sources) - 1
+                logits_indices += range(last_pending, last_pending + item.num_drafts + 1)
+                sources += range(b * k, b * k + item.num_drafts)
+                b += 1
         device = self.target.device
-        tokens = send(input_ids, device)
-        if draft_indices:
-            is_draft = round.is_row[:, 1:].flatten()  # bool[B · k]
-            drafts = proposal.tokens.flatten()[send(is_draft.nonzero()[:, 0], device)]
+        tokens = send(known, device)
+        if num_drafts:
             # −1 stands for a draft whose logits were not finite: `check_tokens` raises later.
-            tokens[send(draft_indices, device)] = drafts.clamp(min=0)
+            drafts = proposal.tokens.flatten().clamp(min=0)
+            tokens = torch.cat((drafts, tokens))[send(sources, device)]
         wanted = None  # the logits of all tokens
-        if len(logits_indices) < len(input_ids):
+        if len(logits_indices) < len(sources):
             wanted = send(logits_indices, device)
         return self.target(tokens, self.cache.extend(to_store), wanted, features)
 
@@ -336,14 +341,15 @@ class ModelRunner:
             unmasked = logits.clone()  # masks are applied in place
         B = len(round.requests)
         width = round.width
-        owners = []  # the request of each row
+        owners: list[int] = []  # the request of each row
+        places: list[int] = []  # its place among B · width
         for b, num_drafts in enumerate(round.num_drafts):
             owners += [b] * (num_drafts + 1)
+            places += range(b * width, b * width + num_drafts + 1)
         probs = round.probabilities(logits, owners)  # [R, V]
         if len(owners) < B * width:
-            rows = round.is_row.flatten().nonzero()[:, 0]  # [R], each below B · width
             padded = probs.new_zeros(B * width, probs.shape[1])
-            probs = padded.index_copy_(0, send(rows, self.target.device), probs)
+            probs = padded.index_copy_(0, send(places, self.target.device), probs)
         return probs.view(B, width, -1), unmasked
 
     def _logprobs(

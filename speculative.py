@@ -203,13 +203,6 @@ class Round:
         shape = B, k + 1, self.vocab_size
         return Proposal(tokens, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    @cached_property
-    def is_row(self) -> Tensor:
-        """Which rows of the target's logits exist: bool[B, k + 1], on the host. A request has one
-        after its last pending token, and one after each of its drafts."""
-        n = torch.tensor(self.num_drafts, dtype=torch.int64)
-        return torch.arange(self.width) <= n[:, None]
-
     def drafting(self, j: int = 0) -> list[int]:
         """The rows of the requests that want a draft j."""
         return [b for b, num_drafts in enumerate(self.num_drafts) if num_drafts > j]

@@ -619,8 +619,8 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
-// softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided by: NaN, if x is
-// not finite (−∞ is).
+// softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided
+// by: NaN, if x is not finite (−∞ is).
 static float soften(const float *x, float *p, long V, float t) {
     float most = -INFINITY, all = 0;
     #pragma omp simd reduction(max:most)
