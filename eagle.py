@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.load import load_eagle
-from drafters import BorrowingDrafter, Chain, Observed
-from kernels import Linear, Ops, send
+from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
+from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Layer, Llama, named_parts
 from request import Request
@@ -214,33 +214,35 @@ class Newest(NamedTuple):
 
 
 class HeadChain:
-    """A head drafts: it computes a row for every text that wants one more draft."""
+    """A head drafts (`drafters.Chain`). `rows` are here those of the round, a request each."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
         """newest: z of the requests that want drafts, [R, C]."""
         self.model = head
         self.cache = cache
         self.z = newest
-        self.rows = round.drafting()
-        self.picked: Tensor | None = None  # the drafts after z: int64[R]
+        self.rows = round.drafting()  # of z
+        self.picked: Tensor | None = None  # the drafts that z gave, int64[R]
+        # Of each request of the round: its sequence, and the number of its rows.
         self.seqs = [request.seq for request in round.requests]
         self.lengths = [cache.length(seq) for seq in self.seqs]
-        # A single draft needs no row. 0 stands for a token that only the device knows.
+        # Reserve all rows at once, as ModelChain does; `propose` takes them back. The last draft
+        # has no row. 0 stands for a token that only the device knows.
         wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
         self.reserved = cache.extend(wanted) if wanted else None
 
     def logits(self, rows: list[int]) -> Tensor:
         if self.picked is not None:
-            self._add_rows(rows)
+            self._feed_back(rows)
         return self.model.logits(self.z)
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
-        self.picked = picked
+        self.picked = picked  # `logits` feeds them back, if there is a next draft
 
-    def _add_rows(self, rows: list[int]) -> None:
+    def _feed_back(self, rows: list[int]) -> None:
         """Pair the newest z of these requests with the tokens that they have just drafted."""
-        going_on = [i for i, b in enumerate(self.rows) if b in rows]
-        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite; the runner tells it
+        going_on = [self.rows.index(b) for b in rows]
+        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite, which the runner will raise
         spans = []
         for b in rows:
             spans.append((self.seqs[b], self.lengths[b], self.lengths[b] + 1))
@@ -250,7 +252,7 @@ class HeadChain:
 
 
 class EagleDrafter(BorrowingDrafter):
-    """A head drafts in the target's cache."""
+    """A head in the target's cache. It keeps the newest row of each text, to draft from."""
 
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
@@ -265,21 +267,20 @@ class EagleDrafter(BorrowingDrafter):
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """Make the rows for the tokens that the target has read."""
-        tokens: list[int] = []
+        pieces = []
         spans = []
-        last = []
         for request, start, following in observed:
-            tokens += following
+            pieces.append(following)
             spans.append((request.seq, start, start + len(following)))
-            last.append(len(tokens) - 1)
+        tokens, last = pack_tokens(pieces, self.model.device)
         f = self.model.combine(features)
-        z = self.model.rows(f, send(tokens, self.model.device), self.cache.metadata(spans))
-        for (request, start, following), row in zip(observed, last):
-            self.newest[request] = Newest(start + len(following), z[row])
+        z = self.model.rows(f, tokens, self.cache.metadata(spans))
+        for (request, start, following), newest in zip(observed, z[last]):
+            self.newest[request] = Newest(start + len(following), newest)
 
     def restore(self, request: Request, length: int) -> None:
-        """Forget the newest row if it is gone: there are no drafts until the target has read the
-        next token."""
+        """Forget the newest row if the interrupted step has made it. Then there are no drafts until
+        the target has read the next token."""
         if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
             self.close(request)
 
