@@ -304,10 +304,10 @@ class GrammarState:
         """A round was interrupted: wait for what the worker still reads, and take it back."""
         self.grammars.worker.submit(self._rewind).result()
 
-    def fill_timed(self, address: int, num_bytes: int) -> None:
-        """In the worker: fill the mask there, and end the text if that takes too long."""
+    def fill_timed(self, mask: Tensor) -> None:
+        """In the worker: fill a mask, int32[W], and end the text if that takes too long."""
         start = time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self.has_failed |= time.thread_time() - start > SLOW_MASK
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
@@ -329,14 +329,18 @@ class Masks:
 
     A bit says whether a token is allowed. All bits are set in rows after a draft that the grammar
     forbids, or that ends the text: nobody reads these. From `start` until `GrammarState.settle` the
-    states belong to the worker.
+    states belong to the worker; before `start` a drafter may ask them. `texts` are places in the
+    round.
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
-        states = {b: request.grammar_state for b, request in enumerate(requests)}
-        self.states = {b: state for b, state in states.items() if state is not None}
-        self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
-        self.grammars = next(iter(self.states.values())).grammars
+        self.states: dict[int, GrammarState] = {}
+        self.first_rows: dict[int, int] = {}  # each text's row of `bits` before its drafts
+        for b, request in enumerate(requests):
+            if request.grammar_state is not None:
+                self.first_rows[b] = len(self.states) * width
+                self.states[b] = request.grammar_state
+                self.grammars = request.grammar_state.grammars  # all texts have the same
         words = -(-vocab_size // 32)
         self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
         # The worker's tasks: the masks of the texts as they are, then those after each draft.
@@ -345,41 +349,41 @@ class Masks:
     def start(self) -> None:
         """Let the worker fill the masks of the texts as they are, if nobody has yet."""
         if not self.works:
-            texts = dict.fromkeys(self.states)
-            self.works = [self.grammars.worker.submit(self._fill, 0, texts)]
+            self.works = [self.grammars.worker.submit(self._fill, 0, self.states)]
 
-    def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
-        """Let the worker read draft j of all texts that have one. This does nothing if draft j was
-        pushed before."""
+    def push(self, texts: Iterable[int], tokens: Iterable[int]) -> None:
+        """Let the worker read the next draft of these texts, and fill the masks after it."""
         self.start()
-        if len(self.works) == j + 1:
-            drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
-            self.works.append(self.grammars.worker.submit(self._fill, j + 1, drafts))
+        drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
+        self.works.append(self.grammars.worker.submit(self._read, len(self.works), drafts))
 
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
-        """Push all drafts of a round: [B, k]."""
+        """Push the drafts of a round, [B, k], that were not pushed when they were made."""
         self.start()
-        for j, tokens in enumerate(zip(*drafted)):
-            self.push(j, range(len(tokens)), tokens)
+        num_pushed = len(self.works) - 1
+        for tokens in [*zip(*drafted)][num_pushed:]:
+            self.push(range(len(tokens)), tokens)
 
-    def _fill(self, depth: int, drafts: dict[int, int | None]) -> None:
-        """In the worker: read a draft of each text (None: no draft), then fill the masks after
-        it."""
-        wanted = []
+    def _read(self, depth: int, drafts: dict[int, int]) -> None:
+        """In the worker: read a draft of each text, then fill the masks after it."""
         for b, token in drafts.items():
-            state = self.states[b]
-            if token is not None:
-                state.push(token)
-            if not state.is_lost:
-                wanted.append((state, self.first_rows[b] + depth))
-        num_rows, words = self.bits.shape
-        address = self.bits.data_ptr()
+            self.states[b].push(token)
+        self._fill(depth, drafts)
+
+    def _fill(self, depth: int, texts: Iterable[int]) -> None:
+        """In the worker: fill the masks of these texts after `depth` drafts."""
+        wanted = []
+        for b in texts:
+            if not self.states[b].is_lost:
+                wanted.append((self.states[b], self.first_rows[b] + depth))
         start = time.perf_counter()
         if self.grammars.is_slow:
             for state, row in wanted:
-                state.fill_timed(address + 4 * words * row, 4 * words)
+                state.fill_timed(self.bits[row])
         elif wanted:
             jobs = [(state.matcher, row) for state, row in wanted]
+            num_rows, words = self.bits.shape
+            address = self.bits.data_ptr()
             self.grammars.executor.unsafe_compute_mask_ptr(jobs, address, 4 * words, num_rows)
         self.grammars.is_slow = time.perf_counter() - start > SLOW_STEP
 
