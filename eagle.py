@@ -3,23 +3,23 @@
 A draft model reads the text anew. But the target has read it already, and its residual stream holds
 its findings. A head is one layer that reads this stream and the last token:
 
-    f_i = fc([h_low, h_mid, h_high])               token i's features: x at the input of 3 layers
+    f_i = fc([h_low, h_mid, h_high])               h: token i's features, x at the input of 3 layers
     a_i = [norm(embed[token i + 1]), norm(f_i)]    [2 C]: the input of attention is twice as wide
     y_i = f_i + o(attend(qkv(a)))_i
     z_i = y_i + down(swiglu(norm(y_i)))
     the logits of token i + 2 = head(norm(z_i))    [Vd], for the commonest tokens alone
 
-So row i pairs the features of token i with the token after it. The newest row's z gives the first
-draft. The next row has no features yet: it takes z_i in their place, with the token just drafted,
-and so on, in a chain.
+So row i pairs f_i with the token after token i. The newest row's z gives the first draft. The next
+row has no features yet: it takes z_i in place of f, with the token just drafted, and so on, in a
+chain. Published heads differ in where they have norms: the flags of `EagleConfig`.
 
     after each pass of the target     a row for each token that stays in the text
     to draft k tokens                 k − 1 rows more, made of fed-back z, and forgotten again
 
 The keys and values of these rows are one more layer of the target's cache: row i is in the slot of
 token i. So shared prefixes, forks, preemption and caches in fewer bits need one thing more: a row
-depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary has
-the probability 0 in q; verification is exact for any q.
+depends on the next token, too (`lookahead` in paged.py). A token outside the head's vocabulary is
+drafted only where a grammar allows no other: verification is exact for any distribution of drafts.
 
 Invariant: between steps each stored token of a text has its row, made of true features.
 Not covered: trees of drafts; several layers.
@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.load import load_eagle
-from drafters import BorrowingDrafter, Chain, Observed
-from kernels import Linear, Ops, send
+from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
+from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Layer, Llama, named_parts
 from request import Request
@@ -69,11 +69,13 @@ class EagleHead(Llama):
         weight_dtype: torch.dtype | None = None,
     ):
         """Make random weights from `seed`; None: leave them uninitialized, to be filled."""
-        self.eagle = config
+        self.eagle = config  # and self.config is that of its layer, with Vd tokens
         self.target = target
         self.feature_layers = config.layers_of(target.config)
         self.cache_layer = target.config.num_hidden_layers  # the cache's last layer
-        super().__init__(config.draft_config, device, dtype, None, ops, weight_dtype)
+        super().__init__(
+            config.draft_config, device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype
+        )
         C = self.config.hidden_size
         n = len(self.feature_layers)
         self.fc = self._linear("fc", C, n * config.target_hidden_size)
@@ -88,53 +90,51 @@ class EagleHead(Llama):
 
     def combine(self, features: Tensor) -> Tensor:
         """f, made of the features: [T, n, hidden_size of the target] -> [T, C]."""
-        eps = self.config.rms_norm_eps
         x = features.flatten(1)
-        if self.feature_norms:
-            parts = x.chunk(len(self.feature_norms), dim=1)
-            normed = []
-            for part, weight in zip(parts, self.feature_norms.values()):
-                normed.append(self.ops.add_norm(part.contiguous(), None, weight, eps)[1])
+        norms = self.feature_norms.values()
+        if norms:  # one for all features, or one for each
+            parts = x.chunk(len(norms), dim=1)
+            normed = [self._rms_norm(x.contiguous(), weight) for x, weight in zip(parts, norms)]
             x = torch.cat(normed, dim=1)
         return self.ops.linear(x, self.fc)
 
     def rows(self, f: Tensor, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """z for rows that pair f (or z), [T, C], with tokens, int64[T] -> [T, C]."""
+        # A backend may compute them in one call; the plain one calls `forward`, below.
         return self.ops.forward(self, (f, tokens), metadata)
 
     def forward(
         self,
         inputs: tuple[Tensor, Tensor],
         metadata: AttentionMetadata,
-        logits_indices: None = None,
-        features: None = None,
+        *unused: None,
     ) -> Tensor:
-        """`rows`, operation by operation."""
+        """The operations of `rows`. unused: what only a whole Llama is asked for."""
         f, tokens = inputs
         ops = self.ops
         layer = self.layers[0]
         G = self.config.num_key_value_heads
         D = self.config.head_dim
-        eps = self.config.rms_norm_eps
         rope = self.rope(metadata.positions)
-        _, token = ops.add_norm(self.token_embedding(tokens), None, layer.input_norm, eps)
-        _, normed = ops.add_norm(f, None, self.hidden_norm, eps)
+        token = self._rms_norm(self.token_embedding(tokens), layer.input_norm)
+        normed = self._rms_norm(f, self.hidden_norm)
         qkv = ops.linear(torch.cat((token, normed), dim=1), layer.qkv)
         heads = ops.attend(qkv.unflatten(1, (-1, D)), G, rope, metadata, self.cache_layer)
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         if self.eagle.norm_before_residual:
             f = normed
-        y, normed = ops.add_norm(f, attn_out, layer.post_norm, eps)
+        y, normed = ops.add_norm(f, attn_out, layer.post_norm, self.config.rms_norm_eps)
         hidden = ops.swiglu(normed, layer.gate_up)
         z = y + self.group.sum(ops.linear(hidden, layer.down))
-        if self.eagle.norm_output:
-            _, z = ops.add_norm(z, None, self.norm, eps)
-        return z
+        return self._rms_norm(z, self.norm) if self.eagle.norm_output else z
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.add_norm(x, None, weight, self.config.rms_norm_eps)[1]
 
     def draft_logits(self, z: Tensor) -> Tensor:
         """The logits of the head's own vocabulary: [R, C] -> [R, Vd]."""
         if not self.eagle.norm_output:
-            _, z = self.ops.add_norm(z, None, self.norm, self.config.rms_norm_eps)
+            z = self._rms_norm(z, self.norm)
         return self.group.gather(self.ops.linear(z, self.head), self.config.vocab_size)
 
     def logits(self, z: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class EagleHead(Llama):
         """
         drafted = self.draft_logits(z)
         lowest = torch.finfo(drafted.dtype).min
-        logits = drafted.new_full((len(z), self.eagle.layer.vocab_size), lowest)
+        logits = drafted.new_full((len(z), self.target.config.vocab_size), lowest)
         return logits.index_copy_(1, self.tokens, drafted)
 
     @cached_property
@@ -163,17 +163,17 @@ class EagleHead(Llama):
     # ---- The weights
 
     def _embedding(self) -> Linear:
-        num_rows = self.eagle.layer.vocab_size if self.eagle.has_embedding else 0
+        num_rows = self.target.config.vocab_size if self.eagle.has_embedding else 0
         return Linear(self._empty(num_rows, self.config.hidden_size))
 
     def _layer(self, i: int) -> Layer:
         c = self.config
-        rows = c.query_size + 2 * c.kv_size
-        qkv = self._linear("qkv", rows, 2 * c.hidden_size, c.attention_bias)
+        N = c.query_size + 2 * c.kv_size
+        qkv = self._linear("qkv", N, 2 * c.hidden_size, c.attention_bias)
         return replace(super()._layer(i), qkv=qkv)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The weights, by their names in the speculators layout."""
+        """The weights, by their names in a checkpoint (checkpoint/eagle.py)."""
         tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
         tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
         tensors |= self._layer_weights(self.layers[0], "layers.0.")
@@ -214,33 +214,35 @@ class Newest(NamedTuple):
 
 
 class HeadChain:
-    """A head drafts: it computes a row for every text that wants one more draft."""
+    """A head drafts (`drafters.Chain`). `rows` are here those of the round, a request each."""
 
     def __init__(self, head: EagleHead, cache: Cache, round: Round, newest: Tensor):
         """newest: z of the requests that want drafts, [R, C]."""
         self.model = head
         self.cache = cache
         self.z = newest
-        self.rows = round.drafting()
-        self.picked: Tensor | None = None  # the drafts after z: int64[R]
+        self.rows = round.drafting()  # of z
+        self.picked: Tensor | None = None  # the drafts that z gave, int64[R]
+        # Of each request of the round: its sequence, and the number of its rows.
         self.seqs = [request.seq for request in round.requests]
         self.lengths = [cache.length(seq) for seq in self.seqs]
-        # A single draft needs no row. 0 stands for a token that only the device knows.
+        # Reserve all rows at once, as ModelChain does; `propose` takes them back. The last draft
+        # has no row. 0 stands for a token that only the device knows.
         wanted = [(self.seqs[b], [0] * (round.num_drafts[b] - 1)) for b in round.drafting(1)]
         self.reserved = cache.extend(wanted) if wanted else None
 
     def logits(self, rows: list[int]) -> Tensor:
         if self.picked is not None:
-            self._add_rows(rows)
+            self._feed_back(rows)
         return self.model.logits(self.z)
 
     def feed(self, rows: list[int], picked: Tensor) -> None:
-        self.picked = picked
+        self.picked = picked  # `logits` feeds them back, if there is a next draft
 
-    def _add_rows(self, rows: list[int]) -> None:
+    def _feed_back(self, rows: list[int]) -> None:
         """Pair the newest z of these requests with the tokens that they have just drafted."""
-        going_on = [i for i, b in enumerate(self.rows) if b in rows]
-        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite; the runner tells it
+        going_on = [self.rows.index(b) for b in rows]
+        tokens = self.picked[going_on].clamp(min=0)  # −1: not finite, which the runner will raise
         spans = []
         for b in rows:
             spans.append((self.seqs[b], self.lengths[b], self.lengths[b] + 1))
@@ -250,7 +252,7 @@ class HeadChain:
 
 
 class EagleDrafter(BorrowingDrafter):
-    """A head drafts in the target's cache."""
+    """A head in the target's cache. It keeps the newest row of each text, to draft from."""
 
     def __init__(self, head: EagleHead, cache: Cache):
         super().__init__(head, cache)
@@ -265,21 +267,20 @@ class EagleDrafter(BorrowingDrafter):
 
     def observe(self, observed: Sequence[Observed], features: Tensor) -> None:
         """Make the rows for the tokens that the target has read."""
-        tokens: list[int] = []
+        pieces = []
         spans = []
-        last = []
         for request, start, following in observed:
-            tokens += following
+            pieces.append(following)
             spans.append((request.seq, start, start + len(following)))
-            last.append(len(tokens) - 1)
+        tokens, last = pack_tokens(pieces, self.model.device)
         f = self.model.combine(features)
-        z = self.model.rows(f, send(tokens, self.model.device), self.cache.metadata(spans))
-        for (request, start, following), row in zip(observed, last):
-            self.newest[request] = Newest(start + len(following), z[row])
+        z = self.model.rows(f, tokens, self.cache.metadata(spans))
+        for (request, start, following), newest in zip(observed, z[last]):
+            self.newest[request] = Newest(start + len(following), newest)
 
     def restore(self, request: Request, length: int) -> None:
-        """Forget the newest row if it is gone: there are no drafts until the target has read the
-        next token."""
+        """Forget the newest row if the interrupted step has made it. Then there are no drafts until
+        the target has read the next token."""
         if request in self.newest and self.newest[request].length != self.cache.length(request.seq):
             self.close(request)
 

@@ -13,17 +13,19 @@ A round of speculation has a mask for each of its rows: the first row's mask fol
 next one's the text and a draft, and so on. Masks on the target's rows make the text exact; masks on
 the draft's rows only raise acceptance.
 
-    text {"age":   drafts 4 2 }      rows   {"age":    {"age":4    {"age":42    {"age":42}
-                                     mask   a digit    a digit } ,    …         end-of-text
+    text {"age":   drafts 4 2 }      rows   {"age":    {"age":4       {"age":42      {"age":42}
+                                     mask   a digit    a digit, }     a digit, }     end-of-text
 
 The automaton is that of the package llguidance. It keeps a state for each text, and takes rejected
 drafts back. It reads tokens by their bytes, so it allows each token that spells what may follow,
 not only the tokens that the tokenizer would write.
 
-A grammar comes from anybody, and its compiling, its masks and its memory take time and room from
-others. So its size is bounded before work begins, LIMITS bounds the package's work for a mask, and
-a text ends if its masks delay a step of all texts (SLOW_MASK). A text with a grammar ends where its
-grammar ends, even if its request ignores end-of-text.
+A text with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
+grammar comes from anybody, and its compiling and its masks take time and memory from others:
+
+    its size is bounded before it is compiled             MAX_PATTERN_CHARACTERS, MAX_NAMES
+    a text ends if one of its masks takes too much work   LIMITS
+    a text ends if its masks delay a step of all texts    SLOW_STEP, SLOW_MASK
 
 Invariant: between rounds the state of a text has read all its new tokens but end-of-text.
 Cost: `python bench.py --target NAME` measures it. Threads of the package make masks while the
@@ -66,20 +68,25 @@ REMEMBERED = 16  # compiled grammars; each takes up to some 20 MB
 # The bounds of a grammar (settings.py bounds its characters).
 MAX_PATTERN_CHARACTERS = 2**13  # in regular expressions: compiling may take their square
 MAX_NAMES = 1000  # rules and terminals in Lark
-# The work of llguidance for one mask. A text whose mask needs more ends.
+# The work of llguidance for one mask.
 LIMITS = {"max_items_in_row": 5000, "step_max_items": 10_000, "step_lexer_fuel": 100_000}
 STACK = 2**27  # bytes for the thread that compiles: llguidance recurses, up to once for each name
-SLOW_STEP = 0.03  # seconds for the masks of all texts; if they take longer, the next step's masks
-SLOW_MASK = 0.01  # are timed one by one, and a text ends if its own takes so many seconds
+# Seconds. If the masks of a step take longer than SLOW_STEP, the next are timed one by one, and a
+# text ends if one of its own takes longer than SLOW_MASK.
+SLOW_STEP = 0.03
+SLOW_MASK = 0.01
 # Without this, a mask would hold only the tokenizer's token where the grammar forces some bytes.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # If white space were free, a small model might write nothing else.
 JSON_OPTIONS = {"x-guidance": {"whitespace_flexible": False}}
-# A comment, a string, a regular expression, the beginning of a control token's name, a rule's name,
-# or a grammar in place.
+# What is counted or refused in Lark. Comments and strings come first: nothing in them counts.
 LARK_WORDS = re.compile(
-    r'//.*|"(?:\\.|[^"\\])*"|(?P<pattern>/(?:\\.|[^/\\])*/)|(?P<control><)|(?P<name>\w\s*:)'
-    r"|(?P<inline>%(?:json|regex))"
+    r"//.*"  # a comment
+    r'|"(?:\\.|[^"\\])*"'  # a string
+    r"|(?P<pattern>/(?:\\.|[^/\\])*/)"  # a regular expression
+    r"|(?P<control><)"  # the beginning of a control token's name
+    r"|(?P<name>\w\s*:)"  # the end of a rule's or a terminal's name
+    r"|(?P<inline>%(?:json|regex))"  # a grammar of another notation
 )
 
 
@@ -108,7 +115,7 @@ class TokenBytes:
         self.tokenizer = tokenizer
         self.eos_token_id = eos_token_ids[0]
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = list(eos_token_ids)  # the others spell nothing: b""
+        self.special_token_ids = list(eos_token_ids)  # other control tokens spell b""
 
     def __call__(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, is_first=False)
@@ -121,7 +128,7 @@ class Grammars:
         self.tokenizer = tokenizer
         self.eos_token_ids = sorted(id for id in eos_token_ids if id < tokenizer.vocab_size)
         self._compiled = lru_cache(REMEMBERED)(self._compile)
-        self.is_slow = False  # for the worker: the masks of the last step took long
+        self.is_slow = False  # the worker's last masks took longer than SLOW_STEP
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
@@ -131,17 +138,22 @@ class Grammars:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The threads of llguidance: half as many as the pass has meanwhile."""
+        """llguidance's threads, which fill masks: half as many as the target's pass has."""
         return load_llguidance().LLExecutor(max(1, torch.get_num_threads() // 2))
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
-        """The thread that waits for them, and reads drafts. It is one, so work is done in order."""
+        """One thread reads drafts and waits for `executor`, so that masks are filled in order."""
         return ThreadPoolExecutor(1, "masks")
 
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """The state before the first token, with its mask. UserError if no text follows the
+        grammar, if it cannot be read, or if it is too large."""
+        return self.submit(grammar).result()
+
     def submit(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Compile in a thread of its own, with a stack that no grammar within the bounds fills.
-        Nobody waits for the thread at the end of the program."""
+        """Begin to `compile`, in a thread of its own: no grammar within the bounds fills its stack,
+        and nobody waits for it at the end of the program."""
         future: Future[LLMatcher] = Future()
         future.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
@@ -157,11 +169,6 @@ class Grammars:
         finally:
             threading.stack_size(before)
         return future
-
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """The state before the first token, with its mask. UserError if no text follows the
-        grammar, if it cannot be read, or if it is too large."""
-        return self.submit(grammar).result()
 
     def forget(self) -> None:
         """Forget compiled grammars: texts of one grammar share what llguidance has found out of it,
@@ -179,7 +186,8 @@ class Grammars:
         matcher.compute_bitmask()
         if not matcher.is_error():
             return matcher
-        wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]  # without the place in our Lark
+        # Leave out the place in our Lark, which the user has not written.
+        wrong = re.split(r"\n +1 \||\n<", matcher.get_error())[0]
         wrong = re.sub(r"^at \d+\(\d+\): ", "", wrong)
         if wrong == "NoExtensionBias":
             wrong = "no token of this model begins such a text"
@@ -250,12 +258,11 @@ def lark_of(grammar: Grammar) -> str:
 
 
 class GrammarState:
-    """How far a text has come in its grammar. start: the compiled grammar; tokens: the text's new
-    tokens so far."""
+    """How far a text has come in its grammar. tokens: the text's new tokens so far."""
 
-    def __init__(self, grammars: Grammars, start: LLMatcher, tokens: Iterable[int]):
+    def __init__(self, grammars: Grammars, compiled: LLMatcher, tokens: Iterable[int]):
         self.grammars = grammars
-        self.start = start
+        self.compiled = compiled
         self.tokens: list[int] = []  # the text's tokens that were followed so far
         # No token is allowed, the grammar has become too large, or its masks take too long.
         self.has_failed = False
@@ -264,15 +271,15 @@ class GrammarState:
 
     def _rewind(self) -> None:
         """Go back to the text's tokens, whatever the matcher has read."""
-        self.matcher = self.start.deep_copy()
+        self.matcher = self.compiled.deep_copy()
         self.matcher.try_consume_tokens(self.tokens)
-        self.num_drafts = 0  # drafts that were read after them
-        self.is_lost = False  # a draft was read that the grammar forbids, or that ends the text
+        self.num_drafts = 0  # drafts that the matcher has read after them
+        self.is_lost = False  # a draft came that the grammar forbids, or that ends the text
 
     def _follow(self, new: Iterable[int]) -> None:
         for token in new:
             if token in self.grammars.eos_token_ids:
-                # Where no token is allowed, or after an error, a mask holds end-of-text.
+                # A mask holds end-of-text also where no token is allowed, and after an error.
                 self.matcher.compute_bitmask()
                 self.has_failed |= self.matcher.is_error() or not self.matcher.is_accepting()
                 return
@@ -281,9 +288,10 @@ class GrammarState:
                 self.has_failed = True
 
     def push(self, token: int) -> None:
-        """Read a draft. End-of-text is no token of a grammar, so it is never taken back."""
+        """Read a draft; none after one that the grammar forbids or that ends the text."""
         if self.is_lost:
             return
+        # The matcher reads neither end-of-text nor −1, which stands for no draft.
         is_end = token in self.grammars.eos_token_ids
         if is_end or token < 0 or not self.matcher.try_consume_tokens([token]):
             self.is_lost = True
@@ -292,7 +300,7 @@ class GrammarState:
 
     def settle(self, new: Iterable[int]) -> None:
         """A round is over: take its drafts back, and follow the tokens that it made."""
-        if not self.matcher.rollback(self.num_drafts):  # after an error only this helps
+        if not self.matcher.rollback(self.num_drafts):  # after an error it cannot go back
             self._rewind()
         self.num_drafts = 0
         self.is_lost = False
@@ -304,10 +312,10 @@ class GrammarState:
         """A round was interrupted: wait for what the worker still reads, and take it back."""
         self.grammars.worker.submit(self._rewind).result()
 
-    def fill_timed(self, address: int, num_bytes: int) -> None:
-        """In the worker: fill the mask there, and end the text if that takes too long."""
+    def fill_timed(self, mask: Tensor) -> None:
+        """In the worker: fill a mask, int32[W], and end the text if that takes too long."""
         start = time.thread_time()
-        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         self.has_failed |= time.thread_time() - start > SLOW_MASK
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
@@ -329,14 +337,18 @@ class Masks:
 
     A bit says whether a token is allowed. All bits are set in rows after a draft that the grammar
     forbids, or that ends the text: nobody reads these. From `start` until `GrammarState.settle` the
-    states belong to the worker.
+    states belong to the worker; before `start` a drafter may ask them. `texts` are places in the
+    round.
     """
 
     def __init__(self, requests: Sequence[Request], width: int, vocab_size: int):
-        states = {b: request.grammar_state for b, request in enumerate(requests)}
-        self.states = {b: state for b, state in states.items() if state is not None}
-        self.first_rows = {b: i * width for i, b in enumerate(self.states)}  # of their masks
-        self.grammars = next(iter(self.states.values())).grammars
+        self.states: dict[int, GrammarState] = {}
+        self.first_rows: dict[int, int] = {}  # each text's row of `bits` before its drafts
+        for b, request in enumerate(requests):
+            if request.grammar_state is not None:
+                self.first_rows[b] = len(self.states) * width
+                self.states[b] = request.grammar_state
+                self.grammars = request.grammar_state.grammars  # all texts have the same
         words = -(-vocab_size // 32)
         self.bits = torch.full((len(self.states) * width, words), -1, dtype=torch.int32)  # [n, W]
         # The worker's tasks: the masks of the texts as they are, then those after each draft.
@@ -345,41 +357,41 @@ class Masks:
     def start(self) -> None:
         """Let the worker fill the masks of the texts as they are, if nobody has yet."""
         if not self.works:
-            texts = dict.fromkeys(self.states)
-            self.works = [self.grammars.worker.submit(self._fill, 0, texts)]
+            self.works = [self.grammars.worker.submit(self._fill, 0, self.states)]
 
-    def push(self, j: int, texts: Iterable[int], tokens: Iterable[int]) -> None:
-        """Let the worker read draft j of all texts that have one. This does nothing if draft j was
-        pushed before."""
+    def push(self, texts: Iterable[int], tokens: Iterable[int]) -> None:
+        """Let the worker read the next draft of these texts, and fill the masks after it."""
         self.start()
-        if len(self.works) == j + 1:
-            drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
-            self.works.append(self.grammars.worker.submit(self._fill, j + 1, drafts))
+        drafts = {b: token for b, token in zip(texts, tokens) if b in self.states}
+        self.works.append(self.grammars.worker.submit(self._read, len(self.works), drafts))
 
     def push_all(self, drafted: Sequence[Sequence[int]]) -> None:
-        """Push all drafts of a round: [B, k]."""
+        """Push the drafts of a round, [B, k], that were not pushed when they were made."""
         self.start()
-        for j, tokens in enumerate(zip(*drafted)):
-            self.push(j, range(len(tokens)), tokens)
+        num_pushed = len(self.works) - 1
+        for tokens in [*zip(*drafted)][num_pushed:]:
+            self.push(range(len(tokens)), tokens)
 
-    def _fill(self, depth: int, drafts: dict[int, int | None]) -> None:
-        """In the worker: read a draft of each text (None: no draft), then fill the masks after
-        it."""
-        wanted = []
+    def _read(self, depth: int, drafts: dict[int, int]) -> None:
+        """In the worker: read a draft of each text, then fill the masks after it."""
         for b, token in drafts.items():
-            state = self.states[b]
-            if token is not None:
-                state.push(token)
-            if not state.is_lost:
-                wanted.append((state, self.first_rows[b] + depth))
-        num_rows, words = self.bits.shape
-        address = self.bits.data_ptr()
+            self.states[b].push(token)
+        self._fill(depth, drafts)
+
+    def _fill(self, depth: int, texts: Iterable[int]) -> None:
+        """In the worker: fill the masks of these texts after `depth` drafts."""
+        wanted = []
+        for b in texts:
+            if not self.states[b].is_lost:
+                wanted.append((self.states[b], self.first_rows[b] + depth))
         start = time.perf_counter()
         if self.grammars.is_slow:
             for state, row in wanted:
-                state.fill_timed(address + 4 * words * row, 4 * words)
+                state.fill_timed(self.bits[row])
         elif wanted:
             jobs = [(state.matcher, row) for state, row in wanted]
+            num_rows, words = self.bits.shape
+            address = self.bits.data_ptr()
             self.grammars.executor.unsafe_compute_mask_ptr(jobs, address, 4 * words, num_rows)
         self.grammars.is_slow = time.perf_counter() - start > SLOW_STEP
 
@@ -389,8 +401,8 @@ class Masks:
         logits: [R, V]; texts: the text of each row. The first row of a text comes after `depth`
         drafts, its next row after one draft more.
         """
-        masked = []  # rows of logits, and their masks
-        masks = []
+        masked = []  # rows of `logits`
+        masks = []  # their rows of `bits`
         seen = Counter[int]()
         for row, b in enumerate(texts):
             if b in self.states:
@@ -408,15 +420,15 @@ class Masks:
 def forbid(logits: Tensor, rows: Sequence[int], masks: Tensor) -> Tensor:
     """Add −∞ to each logit of these rows whose bit is 0, in place.
 
-    logits: [B, V]; masks: int32[n, ⌈V / 32⌉], on the host, for n rows. Token i has a bit in word
-    i // 32; the lowest bit comes first.
+    logits: [R, V]; masks: int32[n, W], on the host, for n rows. Token i has a bit in word i // 32;
+    the lowest bit comes first.
     """
     device = logits.device
     numbers = torch.arange(256, device=device)
     places = torch.arange(8, device=device)
-    bits = numbers[:, None] >> places & 1  # [256, 8]
+    bits = numbers[:, None] >> places & 1  # of each byte: [256, 8]
     table = bits.to(logits.dtype).log()  # 0 or −∞
-    each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [n, 4 ⌈V / 32⌉]
+    each_byte = send(masks.contiguous().view(torch.uint8).int(), device)  # [n, 4 W]
     bias = F.embedding(each_byte, table)
     bias = bias.flatten(1)
     V = logits.shape[1]

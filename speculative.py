@@ -224,7 +224,7 @@ class Round:
         q = self.probabilities(logits, rows, j)
         picked = self.draft_coin(j, rows).pick(q)
         if self.masks is not None:
-            self.masks.push(j, rows, picked.tolist())
+            self.masks.push(rows, picked.tolist())
         return q, picked
 
     def verify(self, p: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,11 @@ def test_law_of_every_text_of_a_ragged_batch_is_the_definitions(where):
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
 
 
-def test_law_of_coupled_mode_is_the_definitions():
+def test_law_of_coupled_mode_is_the_definitions(monkeypatch):
+    """With masks that are filled one by one: as if all were slow, and none of them too slow."""
+    monkeypatch.setattr(GRAMMARS, "is_slow", True)
+    monkeypatch.setattr(grammar_page, "SLOW_STEP", -1.0)
+    monkeypatch.setattr(grammar_page, "SLOW_MASK", math.inf)
     kinds = [kind._replace(gamma=min(kind.gamma, 1), max_tokens=3) for kind in KINDS[:3]]
     for kind, law in zip(kinds, laws_of(kinds, coupled=True), strict=True):
         assert distance(law, masked_law(TARGET, kind)) < 1e-12, kind
@@ -192,12 +196,9 @@ class Forgetful(Counter):
         pass
 
 
-def unmasked_bonus(self, depth, drafts):
+def unmasked_bonus(self, depth, texts):
     if depth == 0 or depth < len(self.bits) // len(self.states) - 1:
-        FILL(self, depth, drafts)
-    else:
-        for b, token in drafts.items():
-            self.states[b].push(token)
+        FILL(self, depth, texts)
 
 
 def never_rolled_back(self, new):
