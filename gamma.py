@@ -34,12 +34,12 @@ from statistics import linear_regression
 
 from request import Request, Speculation
 
-TRIAL = 4  # drafts of the first rounds with drafts
+TRIAL = 3  # drafts of the first rounds with drafts
 MAX_GAMMA = 16
 WINDOW = 100  # drafts that the acceptance is a mean over
 PATIENCE = 128  # rounds before what seems worse is tried again
 MEASURED = 2  # rounds that a time is taken from, at least
-PLAIN = 4  # rounds without drafts before the first ones with drafts
+PLAIN = 2  # rounds without drafts before the first ones with drafts
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
