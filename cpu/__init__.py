@@ -107,7 +107,7 @@ class CPU(Ops):
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():
-            return native.race(probs, streams)
+            return native.pick_tokens(probs, streams)
         return super().pick(probs, streams)
 
     def verify(
@@ -163,7 +163,7 @@ class CPU(Ops):
         if not drafts_in_c(chain, round):
             return None
         model = self.native_model(chain.model)
-        if model is None or not model.drafts_from(round.vocab_size):
+        if model is None or not model.drafts_below(round.vocab_size):
             return None
         if isinstance(chain, HeadChain):
             x = chain.z

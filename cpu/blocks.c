@@ -181,12 +181,12 @@ INLINE four sums(const vec *v) {
 typedef struct {
     const void *w;                              // [panels, units, WIDE]; what is beyond N or K is 0
     const void *scale;                              // [panels, groups, WIDE], or none
-    const void *zero;                               // int16, `parted`: float32; as scale, or none
+    const void *zero;                               // int16, or float32: `float_zeros`; or none
     const float *bias;                              // [N], or none
     const int64_t *order;                           // [K]: column j multiplies x[order[j]]; or none
     long N, K, group, kind;                         // group: columns of a scale
-    long scales, parted, inputs;                    // scales: SCALE_…; inputs: bits of x
-    long same;                                      // the zero of all groups, if there is no `zero`
+    long scale_type, float_zeros, input_bits;       // scale_type: SCALE_…; input_bits: of x
+    long common_zero;                               // the zero of all groups, if there is no `zero`
 } Weight;
 enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 
@@ -267,8 +267,8 @@ typedef struct {
     long runs;                                      // stretches, each with a scale of its own
     const char *scale;                              // the first panel's of the stretch, or none,
     const char *zero;
-    long next, scales, parted;                      // and numbers from there to the next panel's
-    int32_t same;                                   // the zero of all, if there is no `zero`
+    long next, scale_type, float_zeros;             // and numbers from there to the next panel's
+    int32_t common_zero;                            // the zero of all, if there is no `zero`
     const char *x;                                  // the first row's first step of the stretch,
     long row;                                       // and steps from a row to the next
     const Whole *whole;                             // of the first row's stretch, if x is whole,
@@ -291,9 +291,10 @@ INLINE ints add_whole(ints s, ints w, int32_t x) { return dot(s, w, (ints){0} + 
 // its w.
 INLINE vec total_real(const Stretch *a, vec s, const Whole *x, long at) { return s; }
 INLINE vec total_whole(const Stretch *a, ints s, const Whole *x, long at) {
-    if (!a->zero) return number(s - a->same * x->sum) * x->scale;
+    if (!a->zero) return number(s - a->common_zero * x->sum) * x->scale;
     vec sum = (vec){0} - (float)x->sum;
-    if (a->parted) return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
+    if (a->float_zeros)
+        return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
     ints zero = widen_i16((const int16_t *)a->zero + at), far = zero > 255 | zero < -255;
     s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     return fused(number(zero & far), sum, number(s)) * x->scale;
@@ -301,8 +302,8 @@ INLINE vec total_whole(const Stretch *a, ints s, const Whole *x, long at) {
 INLINE vec scales(const Stretch *a, long at) {
     const uint16_t *half = (const uint16_t *)a->scale + at;
     if (!a->scale) return (vec){0} + 1;
-    if (a->scales == SCALE_F32) return load_f32((const float *)a->scale + at);
-    return a->scales == SCALE_F16 ? load_f16(half) : load_bf16(half);
+    if (a->scale_type == SCALE_F32) return load_f32((const float *)a->scale + at);
+    return a->scale_type == SCALE_F16 ? load_f16(half) : load_bf16(half);
 }
 
 #define BLOCK(kind, sort, T, P, name)                                                              \

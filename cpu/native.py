@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "native.c")
-WITHOUT = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
+WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # in blocks.c's order
-VECTORS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # of caches, in that order, too
-COLUMNS = {8: 2, 4: 8, "nf4": 8}  # of a unit, which no scale may cut
+CACHED = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # of caches, in that order, too
+UNITS = {8: 2, 4: 8, "nf4": 8}  # of a unit, which no scale may cut
 PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
 SCALES = [torch.bfloat16, torch.float32, torch.float16]  # SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
@@ -99,7 +99,7 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return build_library(), ""
     except OSError as error:
         reason = " ".join(str(error).split())
-        warnings.warn(f"{WITHOUT}: {reason}")
+        warnings.warn(f"{WITHOUT_C}: {reason}")
         return None, reason
 
 
@@ -208,7 +208,7 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
     if w.values.device.type != "cpu" or library() is None:
         return False
     stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
-    unit = COLUMNS.get(w.bits, 1)
+    unit = UNITS.get(w.bits, 1)
     return w.group % stretch == 0 and stretch % unit == 0
 
 
@@ -231,9 +231,11 @@ class Weight(ctypes.Structure):
         if kind in PAIRS:
             values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
             values = values.view(PAIRS[kind])
-        zero, same = q.zero, 0
+        zero = q.zero
+        common_zero = 0
         if zero is not None and is_one_whole_number(zero):
-            zero, same = None, int(zero[0, 0])
+            common_zero = int(zero[0, 0])
+            zero = None
         tensors = dict(
             w=panels(values),
             scale=None if scale is None else panels(scale),
@@ -247,10 +249,10 @@ class Weight(ctypes.Structure):
             K=q.columns,
             group=q.group,
             kind=KINDS.index(kind),
-            scales=0 if scale is None else SCALES.index(scale.dtype),
-            parted=zero is not None and zero.dtype == torch.float32,
-            inputs=q.input_bits,
-            same=same,
+            scale_type=0 if scale is None else SCALES.index(scale.dtype),
+            float_zeros=zero is not None and zero.dtype == torch.float32,
+            input_bits=q.input_bits,
+            common_zero=common_zero,
         )
         weight.tensors = tensors
         weight.address = ctypes.addressof(weight)
@@ -366,7 +368,7 @@ def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     return probs
 
 
-def race(probs: Tensor, streams: Tensor) -> Tensor:
+def pick_tokens(probs: Tensor, streams: Tensor) -> Tensor:
     """sampling.pick. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
     B, V = probs.shape
     streams = streams.expand(B, 1).contiguous()
@@ -401,7 +403,7 @@ class Vectors(ctypes.Structure):
         group = 2 * numbers.shape[4]  # all of them
         if store.bits == 4 and store.group:
             group = store.group
-        return cls(*addresses, kind=VECTORS.index(numbers.dtype), group=group)
+        return cls(*addresses, kind=CACHED.index(numbers.dtype), group=group)
 
 
 class Step(ctypes.Structure):
@@ -412,7 +414,7 @@ def reads(*stores: Store) -> bool:
     """Whether `attend` reads these keys and values: a head's tokens must lie side by side."""
     for store in stores:
         numbers = store.parts[0]
-        if numbers.dtype not in VECTORS or numbers.device.type != "cpu":
+        if numbers.dtype not in CACHED or numbers.device.type != "cpu":
             return False
         if numbers.stride(2) != numbers.shape[4]:
             return False
@@ -572,7 +574,7 @@ class NativeModel(ctypes.Structure):
         step = step_of(metadata)
         call("drafts", ctypes.byref(self), x, angles, step, len(x), *draws.arguments(proposal))
 
-    def drafts_from(self, V: int) -> bool:
+    def drafts_below(self, V: int) -> bool:
         """Whether tokens can be drawn from the first V alone."""
         return True
 
@@ -601,7 +603,7 @@ class NativeHead(ctypes.Structure):
         native_head.angles = torch.empty(0)
         return native_head
 
-    def drafts_from(self, V: int) -> bool:
+    def drafts_below(self, V: int) -> bool:
         """Whether all tokens that the head can draft are below V."""
         return self.largest_token < V
 

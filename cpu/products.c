@@ -11,10 +11,10 @@ static Stretch stretch_at(const Weight *w, long p, long k, long n) {
     long groups = parts(w->K, w->group), g = (p * groups + k / w->group) * WIDE;
     return (Stretch){ .w = (const char *)w->w + (p * units + k / columns) * unit,
                       .panel = units * unit, .units = parts(n, columns), .runs = 1,
-                      .scale = w->scale ? w->scale + g * (w->scales == SCALE_F32 ? 4 : 2) : 0,
-                      .zero = w->zero ? (const char *)w->zero + g * (w->parted ? 4 : 2) : 0,
-                      .next = groups * WIDE, .scales = w->scales, .parted = w->parted,
-                      .same = w->same };
+                      .scale = w->scale ? w->scale + g * (w->scale_type == SCALE_F32 ? 4 : 2) : 0,
+                      .zero = w->zero ? (const char *)w->zero + g * (w->float_zeros ? 4 : 2) : 0,
+                      .next = groups * WIDE, .scale_type = w->scale_type,
+                      .float_zeros = w->float_zeros, .common_zero = w->common_zero };
 }
 
 // x as the panels want it: K columns, of 4 or (whole) 2 bytes; `row` columns from row to row.
@@ -78,7 +78,7 @@ INLINE float to_e4m3(float x) {
 // A row of x, [K], in the order of W's columns; rounded as W is, if inputs have 8 bits.
 static void arrange(const Weight *w, const float *x, float *to) {
     for (long k = 0; k < w->K; k++) to[k] = x[w->order ? w->order[k] : k];
-    if (w->inputs == 8) {
+    if (w->input_bits == 8) {
         int whole = w->kind == I8;
         float scale = one_bf16(row_scale(to, w->K, whole ? 127 : 448));
         for (long k = 0; k < w->K; k++)
@@ -142,7 +142,7 @@ void product(const float *x, const Weight *w, float *y, long T) {
     long N = w->N, K = w->K, panels = parts(N, WIDE), whole = WHOLE[w->kind];
     long row = parts(K, COLUMNS[w->kind]) * COLUMNS[w->kind], bytes = whole ? 2 : 4;
     long stretch = least(w->group, STRETCH), stretches = parts(K, stretch);
-    long ordered = w->order || w->inputs == 8, moves = whole || ordered || row != K;
+    long ordered = w->order || w->input_bits == 8, moves = whole || ordered || row != K;
     float *full = N % WIDE ? aligned_alloc(64, T * panels * WIDE * sizeof *full) : y;
     char *moved = moves ? calloc(T, row * bytes) : 0;
     Whole *wholes = whole ? malloc(T * stretches * sizeof *wholes) : 0;
@@ -188,7 +188,7 @@ long rows(const Weight *w, const int64_t *which, float *out, long R) {
         for (long k = 0, lane = which[r] % WIDE, n; k < K; k += stretch) {
             Stretch a = stretch_at(w, which[r] / WIDE, k, n = least(K - k, stretch));
             float scale = scales(&a, lane / LANES * LANES)[lane % LANES];
-            float zero = !a.zero ? a.same : a.parted ? ((const float *)a.zero)[lane]
+            float zero = !a.zero ? a.common_zero : a.float_zeros ? ((const float *)a.zero)[lane]
                 : ((const int16_t *)a.zero)[lane];
             unfold[w->kind](&a, 1, room);
             for (long i = 0; i < n; i++) {

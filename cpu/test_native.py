@@ -485,7 +485,7 @@ def test_why_there_is_no_library(environment, why, tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True) as told:
         lib, reason = native.load_library.__wrapped__()
     assert lib is None and reason.startswith(why) and len(reason.splitlines()) == 1
-    wanted = [] if "LLAMA_NATIVE" in environment else [f"{native.WITHOUT}: {reason}"]
+    wanted = [] if "LLAMA_NATIVE" in environment else [f"{native.WITHOUT_C}: {reason}"]
     assert [str(warning.message) for warning in told] == wanted
 
 

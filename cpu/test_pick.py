@@ -33,9 +33,9 @@ def test_c_picks_what_torch_picks(B, V, dtype, each, seed, hidden):
     probs = torch.where(torch.rand(B, V) < hidden, 0, torch.rand(B, V)).to(dtype)
     roles = torch.arange(B) if each else draft_role(B)
     streams = Keyed(torch.tensor([seed]).expand(B), torch.arange(B), roles).streams
-    picked = native.race(probs, streams)
+    picked = native.pick_tokens(probs, streams)
     assert torch.equal(picked, pick(probs, streams))
-    assert torch.equal(native.race(probs.T.contiguous().T, streams), picked)
+    assert torch.equal(native.pick_tokens(probs.T.contiguous().T, streams), picked)
 
 
 def test_the_noise_of_c_is_right_to_the_last_digits():
@@ -47,14 +47,14 @@ def test_the_noise_of_c_is_right_to_the_last_digits():
     for i in range(0, V, 7):
         probs = noise.clone()
         probs[0, i] *= 1 + 1e-13
-        assert native.race(probs, streams).item() == i
+        assert native.pick_tokens(probs, streams).item() == i
 
 
 def test_ties_of_scores_go_to_the_first():
     """Probabilities so small that most scores round to the same number."""
     probs = torch.full((50, 3), 5e-324, dtype=torch.float64)
     streams = Keyed(torch.arange(50), torch.arange(50)).streams
-    assert torch.equal(native.race(probs, streams), pick(probs, streams))
+    assert torch.equal(native.pick_tokens(probs, streams), pick(probs, streams))
 
 
 def unshift(z: int, by: int) -> int:
@@ -86,7 +86,7 @@ def test_c_makes_noise_of_extreme_bits():
             probs[0, i] = 1
             hashes = sampling.mix(sampling.mix(streams) + torch.arange(1, 4) * GOLDEN)
             assert sampling.uniform(hashes)[0, i] == u
-            assert native.race(probs, streams).item() == i
+            assert native.pick_tokens(probs, streams).item() == i
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 0.7, 1.0])
