@@ -5,17 +5,17 @@ bytes must always be under way. A step of many tokens uses a weight many times: 
 limit. Both want one order in memory, which `Weight` makes: sixteen rows of W lie side by side, a
 panel, and each has a lane of a register:
 
-    for k in K:                         one unit of memory after the other, to the panel's end
+    for k in K:                         in the order of memory, to the panel's end
         w = panel[k]                    [16]
         for t in T:                     up to 6 rows of x at a time
-            sum[t] += x[t, k] · w       after at most 128 columns: y[t] += sum[t] · scale
+            sum[t] += x[t, k] · w       after a stretch, at most 128 columns: y[t] += sum[t] · scale
 
-Floating point, in 32, 16 or 8 bits, is multiplied as float32: bfloat16, two columns a unit, is the
-upper half of it, FP8 is float16 with a smaller exponent, and NF4's look-up is a permutation of a
-register. INT8 (two columns a unit) and INT4 (eight) are multiplied as whole numbers: x becomes 16
-bits, with a scale for each row and stretch of columns, and the sums are exact. A scale of W is in
-bfloat16, float16 or float32, for each row or group; there may be zeros, whole or float32, and
-columns in another order, in which x is gathered. Inputs of 8 bits are rounded first.
+A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8, eight of INT4 or NF4.
+Floating point is multiplied as float32, of which bfloat16 is the upper half; FP8 is float16 with a
+smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
+whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
+Scales of W are bfloat16, float16 or float32, zeros int16 or float32. Where W's columns are stored
+in another order, x is gathered in that order. For W8A8, x is rounded to 8 bits before.
 
 While Python looks for the next operation, no memory is read. So norm, rotation, SwiGLU and
 attention, which reads keys and values where they are stored, are one call each; and where all
@@ -30,8 +30,9 @@ Invariant: results are those of kernels.Ops up to the order of sums. A product's
 too. A row of a product, and attention of a token, do not depend, to the bit, on the other rows of
 the step or on threads. NaN in FP8 makes NaN of its row of W.
 
-Not covered: float64, float16, groups that do not fall into stretches of at most 128 columns, or
-into whole units; x in bfloat16 in one call, gradients; only Linux.
+Not covered: float64, float16 and gradients; groups that are no whole number of units, or are
+longer than 128 columns and no multiple of 128; a step of bfloat16 in one call; other systems than
+Linux.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
     F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size
@@ -67,11 +68,11 @@ SOURCES = ("blocks.c", "products.c", "native.c")
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
-KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # in blocks.c's order
-CACHED = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # of caches, in that order, too
-UNITS = {8: 2, 4: 8, "nf4": 8}  # of a unit, which no scale may cut
-PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # what two columns move as
-SCALES = [torch.bfloat16, torch.float32, torch.float16]  # SCALE_… in blocks.c
+KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # of weights, numbered as in blocks.c
+CACHED = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in caches, numbered likewise
+UNITS = {8: 2, 4: 8, "nf4": 8}  # columns of a unit, which must have one scale
+PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # two columns, as one integer
+SCALES = [torch.bfloat16, torch.float32, torch.float16]  # numbered as SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
 FLOAT = ctypes.c_float
@@ -92,7 +93,8 @@ def why_not() -> str:
 
 @functools.cache
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The library and, if it is None, the reason. It is told, unless the user wants no library."""
+    """The library and, if it is None, the reason; a warning tells it, too, unless the user has
+    turned C off."""
     if os.environ.get("LLAMA_NATIVE") == "0":
         return None, "LLAMA_NATIVE=0"
     try:
@@ -104,24 +106,29 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def build_library() -> ctypes.CDLL:
-    """OSError: why there is none."""
+    """Compile, load and declare it. OSError: why there is none."""
     if platform.system() != "Linux":
         raise OSError(f"{platform.system()} is not Linux")
     openmp = openmp_library()
     if openmp is None:
         raise OSError("this PyTorch has no OpenMP threads to share")
     flags = ["-O3", "-fopenmp", "-fno-math-errno"]
-    if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):
+    if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
     folder = Path(__file__).parent
     source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
     lib = compile_library(source, flags, (openmp, "-lm"))
     declare(lib, source)
+    table = (FLOAT * 16).in_dll(lib, "nf4")
+    table[:] = nf4().tolist()
     return lib
 
 
 def openmp_library() -> str | None:
-    """The file of PyTorch's OpenMP library: another one would bring threads of its own."""
+    """The file of PyTorch's OpenMP library: another one would bring threads of its own.
+
+    It is the file that is mapped where a function of OpenMP is, as libtorch_cpu finds it.
+    """
     mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, file = line.split(maxsplit=5)
@@ -144,14 +151,12 @@ def declare(lib: ctypes.CDLL, source: str) -> None:
         function = getattr(lib, name)
         function.argtypes = [kind for _, kind in declared(parameters, ",")]
         function.restype = LONG if result == "long" else None
-    for pick in (lib.pick_f32, lib.pick_f64):  # of a macro
+    for pick in (lib.pick_f32, lib.pick_f64):  # which a macro defines
         pick.argtypes = [POINTER] * 3 + [LONG, LONG]
     for name, structure in STRUCTURES.items():
-        if not hasattr(structure, "_fields_"):
+        if not hasattr(structure, "_fields_"):  # another thread may have been here
             (fields,) = re.findall(rf"^typedef struct {{([^}}]*)}} {name};", source, re.M)
             structure._fields_ = declared(fields, ";")
-    table = (FLOAT * 16).in_dll(lib, "nf4")
-    table[:] = nf4().tolist()
 
 
 def declared(source: str, end: str) -> list[tuple[str, Any]]:
@@ -166,15 +171,21 @@ def declared(source: str, end: str) -> list[tuple[str, Any]]:
     return names
 
 
-def address(x: Tensor | ctypes.Structure | ctypes.Array[Any] | None) -> int:
-    """Where the numbers of a tensor are, or a structure is; 0 (NULL) for None."""
+class Struct(ctypes.Structure):
+    """A struct of C, passed by its address. `declare` gives it the fields that it has in C."""
+
+    _as_parameter_ = property(ctypes.addressof)
+
+
+def address(x: Tensor | Struct | ctypes.Array[Any] | None) -> int | None:
+    """What a field that is a pointer holds; None is NULL."""
     if x is None:
-        return 0
+        return None
     return x.data_ptr() if isinstance(x, Tensor) else ctypes.addressof(x)
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """A function of C: of tensors it gets the addresses, and they live until it returns."""
+    """Call a function of C. Of tensors it gets the addresses; they live until it returns."""
     plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     return getattr(library(), name)(*plain)
 
@@ -185,10 +196,11 @@ def call(name: str, *arguments: Any) -> Any:
 def as_quantized(weight: Tensor | Quantized) -> Quantized:
     """A weight as Quantized; a plain matrix has no scales.
 
-    Where a row has at most one scale, its group becomes complete stretches.
+    Where a row has at most one scale, its group is rounded up to whole stretches.
     """
     if isinstance(weight, Tensor):
-        weight = Quantized(16, weight, None, None, weight.shape[1], 0)
+        K = weight.shape[1]
+        weight = Quantized(16, weight, None, None, K, K)
     if weight.scale is None or weight.scale.shape[1] == 1:
         num_stretches = -(-weight.columns // STRETCH)
         return weight._replace(group=num_stretches * STRETCH)
@@ -212,7 +224,7 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
     return w.group % stretch == 0 and stretch % unit == 0
 
 
-class Weight(ctypes.Structure):
+class Weight(Struct):
     """W [N, K] as blocks.c reads it. `tensors` keeps alive what the addresses point to."""
 
     @classmethod
@@ -224,7 +236,7 @@ class Weight(ctypes.Structure):
         scale = q.scale
         if kind in (4, "nf4"):
             values = interleave(values)
-        if kind == "fp8":  # C reads float16 of 2^-8 the number, and no NaN
+        if kind == "fp8":  # C reads 2^-8 of each number, and knows no NaN
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale.float()).masked_fill_(has_nan, torch.nan)
@@ -255,24 +267,21 @@ class Weight(ctypes.Structure):
             common_zero=common_zero,
         )
         weight.tensors = tensors
-        weight.address = ctypes.addressof(weight)
-        weight.library = library()
         return weight
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of W as numbers: an embedding's look-up. int64[R] -> float32[R, K]."""
         R = len(indices)
-        indices = indices.contiguous()
         out = torch.empty(R, self.K)
-        wrong = self.library.rows(self.address, indices.data_ptr(), out.data_ptr(), R)
+        wrong = call("rows", self, indices.contiguous(), out, R)  # the first one's place + 1, or 0
         if wrong:
             raise IndexError(f"row {indices[wrong - 1]} of a matrix of {self.N}")
         return out
 
 
 def is_one_whole_number(zero: Tensor) -> bool:
-    """Whether all groups have one zero, as in symmetric formats: then none is read. Up to 255, C's
-    sums with it are exact.
+    """Whether all groups have the same whole zero, as in symmetric formats: then C reads none. C's
+    sums are exact with zeros up to ±255.
     """
     first = zero[0, 0]
     return zero.dtype == torch.int16 and bool(first.abs() <= 255 and (zero == first).all())
@@ -311,14 +320,13 @@ def product(x: Tensor, weight: Weight) -> Tensor:
         raise ValueError(
             f"rows of {K} numbers cannot be multiplied by a matrix of {weight.K} columns"
         )
-    wide = x.float().contiguous()
     y = torch.empty(T, weight.N)
     if T:
-        weight.library.product(wide.data_ptr(), weight.address, y.data_ptr(), T)
+        call("product", x.float().contiguous(), weight, y, T)
     return y.to(x.dtype)
 
 
-# ---- Between the products, as kernels.Ops has them ---------------------------------------------
+# ---- Between the products, and sampling --------------------------------------------------------
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -369,7 +377,9 @@ def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def pick_tokens(probs: Tensor, streams: Tensor) -> Tensor:
-    """sampling.pick. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] -> int64[B]."""
+    """What sampling.pick returns. probs: float32 or float64 [B, V], V > 0; streams: int64[B, 1] ->
+    int64[B].
+    """
     B, V = probs.shape
     streams = streams.expand(B, 1).contiguous()
     picked = torch.zeros(B, dtype=torch.int64)
@@ -379,34 +389,34 @@ def pick_tokens(probs: Tensor, streams: Tensor) -> Tensor:
 
 
 def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[Tensor, Tensor]:
-    """speculative.verify. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
+    """What speculative.verify returns. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
     B, k = drafted.shape
     V = p.shape[2]
-    ended = torch.empty(2, B, dtype=torch.int64)
-    residuals = torch.empty(B, V)
+    accepted_and_token = torch.empty(2, B, dtype=torch.int64)
+    room = torch.empty(B, V)  # for C
     inputs = [x.contiguous() for x in (p, q, drafted, coin.keys, coin.streams)]
-    call("verify_drafts", *inputs, ended, residuals, B, k, V, accept_role(0))
-    accepted, token = ended
-    return accepted, token
+    call("verify_drafts", *inputs, accepted_and_token, room, B, k, V, accept_role(0))
+    return tuple(accepted_and_token)
 
 
 # ---- Attention ---------------------------------------------------------------------------------
 
 
-class Vectors(ctypes.Structure):
-    """The keys or the values of a cache: addresses of the parts that a kind of numbers has."""
+class Vectors(Struct):
+    """The keys or the values of a cache: the addresses of numbers, scales and zeros, or of as many
+    of these as a store has."""
 
     @classmethod
     def of(cls, store: Store) -> Vectors:
         addresses = [part.data_ptr() for part in store.parts]
         numbers = store.parts[0]
-        group = 2 * numbers.shape[4]  # all of them
+        group = 2 * numbers.shape[4]  # D or more: a vector has one scale
         if store.bits == 4 and store.group:
             group = store.group
         return cls(*addresses, kind=CACHED.index(numbers.dtype), group=group)
 
 
-class Step(ctypes.Structure):
+class Step(Struct):
     """AttentionMetadata as native.c reads it: addresses of a cache's and of a step's tensors."""
 
 
@@ -429,7 +439,8 @@ def cache_layout(cache: Cache) -> Step | None:
         cache.backend["native"] = None
         if cache.dtype != torch.float64 and reads(cache.keys, cache.values):
             numbers = cache.keys.parts[0]
-            layer, block, _, head, _ = (n // numbers.shape[4] for n in numbers.stride())
+            width = numbers.shape[4]
+            layer, block, _, head, _ = (n // width for n in numbers.stride())  # vectors between
             cache.backend["native"] = Step(
                 keys=Vectors.of(cache.keys),
                 values=Vectors.of(cache.values),
@@ -441,24 +452,21 @@ def cache_layout(cache: Cache) -> Step | None:
     return cache.backend["native"]
 
 
-def step_of(metadata: AttentionMetadata) -> Any:
-    """Where the new tokens belong, for C: a `Step`, made once for all layers."""
+def step_of(metadata: AttentionMetadata) -> Step:
+    """Where the new tokens belong, for C; made once for all layers."""
     if "native" not in metadata.backend:
         step = Step.from_buffer_copy(cache_layout(metadata.cache))
         for name in ("block_tables", "positions", "slot_mapping", "cu_seqlens"):
             setattr(step, name, address(getattr(metadata, name)))
         step.max_blocks = metadata.block_tables.shape[1]
         metadata.backend["native"] = step
-    return ctypes.byref(metadata.backend["native"])
+    return metadata.backend["native"]
 
 
 def attend(
     qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
 ) -> Tensor:
-    """`Ops.attend`.
-
-    qkv: float32[T, H + 2 G, D] -> [T, H, D].
-    """
+    """What Ops.attend does. qkv: float32[T, H + 2 G, D] -> [T, H, D]."""
     T, num_heads, D = qkv.shape
     H = num_heads - 2 * G
     out = torch.empty(T, H, D)
@@ -473,8 +481,8 @@ def attend(
 def angles_for(
     model: NativeModel | NativeHead, llama: Llama, metadata: AttentionMetadata
 ) -> Tensor:
-    """cos and sin of each position of a step, and more: float32[positions, 2, D / 2]. They are
-    kept, and made anew for a longer text."""
+    """cos and sin of the positions from 0 to this step's last, or beyond: float32[positions, 2,
+    D / 2]. `model` keeps them; a longer text has them made anew."""
     longest = max(sequence.seq_len for sequence in metadata.sequences)
     angles = model.angles
     if longest > len(angles):
@@ -493,13 +501,13 @@ class Draws(NamedTuple):
     V: int
 
     def arguments(self, proposal: Proposal) -> tuple[Any, ...]:
-        """What C gets. proposal: float32, to be filled; a token stays −1 where logits are not
+        """What C gets. proposal: float32, to be filled; a token stays −1 if its logits are not
         finite."""
         k = len(self.streams)
         return self.temperature, self.streams, proposal.tokens, proposal.q, k, self.V
 
 
-class LayerWeights(ctypes.Structure):
+class LayerWeights(Struct):
     """model.Layer: addresses of tensors and of `Weight`s."""
 
     @classmethod
@@ -507,7 +515,7 @@ class LayerWeights(ctypes.Structure):
         return cls(*(address(getattr(layer, name)) for name, _ in cls._fields_))
 
 
-class NativeModel(ctypes.Structure):
+class NativeModel(Struct):
     """A float32 model: its layers and its last norm.
 
     `llama_parts` keeps alive what the addresses point to.
@@ -515,8 +523,8 @@ class NativeModel(ctypes.Structure):
 
     @classmethod
     def of(cls, llama: Llama, embed: Weight | Linear | None = None) -> NativeModel | None:
-        """None if C cannot do all products, or the model is not float32. embed: where the
-        embedding is another model's."""
+        """None if C cannot do all products, or the model is not float32. embed: the embedding, if
+        it is another model's."""
         embed = embed or llama.embed
         linears = [embed, llama.head]
         for layer in llama.layers:
@@ -549,14 +557,13 @@ class NativeModel(ctypes.Structure):
         metadata: AttentionMetadata,
         features: Features | None,
     ) -> Tensor:
-        """The rows that the head multiplies. x: [T, C]; it is overwritten. features: to be filled:
-        contiguous."""
+        """The rows that the head multiplies, [T, C]. x: [T, C], embeddings; it is overwritten.
+        features: to be filled; contiguous."""
         out = torch.empty_like(x)
-        numbers = features.layers if features else ()
-        wanted = (LONG * len(numbers))(*numbers)
-        values = features.values if features else None
-        inputs = ctypes.byref(self), x, out, angles, step_of(metadata), len(x)
-        call("layers", *inputs, wanted, len(numbers), values)
+        layers, values = features or ((), None)
+        n = len(layers)
+        inputs = self, x, out, angles, step_of(metadata), len(x)
+        call("layers", *inputs, (LONG * n)(*layers), n, values)
         return out
 
     def draft(
@@ -567,20 +574,25 @@ class NativeModel(ctypes.Structure):
         draws: Draws,
         proposal: Proposal,
     ) -> None:
-        """Fill in the next k tokens of a sequence, and their distributions, if they are wanted.
+        """Draft the next k tokens of a sequence into `proposal`, and their distributions, if it has
+        room for them.
 
-        x: [T, C], embeddings before; it is overwritten. metadata: of T + k − 1 tokens.
+        x: [T, C], the embeddings of the unread tokens; it is overwritten. metadata: of these T and
+        of all drafts but the last, T + k − 1 tokens.
         """
         step = step_of(metadata)
-        call("drafts", ctypes.byref(self), x, angles, step, len(x), *draws.arguments(proposal))
+        call("drafts", self, x, angles, step, len(x), *draws.arguments(proposal))
 
     def drafts_below(self, V: int) -> bool:
-        """Whether tokens can be drawn from the first V alone."""
+        """Whether it can draft from the first V tokens alone."""
         return True
 
 
-class NativeHead(ctypes.Structure):
-    """A float32 EAGLE head (eagle.py). `parts` keeps alive what the addresses point to."""
+class NativeHead(Struct):
+    """A float32 EAGLE head (eagle.py), a model of one layer.
+
+    `parts` keeps alive what the addresses point to.
+    """
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeHead | None:
@@ -604,16 +616,16 @@ class NativeHead(ctypes.Structure):
         return native_head
 
     def drafts_below(self, V: int) -> bool:
-        """Whether all tokens that the head can draft are below V."""
+        """Whether all tokens that it can draft are below V."""
         return self.largest_token < V
 
     def rows(
         self, f: Tensor, tokens: Tensor, angles: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """EagleHead.rows. f: [T, C], tokens: int64[T] -> [T, C]."""
+        """What EagleHead.rows returns. f: [T, C], tokens: int64[T] -> [T, C]."""
         z = torch.empty_like(f)
         inputs = f.contiguous(), tokens.contiguous()
-        call("head_rows", ctypes.byref(self), *inputs, z, angles, step_of(metadata), len(f))
+        call("head_rows", self, *inputs, z, angles, step_of(metadata), len(f))
         return z
 
     def draft(
@@ -624,16 +636,16 @@ class NativeHead(ctypes.Structure):
         draws: Draws,
         proposal: Proposal,
     ) -> None:
-        """Fill in the next k tokens of a sequence, and their distributions, as `NativeModel.draft`.
+        """Draft the next k tokens, as NativeModel.draft does.
 
-        z: [1, C], the newest row; it is overwritten. metadata: of k − 1 tokens; where k is 1, it is
-        None, as angles are.
+        z: [1, C], the newest row; it is overwritten. metadata: of all drafts but the last; None, as
+        angles are, where there is only one.
         """
         step = step_of(metadata) if metadata else None
-        call("head_drafts", ctypes.byref(self), z, angles, step, *draws.arguments(proposal))
+        call("head_drafts", self, z, angles, step, *draws.arguments(proposal))
 
 
-# The classes of C's structures.
+# The classes of C's structs, and the types of C's declarations.
 STRUCTURES = dict(
     Weight=Weight,
     Vectors=Vectors,

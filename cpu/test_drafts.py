@@ -163,8 +163,8 @@ def test_which_drafts_are_one_call():
 
 @torch.inference_mode()
 def test_drafts_without_c_and_of_no_request_are_made_one_by_one(monkeypatch):
-    llama = scaled_llama()
     monkeypatch.setattr(native, "library", lambda: None)
+    llama = scaled_llama()
     tokens, _, _, one_call = drafts(llama, False)
     assert not one_call and torch.equal(tokens, drafts(llama, True)[0])
 
