@@ -1,5 +1,5 @@
-"""Products of a few rows with weights as they are stored, in 16, 8 or 4 bits: numbers are made of
-them in registers only.
+"""Products of a few rows with weights as they are stored, in 16, 8 or 4 bits. Only registers hold
+the numbers that W stands for.
 
     y[t, n] = Σ_groups scale[n] · (Σ_k x[t, k] · q[n, k] − zero[n] · Σ_k x[t, k])
 
@@ -37,6 +37,7 @@ Kim et al. 2022 (arXiv:2211.10017): integers to floats by or-ing bits; Frantar e
     T rows of x (tokens of a step) · K in_features · N out_features · M groups of a row of W
     J elements of a row as it is loaded: 4 bits are loaded as bytes of two columns, and x as pairs
     a piece: columns that are multiplied together, all of one group · B pieces at a time
+    p a piece of W as it is loaded · v the same columns of x
 """
 
 from functools import cache
@@ -55,11 +56,11 @@ from kernels import Linear
 from quant import Kind, nf4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PAIRS = (4, "nf4")  # kinds with two columns in a byte
 GPU = tl.constexpr(not INTERPRETED)  # the interpreter has no bfloat16
 
 # A register has bytes b0 b1 b2 b3. prmt puts two of them into the halves of another register;
-# lop3 0xEA is (a & b) | c.
+# lop3 0xEA is (a & b) | c. Both pieces of assembly take four bytes, $4, and give the numbers of
+# their lower halves, $0 and $1, and of their upper halves, $2 and $3.
 NIBBLES = tl.constexpr("""{ .reg .b32 t, u; prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
     lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA; lop3.b32 $1, u, 0x000F000F, 0x43004300, 0xEA;
     shr.b32 t, t, 4; shr.b32 u, u, 4;
@@ -103,8 +104,8 @@ LOOK_UP = tl.constexpr(look_up())
 
 @triton.jit
 def _unpack(p, table, KIND: tl.constexpr, X: tl.constexpr, OFFSET: tl.constexpr):
-    """Bytes -> the numbers of their lower halves, those of their upper halves. OFFSET: by how much
-    they are too large, until zeros are subtracted, which kind 4 always has."""
+    """Bytes -> the numbers of their lower halves, those of their upper halves. Kind 4 makes them
+    larger by OFFSET: so are its zeros, which are subtracted later."""
     if X == tl.bfloat16 and GPU:
         code: tl.constexpr = NIBBLES if KIND == 4 else LOOK_UP
         low, high = tl.inline_asm_elementwise(
@@ -250,7 +251,8 @@ def _product(
     """ROWS rows of W, a share of the columns, B pieces at a time.
 
     B is 1 for many rows of x. WIDTH: elements of a piece. EVEN: all pieces are full. SPAN: pieces
-    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before.
+    that share a scale; 0: all of a row. x_scale: of rows of x that were rounded before. table:
+    NF4's numbers. parts: the sums of each share. arrivals: see `arrivals_on`.
     """
     begin_early(EARLY)
     row = _rows_of(N, ROWS, SWIGLU)
@@ -292,7 +294,7 @@ def _product(
         else:
             total = _multiply(p, v, total, table, KIND, X, OFFSET)
 
-    if B > 1:
+    if B > 1:  # there are no shares
         total = tl.sum(total, 0)  # [ROWS, COLS]
         _write(total, row, scale, input_scale, bias, y, T, N, SPAN > 0, SWIGLU)
     else:
@@ -306,7 +308,7 @@ def _scales(scale, zero, row, m, M):
     """Scales and zeros of group m of each row: [(B,) ROWS]."""
     grid = row * M + m
     s = tl.load(scale + grid, m < M, 0).to(tl.float32)
-    z = s
+    z = s  # not used
     if zero is not None:
         z = tl.load(zero + grid, m < M, 0).to(tl.float32)
     return s, z
@@ -352,7 +354,7 @@ def _dequantize(
     SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """As quant.dequantize, but for the order of columns. A program has SIZE columns of a row."""
+    """quant.dequantize, with columns as they are stored. A program has SIZE of them, of a row."""
     begin_early(EARLY)
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -390,30 +392,31 @@ class Stored(NamedTuple):
         w, bias = weight
         if isinstance(w, Tensor):
             return cls(w, None, None, bias, 16, w.shape[1], 0, False)
-        is_grouped = w.zero is not None or w.scale.shape[1] > 1
+        is_grouped = w.zero is not None or w.scale.shape[1] > 1  # zeros act on a group's sums
         group = w.group if is_grouped else 0
         return cls(w.values, w.scale, w.zero, bias, w.bits, w.columns, group, w.input_bits == 8)
 
 
 @cache
 def arrivals_on(device: torch.device) -> Tensor:
-    """How many shares of each tile have arrived: all 0, except while a product runs. So a device's
-    products run one after the other, on one stream."""
+    """How many shares of each tile have arrived: all 0, except while a product runs. All products
+    of a device count here, so they must be on one stream."""
     return torch.zeros(tuning.MOST_TILES, dtype=torch.int32, device=device)
 
 
 def can_read(w: Stored, dtype: torch.dtype) -> bool:
     """Whether the kernels read w, for x of this dtype."""
+    if dtype not in DTYPES:
+        return False
     if w.kind == 16:
         needs_gradient = w.values.requires_grad and torch.is_grad_enabled()
-        is_plain = w.values.dtype == dtype and w.values.is_contiguous()
-        return dtype in DTYPES and is_plain and not needs_gradient
-    has_fp8 = w.kind != "fp8" or tuning.capability(w.values.device) >= 89
-    return dtype in DTYPES and has_fp8
+        return w.values.dtype == dtype and w.values.is_contiguous() and not needs_gradient
+    return w.kind != "fp8" or tuning.capability(w.values.device) >= 89
 
 
 def fits_kernel(x: Tensor, w: Stored) -> bool:
-    """Whether `stored_product` multiplies these rows: few, of columns and groups in 32s."""
+    """Whether `stored_product` multiplies these rows: there are few, and columns and groups are
+    multiples of 32."""
     if not tuning.is_on("products"):
         return False
     most = tuning.ROWS
@@ -422,7 +425,7 @@ def fits_kernel(x: Tensor, w: Stored) -> bool:
     return 0 < len(x) <= most and w.columns % 32 == 0 and w.group % 32 == 0
 
 
-def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | None = None) -> Tensor:
+def stored_product(x: Tensor, w: Stored, swiglu: bool = False) -> Tensor:
     """x Wᵀ + bias: [T, K] -> [T, N], or SwiGLU of it: [T, N / 2]. For what `fits_kernel` admits."""
     T, K = x.shape
     N, J = w.values.shape
@@ -434,16 +437,13 @@ def stored_product(x: Tensor, w: Stored, swiglu: bool = False, out: Tensor | Non
     cut = tuning.plan_product(T, N, K, w.kind, w.group, x.itemsize, processors)
     width = cut.piece
     inputs = x.contiguous()
-    if w.kind in PAIRS:  # pairs of neighbours, as the halves of a byte
+    if w.values.dtype == torch.uint8:  # a byte has two columns: so have the elements of x
         width //= 2
         pair = torch.int64 if x.itemsize == 4 else torch.int32
         inputs = inputs.view(-1).view(pair)
     tiles = triton.cdiv(N, cut.rows)
-    y = x.new_empty(T, N) if out is None else out
-    if swiglu:
-        tiles = triton.cdiv(N // 2, cut.rows // 2)
-        y = x.new_empty(T, N // 2) if out is None else out
-    parts = y
+    y = x.new_empty(T, N // 2 if swiglu else N)
+    parts = y  # not used
     if cut.shares > 1:
         size = cut.shares * tiles * cut.rows * cut.cols
         parts = torch.empty(size, dtype=torch.float32, device=device)
@@ -504,8 +504,8 @@ def dequantized(w: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def torch_product(x: Tensor, w: Stored) -> Tensor:
-    """x Wᵀ + bias by torch, of many rows, or of any shape: [T, K] -> [T, N]. If w rounds its
-    inputs, only what `multiplies_8_bits` admits."""
+    """x Wᵀ + bias by torch, for many rows, or any shape: [T, K] -> [T, N]. If w rounds its inputs,
+    for what `multiplies_8_bits` admits."""
     if w.kind == 16:
         return F.linear(x, w.values, w.bias)
     if not w.rounds:
