@@ -211,7 +211,7 @@ class Ops:
             x = x + delta
         wide = x.float() if x.dtype.itemsize == 2 else x
         mean_square = wide.square().mean(-1, keepdim=True)
-        # rsqrt(∞) is 0, which would hide an overflow from `check_logits`: make it NaN.
+        # rsqrt(∞) is 0, which would hide an overflow from `probabilities`: make it NaN.
         mean_square = mean_square.masked_fill(mean_square == math.inf, math.nan)
         normed = wide * torch.rsqrt(mean_square + eps)
         return x, normed.to(x.dtype) * weight
@@ -230,7 +230,7 @@ class Ops:
         """
         q, k, v = rotated(qkv, G, rope)
         cache = metadata.cache
-        # Attention may hide a NaN or ∞ of qkv from `check_logits`: add 0, which is NaN then.
+        # Attention may hide a NaN or ∞ of qkv from `probabilities`: add 0, which is NaN then.
         zero = (0 * qkv).sum()
         if cache is None:  # all sequences have one length: one call for all
             B = len(metadata.sequences)
@@ -247,14 +247,14 @@ class Ops:
 
     # ---- Sampling
 
-    def check_logits(self, logits: Tensor) -> None:
-        """NotFinite unless all logits of the target are finite. Later they may be masked by −∞."""
-        check_finite(logits, masked=False)
-
-    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+    def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
         """logits [B, V] -> their distributions, float[B, V] (sampling.py). A backend that does not
-        know a setting calls this one."""
-        return sampling.probabilities(check_finite(logits), **settings)
+        know a setting calls this one.
+
+        NotFinite for NaN or ∞, and for −∞ unless a mask may have put it there. Where the host would
+        have to wait for the device, `pick` tells it later, by the token −1.
+        """
+        return sampling.probabilities(check_finite(logits, masked), **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         """Draw a token from each row of probs, [B, V], with the random numbers of its stream,

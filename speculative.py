@@ -253,7 +253,7 @@ class Round:
         logits = logits[:, : self.vocab_size]  # beyond the vocabulary: padding
         if self.masks is not None:
             logits = self.masks.apply(logits, rows, depth)
-        return self.ops.probabilities(logits, **settings)
+        return self.ops.probabilities(logits, self.masks is not None, **settings)
 
 
 def main() -> None:

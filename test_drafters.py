@@ -209,7 +209,7 @@ def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
     """In any dtype of the model, also where rows draft different numbers of tokens."""
     drawn = []
 
-    def noted(self, logits, **settings):
+    def noted(self, logits, masked, **settings):
         drawn.append(probabilities(logits, **settings))
         return drawn[-1]
 

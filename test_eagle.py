@@ -458,7 +458,7 @@ def test_an_interrupted_step_leaves_no_row_that_is_gone(pair, monkeypatch, after
 class LikeAGPU(Ops):
     """Logits that are not finite are told by token −1, because a GPU would have to wait."""
 
-    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+    def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
         return probabilities(logits, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:

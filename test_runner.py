@@ -544,7 +544,7 @@ class Large(Scripted):
 
 def test_many_texts_of_a_large_vocabulary_make_several_tokens_in_one_look(monkeypatch):
     """Steps that read a prompt make one."""
-    monkeypatch.setattr(Ops, "probabilities", lambda self, logits, **settings: logits.exp())
+    monkeypatch.setattr(Ops, "probabilities", lambda self, logits, *_, **settings: logits.exp())
     n = 72
     cache = KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 8, n)
     runner = ModelRunner(Large(TRUTH), cache, Drawing(128_000, make_coin=Greedy), multi_step=4)

@@ -281,8 +281,8 @@ def test_enumeration_catches_planted_probabilities(monkeypatch):
     as long as it says so, the target may not. (The target's rows are several of one text.)"""
     right = Ops.probabilities
 
-    def soft(self, logits, temperature, **settings):
-        return right(self, logits, temperature=1.0, **settings)
+    def soft(self, logits, masked, temperature):
+        return right(self, logits, masked, temperature=1.0)
 
     with monkeypatch.context() as patch:
         patch.setattr(Ops, "probabilities", soft)
@@ -503,7 +503,7 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     asked = {}
 
     class Recorder(Ops):
-        def probabilities(self, logits, **settings):
+        def probabilities(self, logits, masked, **settings):
             asked.update(settings)
             return logits
 

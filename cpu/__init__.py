@@ -98,12 +98,12 @@ class CPU(Ops):
 
     # ---- Sampling
 
-    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+    def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
         temperature = settings.get("temperature")
         is_alone = len(settings) == 1 and temperature is not None
         if not is_alone or not logits.numel() or not native.serves(logits):
-            return super().probabilities(logits, **settings)
-        return native.softmax(logits, temperature)
+            return super().probabilities(logits, masked, **settings)
+        return native.softmax(logits, temperature, masked)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():

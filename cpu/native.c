@@ -620,11 +620,15 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
 // softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided
-// by: NaN, if x is not finite (−∞ is).
-static float soften(const float *x, float *p, long V, float t) {
-    float most = -INFINITY, all = 0;
-    #pragma omp simd reduction(max:most)
-    for (long i = 0; i < V; i++) most = x[i] > most ? x[i] : most;
+// by: NaN, if x is not finite (masked: but for −∞).
+static float soften(const float *x, float *p, long V, float t, long masked) {
+    float most = -INFINITY, lowest = INFINITY, all = 0;
+    #pragma omp simd reduction(max:most) reduction(min:lowest)
+    for (long i = 0; i < V; i++) {
+        most = x[i] > most ? x[i] : most;
+        lowest = x[i] < lowest ? x[i] : lowest;
+    }
+    if (lowest == -INFINITY && !masked) return NAN;
     if (t == 0) {
         long first = 0;
         while (first < V - 1 && x[first] != most) first++;
@@ -653,10 +657,10 @@ static float soften(const float *x, float *p, long V, float t) {
 }
 
 // x, p: [B, V]; t: [B] -> how many rows are not finite.
-long soften_rows(const float *x, float *p, const double *t, long B, long V) {
+long soften_rows(const float *x, float *p, const double *t, long B, long V, long masked) {
     long wrong = 0;
     #pragma omp parallel for reduction(+:wrong) if (B * V > 1 << 15)
-    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t[b]));
+    for (long b = 0; b < B; b++) wrong += isnan(soften(x + b * V, p + b * V, V, t[b], masked));
     return wrong;
 }
 
@@ -672,7 +676,7 @@ void drafts(const Model *m, float *x, const float *angles, const Step *step, lon
         layers(m, x, out, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
-        soften(logits, p, V, t);
+        soften(logits, p, V, t, 1);
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
         now.positions += T, now.slot_mapping += T, T = 1;
@@ -723,7 +727,7 @@ void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
         product(h->norm_output ? z : y, m->head, p, 1);
-        soften(p, p, n, t);
+        soften(p, p, n, t, 1);
         if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
         int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
         if (picked < 0) break;                      // not finite

@@ -364,14 +364,15 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
+def softmax(logits: Tensor, temperature: float | Tensor, masked: bool = True) -> Tensor:
     """softmax(logits / temperature): [B, V], V > 0; temperature 0: one-hot at the first maximum.
 
-    temperature: of all rows, or of each. NotFinite if a row is not finite.
+    temperature: of all rows, or of each. NotFinite if a row is not finite; masked: it may have −∞.
     """
     B, V = logits.shape
     probs = torch.empty(B, V)
-    if call("soften_rows", logits.contiguous(), probs, column(temperature, logits), B, V):
+    t = column(temperature, logits)
+    if call("soften_rows", logits.contiguous(), probs, t, B, V, masked):
         raise NotFinite
     return probs
 

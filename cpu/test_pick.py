@@ -105,6 +105,8 @@ def test_minus_infinity_is_a_logit_and_what_else_is_not_finite_is_refused(temper
                 ops.probabilities(damaged, temperature=temperature)
     with pytest.raises(ValueError, match="not finite"):
         ops.probabilities(torch.full((1, 70), -math.inf), temperature=temperature)
+    with pytest.raises(ValueError, match="not finite"):
+        ops.probabilities(logits, masked=False, temperature=temperature)
 
 
 def test_ties_go_to_the_first_at_temperature_0():

@@ -170,13 +170,11 @@ class GPU(Ops):
             arrivals=arrivals,
         )
 
-    def check_logits(self, logits: Tensor) -> None:
-        """The host would wait for the device: it finds the token −1 later, but no single −∞."""
-
-    def probabilities(self, logits: Tensor, **settings: Setting) -> Tensor:
+    def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
+        """A single −∞ is not found."""
         if settings.keys() <= draw.SUPPORTED and tuning.is_on("sampling"):
             return draw.draw_probabilities(logits, **settings)
-        return super().probabilities(logits, **settings)
+        return super().probabilities(logits, masked, **settings)
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if not tuning.is_on("sampling"):
