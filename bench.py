@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.shell import Parser, check_file, new_file, say, status, write
+from app.shell import Parser, check_file, new_file, number_or_word, say, status, write
 from errors import UserError
 from measure import (
     drafts,
@@ -74,7 +74,15 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--quick", action="store_true", help="very little of all; kept only with --out")
     p.add_argument("--target", metavar="NAME", help="measure this model's steps, or compare it")
     p.add_argument(
-        "--draft", metavar="NAME", action="append", help="drafts for --target to measure"
+        "--draft",
+        metavar="NAME",
+        action="append",
+        help="drafts for --target to measure, or for --plan",
+    )
+    p.add_argument(
+        "--draft-bits",
+        type=number_or_word,
+        help="of their weights: 16, 8, 4, fp8, nf4 (default: the target's)",
     )
     p.add_argument("--prompts", metavar="FILE", type=Path, help="for --draft: JSON lines")
     p.add_argument("--gguf", metavar="FILE", help="for llama.cpp: the same model in its format")
@@ -83,7 +91,7 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(arguments)
     # `unused` refuses flags that would do nothing: "--gguf has no use but with …".
     if args.plan:
-        p.unused(args, "against readme quick target draft prompts gguf out", "with --plan")
+        p.unused(args, "against readme quick target draft_bits prompts gguf out", "with --plan")
     else:
         p.unused(args, "gpus bits kv_bits context", "but with --plan")
     names = plan.GPUS if args.plan else GPU_CASES
@@ -92,8 +100,8 @@ def parse_bench(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.against != "llama.cpp":
         p.unused(args, "gguf", "but with --against llama.cpp")
     if not args.draft:
-        p.unused(args, "prompts", "but with --draft")
-    if args.against or args.gpu or args.readme:
+        p.unused(args, "prompts draft_bits", "but with --draft")
+    if args.against or args.readme or args.gpu and not args.plan:
         p.unused(args, "draft", "with --against, --gpu or --readme")
     if args.gpu or args.readme:
         p.unused(args, "target against", "with --gpu or --readme")
@@ -200,7 +208,7 @@ def run_bench(args: argparse.Namespace) -> int:
         results = machine() | {"peers": rows}
     elif args.draft:
         target = args.target or "tiny"
-        measured = drafts.drafts(effort, target, args.draft, args.prompts)
+        measured = drafts.drafts(effort, target, args.draft, args.prompts, args.draft_bits)
         results = machine() | {"drafts": measured}
     elif args.target:
         results = machine() | {"steps": steps.steps(effort, args.target)}

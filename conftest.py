@@ -126,7 +126,8 @@ def random_llama(
     **config: Any,
 ) -> Llama:
     """Random weights, the same in every dtype, and so large (`scale`) that logits differ."""
-    numbers = Llama(Config(**{**SMALL, **config}), seed=seed, ops=Ops()).named_tensors()
+    plain = {**SMALL, **config, "quantization": None}
+    numbers = Llama(Config(**plain), seed=seed, ops=Ops()).named_tensors()
     for name, tensor in numbers.items():
         if "norm" not in name:
             tensor.mul_(scale)

@@ -46,6 +46,7 @@ from drafters import BorrowingDrafter, Chain, Observed, pack_tokens
 from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache
 from model import Layer, Llama, named_parts
+from quant import Kind, Quantized
 from request import Request
 from speculative import Round
 
@@ -172,7 +173,7 @@ class EagleHead(Llama):
         qkv = self._linear("qkv", N, 2 * c.hidden_size, c.attention_bias)
         return replace(super()._layer(i), qkv=qkv)
 
-    def named_weights(self) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor | Quantized]:
         """The weights, by their names in a checkpoint (checkpoint/eagle.py)."""
         tensors = {"fc.weight": self.fc.weight, "norm.weight": self.norm}
         tensors["layers.0.hidden_norm.weight"] = self.hidden_norm
@@ -198,9 +199,9 @@ class EagleHead(Llama):
         return EagleHead(own, self.target, "meta", self.dtype, None, None, self.weight_dtype)
 
     @classmethod
-    def load_for(cls, folder: Path, target: Llama) -> EagleHead:
+    def load_for(cls, folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
         """The head in a folder, for this target: see `checkpoint.load.load_eagle`."""
-        return load_eagle(cls, folder, target)
+        return load_eagle(cls, folder, target, bits)
 
 
 # ---- The drafter ---------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from batcher import Batcher
 from checkpoint.eagle import is_eagle
 from checkpoint.generation import GenerationConfig
 from checkpoint.hub import find_model
+from checkpoint.load import default_bits
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError, brief, check_names
@@ -253,26 +254,38 @@ DRAFTS: dict[str, Callable[[Model], Draft]] = {"ngram": ngram_draft, "self": int
 
 
 def load_draft(
-    name: str | Path | Model | Draft | None, model: Model, dtype: torch.dtype | None = None
+    name: str | Path | Model | Draft | None,
+    model: Model,
+    dtype: torch.dtype | None = None,
+    bits: Kind | None = None,
 ) -> Draft | None:
     """The draft of this name: an entry of `DRAFTS`, an EAGLE head for this target, or a model with
-    the target's vocabulary, which is loaded on the target's device."""
+    the target's vocabulary, which is loaded on the target's device. bits: of its weights; None:
+    see `default_bits`."""
+    target = model.llama
+    if isinstance(name, str | Path) and name not in DRAFTS:
+        folder = find_model(name, DRAFTS)
+        if bits is None:
+            bits = default_bits(folder, target.config)
+        if is_eagle(folder):
+            head = EagleHead.load_for(folder, target, bits)
+            return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
+        name = Model.load(folder, target.device, dtype, bits)
+    elif bits is not None and (name, bits) != ("self", 4):
+        raise UserError(
+            f"draft_bits is {bits}, and there is no draft to round: self is INT4 as it is, ngram "
+            "has no weights, and a loaded draft stays as it is; leave draft_bits out"
+        )
     if name is None or isinstance(name, Draft):
         return name
     if name in DRAFTS:
         return DRAFTS[name](model)
-    if not isinstance(name, Model):
-        name = find_model(name, DRAFTS)
-        if is_eagle(name):
-            head = EagleHead.load_for(name, model.llama)
-            return Draft(lambda cache: EagleDrafter(head, cache), (head,), draft_layers=1)
-    draft = name if isinstance(name, Model) else Model.load(name, model.llama.device, dtype)
-    difference = model.tokenizer.difference(draft.tokenizer)
+    difference = model.tokenizer.difference(name.tokenizer)
     if difference:
         raise UserError(
             f"the draft's vocabulary is not the target's: {difference}; take its family, or ngram"
         )
-    llama = draft.llama
+    llama = name.llama
     return Draft(lambda cache: ModelDrafter(llama, cache), (llama,), has_own_cache=True)
 
 
@@ -439,6 +452,7 @@ def prepare(
     target: str | Path | Model = "tiny",
     *,
     draft: str | Path | Model | Draft | None = None,
+    draft_bits: Kind | None = None,
     system: str | None = None,
     chat: bool | None = None,
     show: Callable[[str, str], None] | None = None,
@@ -446,15 +460,21 @@ def prepare(
 ) -> tuple[Engine, list[OutputStream]]:
     """An engine for these prompts, and a stream for each.
 
-    draft: a model, "ngram" or "self". system, chat: see `Model.encode`. show: is called with each
-    new piece of text, and how its last token came about (request.py). named: device, dtype and bits
-    of `Model.load`; fields of `Options` and of `Settings`. In exact mode a text depends on the
-    draft, too, and on how many tokens it drafts, which follows the clock unless `gamma` is given.
+    draft: a model, "ngram" or "self". draft_bits: see `load_draft`. system, chat: see
+    `Model.encode`. show: is called with each new piece of text, and how its last token came about
+    (request.py). named: device, dtype and bits of `Model.load`; fields of `Options` and of
+    `Settings`. In exact mode a text depends on the draft, too, and on how many tokens it drafts,
+    which follows the clock unless `gamma` is given.
     """
     check_names(named, [*Settings.__dataclass_fields__, *OPTIONS, *LOADING], "setting or option")
     loading = {name: named.pop(name) for name in LOADING if name in named}
     options = Options(**{name: named.pop(name) for name in OPTIONS if name in named})
     settings = Settings(**named)
+    if isinstance(target, Model) and loading.keys() & {"device", "bits"}:
+        raise UserError(
+            f"{loading} is for loading, and the target is loaded already: leave out device and "
+            "bits, or name the target's folder"
+        )
     model = target if isinstance(target, Model) else Model.load(target, **loading)
     streams = []
     lengths = []
@@ -464,7 +484,7 @@ def prepare(
         streams.append(OutputStream(model.tokenizer, request, prompt, show, index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
     options = replace(options, max_len=max(lengths, default=2), max_batch=max_batch)
-    loaded = load_draft(draft, model, loading.get("dtype"))
+    loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams
 
 

@@ -93,7 +93,7 @@ def check_divisible(config: Config, n: int) -> None:
     group = 1 if stored is None else stored.shard_multiple
     columns = f"a multiple of {n * group}"
     if group > 1:
-        columns += f" ({n} processes · {group} columns that stay together: see --bits)"
+        columns += f" ({n} processes · {group} columns that stay together: --bits, --draft-bits)"
     kv_heads = config.num_key_value_heads
     rules = {
         "num_attention_heads": (config.num_attention_heads % n == 0, f"a multiple of {n}"),

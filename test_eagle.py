@@ -13,7 +13,10 @@ from torch import Tensor
 
 from batcher import Batcher
 from checkpoint.eagle import EagleConfig, is_eagle
+from checkpoint.formats import Quantization
+from checkpoint.load import fill_model
 from conftest import random_llama, told
+from drafters import ModelDrafter
 from eagle import EagleDrafter, EagleHead
 from errors import UserError
 from generate import Engine, Model, generate, load_draft
@@ -43,7 +46,7 @@ FLAGS = (
 
 @torch.no_grad()
 def random_head(
-    target: Llama, drafted=range(0, 261, 2), seed: int = 5, dtype=torch.float64, **flags
+    target: Llama, drafted=range(0, 261, 2), seed: int = 5, dtype=torch.float64, bits=16, **flags
 ) -> EagleHead:
     """Random weights, so large that drafts differ; drafted: the tokens of its vocabulary."""
     layer = replace(
@@ -62,7 +65,11 @@ def random_head(
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
             tensor.copy_(1 + noise / 4 if "norm" in name else noise / 3)
     head.offsets.copy_(torch.tensor(drafted) - torch.arange(len(drafted)))
-    return head
+    if bits == 16:
+        return head
+    small = EagleHead(config.quantized(Quantization(bits)), target, dtype=dtype, seed=None)
+    fill_model(small, head.named_tensors().items())
+    return small
 
 
 def write_head(folder, head: EagleHead, layout: str = "speculators"):
@@ -485,12 +492,16 @@ def test_drafts_that_are_not_finite_are_told():
 # ---- The law
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-def test_law_is_the_targets_with_a_head(coupled):
+@pytest.mark.parametrize(
+    "draft, bits, coupled",
+    [("head", 16, False), ("head", 16, True), ("head", 4, False), ("model", 4, False)],
+)
+def test_law_is_the_targets_with_a_head_and_with_a_rounded_draft(draft, bits, coupled):
     """By enumeration, rows of all kinds side by side, of a Llama with 3 tokens."""
     shape = dict(vocab_size=3, num_hidden_layers=2, max_position_embeddings=8, eos_token_ids=())
     target = random_llama(4, ops=Ops(), **shape)
-    head = random_head(target, drafted=(0, 2)).pack_weights()
+    head = random_head(target, drafted=(0, 2), bits=bits).pack_weights()
+    small = random_llama(5, ops=Ops(), quantization=Quantization(4), **shape)
     kinds = [
         Kind((2,), 2, 3, (2,)),
         Kind((0, 1), 1, 3),
@@ -507,6 +518,8 @@ def test_law_is_the_targets_with_a_head(coupled):
         requests = [kinds[i].request(row) for row, i in enumerate(chosen)]
         cache = KVCache(target.kv_spec(draft_layers=1), 8, n)
         drafter = EagleDrafter(head, cache)
+        if draft == "model":
+            drafter = ModelDrafter(small, KVCache(small.kv_spec(), 8, n))
 
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
@@ -543,10 +556,11 @@ def law_of(target: Llama, kind: Kind) -> dict:
 
 @pytest.mark.parametrize("bits, kv, kv_bits", [(8, "paged", "8/4"), (4, "contiguous", "4")])
 def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv, kv_bits):
-    """Coupled texts are those without a draft."""
+    """In as few bits. Coupled texts, and greedy ones, are those without a draft."""
     model = Model.load(base, "cpu", torch.float64, bits)
     folder = write_head(tmp_path / "head", random_head(model.llama))
     draft = load_draft(folder, model)
+    assert draft.models[0].config.quantization.bits == bits
     texts = []
     for one in (None, draft):
         engine = Engine(
@@ -557,7 +571,8 @@ def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv
         )
         requests = []
         for seed in range(3):
-            chosen = Settings(1.0, top_k=3, seed=seed, max_tokens=20, gamma=one and 3)
+            temperature = 1.0 if seed else 0.0
+            chosen = Settings(temperature, top_k=3, seed=seed, max_tokens=20, gamma=one and 3)
             requests.append(Request(model.encode("abc" * (1 + seed % 2)), chosen))
         list(engine.batcher.run(requests))
         texts.append([request.tokens for request in requests])

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate as page
-from conftest import write_model
+from checkpoint.formats import Quantization
+from checkpoint.hub import find_model
+from conftest import random_llama, write_model
 from errors import UserError
 from generate import DRAFTS, Draft, Engine, Model, generate, load_draft, plain_loop, stream
 from grammar import Grammars
 from kernels import Ops
 from kvcache import CacheFull
+from model import weight_bytes
 from request import OutputStream, Request, Settings
 from settings import Options
 from test_drafters import LastToken
+from test_eagle import random_head, write_head
 
 PROMPT = "Once upon a time, there was a little"
 
@@ -45,13 +50,14 @@ def draft(base) -> Model:
 # ---- One text
 
 
-def test_text_of_the_plain_loop_is_the_engines(model, draft):
+def test_text_of_the_plain_loop_is_the_engines(model, draft, base):
     """Greedy, and by seed: with any cache, and in coupled mode with any draft."""
     ways = [
         dict(kv="contiguous"),
         dict(use_cache=False),
         dict(draft=draft, verify="coupled", gamma=3),
         dict(draft=draft, verify="coupled"),
+        dict(draft=base, draft_bits=4, verify="coupled", gamma=3),
         dict(draft="ngram", verify="coupled", gamma=2),
         dict(draft="self", verify="coupled", gamma=2, kv="contiguous"),
     ]
@@ -251,6 +257,73 @@ def test_int4_copy_needs_a_folder_of_16_bits(model, base):
     quantized = Model.load(base, "cpu", bits=4)
     with pytest.raises(UserError, match="the target's weights are .* already"):
         generate(PROMPT, quantized, draft="self")
+
+
+def bytes_in(bits: int | str, folder: str) -> int:
+    """Of a folder's weights: norms and offsets as they are, the layers in so many bits."""
+    total = 0
+    for name, tensor in load_file(find_model(folder) / "model.safetensors").items():
+        N, K = [*tensor.shape, 1][:2]
+        is_vocabulary = "embed_tokens" in name or "lm_head" in name
+        if name == "t2d":
+            continue
+        if tensor.ndim == 1:
+            total += (8 if name == "d2t" else 4) * N
+        elif bits == 16:
+            total += 4 * N * K  # in float32
+        elif bits == 8 or is_vocabulary:
+            total += N * (K + 2)
+        else:
+            total += N * (K // 2 + 4 * math.ceil(K / 128))
+    return total
+
+
+@pytest.mark.parametrize("name", ["tiny-draft", "tiny-eagle"])
+def test_a_draft_has_the_bits_that_are_asked_for_or_the_targets(name, monkeypatch):
+    monkeypatch.setenv("LLAMA_PLAIN", "1")  # so that no weight is packed
+    for target in (16, 8):
+        model = Model.load("tiny", "cpu", torch.float32, target)
+        for asked in (None, 16, 8, 4):
+            (llama,) = load_draft(name, model, torch.float32, asked).models
+            stored = sum(tensor.nbytes for tensor in llama.named_tensors().values())
+            assert stored == weight_bytes(llama) == bytes_in(asked or target, name)
+
+
+def test_a_draft_that_is_stored_in_few_bits_stays_as_it_is(base, model, tmp_path):
+    llama = random_llama(3, Ops(), quantization=Quantization(8))
+    small = shutil.copytree(base, tmp_path / "model")
+    (small / "config.json").write_text(json.dumps(llama.config.to_dict()))
+    tensors = {name: tensor.contiguous() for name, tensor in llama.named_tensors().items()}
+    save_file(tensors, small / "model.safetensors")
+    head = write_head(tmp_path / "head", random_head(model.llama, bits=8))
+    for folder in (small, head):
+        for target in (model, Model.load(base, "cpu", torch.float64, 4)):
+            for asked in (None, 16):
+                (draft,) = load_draft(folder, target, torch.float64, asked).models
+                assert draft.config.quantization.bits == 8
+                stored = load_file(folder / "model.safetensors")
+                for name, tensor in draft.named_tensors().items():
+                    assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
+            for asked, name in ((8, "INT8"), (4, "INT4"), ("nf4", "NF4")):
+                with pytest.raises(UserError, match=f"weights are INT8 already, and {name} is"):
+                    load_draft(folder, target, None, asked)
+    (draft,) = load_draft(base, Model.load(small, "cpu", torch.float64)).models
+    assert draft.config.quantization.bits == 8  # as the target is stored
+
+
+def test_what_is_loaded_is_not_loaded_otherwise(model, draft):
+    for how in (
+        dict(bits=8),
+        dict(device="cpu", draft=draft),
+        dict(draft_bits=4),
+        dict(draft_bits=8, draft=draft),
+        dict(draft_bits=16, draft="ngram"),
+        dict(draft_bits=4, draft=Draft(lambda cache: LastToken())),
+    ):
+        name = [*how][0]
+        with pytest.raises(UserError, match=f"{name}.* {how[name]!r}.* loaded .*leave .*{name}"):
+            generate(PROMPT, model, **how)
+    assert generate("a", model, draft="self", draft_bits=4, max_tokens=1).tokens
 
 
 # ---- The engine

@@ -36,7 +36,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
         for page in "vocabulary bytelevel sentencepiece gguf gguf_vocabulary hub chat files".split()
     },
     "eagle": {"checkpoint.load"},
-    "generate": {"checkpoint.eagle", "checkpoint.generation", "checkpoint.hub"},
+    "generate": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }
 BACKEND = set("errors settings kernels quant sampling kvcache speculative drafters eagle".split())
 MAY_IMPORT = {
@@ -58,9 +58,9 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 101_100
+NODES = 101_200
 NODES_OF_THE_ROOT = 31_400
-NODES_OF_TESTS = 153_000  # and of .ci
+NODES_OF_TESTS = 153_800  # and of .ci
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100

@@ -154,17 +154,16 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     return None
 
 
-def describe(name: str, llamas: Sequence[Llama]) -> str:
-    """What runs: the model, how its weights are stored, the memory of these and of a draft's, in
-    what it computes, and on what."""
+def describe(names: Sequence[str], llamas: Sequence[Llama]) -> str:
+    """What runs: the target and, if it has weights, the draft, how their weights are stored, their
+    memory, in what the target computes, and on what."""
+    models = []
+    for name, llama in zip(names, llamas):
+        layout = llama.config.quantization
+        stored = layout.name if layout else llama.weight_dtype
+        models.append(f"{name}: {stored} weights, {weight_bytes(llama) / 1e6:,.0f} MB")
     target = llamas[0]
-    stored = str(target.weight_dtype)
-    if target.config.quantization is not None:
-        stored = target.config.quantization.name
-    megabytes = sum(map(weight_bytes, llamas)) / 1e6
-    text = f"running {name}: {stored} weights, {megabytes:,.0f} MB"
-    if len(llamas) > 1:
-        text += " with the draft's"
+    text = "running " + "; draft ".join(models)
     text += f"; computed in {target.dtype} on {target.device}"
     if target.device.type == "cpu":
         text += f", threads: {torch.get_num_threads()}"
@@ -175,7 +174,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Model, Draft |
     """The target, and what drafts for it."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = Model.load(args.target, device, dtype, args.bits)
-    return model, load_draft(args.draft, model, dtype)
+    return model, load_draft(args.draft, model, dtype, args.draft_bits)
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -199,7 +198,7 @@ def start(
     options = replace(options_of(args), max_len=max_len, max_batch=max_batch)
     engine = Engine(model, draft, options)
     llamas = [model.llama, *(draft.models if draft else ())]
-    say(describe(args.target, llamas))
+    say(describe((args.target, args.draft), llamas))
     say(engine.describe())
     for setting in model.recommended.unsupported():
         say(f"note: this model's generation_config.json asks for {setting}, which is not done here")

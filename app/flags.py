@@ -98,6 +98,11 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
         "with care)",
     )
     p.add_argument(
+        "--draft-bits",
+        type=number_or_word,
+        help="of the draft's weights: 16, 8, 4, fp8 or nf4 (default: the target's)",
+    )
+    p.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
         help="what to compute in (default: on a CPU float32)",
@@ -233,7 +238,7 @@ def check_flags(args: argparse.Namespace) -> None:
     """UserError for flags that exclude each other, or are out of range."""
     check_counts(args, "n", "max_batch", "tensor_parallel")
     flagged_settings(args)  # UserError for a value out of range
-    check_draft_flags(args, "gamma", "verify", "color")
+    check_draft_flags(args, "gamma", "verify", "color", "draft_bits")
     if args.prompts and (args.prompt is not None or args.n > 1 or args.color):
         raise UserError(
             "--prompts FILE has the prompts, a text for each, as JSON: leave out the prompt, --n "
@@ -274,7 +279,8 @@ def check_draft_flags(args: argparse.Namespace, *names: str) -> None:
     """UserError for a flag of these about drafts, where there are none."""
     for name in names:
         if args.draft is None and getattr(args, name) not in (None, False):
-            raise UserError(f"--{name} is about drafted tokens: name a --draft (tiny-draft, …)")
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is about drafted tokens: name a --draft (tiny-draft, …)")
 
 
 # ---- serve.py ----------------------------------------------------------------------------------
@@ -327,7 +333,7 @@ def check_server_flags(args: argparse.Namespace) -> None:
     """UserError for flags that make no server."""
     check_counts(args, "max_batch", "max_queue")
     Settings(gamma=args.gamma)  # UserError, too
-    check_draft_flags(args, "gamma", "verify")
+    check_draft_flags(args, "gamma", "verify", "draft_bits")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}: it must be from 0 to 65535")
     if not 0 <= args.grace <= MAX_GRACE:

@@ -69,10 +69,12 @@ def test_bits_round_weights_and_kv_bits_the_cache(base, capsys):
 @pytest.mark.parametrize("bits", [16, 4])
 def test_what_runs_is_told(base, bits):
     llama = Llama.load(base, "cpu", torch.float64, bits=bits)
-    text = cli.describe("this", [llama, llama])
-    assert text.startswith(f"running this: {'float64' if bits == 16 else 'INT4'} weights, 0 MB")
+    target = Llama.load(base, "cpu", torch.float64)
+    text = cli.describe(("this", "that"), [target, llama])
+    weights = "float64" if bits == 16 else "INT4"
+    assert text.startswith(f"running this: float64 weights, 0 MB; draft that: {weights} weights, ")
     threads = torch.get_num_threads()
-    assert text.endswith(f"with the draft's; computed in float64 on cpu, threads: {threads}")
+    assert text.endswith(f" 0 MB; computed in float64 on cpu, threads: {threads}")
 
 
 def test_the_weights_of_a_head_count():
@@ -158,6 +160,7 @@ def test_coupled_drafts_leave_the_text_as_it_is(base, helper, capsys):
     assert plain["stats"]["acceptance"] is None and plain["stats"]["tokens_per_round"] is None
     for drafts in (
         ("--draft", helper, "--gamma", "3", "--verify", "coupled"),
+        ("--draft", helper, "--draft-bits", "4"),
         ("--draft", "ngram"),
         ("--draft", "self"),
         ("--draft", base, "--gamma", "2", "--verify", "coupled"),
@@ -453,6 +456,10 @@ BAD_FLAGS = told(
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
     --gamma 2 → --gamma is about drafted tokens: name a --draft
     --verify exact → --verify is about drafted
+    --draft-bits 8 → --draft-bits is about drafted
+    --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
+    --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is INT4
+    --draft tiny-draft --draft-bits 5 → bits is 5; it must be 8, 4
     --no-cache --kv-bits 8 → without a cache there are no drafts
     --no-cache --draft self → without a cache there are no drafts
     --draft ngram --gamma -1 → gamma is '-1': it must be a whole number

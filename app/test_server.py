@@ -1002,6 +1002,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--port", "70000"], "--port is 70000"),
         (["--max-queue", "0"], "--max-queue is 0"),
         (["--gamma", "2"], "--gamma is about drafted tokens"),
+        (["--draft-bits", "4"], "--draft-bits is about drafted tokens"),
         (["--grace", "-1"], "--grace is -1.0"),
         (["--api-key", ""], "--api-key is empty"),
         (["--tensor-parallel", "2"], "a server is one process"),

@@ -162,8 +162,8 @@ class Config:
         """The same model with quantized weights. UserError if they are already."""
         if self.quantization is not None:
             raise UserError(
-                f"the weights are {self.quantization.name} already: quantize the folder that they "
-                "were made from"
+                f"the weights are {self.quantization.name} already, and {layout.name} is asked "
+                "for: quantize the folder that they were made from, or leave the bits out"
             )
         return replace(self, quantization=layout)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkpoint.config import Config, number, parse_file
 from checkpoint.files import Json, read_json
-from checkpoint.formats import check_setting
+from checkpoint.formats import Layout, check_setting
 from checkpoint.tensors import Checkpoint, open_file
 from errors import UserError, brief
 
@@ -89,6 +89,10 @@ class EagleConfig:
         """The same, with what only the names of the stored tensors tell."""
         has_offsets = "d2t" in names or self.draft_vocab_size < self.layer.vocab_size
         return replace(self, has_embedding=EMBEDDING in names, has_offsets=has_offsets)
+
+    def quantized(self, layout: Layout) -> EagleConfig:
+        """The same head with quantized weights; an embedding of its own stays as it is."""
+        return replace(self, layer=self.layer.quantized(layout))
 
     @property
     def draft_config(self) -> Config:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.config import Config
-from checkpoint.eagle import EagleCheckpoint, EagleConfig
+from checkpoint.eagle import EagleCheckpoint, EagleConfig, is_eagle
 from checkpoint.formats import Header, Layout, Quantization, Weights, header_of
 from checkpoint.gguf_model import GGUFCheckpoint, read_gguf_config
 from checkpoint.hub import find_model, is_gguf
@@ -77,24 +77,37 @@ def load_llama(
     return model if trainable else model.pack_weights()
 
 
-def load_eagle(cls: type[EagleHead], folder: Path, target: Llama) -> EagleHead:
+def load_eagle(cls: type[EagleHead], folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
     """The EAGLE head in a folder, for this target, in its dtype and on its device. UserError: what
-    to change."""
+    to change. bits: as of `load_llama`."""
     checkpoint = EagleCheckpoint(folder)
     config = EagleConfig.load(folder).with_tensors(checkpoint.headers)
     device = target.device
     ops = ops_for(device)
     dtype, weight_dtype = ops.dtypes(checkpoint.dtypes, target.dtype)
+    weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
+    layout = config.layer.quantization
+    if bits != 16:
+        config = config.quantized(Quantization(bits))
     shard = config.shard(target.group)  # what this process will hold
     config.check_target(target.config, shard.layer)
     empty = cls(shard, target, "meta", dtype, None, weight_dtype=weight_dtype)
-    weights = cls(config, target, "meta", seed=None).named_weights()  # of the whole head
-    checkpoint.check(expected_headers(checkpoint, weights))
+    checkpoint.check(expected_headers(checkpoint, weights, layout))
     check_fits_in_memory(folder, empty.named_tensors().values(), device)
     head = cls(config, target, device, dtype, None, ops, weight_dtype)
-    fill_model(head, read_weights(checkpoint, weights))
+    fill_model(head, read_weights(checkpoint, weights, layout))
     config.check_tokens(head.tokens)
     return head.pack_weights()
+
+
+def default_bits(folder: Path, target: Config) -> Kind:
+    """The bits to which a folder's draft is rounded where none are asked for: those of the target's
+    layers, whichever program rounded them. A draft that is stored in few bits stays as it is: 16.
+    """
+    draft = EagleConfig.load(folder).layer if is_eagle(folder) else open_checkpoint(folder)[0]
+    if draft.quantization is not None or target.quantization is None:
+        return 16
+    return target.quantization.bits
 
 
 def open_checkpoint(path: Path) -> tuple[Config, Checkpoint]:

@@ -213,7 +213,7 @@ def head_round(
 EAGLE_FORWARD = EagleHead.forward
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("flags", [*FLAGS, dict(bits=8), dict(bits=4, norm_output=True)], ids=str)
 @torch.inference_mode()
 def test_a_head_in_one_call_is_that_operation_by_operation(flags):
     target = scaled_llama()

@@ -430,7 +430,7 @@ def test_a_warm_up_leaves_caches_and_texts_as_they_are(dtype, bits):
 def test_a_head_is_warmed_up():
     """Nothing is stored, and its rows and logits are launched."""
     llama = Llama(Config(**{**SMALL, **TINY}), DEVICE, seed=1, ops=Kernels()).pack_weights()
-    head = random_head(llama, range(60), dtype=torch.float32)
+    head = random_head(llama, range(60), dtype=torch.float32, bits=4)
     head.ops = Kernels()
     cache = PagedCache(llama.kv_spec(draft_layers=1), 30, 6)
     cache.values.parts[0].zero_()

@@ -3,7 +3,7 @@
     python bench.py --target NAME --draft NAME --draft NAME … --prompts FILE
 
 Each prompt is told plainly, then with each draft and each γ, one text at a time, in turns: in
-float32 and in INT8, at temperature 0 and 1.
+float32 and in INT8, at temperature 0 and 1. A draft has the target's bits, or --draft-bits.
 
 Invariant: at temperature 0 all texts of a prompt are the plain one, but for what rounding moves:
 `same texts` counts them.
@@ -25,6 +25,7 @@ from generate import Draft, Engine, Model, load_draft
 from measure.effort import Effort
 from measure.serving import serve_at_once
 from measure.steps import label
+from quant import Kind
 from request import Request, Settings
 from settings import Options
 from speculative import Proposal, Round
@@ -76,20 +77,27 @@ def prompts_of(file: Path) -> list[str]:
     return prompts
 
 
-def drafts(effort: Effort, target: str, names: Sequence[str], file: Path | None) -> dict[str, Row]:
+def drafts(
+    effort: Effort,
+    target: str,
+    names: Sequence[str],
+    file: Path | None,
+    draft_bits: Kind | None = None,
+) -> dict[str, Row]:
     """A row for each width, draft, temperature and γ (None: auto)."""
     prompts = prompts_of(file) if file else effort.openings
+    asked = "" if draft_bits is None else f", --draft-bits {draft_bits}"
     runs: dict[Key, list[tuple[Told, Told]]] = {}
     for width, bits in WIDTHS.items():
         model = Model.load(target, "cpu", torch.float32, bits)
-        loaded = {name: load_draft(name, model) for name in names}
+        loaded = {name: load_draft(name, model, bits=draft_bits) for name in names}
         for temperature, (seed, prompt) in product((0.0, 1.0), enumerate(prompts)):
             settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
             plain = Told(model, None, prompt, settings(gamma=0))
             for (name, draft), gamma in product(loaded.items(), (*effort.gammas, None)):
                 told = Told(model, draft, prompt, settings(gamma=gamma))
                 if plain.seconds_per_token and told.seconds_per_token:  # more than one token
-                    key = f"{label(target)}, {width}", label(name), temperature, gamma
+                    key = f"{label(target)}, {width}", label(name) + asked, temperature, gamma
                     runs.setdefault(key, []).append((plain, told))
     rows = {}
     for (model_name, draft_name, temperature, gamma), texts in runs.items():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from generate import Engine, Model, load_draft
+from generate import Draft, Engine, Model, load_draft
 from measure.effort import BEGINNING, SENTENCES, Effort
 from measure.serving import Served, log_spread, serve_at_once
 from model import Llama, weight_bytes
@@ -56,11 +56,11 @@ STACK = (
 
 def stack(effort: Effort) -> list[Row]:
     """The combined table. All rows serve, in turns, the same requests, at temperature 0."""
-    draft = Model.load("tiny-draft", "cpu", torch.float32)
     models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
+    drafts = {bits: load_draft("tiny-draft", model) for bits, model in models.items()}
     turns = []
     for _ in range(effort.turns):
-        turns.append([serve_row(row, models[row.bits], draft, effort) for row in STACK])
+        turns.append([serve_row(row, models[row.bits], drafts[row.bits], effort) for row in STACK])
     first = [turn[0] for turn in turns]
     rows: list[Row] = []
     for technique, served in zip(STACK, zip(*turns)):
@@ -68,7 +68,7 @@ def stack(effort: Effort) -> list[Row]:
         speed_up = median(a / b.tokens_per_second for a, b in zip(speeds, first))
         weights = weight_bytes(models[technique.bits].llama)
         if technique.draft:
-            weights += weight_bytes(draft.llama)
+            weights += weight_bytes(drafts[technique.bits].models[0])
         in_flight = min(technique.max_batch, effort.num_texts)
         cache_bytes = max(one.cache_bytes for one in served)
         row = {
@@ -87,18 +87,17 @@ def stack(effort: Effort) -> list[Row]:
     return rows
 
 
-def serve_row(technique: StackRow, model: Model, draft: Model, effort: Effort) -> Served:
+def serve_row(technique: StackRow, model: Model, draft: Draft, effort: Effort) -> Served:
     """Serve a row's requests."""
     max_len = model.llama.config.max_position_embeddings
     requests = []
     for sentence, count in zip(SENTENCES, log_spread(effort.num_texts, effort.longest)):
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
         requests.append(Request(model.encode(BEGINNING + sentence), settings))
-    drafts = load_draft(draft, model) if technique.draft else None
     batch = technique.max_batch
     engine = Engine(
         model,
-        drafts,
+        draft if technique.draft else None,
         Options(max_len=max_len, max_batch=batch, **technique.engine),
     )
     return serve_at_once(engine, requests)

@@ -1,6 +1,7 @@
 """Before one rents a machine: what a model will need and do on GPUs that are not here.
 
     python bench.py --plan 70B --gpu H200 --gpus 4 --bits 4 --kv-bits 8 --context 8192
+    python bench.py --plan 8B --gpu RTX4090 --bits 4 --draft 1B
 
 Bytes are those of the project's own model without numbers, matrix by matrix, scales included. A
 step takes as long as the slower of two things, reading and computing (the *roofline*):
@@ -10,9 +11,11 @@ step takes as long as the slower of two things, reading and computing (the *roof
     bytes read    the weights, and the keys and values of all texts in the step
     operations    2 for each weight and token; 4 · H · D for each query and key that meet
 
-So no program on these GPUs is faster.
+So no program on these GPUs is faster. Of a draft the plan tells its bytes, and the seconds of a
+drafted token in steps of the target.
 
-Not covered: all-reduces, launches of kernels, products in 8 bits, speculation, prefix caching.
+Not covered: all-reduces, launches of kernels, products in 8 bits, prefix caching; of speculation
+the room for drafts' weights, keys and values, and acceptance.
 
     H query heads · D head size
 """
@@ -21,6 +24,7 @@ import argparse
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +91,7 @@ def find_config(name: str) -> Config:
     if name not in EMBEDDED and not Path(name).expanduser().exists():
         names = ", ".join(MODELS)
         raise UserError(
-            f"--plan {name} is neither {names} nor a folder, and a plan downloads nothing: name a "
+            f"{name} is neither {names} nor a folder, and a plan downloads nothing: name a "
             "folder that holds the model's config.json"
         )
     path = find_model(name)
@@ -176,12 +180,17 @@ def add_plan_flags(p: argparse._ArgumentGroup) -> None:
     )
 
 
+def plan_of(args: argparse.Namespace, name: str, bits: Kind) -> Plan:
+    """A model's, with the GPUs, the texts and the cache of these flags."""
+    config = in_bits(find_config(name), bits)
+    return Plan(name, config, args.gpu, args.gpus, args.kv_bits, args.context)
+
+
 def plan_section(args: argparse.Namespace) -> Section:
     """The plan of these flags. UserError for a plan that is impossible."""
     if args.gpus < 1:
         raise UserError(f"--gpus is {args.gpus}: it must be at least 1")
-    config = in_bits(find_config(args.plan), args.bits)
-    plan = Plan(args.plan, config, args.gpu, args.gpus, args.kv_bits, args.context)
+    plan = plan_of(args, args.plan, args.bits)
     token = stored_bytes(plan.shard.config, 1, plan.kv_bits, plan.shard.dtype)
     count = min(plan.num_texts, STEP_BUDGET)
     rows = [
@@ -195,6 +204,11 @@ def plan_section(args: argparse.Namespace) -> Section:
     for length in sorted({min(1024, plan.context), plan.context}):
         seconds = format_seconds(plan.prompt_seconds(length))
         rows.append([f"first token after a prompt of {length:,}, at least", seconds])
+    for name, bits in product(args.draft or (), (16, 8, 4)):
+        draft = plan_of(args, name, bits)
+        steps = draft.decode_seconds(1) / plan.decode_seconds(1)
+        cost = f"{format_bytes(draft.weight_bytes)}, a token {steps:.2f} steps of {args.plan}"
+        rows.append([f"{name} drafts in {bits} bits", cost])
     title = f"{args.plan} on {args.gpus} x {args.gpu}, by the roofline"
     sheet = f"{plan.gpu.memory} GB, {plan.gpu.bandwidth:,} GB/s, {plan.gpu.bf16} TFLOP/s"
     return Section(title, ("on each", sheet), rows)

@@ -110,6 +110,7 @@ def test_mistakes_are_one_line_and_told_before_anything_is_measured(tmp_path, ca
         (["--out", str(tmp_path / "deep.json")], "is not JSON"),
         (["--out", str(tmp_path / "list.json")], "does not hold results"),
         (["--readme", "--quick"], "--quick has no use"),
+        (["--draft", "ngram", "--draft-bits", "8", "--quick"], "draft_bits is 8"),
     ):
         try:
             status = bench.main(arguments)

@@ -99,6 +99,10 @@ def test_the_command_prints_a_table_and_measures_nothing(capsys, monkeypatch):
     assert bench.main(how.split()) == 0
     printed = capsys.readouterr().out
     assert "70B on 4 x H200" in printed and "| tokens/s of one text, at most | 495 |" in printed
+    assert bench.main("--plan 8B --gpu H100 --bits 4 --draft 1B".split()) == 0
+    printed = capsys.readouterr().out
+    for bits, cost in ((16, "2.47 GB, a token 0.55"), (8, "1.24 GB, a token 0.29")):
+        assert f"| 1B drafts in {bits} bits | {cost} steps of 8B |" in printed
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,8 @@ def test_the_command_prints_a_table_and_measures_nothing(capsys, monkeypatch):
         ("--plan 8B --gpu decode", "--gpu is decode"),
         ("--gpu H100", "--gpu is H100: it must be one of first"),
         ("--gpus 2", "--gpus has no use but with --plan"),
+        ("--plan 8B --gpu H100 --draft-bits 4", "--draft-bits has no use with --plan"),
+        ("--gpu decode --draft tiny-draft", "--draft has no use with --against, --gpu"),
         ("--plan 8B --gpu H100 --quick", "--quick has no use with --plan"),
         ("--plan meta/Llama --gpu H100", "downloads nothing"),
         ("--plan 8B --gpu H100 --gpus 3", "multiple of 3"),

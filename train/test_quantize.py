@@ -205,7 +205,11 @@ def test_damaged_folder_is_refused_before_memory_is_asked_for(tmp_path, small, m
 
 def test_quantized_models_are_not_quantized_again_nor_trained(small):
     for folder, ask, says in [
-        ("4", dict(bits=8), "the weights are INT4 already: quantize the folder"),
+        (
+            "4",
+            dict(bits=8),
+            "the weights are INT4 already, and INT8 is asked for: quantize the folder",
+        ),
         ("4", dict(trainable=True), "quantized weights cannot be trained"),
         ("plain", dict(bits=5), "bits is 5; it must be 8, 4, 'fp8' or 'nf4'"),
         ("plain", dict(bits=8, trainable=True), "cannot be trained"),
