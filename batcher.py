@@ -203,7 +203,7 @@ class Batcher:
 def main() -> None:
     """The demonstration draws 16 texts, four at a time: a row is a text, and a column a step."""
     model = Model.load("tiny")
-    batcher = Engine(model, None, Options(max_len=64, max_batch=4), 1000).batcher
+    batcher = Engine(model, None, Options(max_len=64, max_batch=4), tokens=1000).batcher
     batcher.runner.multi_step = 1  # a column is a token, on a GPU too
     lengths = [5, 41, 12, 30, 4, 22, 48, 8, 16, 6, 35, 10, 27, 7, 19, 13]
     requests = []

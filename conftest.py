@@ -302,4 +302,4 @@ def model_chain(
 ) -> ModelChain:
     """A chain of drafts for the requests of a round that want some."""
     wanted = {b: Unread(seqs[b], list(unread[b])) for b in round.drafting()}
-    return ModelChain(llama, cache, round, wanted)
+    return ModelChain(llama, cache, round, unread=wanted)

@@ -142,7 +142,7 @@ def chain_in_cache(llama: Llama, cache: Cache, round: Round) -> ModelChain:
     for b in round.drafting():
         request = round.requests[b]
         unread[b] = Unread(request.seq, request.tokens[-1:])
-    return ModelChain(llama, cache, round, unread)
+    return ModelChain(llama, cache, round, unread=unread)
 
 
 def pack_tokens(pieces: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class ModelDrafter(Drafter):
             request = round.requests[b]
             seq = self.seqs[request]
             unread[b] = Unread(seq, request.tokens[self.cache.length(seq) :])
-        return fastest_draft(ModelChain(self.model, self.cache, round, unread), round)
+        return fastest_draft(ModelChain(self.model, self.cache, round, unread=unread), round)
 
     def commit(self, request: Request, num_new: int) -> None:
         if request in self.seqs:

@@ -196,7 +196,15 @@ class EagleHead(Llama):
 
     def unpacked(self) -> EagleHead:
         own = self.eagle.shard(self.group)
-        return EagleHead(own, self.target, "meta", self.dtype, None, None, self.weight_dtype)
+        return EagleHead(
+            own,
+            self.target,
+            "meta",
+            dtype=self.dtype,
+            seed=None,
+            ops=None,
+            weight_dtype=self.weight_dtype,
+        )
 
     @classmethod
     def load_for(cls, folder: Path, target: Llama, bits: Kind = 16) -> EagleHead:
@@ -287,4 +295,4 @@ class EagleDrafter(BorrowingDrafter):
 
     def chain(self, round: Round) -> Chain:
         newest = [self.newest[round.requests[b]].z for b in round.drafting()]
-        return HeadChain(self.model, self.cache, round, torch.stack(newest))
+        return HeadChain(self.model, self.cache, round, newest=torch.stack(newest))

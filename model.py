@@ -276,7 +276,7 @@ class Llama:
 
     def unpacked(self) -> Llama:
         """This model before `pack_weights`, without memory for its tensors."""
-        return Llama(self.config, "meta", self.dtype, None, weight_dtype=self.weight_dtype)
+        return Llama(self.config, "meta", self.dtype, seed=None, weight_dtype=self.weight_dtype)
 
     def _pack_layers(self) -> None:
         places = [*product(self.layers, ("qkv", "o", "gate_up", "down"))]

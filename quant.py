@@ -327,7 +327,9 @@ def quantize(w: Tensor, bits: Kind, group: int | None = None) -> Quantized:
         group = form.group
     slabs = [form.round(rows, group) for rows in w.split(max(1, SLAB // columns))]
     values, scale, *zero = [torch.cat(part) for part in zip(*slabs)]
-    return Quantized(bits, values, scale, zero[0] if zero else None, columns, group)
+    return Quantized(
+        bits, values, scale, zero=zero[0] if zero else None, columns=columns, group=group
+    )
 
 
 def dequantize(*fields: Any, dtype: torch.dtype = torch.float32) -> Tensor:

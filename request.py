@@ -200,7 +200,7 @@ class OutputStream:
     ):
         self.request = request
         self.show = show
-        self.result = Result(prompt, list(request.tokens), request.settings.seed, index)
+        self.result = Result(prompt, list(request.tokens), request.settings.seed, index=index)
         # A grammar follows every byte, even a first space that some tokenizers drop.
         continues = not request.is_reply or request.settings.follows is not None
         self.decoder = tokenizer.incremental_decoder(continues)

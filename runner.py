@@ -157,7 +157,7 @@ class ModelRunner:
             # The last token is left for the round. If it alone is pending, this is no work at all.
             num_tokens = min(budget, num_pending - 1)
             return ScheduledRequest(request, start, num_tokens, samples=False)
-        return ScheduledRequest(request, start, num_pending, num_drafts)
+        return ScheduledRequest(request, start, num_pending, num_drafts=num_drafts)
 
     def _num_drafts(self, request: Request, room: int) -> int:
         """γ of the next round: what the request fixes, or as many as pay, up to `room`."""
@@ -257,7 +257,7 @@ class ModelRunner:
             return self._decode_multi_step(rounds, counts), torch.empty(0)
         requests = [item.request for item in rounds]
         num_drafts = [item.num_drafts for item in rounds]
-        round = Round(requests, num_drafts, self.drawing, self.target)
+        round = Round(requests, num_drafts, self.drawing, target=self.target)
         has_drafts = any(round.num_drafts)
         with named_as_draft():
             proposal = self.drafter.propose(round) if has_drafts else round.no_drafts()
@@ -448,7 +448,7 @@ class ModelRunner:
         """
         requests = [item.request for item in rounds]
         coupled = self.drawing._replace(coupled=True)
-        round = Round(requests, counts, coupled, self.target)
+        round = Round(requests, counts, coupled, target=self.target)
         chain = chain_in_cache(self.target, self.cache, round)
         rows = self.target.group.agree(fastest_draft(chain, round).tokens.tolist())
         return [check_tokens(row[:n]) for n, row in zip(counts, rows)]

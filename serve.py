@@ -298,7 +298,9 @@ class BatchServer:
             return None
         num_tokens = len(stream.result.tokens)
         logprobs = stream.request.logprobs[text.num_told : num_tokens]
-        update = Update(stream.result.index, text.pieces[:], logprobs, num_tokens, result)
+        update = Update(
+            stream.result.index, text.pieces[:], logprobs, num_tokens=num_tokens, result=result
+        )
         text.num_told = num_tokens
         text.pieces.clear()
         return update

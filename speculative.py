@@ -267,7 +267,7 @@ def main() -> None:
     def run(walk: Walk, n: int) -> list[tuple[int, ...]]:
         cache, draft_cache = (KVCache(KVSpec(1, 1, 1, dtype=torch.float64), 7, n) for _ in range(2))
         drafter = ModelDrafter(Toy(seed=2), draft_cache)
-        runner = ModelRunner(target, cache, Drawing(3, make_coin=walk), drafter)
+        runner = ModelRunner(target, cache, Drawing(3, make_coin=walk), drafter=drafter)
         requests = []
         for seed in range(n):
             settings = Settings(seed=seed, max_tokens=3, gamma=2)

@@ -463,7 +463,7 @@ def calls_of_a_step(models, draft, texts: int, length: int, gamma: int | None) -
     """Of a step that decodes so many texts of such a length, for each."""
     draft = load_draft(models[1] if draft == "model" else draft, models[0])
     engine = Engine(
-        models[0], draft, Options(max_len=4000, max_batch=texts + 1), texts * (length + 200)
+        models[0], draft, Options(max_len=4000, max_batch=texts + 1), tokens=texts * (length + 200)
     )
     batcher = engine.batcher
     requests = [make_request(length, 100, i, gamma) for i in range(texts)]
@@ -492,7 +492,7 @@ def test_finished_request_is_not_searched_among_those_that_wait(models):
         def __contains__(self, item):
             raise AssertionError("searched")
 
-    engine = Engine(models[0], None, Options(max_len=50, max_batch=2), 100)
+    engine = Engine(models[0], None, Options(max_len=50, max_batch=2), tokens=100)
     engine.batcher.waiting = Queue()
     streams = [OutputStream(models[0].tokenizer, make_request(4, 3, i), "") for i in range(6)]
     assert len(list(engine.serve(streams))) == 6
@@ -505,7 +505,7 @@ def test_nothing_is_kept_of_finished_requests(models, draft):
         model,
         load_draft(models[1] if draft == "model" else draft, model),
         Options(max_len=60, max_batch=4),
-        300,
+        tokens=300,
     )
     counts = []
     gc.freeze()  # what there is already is not looked through

@@ -30,7 +30,7 @@ from test_speculative import COPY, CPU, KINDS, TARGET, new_tokens, play, toy_cac
 
 
 def toy_round(request: Request, num_drafts: int, V: int = 3) -> Round:
-    return Round([request], [num_drafts], Drawing(V), Place(dtype=torch.float64))
+    return Round([request], [num_drafts], Drawing(V), target=Place(dtype=torch.float64))
 
 
 class Largest(TorchDispatchMode):
@@ -110,7 +110,7 @@ def test_ngram_proposal_is_a_one_hot_distribution():
     for request in requests:
         drafter.open(request)
     assert [drafter.max_drafts(request, 5) for request in requests] == [5, 0]
-    drafted, q = drafter.propose(Round(requests, [2, 0], Drawing(6), Place()))
+    drafted, q = drafter.propose(Round(requests, [2, 0], Drawing(6), target=Place()))
     assert drafted.tolist() == [[3, 1], [-1, -1]]
     assert q.sum(-1).tolist() == [[1, 1, 0], [0, 0, 0]]
     assert q[0, 0, 3] == q[0, 1, 1] == 1
@@ -149,7 +149,7 @@ def proposed(
     for request in requests:
         drafter.open(request)
         read(drafter, request, 3)
-    round = Round(requests, [3] * B, Drawing(V, coupled), Place(device))
+    round = Round(requests, [3] * B, Drawing(V, coupled), target=Place(device))
     with Largest() as largest:
         drafted, q = drafter.propose(round)
     return drafted.tolist(), q, largest.numel
@@ -222,7 +222,7 @@ def test_q_is_what_was_drawn_from_to_the_bit(monkeypatch):
             for request in requests:
                 drafter.open(request)
             drawn.clear()
-            round = Round(requests, num_drafts, Drawing(261), Place(llama.device, dtype))
+            round = Round(requests, num_drafts, Drawing(261), target=Place(llama.device, dtype))
             drafted, q = drafter.propose(round)
             assert q.dtype == drawn[0].dtype
             assert torch.equal(q[:, 0], drawn[0]) and torch.equal(q[1, 1], drawn[1][-1])
@@ -275,7 +275,7 @@ def equal(before: list[Tensor], after: list[Tensor]) -> bool:
 def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
     assert bits in WIDTHS
     model, draft = small
-    engine = Engine(model, draft, Options(max_len=90, max_batch=3, kv=kv, kv_bits=bits), 300)
+    engine = Engine(model, draft, Options(max_len=90, max_batch=3, kv=kv, kv_bits=bits), tokens=300)
     runner = engine.runner
     cache = engine.caches[0]
     requests = []
@@ -289,7 +289,7 @@ def test_what_the_target_stored_stays_to_the_bit(small, kv, bits):
         lengths = [len(request.tokens) - 1 for request in requests]
         before = [stored(cache, r.seq, length) for r, length in zip(requests, lengths)]
         num_drafts = [item.num_drafts for item in scheduled]
-        round = Round(requests, num_drafts, runner.drawing, runner.target)
+        round = Round(requests, num_drafts, runner.drawing, target=runner.target)
         drafted, _ = runner.drafter.propose(round)
         assert (drafted >= 0).sum() == 2 + 3 + 4
         assert [cache.length(request.seq) for request in requests] == lengths
@@ -395,10 +395,12 @@ def test_siblings_get_the_texts_that_they_get_alone(small):
 
     alone = requests()
     for request in alone:
-        list(Engine(model, draft, Options(max_len=60, max_batch=1), 60).batcher.run([request]))
+        list(
+            Engine(model, draft, Options(max_len=60, max_batch=1), tokens=60).batcher.run([request])
+        )
     siblings = requests()
     for request in siblings[1:]:
         request.sibling = siblings[0]
-    list(Engine(model, draft, Options(max_len=60, max_batch=3), 200).batcher.run(siblings))
+    list(Engine(model, draft, Options(max_len=60, max_batch=3), tokens=200).batcher.run(siblings))
     assert [r.tokens for r in siblings] == [r.tokens for r in alone]
     assert len({tuple(r.tokens) for r in siblings}) == 3

@@ -57,7 +57,7 @@ def random_head(
         quantization=None,
     )
     C = target.config.hidden_size
-    config = EagleConfig(layer, len(drafted), C, LAYERS, **flags)
+    config = EagleConfig(layer, len(drafted), C, feature_layers=LAYERS, **flags)
     head = EagleHead(config, target, dtype=dtype, seed=seed)
     for name, tensor in head.named_tensors().items():
         if tensor.is_floating_point():
@@ -189,7 +189,7 @@ def plain_chain(head: EagleHead, target: Llama, text: list[int], drafts: list[in
 
 
 def proposed(runner: ModelRunner, request: Request, k: int) -> tuple[list[int], Tensor]:
-    round = Round([request], [k], runner.drawing, runner.target)
+    round = Round([request], [k], runner.drawing, target=runner.target)
     drafted, q = runner.drafter.propose(round)
     return drafted[0].tolist(), q[0, :-1]
 
@@ -254,7 +254,7 @@ def test_a_request_drafts_as_if_it_were_alone(pair):
         runner.step([runner.schedule(request)])
         requests.append(request)
     alone, _ = proposed(runner, requests[1], 3)
-    both = Round(requests, [1, 3], runner.drawing, runner.target)
+    both = Round(requests, [1, 3], runner.drawing, target=runner.target)
     assert runner.drafter.propose(both).tokens[1].tolist() == alone
 
 
@@ -567,7 +567,7 @@ def test_a_head_drafts_for_quantized_targets_and_caches(base, tmp_path, bits, kv
             model,
             one,
             Options(max_len=90, max_batch=2, verify="coupled", kv=kv, kv_bits=kv_bits),
-            400,
+            tokens=400,
         )
         requests = []
         for seed in range(3):

@@ -346,7 +346,10 @@ def test_siblings_compute_their_prompt_once_and_get_their_own_texts(model, kv):
     texts = {}
     for siblings in (True, False):
         engine = Engine(
-            model, None, Options(max_len=60, max_batch=4, kv=kv, prefix_caching=False), 4 * 60
+            model,
+            None,
+            Options(max_len=60, max_batch=4, kv=kv, prefix_caching=False),
+            tokens=4 * 60,
         )
         computed[siblings] = 0
         step = engine.runner.step
@@ -365,7 +368,7 @@ def test_siblings_compute_their_prompt_once_and_get_their_own_texts(model, kv):
 
 def test_stop_string_frees_its_request_while_the_others_go_on(model):
     def serve(**chosen) -> tuple[Engine, dict]:
-        engine = Engine(model, None, Options(max_len=60, max_batch=4), 300)
+        engine = Engine(model, None, Options(max_len=60, max_batch=4), tokens=300)
         results = engine.serve(streams(model, 3, max_tokens=20, **chosen))
         return engine, {result.index: result for result in results}
 
@@ -381,7 +384,7 @@ def test_stop_string_frees_its_request_while_the_others_go_on(model):
 
 
 def test_ctrl_c_ends_all_with_what_there_is(model):
-    engine = Engine(model, None, Options(max_len=60, max_batch=2), 300)
+    engine = Engine(model, None, Options(max_len=60, max_batch=2), tokens=300)
     step = engine.runner.step
 
     def interrupted(scheduled):
@@ -400,7 +403,7 @@ def test_ctrl_c_ends_all_with_what_there_is(model):
 
 
 def test_an_engine_serves_again_after_a_caller_had_enough_or_an_error(model):
-    engine = Engine(model, None, Options(max_len=60, max_batch=2), 300)
+    engine = Engine(model, None, Options(max_len=60, max_batch=2), tokens=300)
     for _ in engine.serve(streams(model, 3, siblings=False)):
         break
     assert not engine.batcher.running and not engine.batcher.waiting
@@ -424,7 +427,9 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
     def blocks(**memory) -> list[int]:
         return [
             cache.pool.total
-            for cache in Engine(model, None, Options(max_len=50, max_batch=2, **memory), 100).caches
+            for cache in Engine(
+                model, None, Options(max_len=50, max_batch=2, **memory), tokens=100
+            ).caches
         ]
 
     assert blocks() == [7 + 2]
@@ -433,11 +438,11 @@ def test_blocks_are_as_many_as_can_be_needed_or_as_memory_holds(model):
         model,
         page.load_draft(model, model),
         Options(max_len=50, max_batch=2, kv_memory=token * 16 * 10),
-        100,
+        tokens=100,
     )
     assert [cache.pool.total for cache in both.caches] == [5, 5]
     assert both.describe() == "keys and values: 5 blocks of 16 tokens, 0.1 MB"
-    contiguous = Engine(model, None, Options(max_len=50, max_batch=2, kv="contiguous"), 100)
+    contiguous = Engine(model, None, Options(max_len=50, max_batch=2, kv="contiguous"), tokens=100)
     assert contiguous.describe() == "keys and values: rows of 50 tokens, 0.0 MB"
     with pytest.raises(CacheFull):
         contiguous.caches[0].extend([(contiguous.caches[0].open([])[0], [1] * 51)])
@@ -456,7 +461,7 @@ def test_what_does_not_go_together_is_refused_before_memory_is_asked_for(model):
         (dict(kv="contiguous", max_batch=10**12), "for keys and values is .* smaller --max-batch"),
     ):
         with pytest.raises(UserError, match=says):
-            Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), 100)
+            Engine(model, None, Options(**dict(max_len=50, max_batch=1) | wrong), tokens=100)
 
 
 # ---- Folders

@@ -136,7 +136,9 @@ def laws_of(
 
         drawing = Drawing(4, coupled, coin)
         if draft is None:
-            runner = ModelRunner(TARGET, toy_cache(n), drawing, NgramDrafter(), grammars=GRAMMARS)
+            runner = ModelRunner(
+                TARGET, toy_cache(n), drawing, drafter=NgramDrafter(), grammars=GRAMMARS
+            )
         else:
             runner = toy_runner(n, TARGET, draft, where, coupled, coin, grammars=GRAMMARS)
         play(runner, requests)
@@ -172,7 +174,7 @@ def test_law_of_coupled_mode_is_the_definitions(monkeypatch):
     st.sampled_from([{}, dict(top_k=2), dict(top_p=0.5), dict(temperature=0.3, min_p=0.2)]),
 )
 def test_law_is_any_regexs(regex, gamma, more):
-    kind = Kind((2,), gamma, 3, (END,), dict(regex=regex, **more))
+    kind = Kind((2,), gamma, 3, ends=(END,), settings=dict(regex=regex, **more))
     (law,) = laws_of([kind])
     assert distance(law, masked_law(TARGET, kind)) < 1e-12
 
@@ -359,7 +361,7 @@ def test_texts_without_a_grammar_need_no_masks():
     free = Request([1], Settings(seed=0))
     masked = Request([1], Settings(seed=0, regex="a"))
     masked.grammar_state = GrammarState(GRAMMARS, GRAMMARS.compile(Grammar("regex", "a")), [])
-    assert Round([free, free], [0, 0], Drawing(4), Place()).masks is None
+    assert Round([free, free], [0, 0], Drawing(4), target=Place()).masks is None
     masks = Masks([free, masked], 1, 4)
     logits = torch.zeros(5, 4)
     assert masks.apply(logits, [0, 0], 0) is logits and not masks.works
@@ -472,7 +474,7 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
     def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
         gamma = None if draft is None else 3
         options = Options(max_len=100, max_batch=8, verify="coupled" if coupled else "exact")
-        engine = Engine(model, load_draft(draft, model), options, 600)
+        engine = Engine(model, load_draft(draft, model), options, tokens=600)
         requests = []
         for i, rule in enumerate(RULES):
             for ends in ((), model.eos_token_ids):
@@ -679,7 +681,9 @@ def test_slow_masks_end_their_text_and_no_other(model, monkeypatch):
 
     def texts(slow_mask: float) -> list[Request]:
         monkeypatch.setattr(grammar_page, "SLOW_MASK", slow_mask)
-        engine = Engine(model, load_draft("ngram", model), Options(max_len=300, max_batch=4), 2000)
+        engine = Engine(
+            model, load_draft("ngram", model), Options(max_len=300, max_batch=4), tokens=2000
+        )
         grammars = (None, AMBIGUOUS, None)
         requests = [
             Request(model.encode("Once"), Settings(0, grammar=lark, seed=0, max_tokens=60))
@@ -721,7 +725,7 @@ def test_a_request_keeps_its_grammar(model, monkeypatch):
     requests = [first, first.sibling_text(1)]
     cannot = lambda *arguments: pytest.fail("compiled")  # noqa: E731
     monkeypatch.setattr(Grammars, "submit", cannot)
-    list(Engine(model, None, Options(max_len=50, max_batch=2), 200).batcher.run(requests))
+    list(Engine(model, None, Options(max_len=50, max_batch=2), tokens=200).batcher.run(requests))
     assert all(request.finish_reason for request in requests)
 
 

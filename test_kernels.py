@@ -197,11 +197,11 @@ def laid_out(w: torch.Tensor, layout: int | str, group: int) -> torch.Tensor | Q
     values = torch.randint(-128, 128, (N, K), dtype=torch.int8)
     scale = torch.rand(N, M) / 64
     if layout == "INT8 with fractions":
-        return Quantized(8, values, scale, torch.randn(N, M) * 50, K, group)
+        return Quantized(8, values, scale, zero=torch.randn(N, M) * 50, columns=K, group=group)
     if layout == "INT8 in groups":
-        return Quantized(8, values, scale, None, K, group)
+        return Quantized(8, values, scale, zero=None, columns=K, group=group)
     zero = torch.randint(-128, 128, (N, M), dtype=torch.int16)
-    return Quantized(8, values, scale.half(), zero, K, group)
+    return Quantized(8, values, scale.half(), zero=zero, columns=K, group=group)
 
 
 def stands_for(w: torch.Tensor | Quantized, x: torch.Tensor) -> Tensors:
@@ -576,7 +576,7 @@ class Contract:
         settings = [Settings(seed=random.getrandbits(50)) for _ in num_drafts]
         requests = [Request([1] * random.randint(1, 9), one) for one in settings]
         coin = partial(Keyed, draw=self.ops.pick)
-        return Round(requests, num_drafts, Drawing(V, make_coin=coin), Place(ops=self.ops))
+        return Round(requests, num_drafts, Drawing(V, make_coin=coin), target=Place(ops=self.ops))
 
     def test_verifying(self):
         """Texts with fewer drafts than others; drafts that were drawn from q, and some whose q is
@@ -668,7 +668,7 @@ class Contract:
             self.check_round(models[model], exact[model], cache, seqs[model], texts[model], *one)
         if self.refuses:
             models[0].norm.fill_(math.nan)
-            round = Round([Request([7], WARM)], [1], Drawing(250), models[0])
+            round = Round([Request([7], WARM)], [1], Drawing(250), target=models[0])
             with pytest.raises(ValueError, match="not finite"):
                 fastest_draft(model_chain(models[0], cache, seqs[0], [[7]], round), round)
 
@@ -678,7 +678,10 @@ class Contract:
         requests = [Request(text + more, one) for text, more, one in zip(texts, new, settings)]
         coin = partial(Keyed, draw=self.ops.pick)
         round = Round(
-            requests, num_drafts, Drawing(250, coupled, coin), Place(cache.device, ops=self.ops)
+            requests,
+            num_drafts,
+            Drawing(250, coupled, coin),
+            target=Place(cache.device, ops=self.ops),
         )
         found_before = [num_found(cache, request.tokens) for request in requests]
         drafted, q = fastest_draft(model_chain(llama, cache, seqs, new, round), round)

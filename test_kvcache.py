@@ -252,18 +252,18 @@ def allocated(cache: KVCache) -> int:
 
 
 def test_bytes_by_formula_and_as_allocated():
-    assert KVSpec(32, 8, 128, torch.bfloat16).bytes(1) == 131_072  # Llama 3.1 8B, a token
-    assert KVSpec(80, 8, 128, torch.bfloat16).bytes(4096) == 1_342_177_280  # Llama 2 70B
+    assert KVSpec(32, 8, 128, dtype=torch.bfloat16).bytes(1) == 131_072  # Llama 3.1 8B, a token
+    assert KVSpec(80, 8, 128, dtype=torch.bfloat16).bytes(4096) == 1_342_177_280  # Llama 2 70B
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        spec = KVSpec(3, 2, 8, dtype)
+        spec = KVSpec(3, 2, 8, dtype=dtype)
         cache = KVCache(spec, 11, 2)
         formula = spec.bytes(2 * 16)  # 11 rounded up to eights, which keeps layers aligned
         assert cache.bytes == allocated(cache) == formula == 2 * 2 * 3 * 2 * 8 * 16 * dtype.itemsize
     for D in (64, 80, 72, 128):
-        plain = KVSpec(3, 2, D, torch.bfloat16).bytes(16)
+        plain = KVSpec(3, 2, D, dtype=torch.bfloat16).bytes(16)
         most = {"16": 1.0, "8": 0.54, "8/4": 0.42, "4": 0.35 if D == 72 else 0.33}
         for name, share in most.items():
-            spec = KVSpec(3, 2, D, torch.bfloat16, widths(name))
+            spec = KVSpec(3, 2, D, dtype=torch.bfloat16, bits=widths(name))
             cache = KVCache(spec, 16)
             assert cache.bytes == allocated(cache) == spec.bytes(16) <= share * plain
             assert spec.tokens_in(10.5 * spec.bytes(1)) == 10

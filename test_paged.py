@@ -207,7 +207,9 @@ def llama() -> Llama:
 
 def paged(llama: Llama, num_blocks: int = 60, block_size: int = 4, **settings) -> PagedCache:
     prefix_caching = settings.pop("prefix_caching", True)
-    return PagedCache(llama.kv_spec(**settings), num_blocks, block_size, 96, prefix_caching)
+    return PagedCache(
+        llama.kv_spec(**settings), num_blocks, block_size, max_len=96, prefix_caching=prefix_caching
+    )
 
 
 def random_text(length: int, seed: int) -> list[int]:
@@ -244,7 +246,7 @@ def test_prefix_hit_equals_a_cold_run(llama):
 
 
 def small_cache(num_blocks: int = 20, block_size: int = 3, **settings) -> PagedCache:
-    spec = KVSpec(1, 1, 1, torch.float64)
+    spec = KVSpec(1, 1, 1, dtype=torch.float64)
     return PagedCache(spec, num_blocks, block_size, **settings)
 
 

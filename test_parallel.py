@@ -187,7 +187,7 @@ def texts_of(
         model,
         load_draft(draft, model, torch.float64),
         Options(max_len=60, max_batch=3, verify="coupled" if coupled else "exact", **cache),
-        300,
+        tokens=300,
     )
     requests = []
     for fields in asked:
@@ -246,7 +246,7 @@ def test_preempted_requests_have_the_same_texts(everywhere, models):
 
     def six_blocks(n: int) -> dict[str, int]:
         kv_heads = c.num_key_value_heads // n
-        return dict(kv_memory=6 * KVSpec(2, kv_heads, c.head_dim, torch.float64).bytes(16))
+        return dict(kv_memory=6 * KVSpec(2, kv_heads, c.head_dim, dtype=torch.float64).bytes(16))
 
     alone = texts_of(models["biased"], 16, None, True, six_blocks(1), asked)
     assert sum(times for _, _, times, _ in alone)
@@ -453,7 +453,7 @@ def test_memory_is_shared_and_what_is_read_is_the_first_processes(everywhere, mo
 def interrupted(folder: Path) -> list[Any]:
     """A signal in the first process after five pieces of text; then other texts are made."""
     model = Model.load(folder, "cpu", torch.float64)
-    engine = Engine(model, None, Options(max_len=60, max_batch=3), 300)
+    engine = Engine(model, None, Options(max_len=60, max_batch=3), tokens=300)
     handler = signal.SIG_IGN if dist.get_rank() else handle_signal
     done: list[Any] = []
     with handled([signal.SIGINT], handler):
@@ -470,7 +470,7 @@ def interrupted(folder: Path) -> list[Any]:
             for seed in (1, 2):
                 chosen = Settings(seed=seed, temperature=1.0, max_tokens=20)
                 request = model.request("abc", chosen)
-                streams.append(OutputStream(model.tokenizer, request, "abc", show))
+                streams.append(OutputStream(model.tokenizer, request, "abc", show=show))
             try:
                 with waiting_signals():
                     for result in engine.serve(streams):
@@ -513,7 +513,7 @@ def test_torchrun_starts_it_too():
     model = Model.load("tiny", "cpu")
     request = model.request("Once upon", Settings(seed=1, max_tokens=8))
     assert result["prompt"] == "Once upon" and result["prompt_tokens"] == request.tokens
-    list(Engine(model, None, Options(max_len=100, max_batch=1), 100).batcher.run([request]))
+    list(Engine(model, None, Options(max_len=100, max_batch=1), tokens=100).batcher.run([request]))
     assert result["tokens"] == request.tokens[request.num_prompt_tokens :]
     assert done.stderr.count("8 tokens (") == 1
 

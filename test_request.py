@@ -106,7 +106,7 @@ def test_a_stream_counts_its_first_round_and_says_how_tokens_came_about():
     assert len(ids) > 2
     request = Request([1], Settings(stop="time and", seed=1, max_tokens=9))
     shown = []
-    stream = OutputStream(tokenizer, request, "", lambda *piece: shown.append(piece))
+    stream = OutputStream(tokenizer, request, "", show=lambda *piece: shown.append(piece))
     for new, origins in ((ids[:2], ["accepted", "bonus"]), (ids[2:], ["corrected"] * len(ids[2:]))):
         request.tokens += new
         request.origins += origins

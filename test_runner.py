@@ -249,7 +249,7 @@ def test_draft_that_lags_catches_up_in_chunks():
     runner.open(request)
     request.tokens += [1] * 30  # as if the target had made them without the draft
     runner.cache.extend([(request.seq, request.tokens[:-1])])
-    assert runner.schedule(request) == ScheduledRequest(request, 34, 1, 2)
+    assert runner.schedule(request) == ScheduledRequest(request, 34, 1, num_drafts=2)
 
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tom said that"]
@@ -274,7 +274,7 @@ def pair_runner(
         model,
         draft,
         Options(max_len=96, max_batch=sequences, verify="coupled" if coupled else "exact", kv=kv),
-        96 * sequences,
+        tokens=96 * sequences,
     ).runner
 
 
@@ -481,7 +481,7 @@ def test_a_request_that_the_targets_cache_refuses_takes_no_room_in_the_drafts():
 
 def test_law_of_multi_step_tokens_is_the_targets():
     """Texts that end on the way leave tokens that nobody gets."""
-    kind = Kind((1,), 0, 5, (0,))
+    kind = Kind((1,), 0, 5, ends=(0,))
     for multi_step in (2, 3):
         num_steps = []
 

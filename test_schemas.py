@@ -152,7 +152,7 @@ def generate_each(
         model,
         draft,
         Options(max_len=max_len, max_batch=BATCH, verify="coupled" if coupled else "exact"),
-        BATCH * max_len,
+        tokens=BATCH * max_len,
     )
     return sorted(engine.serve(streams), key=lambda result: result.index)
 

@@ -42,7 +42,10 @@ async def read(answer: Answer) -> list[Update]:
 def run(scenario: Callable[[BatchServer], Awaitable[None]], capacity: int = 8, draft=None) -> None:
     """Play it against a server of four texts at a time; at its end nothing may be left."""
     engine = Engine(
-        tiny(), load_draft(draft, tiny(), torch.float64), Options(max_len=200, max_batch=4), 800
+        tiny(),
+        load_draft(draft, tiny(), torch.float64),
+        Options(max_len=200, max_batch=4),
+        tokens=800,
     )
 
     async def play() -> None:

@@ -178,7 +178,7 @@ def test_law_of_coupled_mode_is_the_targets():
 def test_law_is_any_targets_with_any_draft(target, draft, gamma, ends):
     """Their tables have zeros, ties and one-hots (proof.Toy)."""
     target = Toy(longest=4, seed=target)
-    kind = Kind((2,), gamma, 3, ends)
+    kind = Kind((2,), gamma, 3, ends=ends)
     (law,) = laws_of([kind], target, Toy(longest=4, seed=draft))
     assert distance(law, kind.law(target)) < 1e-12
 
@@ -268,7 +268,7 @@ def error_of(kind: Kind, **options) -> float:
 
 
 def test_enumeration_catches_every_planted_verify(monkeypatch):
-    kind = Kind((1,), 2, 3, (0,))
+    kind = Kind((1,), 2, 3, ends=(0,))
     monkeypatch.setattr(speculative, "verify", planted())
     assert error_of(kind) < 1e-12
     for bug, wrong in BUGS.items():
@@ -286,7 +286,7 @@ def test_enumeration_catches_planted_probabilities(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Ops, "probabilities", soft)
-        assert error_of(Kind((0, 2), 2, 3, (), dict(temperature=0))) > 1e-3
+        assert error_of(Kind((0, 2), 2, 3, ends=(), settings=dict(temperature=0))) > 1e-3
 
     right = Round.probabilities
 
@@ -297,7 +297,7 @@ def test_enumeration_catches_planted_probabilities(monkeypatch):
             return right(self, logits, rows, depth)
 
         monkeypatch.setattr(Round, "probabilities", of_round)
-        return error_of(Kind((0, 2), 2, 3, (), dict(top_k=2)))
+        return error_of(Kind((0, 2), 2, 3, ends=(), settings=dict(top_k=2)))
 
     assert unfiltered(of_draft=True) < 1e-12
     assert unfiltered(of_draft=False) > 1e-3
@@ -458,7 +458,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
         Settings(2.0, top_p=0.5, seed=7),
     ]
     requests = [Request([1] * (i + 1), each) for i, each in enumerate(chosen)]
-    round = Round(requests, [1, 2, 3, 0], Drawing(5), Place())
+    round = Round(requests, [1, 2, 3, 0], Drawing(5), target=Place())
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     rows = [2, 0, 1, 3, 0]
     probs = round.probabilities(logits, rows)  # two columns are padding
@@ -479,7 +479,7 @@ def test_round_gives_each_row_its_own_settings_seed_and_position():
     assert round.text_coin().pick(probs[:4]).tolist() == picks(
         [(4, 1, TEXT), (5, 2, TEXT), (6, 3, TEXT), (7, 4, TEXT)], probs
     )
-    round = Round(requests, [1, 1, 1, 0], Drawing(5, coupled=True), Place())
+    round = Round(requests, [1, 1, 1, 0], Drawing(5, coupled=True), target=Place())
     assert round.draft_coin(1, [2, 0]).pick(probs[:2]).tolist() == picks(
         [(6, 4, TEXT), (4, 2, TEXT)], probs
     )
@@ -494,7 +494,7 @@ def test_distributions_of_drafts_are_kept_as_they_were_drawn_from():
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), Place(dtype=dtype))
+        round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), target=Place(dtype=dtype))
         assert round.no_drafts()[1].dtype == kept
 
 
@@ -510,7 +510,7 @@ def test_round_passes_settings_by_name_and_leaves_out_those_of_nobody(monkeypatc
     def round_of(*chosen: Settings) -> None:
         asked.clear()
         requests = [Request([1], each) for each in chosen]
-        round = Round(requests, [0] * len(requests), Drawing(3), Place(ops=Recorder()))
+        round = Round(requests, [0] * len(requests), Drawing(3), target=Place(ops=Recorder()))
         round.probabilities(torch.zeros(len(requests), 3), range(len(requests)))
 
     round_of(Settings(0.5), Settings(0.5))

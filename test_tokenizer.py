@@ -292,7 +292,9 @@ def test_many_added_tokens_take_no_longer():
     assert Finder(tokens).split(text) == [text]
     none = ByteLevel({}, {}, [])
     special = {token: 300 + n for n, token in enumerate(tokens)}
-    vocabulary = Vocabulary(Path("tokenizer.json"), {}, special, {}, [], {}, none)
+    vocabulary = Vocabulary(
+        Path("tokenizer.json"), {}, special, added={}, prefix=[], named={}, merges=none
+    )
     template = ChatTemplate(vocabulary, "{{ messages[0].content }}")
     turns = [dict(role="user", content=text)]
     assert template.tokens(turns, False, lambda text, is_first: [len(text)]) == [4000]

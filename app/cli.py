@@ -58,7 +58,9 @@ def output_stream(
         write(before + painted(piece, colors.get(origin)))
         before = ""
 
-    return OutputStream(model.tokenizer, request, prompt, None if args.json else show, index)
+    return OutputStream(
+        model.tokenizer, request, prompt, show=None if args.json else show, index=index
+    )
 
 
 def summary(result: Result) -> str:
@@ -289,7 +291,7 @@ def print_error(line: Line, index: int) -> None:
     message = brief(line.error, MAX_MESSAGE)
     say(f"line {line.number} is left out: {message}")
     prompt = line.fields.get("prompt", "")
-    result = Result(prompt, [], 0, index, finish_reason="error", error=message)
+    result = Result(prompt, [], 0, index=index, finish_reason="error", error=message)
     print_json(result, **line.labels)
 
 

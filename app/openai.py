@@ -132,9 +132,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         is_chat,
         streams,
         typed(body, "stream", bool, False),
-        typed(options, "include_usage", bool, False),
-        typed(options, "continuous_usage_stats", bool, False),
-        typed(body, "origins", bool, False),
+        include_usage=typed(options, "include_usage", bool, False),
+        continuous_usage=typed(options, "continuous_usage_stats", bool, False),
+        shows_origins=typed(body, "origins", bool, False),
     )
 
 

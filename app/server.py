@@ -372,11 +372,11 @@ def run_server(arguments: Sequence[str]) -> int:
     metrics = Metrics(name)
     batch = BatchServer(engine, args.max_batch + args.max_queue, metrics.observe)
     application = Application(
-        Offer(model, name, limit, settings),
+        Offer(model, name, limit, settings=settings),
         batch,
         metrics,
-        args.api_key or os.environ.get(KEY_VARIABLE) or None,
-        is_loopback(args.host),
+        api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
+        is_local=is_loopback(args.host),
     )
     config = uvicorn.Config(
         application,

@@ -106,7 +106,7 @@ class Client:
 
 
 async def ask(app, method, path, body=b"", headers=()) -> tuple[int, str, dict[str, str]]:
-    client = Client(app, method, path, body, headers)
+    client = Client(app, method, path, body=body, headers=headers)
     async with client:
         await asyncio.wait({client.task}, timeout=60)
     return client.status, client.text, client.answer_headers
@@ -139,10 +139,10 @@ def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=N
     """Play it against an application; at its end no block may be taken, and no text open."""
     model = model or tiny()
     limit = min(300, model.llama.config.max_position_embeddings)
-    engine = Engine(model, None, Options(max_len=limit, max_batch=4), 4 * limit)
+    engine = Engine(model, None, Options(max_len=limit, max_batch=4), tokens=4 * limit)
     metrics = Metrics("tiny")
     batch = BatchServer(engine, capacity, metrics.observe)
-    offer = Offer(model, "tiny", limit, Settings())
+    offer = Offer(model, "tiny", limit, settings=Settings())
 
     async def play() -> None:
         batch.start()
@@ -269,7 +269,7 @@ def test_a_chat_follows_the_template(instruct):
 
     run(without)
     for target, is_chat in ((model, True), (model, False), (tiny(), True)):
-        asked = read(is_chat, Offer(target, "tiny", 90, Settings()), n=2)
+        asked = read(is_chat, Offer(target, "tiny", 90, settings=Settings()), n=2)
         is_reply = [stream.request.is_reply for stream in asked.streams]
         assert is_reply == 2 * [is_chat and target is model]
 
@@ -505,7 +505,7 @@ NOT_DONE = """
 
 
 def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing():
-    offer = Offer(tiny(), "tiny", 300, Settings())
+    offer = Offer(tiny(), "tiny", 300, settings=Settings())
     for name in NOT_DONE:
         for is_chat in (True, False):
             with pytest.raises(asgi.HttpError, match=f"^{name} is not done here: leave it out$"):
@@ -542,17 +542,17 @@ def test_bodies_are_bounded(monkeypatch):
     async def scenario(app):
         status, error = await refused(app, COMPLETE, b" " * 1001)
         assert status == 413 and "at most 1,000 bytes" in error["message"]
-        client = Client(app, "POST", COMPLETE, b"x")
+        client = Client(app, "POST", COMPLETE, body=b"x")
         monkeypatch.setattr(asgi, "PATIENCE", 0.05)
         async with client:
             client.to_send = [(b"{", True)]
             await client.task
         assert client.status == 408
-        async with Client(app, "POST", COMPLETE, b"x") as client:
+        async with Client(app, "POST", COMPLETE, body=b"x") as client:
             client.to_send = [(b"{", True)]  # and goes
         assert client.status == 0
         monkeypatch.setattr(asgi, "PATIENCE", 60)
-        async with Client(app, "POST", COMPLETE, b"x") as client:
+        async with Client(app, "POST", COMPLETE, body=b"x") as client:
             client.to_send = [(b"{", True)]
             waits = asyncio.ensure_future(post(app, COMPLETE, prompt="a", max_tokens=1))
             await asyncio.sleep(0.1)
@@ -634,7 +634,7 @@ def test_a_client_that_goes_is_cancelled(stream):
 
     async def scenario(app):
         body = {**GREEDY, "max_tokens": 250, "stream": stream, "ignore_eos": True, "n": 3}
-        async with Client(app, "POST", COMPLETE, body) as client:
+        async with Client(app, "POST", COMPLETE, body=body) as client:
             while stream and len(client.parts) < 3:
                 await asyncio.sleep(0.001)
             while not app.batch.num_texts:
@@ -651,7 +651,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch):
 
     async def scenario(app):
         body = {**GREEDY, "max_tokens": 250, "stream": True, "ignore_eos": True}
-        client = Client(app, "POST", COMPLETE, body, reads=2)
+        client = Client(app, "POST", COMPLETE, body=body, reads=2)
         async with client:
             other = await post(app, COMPLETE, **GREEDY)  # is not held up
             assert other["choices"][0]["text"] == alone().text
@@ -664,7 +664,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch):
 def test_a_full_queue_is_429():
     async def scenario(app):
         body = {**GREEDY, "max_tokens": 250, "ignore_eos": True, "n": 2}
-        async with Client(app, "POST", COMPLETE, body):
+        async with Client(app, "POST", COMPLETE, body=body):
             while not app.batch.num_texts:
                 await asyncio.sleep(0.001)
             status, text, headers = await ask(app, "POST", COMPLETE, GREEDY | dict(n=2))
@@ -743,7 +743,7 @@ def test_small_bodies_pass_large_ones(monkeypatch):
             body = json.dumps(GREEDY).encode()
             body += b" " * (spaces - len(body))
             length = None if is_chunked else str(len(body))
-            return Client(app, "POST", COMPLETE, body, {"content-length": length})
+            return Client(app, "POST", COMPLETE, body=body, headers={"content-length": length})
 
         slow = asks(server.SMALL_BODY + 1)
         may_send = asyncio.Event()
@@ -792,8 +792,8 @@ def test_an_exception_is_that_requests_500(monkeypatch, capsys):
 def test_an_engine_that_fails_ends_all(monkeypatch):
     async def scenario(app):
         body = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
-        async with Client(app, "POST", COMPLETE, body | dict(stream=True)) as one:
-            async with Client(app, "POST", COMPLETE, body) as other:
+        async with Client(app, "POST", COMPLETE, body=body | dict(stream=True)) as one:
+            async with Client(app, "POST", COMPLETE, body=body) as other:
                 while not one.parts:
                     await asyncio.sleep(0.001)
                 app.batch.engine.batcher.step = lambda: 1 / 0
@@ -809,7 +809,7 @@ def test_an_engine_that_fails_ends_all(monkeypatch):
 
 def test_the_engines_failure_is_the_programs(capsys):
     """Status 1, after all streams have their error, with the traceback."""
-    engine = Engine(tiny(), None, Options(max_len=300, max_batch=4), 300)
+    engine = Engine(tiny(), None, Options(max_len=300, max_batch=4), tokens=300)
     batch = BatchServer(engine, 4)
 
     class HTTPServer:
@@ -871,7 +871,7 @@ def test_metrics_are_those_of_the_rounds_and_results(monkeypatch):
     times = dict(seconds_queued=0.25, seconds_to_first_token=0.75, seconds=2.0)
     metrics.observe({}, {request: Result("", [1], 0, finish_reason="stop", **times)})
     lines = metrics.render(
-        Engine(tiny(), None, Options(max_len=100, max_batch=1), 100).batcher
+        Engine(tiny(), None, Options(max_len=100, max_batch=1), tokens=100).batcher
     ).splitlines()
     label = 'model_name="a \\"b\\"\\\\"'
     numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -916,7 +916,7 @@ def test_the_state_is_streamed_while_somebody_listens(monkeypatch):
     async def scenario(app):
         body = {**GREEDY, "max_tokens": 250, "ignore_eos": True}
         async with Client(app, "GET", "/state") as client:
-            async with Client(app, "POST", COMPLETE, body):
+            async with Client(app, "POST", COMPLETE, body=body):
                 while b'data: {"running": 1}\n\n' not in client.parts:
                     await asyncio.sleep(0.001)
             assert (await ask(app, "GET", "/state"))[0] == 429

@@ -59,7 +59,7 @@ def check_picture(engine: Engine, picture: dict) -> None:
 def test_each_block_has_one_letter_in_every_step(model, lengths, memory):
     """A pool so small that texts wait, share, are preempted, and leave cached blocks."""
     engine = Engine(
-        model, load_draft("ngram", model), Options(max_len=140, max_batch=4), 16 * memory
+        model, load_draft("ngram", model), Options(max_len=140, max_batch=4), tokens=16 * memory
     )
     for request in requests(model, lengths, 20):
         engine.batcher.add(request)
@@ -76,7 +76,7 @@ def test_each_block_has_one_letter_in_every_step(model, lengths, memory):
 
 
 def test_a_batch_with_every_state_and_every_class(model):
-    engine = Engine(model, None, Options(max_len=300, max_batch=3), 16 * 30)
+    engine = Engine(model, None, Options(max_len=300, max_batch=3), tokens=16 * 30)
     engine.runner.budget = 20
     engine.runner.multi_step = 1
     made = requests(model, [40, 40, 40, 100, 5], 30)
@@ -99,7 +99,7 @@ def test_a_batch_with_every_state_and_every_class(model):
 
 
 def test_a_text_keeps_its_number_and_no_number_comes_again(model):
-    engine = Engine(model, None, Options(max_len=64, max_batch=2), 1000)
+    engine = Engine(model, None, Options(max_len=64, max_batch=2), tokens=1000)
     texts = TextNumbers()
     numbers = set()
     for seed in range(4):
@@ -118,7 +118,9 @@ def test_a_text_keeps_its_number_and_no_number_comes_again(model):
 
 
 def test_speculation_is_that_of_the_runner(model):
-    engine = Engine(model, load_draft("tiny-draft", model), Options(max_len=100, max_batch=4), 2000)
+    engine = Engine(
+        model, load_draft("tiny-draft", model), Options(max_len=100, max_batch=4), tokens=2000
+    )
     for request in requests(model, [9, 5, 30], 25):
         engine.batcher.add(request)
     for _ in range(4):
@@ -127,14 +129,14 @@ def test_speculation_is_that_of_the_runner(model):
     assert picture["num_tokens"] == 77
     assert 0 <= picture["acceptance"] == engine.runner.auto_gamma.alpha != 0.7
     assert [row["drafts"] for row in picture["requests"]] == [2, 2, 2]
-    plain = Engine(model, None, Options(max_len=100, max_batch=1), 200).batcher
+    plain = Engine(model, None, Options(max_len=100, max_batch=1), tokens=200).batcher
     assert snapshot(plain, 0, TextNumbers())["acceptance"] is None
 
 
 def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
     monkeypatch.setattr(state, "MAX_WAITING", 2)
     monkeypatch.setattr(state, "MAX_BLOCKS", 5)
-    engine = Engine(model, None, Options(max_len=100, max_batch=1), 2000)
+    engine = Engine(model, None, Options(max_len=100, max_batch=1), tokens=2000)
     for request in requests(model, [5] * 6, 5):
         engine.batcher.add(request)
     engine.batcher.step()
@@ -146,7 +148,7 @@ def test_a_long_queue_and_a_large_pool_are_cut_but_counted(model, monkeypatch):
 
 
 def test_other_caches_say_what_they_are(model):
-    engine = Engine(model, None, Options(max_len=64, max_batch=2, kv="contiguous"), 200)
+    engine = Engine(model, None, Options(max_len=64, max_batch=2, kv="contiguous"), tokens=200)
     made = requests(model, [5, 9], 5)
     for request in made:
         engine.batcher.add(request)
@@ -155,7 +157,7 @@ def test_other_caches_say_what_they_are(model):
     assert picture["cache"] == {"kind": "contiguous", "row_tokens": 64}
     rows = [row["blocks"] for row in picture["requests"]]
     assert sorted(rows) == [[0], [1]]
-    engine = Engine(model, None, Options(max_len=64, max_batch=1, use_cache=False), 0)
+    engine = Engine(model, None, Options(max_len=64, max_batch=1, use_cache=False), tokens=0)
     assert snapshot(engine.batcher, 0, TextNumbers())["cache"] == {"kind": "none"}
 
 
@@ -163,12 +165,12 @@ def test_other_caches_say_what_they_are(model):
 
 
 def test_the_page_reads_only_what_a_picture_has(model):
-    engine = Engine(model, None, Options(max_len=64, max_batch=1), 200)
+    engine = Engine(model, None, Options(max_len=64, max_batch=1), tokens=200)
     engine.batcher.add(requests(model, [5], 5)[0])
     engine.batcher.step()
     picture = snapshot(engine.batcher, 0, TextNumbers())
     contiguous = state.cache_state(
-        Engine(model, None, Options(max_len=64, max_batch=1, kv="contiguous"), 0).caches[0]
+        Engine(model, None, Options(max_len=64, max_batch=1, kv="contiguous"), tokens=0).caches[0]
     )
     script = PAGE[PAGE.index("// ---- The batch -") :]
     fields = {

@@ -158,7 +158,9 @@ class HeaderReader:
                 f"has rows of {columns} weights; of {type} it must be a multiple of {form.weights}",
             )
             nbytes = math.prod(dims) // form.weights * form.nbytes
-        return TensorInfo(self.file, tuple(dims[::-1]), type, self.number("Q"), nbytes)
+        return TensorInfo(
+            self.file, tuple(dims[::-1]), type, offset=self.number("Q"), nbytes=nbytes
+        )
 
     def read(self, size: int) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         """The metadata and the tensors of a file of this many bytes."""

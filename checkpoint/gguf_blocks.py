@@ -200,7 +200,7 @@ def unpack(type: str, blocks: Tensor) -> Quantized:
     values = values.flatten(1)
     scale = scale.flatten(1)
     K = values.shape[1]
-    return Quantized(8, values, scale, zero, K, form.group)
+    return Quantized(8, values, scale, zero=zero, columns=K, group=form.group)
 
 
 def unpermute(rows: Tensor, heads: int) -> Tensor:

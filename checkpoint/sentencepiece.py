@@ -154,7 +154,9 @@ def make_vocabulary(texts: TokenTexts, ranks: Ranks, space: Space, strips: bool)
     if not space.splits and any(SPACE in text.lstrip(SPACE) for text in ids):
         words = WHOLE_TEXT
     ids_of_bytes = [byte_ids[byte] for byte in range(256)]
-    return texts.vocabulary(decoded, SentencePiece(ranks, ids, ids_of_bytes, words, space), strips)
+    return texts.vocabulary(
+        decoded, SentencePiece(ranks, ids, ids_of_bytes, words=words, space=space), strips
+    )
 
 
 # ---- tokenizer.model

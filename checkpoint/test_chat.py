@@ -26,7 +26,7 @@ def encode(text: str, is_first: bool = True) -> list[int]:
 
 
 def template_of(file, source: str, added: dict[str, int] = {}, **named: str) -> ChatTemplate:
-    vocabulary = Vocabulary(file, {}, CONTROLS, added, prefix=[], named=named, merges=None)
+    vocabulary = Vocabulary(file, {}, CONTROLS, added=added, prefix=[], named=named, merges=None)
     return ChatTemplate(vocabulary, source)
 
 

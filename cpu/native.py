@@ -200,7 +200,7 @@ def as_quantized(weight: Tensor | Quantized) -> Quantized:
     """
     if isinstance(weight, Tensor):
         K = weight.shape[1]
-        weight = Quantized(16, weight, None, None, K, K)
+        weight = Quantized(16, weight, None, zero=None, columns=K, group=K)
     if weight.scale is None or weight.scale.shape[1] == 1:
         num_stretches = -(-weight.columns // STRETCH)
         return weight._replace(group=num_stretches * STRETCH)

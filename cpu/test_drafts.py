@@ -69,7 +69,9 @@ def drafts(
     requests = [
         Request(list(TEXT), Settings(seed=5 + i, max_tokens=20, **settings)) for i in range(texts)
     ]
-    round = Round(requests, [gamma] * texts, Drawing(250, coupled, coin), Place(dtype=llama.dtype))
+    round = Round(
+        requests, [gamma] * texts, Drawing(250, coupled, coin), target=Place(dtype=llama.dtype)
+    )
     chain = model_chain(llama, cache, seqs, [TEXT[-unread:]] * texts, round)
     proposal = None if one_by_one else llama.ops.chain(chain, round)
     one_call = proposal is not None
@@ -192,7 +194,7 @@ def head_round(
     generator = torch.Generator().manual_seed(1)
     f = torch.randn(len(tokens), head.config.hidden_size, generator=generator)
     request = Request(list(TEXT), Settings(temperature, seed=5, max_tokens=20), seq=seq)
-    round = Round([request], [k], Drawing(V, coupled), Place())
+    round = Round([request], [k], Drawing(V, coupled), target=Place())
     native_model = CPU.native_model if one_call else lambda *_: None
     with (
         mock.patch.object(CPU, "native_model", native_model),
@@ -201,7 +203,7 @@ def head_round(
         plain.side_effect = EAGLE_FORWARD
         z = head.rows(f, torch.tensor(tokens), cache.metadata(spans))
         newest = z[len(TEXT) - 1 :][:1]
-        drafted, q = fastest_draft(HeadChain(head, cache, round, newest.clone()), round)
+        drafted, q = fastest_draft(HeadChain(head, cache, round, newest=newest.clone()), round)
         _, num_found = cache.open(TEXT + [0] * 9)
         assert num_found <= len(TEXT)
     assert plain.called != one_call

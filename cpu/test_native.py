@@ -189,7 +189,7 @@ def test_attention_over_blocks_anywhere(data):
     for ops in (CPU(), PLAIN):
         keys, values = (poisoned((2, N, S, G, D), *kind) for kind in kinds)
         assert native.reads(keys, values)
-        cache = Cached(keys, values, torch.float32, S)
+        cache = Cached(keys, values, torch.float32, block_size=S)
         if sum(lengths) > T:
             before = [SequenceSlice(table, 0, start) for table, start, _ in slices]
             slots = AttentionMetadata(before, S, cache).slot_mapping.long()
@@ -225,7 +225,7 @@ def test_attention_of_a_token_is_the_same_to_the_bit_whatever_shares_its_pass(da
     def empty_cache() -> Cached:
         shape = (1, 2 * len(table), S, G, D)
         keys, values = (poisoned(shape, b, dtype, g) for b, g in zip(bits, (KEY_GROUP, None)))
-        return Cached(keys, values, dtype, S)
+        return Cached(keys, values, dtype, block_size=S)
 
     slices = []
     for b, n in enumerate(lengths):

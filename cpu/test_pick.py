@@ -138,7 +138,7 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
 
 
 def test_verifying_is_c_with_keyed_coins_alone():
-    round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), Place())
+    round = Round([Request([1], Settings(seed=0))], [2], Drawing(5), target=Place())
     p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
     coin = round.text_coin()

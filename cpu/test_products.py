@@ -176,7 +176,14 @@ def test_a_zero_that_all_groups_share_is_not_read():
     scale = torch.rand(N, 8).half()
     x = torch.randn(70, K)
     for zero in (8, 255, 256, -300):
-        q = Quantized(4, values, scale, torch.full((N, 8), zero, dtype=torch.int16), K, group)
+        q = Quantized(
+            4,
+            values,
+            scale,
+            zero=torch.full((N, 8), zero, dtype=torch.int16),
+            columns=K,
+            group=group,
+        )
         weight = CPU().pack_weight(Linear(q), torch.float32, "o")
         assert (weight.zero is None) == (abs(zero) <= 255)
         W = dequantize(*q, dtype=torch.float64)

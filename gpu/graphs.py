@@ -119,7 +119,7 @@ def empty_metadata(cache: Cache, bucket: Bucket) -> AttentionMetadata:
     It refers to the cache weakly, because the cache owns the recordings.
     """
     B, each, M = bucket
-    metadata = AttentionMetadata((), cache.block_size, proxy(cache), (B * each, B, M))
+    metadata = AttentionMetadata((), cache.block_size, proxy(cache), shape=(B * each, B, M))
     metadata = metadata.to(cache.device)
     metadata.num_new_tokens = [each] * B
     metadata.backend["longest"] = M * cache.block_size
@@ -214,7 +214,7 @@ class Passes:
         def run() -> None:  # without `self`, which holds it
             logits.copy_(llama.forward(tokens, metadata, None, features))
 
-        return RecordedPass(tokens, metadata, features, Recorded(run))
+        return RecordedPass(tokens, metadata, features, run=Recorded(run))
 
 
 # ---- Drafts --------------------------------------------------------------------------------------
@@ -332,5 +332,5 @@ class Drafts:
             torch.stack(picked, 1, out=drafted)
             drafted.masked_fill_(is_padding, -1)
 
-        self.rounds[key] = RecordedRound(inputs, first_metadata, drafted, q, Recorded(run))
+        self.rounds[key] = RecordedRound(inputs, first_metadata, drafted, q=q, run=Recorded(run))
         return self.rounds[key]

@@ -140,7 +140,7 @@ CASES = [  # new and past tokens, G, R, D, S, bits, contiguous, splits
 
 @pytest.mark.parametrize("new, past, G, R, D, S, bits, contiguous, splits", CASES)
 def test_attention_equals_the_reference(new, past, G, R, D, S, bits, contiguous, splits):
-    sequences = Sequences(new, past, G, R, D, S, bits, contiguous)
+    sequences = Sequences(new, past, G, R=R, D=D, S=S, bits=bits, contiguous=contiguous)
     with mock.patch("gpu.tuning.LEAST_KEYS", 1):
         out = sequences.attend(sequences.launches(splits))
     torch.testing.assert_close(out, sequences.expected(), atol=2e-5, rtol=2e-5)
@@ -151,7 +151,7 @@ def test_attention_equals_the_reference(new, past, G, R, D, S, bits, contiguous,
 def test_the_last_split_merges_whichever_it_is(order):
     from triton.runtime.interpreter import interpreter_builder
 
-    sequences = Sequences([22, 0, 3, 1], [70, 9, 30, 0], 2, 3, 64, 16, (16, 16))
+    sequences = Sequences([22, 0, 3, 1], [70, 9, 30, 0], 2, R=3, D=64, S=16, bits=(16, 16))
     launches = [Launch(1, 3, 16, 3), Launch(4, 22, 128, 3)]
     place = interpreter_builder.set_grid_idx
     with mock.patch("gpu.tuning.LEAST_KEYS", 1):
@@ -166,7 +166,7 @@ def test_the_last_split_merges_whichever_it_is(order):
 def test_zeros_and_scales_far_apart():
     """Keys that are all zero have a scale of 1e-30; others, far from 0, zeros of hundreds."""
     for bits in ((8, 8), (4, 4)):
-        sequences = Sequences([4], [60], 1, 2, 64, 16, bits)
+        sequences = Sequences([4], [60], 1, R=2, D=64, S=16, bits=bits)
         numbers = []
         for i, store in enumerate((sequences.k, sequences.v)):
             x = torch.randn(64, 1, 64) * torch.logspace(-6, 1, 64)[:, None, None]
@@ -204,7 +204,7 @@ def test_launches_fill_the_machine_from_shapes_alone():
     assert many.splits == 1  # 512 programs are 1.94 rounds
     assert plan([1] * 400, 8192)[0].splits == 1
     assert [launch.rows for launch in plan([5] * 4, 1024)] == [32]
-    few = Launch(1, 3, 16, plan([1, 3], 4096)[0].splits)
+    few = Launch(1, 3, 16, splits=plan([1, 3], 4096)[0].splits)
     assert plan([1, 2000, 3, 0], 4096) == [few, Launch(4, 2000, 128, 1)]
     assert plan([0, 0], 10) == []
     for count in range(1, 70):  # the last round is nearly full
@@ -338,7 +338,9 @@ def test_16_bits_on_a_gpu(bits):
         for D in (64, 80, 128):
             for contiguous in (False, True):
                 for dtype in (torch.bfloat16, torch.float16):
-                    sequences = Sequences(new, past, 8, 4, D, 16, bits, contiguous, dtype)
+                    sequences = Sequences(
+                        new, past, 8, R=4, D=D, S=16, bits=bits, contiguous=contiguous, dtype=dtype
+                    )
                     expected = sequences.expected()
                     for splits in (0, 5):
                         error = sequences.attend(sequences.launches(splits)).float() - expected

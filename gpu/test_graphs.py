@@ -266,7 +266,10 @@ def draft(
     seqs = [kv.open(())[0] for _ in requests]
     coin = coin_of(llama.ops)
     round = Round(
-        requests, [k] * len(seqs), Drawing(67, coupled, coin), Place(DEVICE, dtype, llama.ops)
+        requests,
+        [k] * len(seqs),
+        Drawing(67, coupled, coin),
+        target=Place(DEVICE, dtype, llama.ops),
     )
     return fastest_draft(model_chain(llama, kv, seqs, unread, round), round)
 
@@ -347,7 +350,7 @@ def test_drafts_beside_a_grammar_are_made_one_by_one_with_its_masks():
         grammars, grammars.compile(Grammar("regex", "[AB]C[DE]")), []
     )
     seqs = [kv.open(())[0] for _ in requests]
-    round = Round(requests, [3, 3], Drawing(67, make_coin=coin_of(llama.ops)), llama)
+    round = Round(requests, [3, 3], Drawing(67, make_coin=coin_of(llama.ops)), target=llama)
     with recorded(), mock.patch.object(graphs.Drafts, "__call__", side_effect=AssertionError):
         drafted, q = fastest_draft(model_chain(llama, kv, seqs, [[1], [1]], round), round)
     assert b"".join(spelled[id] for id in drafted[1].tolist()) in (b"ACD", b"ACE", b"BCD", b"BCE")

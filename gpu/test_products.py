@@ -128,7 +128,7 @@ def test_whole_numbers_add_up_exactly(bits, group, zeros, T, dtype):
     else:
         values = torch.randint(0, 256, (N, K // 2)).to(torch.uint8)
         zero = torch.randint(*zeros, (N, M)).to(torch.int16)
-    q = Quantized(bits, values, torch.ones(N, M).bfloat16(), zero, K, group)
+    q = Quantized(bits, values, torch.ones(N, M).bfloat16(), zero=zero, columns=K, group=group)
     x = torch.zeros(T, K).scatter_(1, torch.randint(K, (T, 3)), 1).to(dtype)
     x[:, ::7] = 0.5
     if zeros[0] > 99:

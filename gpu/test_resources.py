@@ -65,7 +65,7 @@ def multiply_fp8() -> None:
     """And inputs rounded to FP8, too."""
     values = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty(4096, 1, dtype=torch.bfloat16, device="meta")
-    weight = Stored.of(Linear(Quantized("fp8", values, scale, None, 4096, 4096)))
+    weight = Stored.of(Linear(Quantized("fp8", values, scale, zero=None, columns=4096, group=4096)))
     for T in (1, 64):
         x = torch.empty(T, 4096, dtype=torch.bfloat16, device="meta")
         stored_product(x, weight)

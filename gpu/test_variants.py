@@ -142,7 +142,9 @@ def engine(
         llama = random_llama(draft_bits, ops, vocab_size=272)
         kind = SelfDrafter if draft_bits == 4 else ModelDrafter
         draft = Draft(partial(kind, llama), (llama,), kind is ModelDrafter)
-    return Engine(model, draft, Options(max_len=640, max_batch=max_batch, kv_bits=kv_bits), 6400)
+    return Engine(
+        model, draft, Options(max_len=640, max_batch=max_batch, kv_bits=kv_bits), tokens=6400
+    )
 
 
 @pytest.mark.parametrize("records", [True, False])

@@ -162,14 +162,25 @@ def plan_product(
         registers = None
         if kind == 4 and rows == 16 and piece > 32:
             registers = 80  # three programs at a time, as fit into the shared memory
-        return Cut(rows, 8, piece, columns // piece, 1, 8, stages, registers)
+        return Cut(
+            rows,
+            8,
+            piece,
+            at_once=columns // piece,
+            shares=1,
+            num_warps=8,
+            num_stages=stages,
+            registers=registers,
+        )
     cols = max(16, triton.next_power_of_2(T))
     tiles = triton.cdiv(N, 128)
     most_shares = triton.cdiv(K, piece) // 2
     shares = 1
     if is_on("splits"):
         shares = max(1, min(2 * processors // tiles, most_shares))
-    return Cut(128, cols, piece, 1, shares, 4 if cols < 64 else 8, 4)
+    return Cut(
+        128, cols, piece, at_once=1, shares=shares, num_warps=4 if cols < 64 else 8, num_stages=4
+    )
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -196,11 +207,11 @@ def plan_launches(
     if few:
         rows = max(16, triton.next_power_of_2(most * R))
         splits = count_splits(len(few) * G, longest, 2 * processors)
-        launches.append(Launch(1, most, rows, splits))
+        launches.append(Launch(1, most, rows, splits=splits))
     if many:
         tiles = sum(triton.cdiv(n * R, 128) for n in many)
         splits = count_splits(tiles * G, longest, processors)
-        launches.append(Launch(most + 1, max(many), 128, splits))
+        launches.append(Launch(most + 1, max(many), 128, splits=splits))
     return launches
 
 
