@@ -3,7 +3,7 @@
     python bench.py --target NAME --draft NAME --draft NAME … --prompts FILE
 
 Each prompt is told plainly, then with each draft and each γ, one text at a time, in turns: in
-float32 and in INT8, at temperature 0 and 1. A draft has the target's bits, or --draft-bits.
+float32, INT8 and INT4, at temperature 0 and 1. A draft has the target's bits, or --draft-bits.
 
 Invariant: at temperature 0 all texts of a prompt are the plain one, but for what rounding moves:
 `same texts` counts them.
@@ -32,7 +32,7 @@ from speculative import Proposal, Round
 
 Row = dict[str, Any]
 Key = tuple[str, str, float, int | None]  # target, draft, temperature, γ
-WIDTHS = {"float32": 16, "INT8": 8}
+WIDTHS = {"float32": 16, "INT8": 8, "INT4": 4}
 MOST = 4  # positions of a round whose acceptance is told
 
 
