@@ -41,19 +41,19 @@ def test_figures_of_known_rounds():
     assert drafts.row_of(None, 1.0, texts)["gamma"] == "auto: 2.0"
 
 
-def test_every_draft_is_measured_at_both_temperatures_in_both_widths(tmp_path):
+def test_every_draft_is_measured_at_both_temperatures_in_all_widths(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
     effort = Effort(gammas=(2,), num_tokens=8)
     rows = drafts.drafts(effort, "tiny", ["tiny-eagle", "ngram"], file)
-    assert len(rows) == 2 * 2 * 2 * 2
+    assert len(rows) == 3 * 2 * 2 * 2
     row = rows["tiny, float32, tiny-eagle, T 0, 2"]
     assert row["same_texts"] == row["texts"] == 1
     assert row["tokens_per_round"] > 1 and row["speed_up"] > 0 and row["draft_cost"] > 0
     with mock.patch.object(drafts, "load_draft", wraps=drafts.load_draft) as load:
         names = drafts.drafts(effort, "tiny", ["tiny-eagle"], file, 4)
-    assert [call.kwargs for call in load.call_args_list] == [{"bits": 4}] * 2
-    assert len(names) == 8 and all(", tiny-eagle, --draft-bits 4, T " in name for name in names)
+    assert [call.kwargs for call in load.call_args_list] == [{"bits": 4}] * 3
+    assert len(names) == 12 and all(", tiny-eagle, --draft-bits 4, T " in name for name in names)
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="line 2"):
         drafts.prompts_of(file)
