@@ -12,8 +12,10 @@ H is the Hessian of each row.
 
         e = (w_k − q_k) / U_kk,      w_j ← w_j − e U_kj   for j > k
 
-    A group's grid is chosen just before its first column is rounded. A row that GPTQ makes worse is
-    rounded to nearest.
+    Columns are rounded in descending order of H_kk, their inputs' energy, so that the errors that
+    count most have the most columns left to compensate them. The grids are those of W, chosen
+    before (static groups): columns stay in their places, and a folder needs no order. A row that
+    GPTQ makes worse is rounded to nearest.
   - AWQ rounds to nearest, but multiplies each input channel by a scale s first: W diag(s) is
     rounded, and 1 / s is folded into the weight before: a norm's, v_proj's rows before o_proj,
     up_proj's before down_proj. s = (mean |x|)^a, with the a from 0 (no scale) to 1, of a few
@@ -29,7 +31,7 @@ holds the model and one layer more.
 
 Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than by
 rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a product. Not
-covered: act-order, AWQ's clipping.
+covered: AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
 2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
@@ -53,9 +55,10 @@ from checkpoint.progress import progress_bar
 from kernels import Linear
 from kvcache import AttentionMetadata
 from model import Layer, Llama, Rope
-from quant import FORMATS, Kind, Quantized, quantize, rounded_product
+from quant import FORMATS, Kind, Quantized, quantize, rounded_product, spread
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
+LIMITS = {8: (-127, 127), 4: (0, 15)}  # the least and the largest integer of these bits
 BLOCK = 128  # columns that GPTQ rounds before it moves the columns right of them
 CANDIDATES = 10  # values of a that AWQ and SmoothQuant try
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -84,45 +87,50 @@ def gptq(
     """
     rounded = quantize(w, bits, group)
     hessian = hessian.to(w.dtype)
-    U = inverse_factor(hessian)
-    moved = w.clone()
+    order = hessian.diagonal().argsort(descending=True, stable=True)  # [K]
+    U = inverse_factor(hessian[order][:, order])
+    scale, zero = column_grids(rounded, w)
+    moved = w[:, order]
     q = torch.empty_like(w)
-    grids = [rounded]  # 8 bits: a row has one scale
-    block = group if bits == 4 else BLOCK
-    for start in range(0, w.shape[1], block):
-        columns = slice(start, start + block)
-        later = slice(start + block, None)
-        part = moved[:, columns]
-        if bits == 4:
-            grids.append(quantize(part, bits, group))
-        q[:, columns], e = round_block(part, grids[-1], U[columns, columns])
+    for start in range(0, w.shape[1], BLOCK):
+        columns = slice(start, start + BLOCK)
+        later = slice(start + BLOCK, None)
+        places = order[columns]
+        q[:, places], e = round_block(
+            moved[:, columns], scale[:, places], zero[:, places], bits, U[columns, columns]
+        )
         moved[:, later] -= e @ U[columns, later]
     compensated = rounded._replace(values=FORMATS[bits].encode(q))
-    if bits == 4:
-        scale = torch.cat([grid.scale for grid in grids[1:]], 1)
-        zero = torch.cat([grid.zero for grid in grids[1:]], 1)
-        compensated = compensated._replace(scale=scale, zero=zero)
     return better_rows(w, hessian, compensated, rounded)
 
 
-def round_block(w: Tensor, grid: Quantized, U: Tensor) -> tuple[Tensor, Tensor]:
+def column_grids(rounded: Quantized, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and the zero of each number of W: [N, K] each, in w's dtype."""
+    scale = spread(rounded.scale, rounded.group, w).to(w.dtype)
+    zero = torch.zeros_like(w)
+    if rounded.zero is not None:
+        zero += spread(rounded.zero, rounded.group, w)
+    return scale.expand_as(w), zero
+
+
+def round_block(
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bits: int,
+    U: Tensor,
+) -> tuple[Tensor, Tensor]:
     """GPTQ on a block of S columns -> its integers, and the e of each column: [N, S] each.
 
-    w: [N, S]. grid: its scale and zero are those of the block. U: [S, S], the block's."""
-    scale = grid.scale[:, 0].to(w.dtype)  # [N]
-    zero = 0
-    low = -127
-    high = 127
-    if grid.zero is not None:  # 4 bits
-        zero = grid.zero[:, 0]  # [N]
-        low = 0
-        high = 15
+    w, scale, zero: [N, S]. U: [S, S], the block's.
+    """
+    low, high = LIMITS[bits]
     w = w.clone()
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):
-        q[:, k] = ((w[:, k] / scale).round() + zero).clamp(low, high)
-        rounded = (q[:, k] - zero) * scale  # [N]
+        q[:, k] = ((w[:, k] / scale[:, k]).round() + zero[:, k]).clamp(low, high)
+        rounded = (q[:, k] - zero[:, k]) * scale[:, k]  # [N]
         e[:, k] = (w[:, k] - rounded) / U[k, k]
         w[:, k + 1 :] -= e[:, k].outer(U[k, k + 1 :])
     return q, e

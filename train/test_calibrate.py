@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from conftest import SMALL
+from conftest import ROOT, SMALL
 from errors import UserError
 from kernels import Linear
 from model import Llama
 from quant import Quantized, dequantize, quantize, rounded_product, unpack4
+from tokenizer import Tokenizer
 from train import calibrate
 from train.calibrate import (
     DAMP,
@@ -47,25 +48,25 @@ def weight(N: int, K: int, seed: int, dtype=torch.float64) -> torch.Tensor:
 
 
 def slow_gptq(w: torch.Tensor, hessian: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """The paper's algorithm in float64: each column is rounded, then leaves the inverse Hessian."""
+    """The paper's algorithm in float64, in descending order of H's diagonal, on the grids of W.
+
+    Each column is rounded, then leaves the inverse Hessian.
+    """
+    plain = quantize(w, bits, group)
     w, (N, K) = w.clone(), w.shape
     inverse = torch.linalg.inv(
         hessian + DAMP * hessian.diagonal().mean() * torch.eye(K, dtype=w.dtype)
     )
-    integers, scale, zero = torch.empty(N, K), quantize(w, 8).scale[:, 0], torch.zeros(N)
-    for k in range(K):
-        if bits == 4 and k % group == 0:
-            of_group = quantize(w[:, k : k + group], 4, group)
-            scale, zero = of_group.scale[:, 0], of_group.zero[:, 0]
+    integers = torch.empty(N, K)
+    low, high = (-127, 127) if bits == 8 else (0, 15)
+    for k in sorted(range(K), key=lambda k: -hessian[k, k].item()):
         for row in range(N):
-            s, z = scale[row].item(), zero[row].item()
-            q = min(
-                max(round(w[row, k].item() / s) + z, -127 if bits == 8 else 0),
-                127 if bits == 8 else 15,
-            )
+            s = plain.scale[row, k // plain.group].item()
+            z = 0 if plain.zero is None else plain.zero[row, k // plain.group].item()
+            q = min(max(round(w[row, k].item() / s) + z, low), high)
             integers[row, k] = q
             error = (w[row, k].item() - (q - z) * s) / inverse[k, k].item()
-            w[row, k + 1 :] -= error * inverse[k, k + 1 :]
+            w[row] -= error * inverse[k]  # 0 for columns that have left
         inverse = (
             inverse - inverse[:, k : k + 1] @ inverse[k : k + 1] / inverse[k, k]
         )  # column and row k are 0 now
@@ -78,17 +79,17 @@ def integers(q: Quantized) -> torch.Tensor:
 
 def test_gptq_gives_the_integers_of_the_plain_algorithm(monkeypatch):
     monkeypatch.setattr(calibrate, "better_rows", lambda w, hessian, new, rounded: new)
-    cases = [(4, 40, 32, 1), (4, 33, 8, 1), (4, 24, 24, 1), (4, 37, 128, 1)]
+    cases = [(4, 40, 32, 16), (4, 33, 8, 5), (4, 24, 24, 128), (4, 37, 128, 1)]
     cases += [(8, 40, 32, 16), (8, 25, 1, 128), (8, 26, 1, 1)]
     for seed, (bits, K, group, block) in enumerate(cases):
-        monkeypatch.setattr(calibrate, "BLOCK", block)  # of 8 bits
+        monkeypatch.setattr(calibrate, "BLOCK", block)
         w = weight(6, K, seed)
         x = inputs(3 * K, K, seed)
         hessian = 2 * x.T @ x
         q = gptq(w, hessian, bits, group)
         assert torch.equal(integers(q), slow_gptq(w, hessian, bits, group))
         assert not torch.equal(q.values, quantize(w, bits, group).values)
-        assert q.scale.shape == quantize(w, bits, group).scale.shape
+        assert torch.equal(q.scale, quantize(w, bits, group).scale)
 
 
 @given(
@@ -134,6 +135,23 @@ def test_gptq_is_better_where_channels_depend_on_each_other(bits):
         errors(w - dequantize(*q), h).sum() for q in (gptq(w, h, bits, 32), quantize(w, bits, 32))
     )
     assert found < 0.75 * rounded
+
+
+@torch.inference_mode()
+def test_columns_of_most_energy_come_first():
+    """On tiny's first layer and its stories: twice as much of the error stays in another order."""
+    stories = (
+        (ROOT / "models/tiny/README.md").read_text(encoding="utf-8").split("## Ten samples")[1]
+    )
+    llama = Llama.load("tiny", "cpu", torch.float32, trainable=True)
+    text = torch.tensor(Tokenizer.load(ROOT / "models/tiny").prompt(stories)[:512])
+    seen = observe(llama, llama.layers[0], [first_input(llama, text)])
+    for name in ("qkv", "down"):
+        w, h = getattr(llama.layers[0], name).weight, seen[name].hessian
+        found, rounded = (
+            errors(w - dequantize(*q), h).sum() for q in (gptq(w, h, 4), quantize(w, 4))
+        )
+        assert found < {"qkv": 0.16, "down": 0.075}[name] * rounded
 
 
 def test_errors_are_those_of_the_output():
