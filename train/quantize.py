@@ -173,7 +173,12 @@ def measure_or_store(args: argparse.Namespace) -> None:
     else:
         length = min(1024, config.max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, 8192 // length)
-        methods = METHODS if calibration else METHODS[:1]
+        methods = METHODS[:1]
+        texts_named = f"measured on {args.table}"
+        if calibration:
+            methods = METHODS
+            texts_named += f", calibrated on {args.data}"
+        write(texts_named + "\n")
         recipes = perplexity.recipes(methods)
         perplexity.table(args.name, texts, calibration, recipes, args.device)
 

@@ -69,9 +69,12 @@ def test_perplexity_is_that_of_decoding_with_these_kv_bits(llama, monkeypatch):
 
 def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     (text := tmp_path / "text").write_text("Some text of a few words, again and again. " * 4)
-    flags = (folder, "--table", text, "--data", text)
+    (data := tmp_path / "data").write_text("Other words, a few of them. " * 9)
+    flags = (folder, "--table", text, "--data", data)
     assert quantize.main([str(flag) for flag in flags]) == 0
-    lines, widths = capsys.readouterr().out.splitlines(), len(WIDTHS)
+    named, *lines = capsys.readouterr().out.splitlines()
+    assert named == f"measured on {text}, calibrated on {data}"
+    widths = len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
     others = ["FP8 rtn", "NF4 rtn, groups of 64", "W8A8 rtn", "W8A8 smoothquant"]
     fours = [
