@@ -4,7 +4,9 @@ What counts is not |W − Q| but the error of the output, for the inputs X [T, K
 
     error(Q) = |X (W − Q)ᵀ|² = Σ over rows d of W − Q of d H dᵀ / 2,    H = 2 XᵀX: [K, K]
 
-H is the Hessian of each row.
+H is the Hessian of each row. Heads that look for nothing attend to the first token of a text, an
+attention sink: an error of its key or value reaches every token, which a mean over tokens does not
+see. So in H a text's first token counts as SINK times all its tokens.
 
   - GPTQ rounds one column after the other, and after each moves the columns that are not rounded
     yet, to compensate its error. With the upper Cholesky factor U of H⁻¹ (UᵀU = H⁻¹), the best move
@@ -29,12 +31,13 @@ The methods need H, mean |x| and max |x| of each product's inputs, and some inpu
 model is quantized layer by layer, with the inputs that the quantized layers before make: memory
 holds the model and one layer more.
 
-Invariant: on the calibration text, no row of a GPTQ product and no AWQ product is worse than by
-rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a product. Not
-covered: AWQ's clipping.
+Invariant: by this H of the calibration text, no row of a GPTQ product and no AWQ product is worse
+than by rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a
+product. Not covered: AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
 2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
+Attention sinks: Xiao et al. 2023 (2309.17453).
 
     W: [N, K] · X: [T, K] inputs of T calibration tokens · H: [K, K]
     G key/value heads · D head size · F intermediate size · C model width
@@ -58,6 +61,7 @@ from model import Layer, Llama, Rope
 from quant import FORMATS, Kind, Quantized, quantize, rounded_product, spread
 
 DAMP = 0.1  # share of its mean added to H's diagonal; the paper: 0.01, 16 times the text
+SINK = 0.5  # weight of a text's first token over that of all its tokens
 LIMITS = {8: (-127, 127), 4: (0, 15)}  # the least and the largest integer of these bits
 BLOCK = 128  # columns that GPTQ rounds before it moves the columns right of them
 CANDIDATES = 10  # values of a that AWQ and SmoothQuant try
@@ -172,14 +176,15 @@ class Moments:
     """The statistics of a product's inputs that calibration needs."""
 
     def __init__(self, columns: int, device: torch.device | str = "cpu"):
-        self.hessian = torch.zeros(columns, columns, device=device)  # Σ 2 xᵀx: [K, K]
+        self.hessian = torch.zeros(columns, columns, device=device)  # H: [K, K]
         self.magnitude = torch.zeros(columns, device=device)  # Σ |x|: [K]
         self.largest = torch.zeros(columns, device=device)  # max |x|: [K]
         self.sample = torch.zeros(0, columns, device=device)  # every eighth token's: [., K]
 
-    def add(self, x: Tensor) -> None:  # [T, K]
+    def add(self, x: Tensor) -> None:  # [T, K], of a text
         x = x.float()
         self.hessian.addmm_(x.T, x, alpha=2)
+        self.hessian.addr_(x[0], x[0], alpha=2 * SINK * len(x))
         self.magnitude += x.abs().sum(0)
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
         self.sample = torch.cat((self.sample, x[::8]))
