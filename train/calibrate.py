@@ -158,15 +158,14 @@ def better_rows(
     new: Quantized,
     rounded: Quantized,
 ) -> Quantized:
-    """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN)."""
+    """Row by row, `new` where its error is smaller, else `rounded` (also where an error is NaN).
+
+    Both have the same grids.
+    """
     new_errors = errors(w - new.dequantize(w.dtype), hessian)
     rounded_errors = errors(w - rounded.dequantize(w.dtype), hessian)
     better = (new_errors < rounded_errors)[:, None]  # [N, 1]
-    fields = [
-        torch.where(better, ours, theirs) if isinstance(ours, Tensor) else ours
-        for ours, theirs in zip(new, rounded)
-    ]
-    return Quantized(*fields)
+    return rounded._replace(values=torch.where(better, new.values, rounded.values))
 
 
 # ---- AWQ and SmoothQuant -------------------------------------------------------------------------
