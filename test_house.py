@@ -249,7 +249,7 @@ def test_a_token_visits_few_pages(draft, most, monkeypatch):
     """A step after the prompt, and a round of speculation, as plain torch computes them."""
     monkeypatch.setenv("LLAMA_PLAIN", "1")
     model = Model.load("tiny", "cpu", torch.float32)
-    engine = Engine(model, load_draft(draft, model), Options(max_len=100, max_batch=1), 200)
+    engine = Engine(model, load_draft(draft, model), Options(max_len=100, max_batch=1), tokens=200)
     settings = Settings(1.0, seed=1, max_tokens=40, gamma=3)
     engine.batcher.add(Request(model.encode("Once upon a time"), settings, model.eos_token_ids))
     for _ in range(2):

@@ -336,7 +336,7 @@ def first_input(llama: Llama, text: Tensor) -> LayerInput:
     """What the first layer reads of a text: int64[T]."""
     metadata = AttentionMetadata.without_cache(1, len(text)).to(llama.device)
     x = llama.ops.embed(text.to(llama.device), llama.embed, llama.dtype)
-    return LayerInput(x, None, llama.rope(metadata.positions), metadata)
+    return LayerInput(x, None, llama.rope(metadata.positions), metadata=metadata)
 
 
 def next_input(llama: Llama, layer: Layer, text: LayerInput) -> LayerInput:

@@ -379,7 +379,7 @@ def distill(args: argparse.Namespace) -> None:
         overlap=args.overlap,
     )
     show("before", evaluate(student, held_out, target))
-    training = Training(student, text, target, sampled, recipe)
+    training = Training(student, text, target, sampled=sampled, recipe=recipe)
     training.run(out / "training.pt")
     show("after", evaluate(student, held_out, target))
     save_model(student, out)

@@ -112,7 +112,7 @@ def tell_texts(model: Model, requests: Sequence[Request], file: Path, length: in
             )
     index = {request: i for i, request in enumerate(requests) if i not in texts}
     batch = min(64, max(1, len(index)))
-    engine = Engine(model, None, Options(max_len=length, max_batch=batch), batch * length)
+    engine = Engine(model, None, Options(max_len=length, max_batch=batch), tokens=batch * length)
     bar = progress_bar(desc="telling", total=len(requests), initial=len(texts), unit="text")
     with file.open("a") as lines, bar:
         for request, _ in engine.batcher.run(list(index)):
@@ -338,7 +338,7 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
         quantization=None,
     )
     layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice
-    config = EagleConfig(layer, len(tokens), c.hidden_size, tuple(layers))
+    config = EagleConfig(layer, len(tokens), c.hidden_size, feature_layers=tuple(layers))
     head = EagleHead(config, target, target.device, seed=seed)
     offsets = tokens - torch.arange(len(tokens))
     head.offsets.copy_(offsets)
@@ -400,7 +400,7 @@ def train(args: argparse.Namespace) -> None:
     per_epoch = batches(learned, args.batch)
     num_steps = args.epochs * len(per_epoch)
     recipe = Hyperparameters(steps=num_steps, decay=1.0, overlap=args.overlap)
-    training = HeadTraining(head, per_epoch, recipe, args.unroll, args.autocast)
+    training = HeadTraining(head, per_epoch, recipe, num_steps=args.unroll, autocast=args.autocast)
     training.run(out / "training.pt")
     say(evaluate_head(head, batches(held_out, args.batch), args.unroll))
     save_head(head, out, args.target)

@@ -62,7 +62,9 @@ def main() -> None:
     show("before", evaluate(llama, held_out, llama, 128, 8))
     show("merged", evaluate(merged, held_out, llama, 128, 8))
     recipe = Hyperparameters(steps=10, batch=4, length=128, warmup=1, overlap=0)
-    training = Training(merged, None, llama, sample_corpus(llama, 16, 129, end, seed=1), recipe)
+    training = Training(
+        merged, None, llama, sampled=sample_corpus(llama, 16, 129, end, seed=1), recipe=recipe
+    )
     for _ in range(recipe.steps):
         training.step()
     show("after 10 steps", evaluate(merged, held_out, llama, 128, 8))

@@ -117,7 +117,7 @@ def table(
             bits = WIDTHS[width]
             token_bytes = cache_bytes(llama, 1024, bits) / 1024
             loss = perplexity(llama, texts, bits, author)
-            rows.append(Row(how, width, weight_bytes, token_bytes, loss))
+            rows.append(Row(how, width, weight_bytes, token=token_bytes, perplexity=loss))
             print(row_text(rows[-1], rows[0]), flush=True)
     return rows
 

@@ -162,7 +162,9 @@ def parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_or_store(args: argparse.Namespace) -> None:
     source = find_folder(args.name)
     activations = args.activations or (8 if args.method == "smoothquant" else 16)
-    how = Quantization(args.bits, args.group, args.head_bits, args.method, activations)
+    how = Quantization(
+        args.bits, args.group, args.head_bits, method=args.method, activations=activations
+    )
     config = Config.load(source).quantized(how)  # refuses a model that is quantized
     args.device = find_device(args.device)
     calibration = []

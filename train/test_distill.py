@@ -49,7 +49,11 @@ def training(seed: int = 1, target: Llama | None = None, **recipe: float) -> Tra
     sampled = None if target is None else sample_corpus(target, 4, 40, END, 0)
     recipe = dict(steps=8, batch=2, length=16, warmup=2) | recipe
     return Training(
-        new_model(CONFIG, seed), some_text(), target, sampled, Hyperparameters(**recipe)
+        new_model(CONFIG, seed),
+        some_text(),
+        target,
+        sampled=sampled,
+        recipe=Hyperparameters(**recipe),
     )
 
 
@@ -196,7 +200,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, imitates: bool) 
 def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     training().save(tmp_path / "state")
     config = replace(CONFIG, num_hidden_layers=1)
-    other = Training(new_model(config, 1), some_text(), None, None, Hyperparameters())
+    other = Training(
+        new_model(config, 1), some_text(), None, sampled=None, recipe=Hyperparameters()
+    )
     with pytest.raises(UserError, match="another shape"):
         other.resume(tmp_path / "state")
 

@@ -82,7 +82,9 @@ def training(**recipe) -> HeadTraining:
     target = random_llama(1, ops=Ops(), dtype=torch.float32, scale=1.0)
     head = new_head(target, torch.arange(0, 261, 2), 28, seed=2)
     texts = batches([Text([*range(i, i + 12)], 0) for i in range(16)], 2)
-    return HeadTraining(head, texts, Hyperparameters(**{"steps": 6, "warmup": 1} | recipe), 2)
+    return HeadTraining(
+        head, texts, Hyperparameters(**{"steps": 6, "warmup": 1} | recipe), num_steps=2
+    )
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):

@@ -63,7 +63,7 @@ def test_quantized_folder_is_the_model_with_rounded_weights(tmp_path, shape):
         assert run(folder, *flags, *grouped) == 0
         expected = rounded(folder, Quantization(bits, group, head))(text)
         small = Llama.load(out, "cpu", torch.float64)
-        assert small.config.quantization == Quantization(bits, group, head, "rtn")
+        assert small.config.quantization == Quantization(bits, group, head, method="rtn")
         torch.testing.assert_close(small(text), expected, rtol=1e-9, atol=1e-9)
         fast = Llama.load(out, "cpu")
         assert fast.dtype == torch.float32
