@@ -126,10 +126,9 @@ def round_block(
 ) -> tuple[Tensor, Tensor]:
     """GPTQ on a block of S columns -> its integers, and the e of each column: [N, S] each.
 
-    w, scale, zero: [N, S]. U: [S, S], the block's.
+    w, scale, zero: [N, S]; w is overwritten. U: [S, S], the block's.
     """
     low, high = LIMITS[bits]
-    w = w.clone()
     q = torch.empty_like(w)
     e = torch.empty_like(w)
     for k in range(w.shape[1]):

@@ -176,11 +176,10 @@ def measure_or_store(args: argparse.Namespace) -> None:
         length = min(1024, config.max_position_embeddings)
         texts = pieces(args.table, Tokenizer.load(source), length, 8192 // length)
         methods = METHODS[:1]
-        texts_named = f"measured on {args.table}"
+        write(f"measured on {args.table}\n")
         if calibration:
             methods = METHODS
-            texts_named += f", calibrated on {args.data}"
-        write(texts_named + "\n")
+            write(f"calibrated on {args.data}\n")
         recipes = perplexity.recipes(methods)
         perplexity.table(args.name, texts, calibration, recipes, args.device)
 

@@ -72,8 +72,8 @@ def test_the_command_prints_a_line_for_each(folder, llama, tmp_path, capsys):
     (data := tmp_path / "data").write_text("Other words, a few of them. " * 9)
     flags = (folder, "--table", text, "--data", data)
     assert quantize.main([str(flag) for flag in flags]) == 0
-    named, *lines = capsys.readouterr().out.splitlines()
-    assert named == f"measured on {text}, calibrated on {data}"
+    measured, calibrated, *lines = capsys.readouterr().out.splitlines()
+    assert (measured, calibrated) == (f"measured on {text}", f"calibrated on {data}")
     widths = len(WIDTHS)
     kinds = [line[:30].strip() for line in lines[2:]]
     others = ["FP8 rtn", "NF4 rtn, groups of 64", "W8A8 rtn", "W8A8 smoothquant"]
