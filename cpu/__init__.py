@@ -31,7 +31,7 @@ from drafters import Chain, ModelChain
 from eagle import EagleHead, HeadChain
 from kernels import Linear, Ops, rotated
 from quant import Quantized
-from sampling import Keyed, Setting, check_tokens
+from sampling import Keyed, Setting, check_tokens, column
 from settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -99,11 +99,25 @@ class CPU(Ops):
     # ---- Sampling
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
-        temperature = settings.get("temperature")
-        is_alone = len(settings) == 1 and temperature is not None
-        if not is_alone or not logits.numel() or not native.serves(logits):
+        """Rows without filters are C's, whatever filters the rows beside them have."""
+        if not logits.numel() or not native.serves(logits):
             return super().probabilities(logits, masked, **settings)
-        return native.softmax(logits, temperature, masked)
+        temperature = settings.get("temperature")
+        if temperature is None:
+            temperature = SETTINGS["temperature"]
+        asked = []  # by each filter: bool[B, 1]
+        for name, neutral in SETTINGS.items():
+            value = settings.get(name)
+            if name != "temperature" and value is not None:
+                asked.append(column(value, logits) != neutral)
+        if not asked:
+            return native.softmax(logits, temperature, masked)
+        is_free = ~torch.cat(asked, 1).any(1)  # bool[B]
+        temperature = column(temperature, logits)
+        probs = super().probabilities(logits, masked, **settings)
+        if is_free.any():
+            probs[is_free] = native.softmax(logits[is_free], temperature[is_free], masked)
+        return probs
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():

@@ -1,0 +1,245 @@
+"""Equal bits, end to end: a row of logits is a function of the text before it, to the bit, whatever
+shares its passes; and so is what is drawn from it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batcher import Batcher
+from checkpoint.config import Config
+from checkpoint.formats import Quantization
+from checkpoint.load import fill_model
+from conftest import SMALL
+from cpu import CPU, native
+from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
+from eagle import EagleDrafter
+from kvcache import Cache, KVCache
+from model import Llama
+from paged import PagedCache
+from quant import WIDTHS
+from request import Request, Settings
+from runner import ModelRunner, ScheduledRequest
+from speculative import Drawing, Proposal, Round
+from test_eagle import random_head
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
+V = 259  # tokens that can be drawn, of 261
+LONGEST = 130
+WEIGHTS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")
+Rows = dict[tuple[int, ...], Tensor]  # a text -> the row after it
+
+
+def random_model(weights: Any, dtype: torch.dtype = torch.float32, **config: Any) -> Llama:
+    """So large weights that logits differ. weights: a dtype, or bits."""
+    plain = Llama(Config(**SMALL | dict(max_position_embeddings=LONGEST) | config), seed=7)
+    tensors = plain.named_tensors()
+    for name, tensor in tensors.items():
+        tensor.mul_(1 if "norm" in name else 8)
+    how = dict(dtype=dtype, seed=None, ops=CPU())
+    if isinstance(weights, torch.dtype):
+        llama = Llama(plain.config, weight_dtype=weights, **how)
+    else:
+        llama = Llama(plain.config.quantized(Quantization(weights)), **how)
+    fill_model(llama, tensors.items())
+    return llama.pack_weights()
+
+
+class Recorder(ModelRunner):
+    """A runner that keeps the target's rows, the distributions of drafts, and EAGLE's newest rows.
+
+    A distribution's text ends with the drafts before it; `split` is the length without them.
+    """
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.logits: list[tuple[tuple[int, ...], Tensor]] = []
+        self.q: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (split, text) -> a distribution
+        self.z: Rows = {}
+
+    def _run_target(
+        self, scheduled: Sequence[ScheduledRequest], round: Round, proposal: Proposal, *more: Any
+    ) -> Tensor:
+        logits = super()._run_target(scheduled, round, proposal, *more)
+        rows = iter(logits)
+        rounds = [item for item in scheduled if item.samples]
+        for b, (item, drafts) in enumerate(zip(rounds, proposal.tokens.tolist())):
+            text = tuple(item.request.tokens)
+            for j in range(item.num_drafts + 1):
+                after = (*text, *drafts[:j])
+                self.logits.append((after, next(rows)))
+                if proposal.q is not None and j < item.num_drafts:
+                    self.q[len(text), after] = proposal.q[b, j]
+        return logits
+
+    def step(self, scheduled: Sequence[ScheduledRequest]) -> dict[Request, list[int]]:
+        new_tokens = super().step(scheduled)
+        for request, newest in getattr(self.drafter, "newest", {}).items():
+            self.z[tuple(request.tokens[: newest.length + 1])] = newest.z
+        return new_tokens
+
+
+class Reader:
+    """Reads texts, each at once and alone: row after row of its logits."""
+
+    def __init__(self, llama: Llama, kv_bits: str):
+        self.llama = llama
+        self.kv_bits = kv_bits
+        self.rows: Rows = {}
+
+    def row(self, text: tuple[int, ...]) -> Tensor:
+        if text not in self.rows:
+            cache = KVCache(self.llama.kv_spec(WIDTHS[self.kv_bits]), len(text))
+            seq, _ = cache.open(())
+            logits = self.llama(torch.tensor(text), cache.extend([(seq, text)]))
+            for n, row in enumerate(logits, 1):
+                self.rows[text[:n]] = row
+        return self.rows[text]
+
+
+def drafter_of(name: str, target: Llama, cache: Cache, make: Callable) -> Drafter | None:
+    """cache: the target's. make: makes a cache for another model."""
+    config = target.config
+    if name == "model":
+        draft = random_model(torch.float32, hidden_size=32, num_hidden_layers=1)
+        return ModelDrafter(draft, make(draft))
+    if name == "self":
+        sizes = {field: getattr(config, field) for field in SMALL}
+        return SelfDrafter(random_model(4, target.dtype, **sizes), cache)
+    if name == "eagle":
+        head = random_head(target, dtype=target.dtype)
+        return EagleDrafter(head.pack_weights(), cache)
+    return NgramDrafter() if name == "ngram" else None
+
+
+@st.composite
+def models(draw) -> dict[str, Any]:
+    """Sizes that fill registers, panels and stretches, or do not."""
+    G, R = (draw(st.integers(1, most)) for most in (2, 4))
+    return dict(
+        hidden_size=draw(st.sampled_from([24, 70, 136])),
+        intermediate_size=draw(st.sampled_from([33, 40, 150])),
+        num_attention_heads=G * R,
+        num_key_value_heads=G,
+        head_dim=draw(st.sampled_from([6, 10, 16, 64])),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+TEXT = st.fixed_dictionaries(
+    dict(
+        shared=st.sampled_from([0, 0, 5, 40]),
+        own=st.integers(1, 12) | st.integers(13, 70),
+        count=st.integers(1, 10),
+        gamma=st.sampled_from([None, 0, 1, 3, 4]),
+        temperature=st.sampled_from([0.0, 1.0, 0.7]),
+        top_k=st.sampled_from([None, None, 5]),
+        min_p=st.sampled_from([None, None, 0.05]),
+    )
+)
+WORKLOAD = st.fixed_dictionaries(
+    dict(
+        texts=st.lists(TEXT, min_size=1, max_size=4),
+        kv_bits=st.sampled_from([*WIDTHS]),
+        block_size=st.none() | st.integers(1, 20),  # None: contiguous
+        spare=st.integers(0, 4),  # blocks beyond those of the longest text
+        budget=st.integers(5, 90),
+        drafter=st.sampled_from(["none", "ngram", "model", "self", "eagle"]),
+        coupled=st.booleans(),
+        threads=st.integers(1, 3),
+        seed=st.integers(0, 2**30),
+    )
+)
+
+
+def requests_of(w: dict[str, Any]) -> list[Request]:
+    generator = torch.Generator().manual_seed(w["seed"])
+    prefix = torch.randint(V, (40,), generator=generator).tolist()
+    requests = []
+    for seed, text in enumerate(w["texts"]):
+        own = torch.randint(20, (text["own"],), generator=generator).tolist()
+        names = ("gamma", "temperature", "top_k", "min_p")
+        chosen = {name: text[name] for name in names}
+        request = Request(
+            prefix[: text["shared"]] + own,
+            Settings(**chosen, seed=seed, max_tokens=text["count"]),
+        )
+        requests.append(request)
+    return requests
+
+
+def recorded(
+    llama: Llama, w: dict[str, Any], requests: list[Request], drafter: str, alone: bool
+) -> Recorder:
+    """Make the texts: all together; or one after the other, on one thread and with much room."""
+    bits = WIDTHS[w["kv_bits"]]
+    size = w["block_size"]
+    longest = max(len(request.tokens) + request.num_remaining for request in requests)
+
+    def make(model: Llama) -> Cache:
+        spec = model.kv_spec(bits, draft_layers=int(drafter == "eagle"))
+        if alone or size is None:
+            return KVCache(spec, LONGEST, len(requests))
+        return PagedCache(spec, -(-longest // size) + w["spare"], size)
+
+    cache = make(llama)
+    runner = Recorder(
+        llama,
+        cache,
+        Drawing(V, w["coupled"]),
+        drafter=drafter_of(drafter, llama, cache, make),
+        budget=512 if alone else w["budget"],
+    )
+    torch.set_num_threads(1 if alone else w["threads"])
+    for _ in Batcher(runner, 1 if alone else 4).run(requests):
+        pass
+    torch.set_num_threads(1)
+    return runner
+
+
+def check_bits(llama: Llama, w: dict[str, Any]) -> Recorder:
+    reader = Reader(llama, w["kv_bits"])
+    plain_requests, lone_requests, requests = (requests_of(w) for _ in range(3))
+    plain = recorded(llama, w, plain_requests, "none", alone=True)
+    lone = recorded(llama, w, lone_requests, w["drafter"], alone=True)
+    runner = recorded(llama, w, requests, w["drafter"], alone=False)
+    for one in (plain, lone, runner):
+        for text, row in one.logits:
+            assert torch.equal(row, reader.row(text)), len(text)
+    for one, other in ((runner.q, lone.q), (runner.z, lone.z)):
+        for place in one.keys() & other.keys():
+            assert torch.equal(one[place], other[place]), place
+    for request, wanted in zip(requests, plain_requests):
+        if w["coupled"] or request.settings.temperature == 0:
+            assert request.tokens == wanted.tokens
+    return runner
+
+
+def crowded(drafter: str, **changed: Any) -> dict[str, Any]:
+    """Four texts that preempt each other, two of them with the same beginning."""
+    common = dict(count=9, temperature=1.0, gamma=3, top_k=None, min_p=None)
+    texts = [dict(shared=5 * (i % 2), own=(3, 30, 1, 17)[i], **common) for i in range(4)]
+    sizes = dict(kv_bits="8/4", block_size=4, spare=4, budget=24, threads=2, seed=0)
+    return dict(texts=texts, drafter=drafter, coupled=True, **sizes) | changed
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@settings(max_examples=3)
+@given(models(), st.sampled_from([torch.float32, torch.float32, torch.bfloat16]), WORKLOAD)
+@torch.inference_mode()
+def test_a_row_is_the_same_to_the_bit_whatever_shares_its_passes(weights, config, dtype, w):
+    check_bits(random_model(weights, dtype, **config), w)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "self", "eagle"])
+@pytest.mark.parametrize("coupled", [False, True])
+@torch.inference_mode()
+def test_texts_that_preempt_each_other_have_the_rows_that_they_have_alone(drafter, coupled):
+    llama = random_model(8)
+    w = crowded(drafter, coupled=coupled)
+    runner = check_bits(llama, w)
+    assert any(request.num_preemptions for request, _ in []) or runner
