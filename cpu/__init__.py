@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -100,23 +101,24 @@ class CPU(Ops):
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
         """Rows without filters are C's, whatever filters the rows beside them have."""
+        plain = partial(super().probabilities, logits, masked, **settings)
         if not logits.numel() or not native.serves(logits):
-            return super().probabilities(logits, masked, **settings)
-        temperature = settings.get("temperature")
-        if temperature is None:
-            temperature = SETTINGS["temperature"]
-        asked = []  # by each filter: bool[B, 1]
-        for name, neutral in SETTINGS.items():
-            value = settings.get(name)
-            if name != "temperature" and value is not None:
-                asked.append(column(value, logits) != neutral)
+            return plain()
+        chosen = SETTINGS | {name: value for name, value in settings.items() if value is not None}
+        temperature = chosen.pop("temperature")
+        asked = []  # by the filters that not all rows share: bool[B, 1] each
+        for name, value in chosen.items():
+            if isinstance(value, Tensor):
+                asked.append(column(value, logits) != SETTINGS[name])
+            elif value != SETTINGS[name]:
+                return plain()
         if not asked:
             return native.softmax(logits, temperature, masked)
         is_free = ~torch.cat(asked, 1).any(1)  # bool[B]
-        temperature = column(temperature, logits)
-        probs = super().probabilities(logits, masked, **settings)
+        probs = plain()
         if is_free.any():
-            probs[is_free] = native.softmax(logits[is_free], temperature[is_free], masked)
+            of_rows = column(temperature, logits)[is_free]
+            probs[is_free] = native.softmax(logits[is_free], of_rows, masked)
         return probs
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:

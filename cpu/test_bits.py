@@ -1,12 +1,14 @@
 """Equal bits, end to end: a row of logits is a function of the text before it, to the bit, whatever
 shares its passes; and so is what is drawn from it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,10 +16,11 @@ from batcher import Batcher
 from checkpoint.config import Config
 from checkpoint.formats import Quantization
 from checkpoint.load import fill_model
-from conftest import SMALL
+from conftest import SMALL, Place
 from cpu import CPU, native
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter
+from kernels import Ops
 from kvcache import Cache, KVCache
 from model import Llama
 from paged import PagedCache
@@ -28,7 +31,6 @@ from speculative import Drawing, Proposal, Round
 from test_eagle import random_head
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no C here: {native.why_not()}")
-V = 259  # tokens that can be drawn, of 261
 LONGEST = 130
 WEIGHTS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")
 Rows = dict[tuple[int, ...], Tensor]  # a text -> the row after it
@@ -149,6 +151,7 @@ WORKLOAD = st.fixed_dictionaries(
         spare=st.integers(0, 4),  # blocks beyond those of the longest text
         budget=st.integers(5, 90),
         drafter=st.sampled_from(["none", "ngram", "model", "self", "eagle"]),
+        vocab_size=st.sampled_from([20, 259]),  # tokens that can be drawn, of 261
         coupled=st.booleans(),
         threads=st.integers(1, 3),
         seed=st.integers(0, 2**30),
@@ -158,7 +161,7 @@ WORKLOAD = st.fixed_dictionaries(
 
 def requests_of(w: dict[str, Any]) -> list[Request]:
     generator = torch.Generator().manual_seed(w["seed"])
-    prefix = torch.randint(V, (40,), generator=generator).tolist()
+    prefix = torch.randint(20, (40,), generator=generator).tolist()
     requests = []
     for seed, text in enumerate(w["texts"]):
         own = torch.randint(20, (text["own"],), generator=generator).tolist()
@@ -190,7 +193,7 @@ def recorded(
     runner = Recorder(
         llama,
         cache,
-        Drawing(V, w["coupled"]),
+        Drawing(w["vocab_size"], w["coupled"]),
         drafter=drafter_of(drafter, llama, cache, make),
         budget=512 if alone else w["budget"],
     )
@@ -201,7 +204,8 @@ def recorded(
     return runner
 
 
-def check_bits(llama: Llama, w: dict[str, Any]) -> Recorder:
+def check_bits(llama: Llama, w: dict[str, Any]) -> Counter[str]:
+    """-> how many numbers of each kind were compared, and how often a text was preempted."""
     reader = Reader(llama, w["kv_bits"])
     plain_requests, lone_requests, requests = (requests_of(w) for _ in range(3))
     plain = recorded(llama, w, plain_requests, "none", alone=True)
@@ -210,20 +214,26 @@ def check_bits(llama: Llama, w: dict[str, Any]) -> Recorder:
     for one in (plain, lone, runner):
         for text, row in one.logits:
             assert torch.equal(row, reader.row(text)), len(text)
-    for one, other in ((runner.q, lone.q), (runner.z, lone.z)):
-        for place in one.keys() & other.keys():
-            assert torch.equal(one[place], other[place]), place
+    compared = Counter(logits=len(runner.logits))
+    for kind in ("q", "z"):
+        rows, wanted = getattr(runner, kind), getattr(lone, kind)
+        for place in rows.keys() & wanted.keys():
+            assert torch.equal(rows[place], wanted[place]), (kind, place)
+            compared[kind] += 1
     for request, wanted in zip(requests, plain_requests):
         if w["coupled"] or request.settings.temperature == 0:
             assert request.tokens == wanted.tokens
-    return runner
+        compared["preemptions"] += request.num_preemptions
+        compared["drafts"] += sum(stats.num_drafts for stats in request.rounds)
+    return compared
 
 
 def crowded(drafter: str, **changed: Any) -> dict[str, Any]:
     """Four texts that preempt each other, two of them with the same beginning."""
-    common = dict(count=9, temperature=1.0, gamma=3, top_k=None, min_p=None)
+    common = dict(count=18, temperature=1.0, gamma=3, top_k=None, min_p=None)
     texts = [dict(shared=5 * (i % 2), own=(3, 30, 1, 17)[i], **common) for i in range(4)]
-    sizes = dict(kv_bits="8/4", block_size=4, spare=4, budget=24, threads=2, seed=0)
+    sizes = dict(vocab_size=20 if drafter == "ngram" else 259)
+    sizes |= dict(kv_bits="8/4", block_size=4, spare=4, budget=24, threads=2, seed=0)
     return dict(texts=texts, drafter=drafter, coupled=True, **sizes) | changed
 
 
@@ -236,10 +246,80 @@ def test_a_row_is_the_same_to_the_bit_whatever_shares_its_passes(weights, config
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model", "self", "eagle"])
-@pytest.mark.parametrize("coupled", [False, True])
 @torch.inference_mode()
-def test_texts_that_preempt_each_other_have_the_rows_that_they_have_alone(drafter, coupled):
+def test_texts_that_preempt_each_other_have_the_rows_that_they_have_alone(drafter):
+    """In coupled mode, and in exact mode, where drafts have distributions."""
     llama = random_model(8)
-    w = crowded(drafter, coupled=coupled)
-    runner = check_bits(llama, w)
-    assert any(request.num_preemptions for request, _ in []) or runner
+    for coupled in (True, False):
+        compared = check_bits(llama, crowded(drafter, coupled=coupled))
+        assert compared["preemptions"] > 0
+        has_drafts = drafter != "none"
+        assert (compared["drafts"] > 0) == has_drafts
+        assert (compared["q"] > 0) == (has_drafts and not coupled)
+        assert (compared["z"] > 0) == (drafter == "eagle")
+
+
+@pytest.mark.parametrize("planted", ["attention", "product"])
+@torch.inference_mode()
+def test_a_second_order_of_sums_is_seen(planted, monkeypatch):
+    """PyTorch's, where a text has more than 16 new tokens, or a step more than 4 rows."""
+    llama = random_model(torch.float32, hidden_size=136)  # more than a stretch
+    w = crowded("none", kv_bits="16")
+    monkeypatch.setattr(CPU, "native_model", lambda *_: None)  # layer by layer
+    check_bits(llama, w)
+    attend = native.attend
+    product = native.product
+
+    def other_attend(qkv: Tensor, G: int, rope: Any, metadata: Any, layer: int) -> Tensor:
+        of = Ops().attend if max(metadata.num_new_tokens) > 16 else attend
+        return of(qkv, G, rope, metadata, layer)
+
+    def other_product(x: Tensor, weight: native.Weight) -> Tensor:
+        if len(x) <= 4:
+            return product(x, weight)
+        return F.linear(x, weight.rows(torch.arange(weight.N)))
+
+    other = dict(attention=("attend", other_attend), product=("product", other_product))[planted]
+    monkeypatch.setattr(native, *other)
+    with pytest.raises(AssertionError):
+        check_bits(llama, w)
+
+
+# ---- Sampling ------------------------------------------------------------------------------------
+
+CHOSEN = st.fixed_dictionaries(
+    dict(
+        temperature=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        top_k=st.sampled_from([None, 0, 1, 5]),
+        top_p=st.sampled_from([None, 1.0, 0.9]),
+        min_p=st.sampled_from([None, 0.0, 0.1]),
+    )
+)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(CHOSEN, min_size=2, max_size=5),
+    st.sampled_from([5, 300, 40_000]),
+    st.integers(1, 3),
+    st.integers(0, 2**30),
+)
+@torch.inference_mode()
+def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, threads, seed):
+    """Beside rows with other settings."""
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(len(choices), size)
+    requests = [Request([1], Settings(**chosen, seed=i)) for i, chosen in enumerate(choices)]
+
+    def drawn(some: list[Request], rows: Tensor) -> tuple[Tensor, Tensor]:
+        round = Round(some, [0] * len(some), Drawing(size), target=Place(ops=CPU()))
+        p = round.probabilities(rows.clone(), range(len(some)))
+        return p, round.text_coin().pick(p)
+
+    torch.set_num_threads(threads)
+    p, picked = drawn(requests, logits)
+    torch.set_num_threads(1)
+    for b, request in enumerate(requests):
+        p_alone, picked_alone = drawn([request], logits[b : b + 1])
+        assert torch.equal(p[b : b + 1], p_alone), choices[b]
+        assert picked[b] == picked_alone
