@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -294,6 +294,7 @@ def test_a_second_order_of_sums_is_seen(planted, monkeypatch):
 
 # ---- Sampling ------------------------------------------------------------------------------------
 
+FREE = dict(temperature=0.7, top_k=None, top_p=None, min_p=None)
 CHOSEN = st.fixed_dictionaries(
     dict(
         temperature=st.sampled_from([None, 0.0, 0.7, 1.0]),
@@ -304,18 +305,21 @@ CHOSEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     st.lists(CHOSEN, min_size=2, max_size=5),
     st.sampled_from([5, 300, 40_000]),
+    st.sampled_from([torch.float32, torch.float64]),
     st.integers(1, 3),
     st.integers(0, 2**30),
 )
+@example([FREE, FREE | dict(top_p=0.9), FREE | dict(top_k=5)], 40_000, torch.float64, 2, 0)
+@example([FREE, FREE, FREE, FREE | dict(min_p=0.1)], 40_000, torch.float64, 2, 0)
 @torch.inference_mode()
-def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, threads, seed):
+def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, dtype, threads, seed):
     """Beside rows with other settings."""
     torch.manual_seed(seed)
-    logits = 3 * torch.randn(len(choices), size)
+    logits = 3 * torch.randn(len(choices), size, dtype=dtype)
     requests = [Request([1], Settings(**chosen, seed=i)) for i, chosen in enumerate(choices)]
 
     def drawn(some: list[Request], rows: Tensor) -> tuple[Tensor, Tensor]:
