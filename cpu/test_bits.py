@@ -313,8 +313,8 @@ CHOSEN = st.fixed_dictionaries(
     st.integers(1, 3),
     st.integers(0, 2**30),
 )
-@example([FREE, FREE | dict(top_p=0.9), FREE | dict(top_k=5)], 40_000, torch.float64, 2, 0)
-@example([FREE, FREE, FREE, FREE | dict(min_p=0.1)], 40_000, torch.float64, 2, 0)
+@example([FREE] * 4 + [FREE | dict(top_p=0.9)], 40_000, torch.float64, 2, 0)
+@example([FREE] * 4 + [FREE | dict(min_p=0.1)], 40_000, torch.float64, 2, 0)
 @torch.inference_mode()
 def test_a_row_is_filtered_and_picked_as_it_is_alone(choices, size, dtype, threads, seed):
     """Beside rows with other settings."""
