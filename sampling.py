@@ -8,7 +8,8 @@ decoding, in this order:
     top-p         keep the fewest of these that hold a share p of their mass (Holtzman et al. 2020)
     min-p         keep tokens with at least min_p of the largest probability (Nguyen et al. 2024)
 
-Ties go to the lower index, so top-k keeps exactly k tokens.
+Ties go to the lower index, so top-k keeps exactly k tokens. A row that a filter does not ask for
+stays as it is, to the bit: so a text's distributions do not depend on the filters beside it.
 
 All randomness goes through a coin with two methods: `accept(prob)` and `pick(probs)`. The
 production coin, `Keyed`, is a counter-based random generator (Salmon et al. 2011): it has no state,
@@ -69,7 +70,8 @@ def probabilities(
         )
     if min_p is not None:
         least = column(min_p, rows) * probs.amax(-1, keepdim=True)
-        probs = normalized(torch.where(probs >= least, probs, 0))
+        kept = normalized(torch.where(probs >= least, probs, 0))
+        probs = torch.where(least > 0, kept, probs)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return probs.to(dtype).view(logits.shape)
 
@@ -99,7 +101,8 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     is_top_p = (mass_before < top_p * total) | (top_p >= 1)
     ordered = torch.where(is_top_p, ordered, 0)
     kept = torch.zeros_like(probs).scatter_(-1, index, ordered)
-    return normalized(kept)
+    keeps_all = (top_k < 1) & (top_p >= 1)
+    return torch.where(keeps_all, probs, normalized(kept))
 
 
 def normalized(probs: Tensor) -> Tensor:

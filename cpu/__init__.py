@@ -1,7 +1,8 @@
 """A CPU's operations: C where there is a compiler (native.py), else PyTorch.
 
   - A weight is put in the order that C multiplies fastest, once, when a model is loaded.
-  - Attention is C's, over keys and values of 32, 16, 8 and 4 bits.
+  - Attention is C's, over keys and values of 32, 16, 8 and 4 bits. Where there is no cache, it
+    makes one for the pass.
   - If C does both products and attention, one call runs all layers of a short step, and one call
     makes all drafts of a lone sequence, with no Python between the operations; so for EAGLE heads.
   - Where other programs interrupt the threads of products, fewer threads run for a while, PyTorch's
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -30,12 +32,12 @@ from cpu import native
 from drafters import Chain, ModelChain
 from eagle import EagleHead, HeadChain
 from kernels import Linear, Ops, rotated
+from kvcache import AttentionMetadata, KVCache, KVSpec
 from quant import Quantized
-from sampling import Keyed, Setting, check_tokens
+from sampling import Keyed, Setting, check_tokens, column
 from settings import SETTINGS
 
 if TYPE_CHECKING:
-    from kvcache import AttentionMetadata
     from model import Features, Llama, Rope
     from speculative import Coin, Proposal, Round
 
@@ -99,11 +101,27 @@ class CPU(Ops):
     # ---- Sampling
 
     def probabilities(self, logits: Tensor, masked: bool = True, **settings: Setting) -> Tensor:
-        temperature = settings.get("temperature")
-        is_alone = len(settings) == 1 and temperature is not None
-        if not is_alone or not logits.numel() or not native.serves(logits):
-            return super().probabilities(logits, masked, **settings)
-        return native.softmax(logits, temperature, masked)
+        """Rows without filters are C's, whatever filters the rows beside them have."""
+        plain = partial(super().probabilities, logits, masked, **settings)
+        if not logits.numel() or not native.serves(logits):
+            return plain()
+        chosen = SETTINGS | {name: value for name, value in settings.items() if value is not None}
+        temperature = chosen.pop("temperature")
+        asked = []  # by the filters that not all rows share: bool[B, 1] each
+        for name, value in chosen.items():
+            neutral = SETTINGS.get(name)  # None: a setting that only plain torch knows
+            if neutral is not None and isinstance(value, Tensor):
+                asked.append(column(value, logits) != neutral)
+            elif neutral is None or value != neutral:
+                return plain()
+        if not asked:
+            return native.softmax(logits, temperature, masked)
+        is_free = ~torch.cat(asked, 1).any(1)  # bool[B]
+        probs = plain()
+        if is_free.any():
+            of_rows = column(temperature, logits)[is_free]
+            probs[is_free] = native.softmax(logits[is_free], of_rows, masked)
+        return probs
 
     def pick(self, probs: Tensor, streams: Tensor) -> Tensor:
         if probs.shape[1] and native.library():
@@ -128,12 +146,16 @@ class CPU(Ops):
     def attend(
         self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        if attends_in_c(metadata):
-            if not native.serves(qkv, *rope or ()):  # rounded as plain torch rounds
-                qkv = torch.cat(rotated(qkv, G, rope), dim=1)
-                rope = None
-            return native.attend(qkv.float(), G, rope, metadata, layer).to(qkv.dtype)
-        return super().attend(qkv, G, rope, metadata, layer)
+        stored = metadata
+        if metadata.cache is None and not (qkv.requires_grad and torch.is_grad_enabled()):
+            stored = with_cache(metadata, KVSpec(1, G, qkv.shape[2], dtype=qkv.dtype))
+            layer = 0
+        if not attends_in_c(stored):
+            return super().attend(qkv, G, rope, metadata, layer)
+        if not native.serves(qkv, *rope or ()):  # rounded as plain torch rounds
+            qkv = torch.cat(rotated(qkv, G, rope), dim=1)
+            rope = None
+        return native.attend(qkv.float(), G, rope, stored, layer).to(qkv.dtype)
 
     # ---- Many operations in one call
 
@@ -187,6 +209,16 @@ class CPU(Ops):
             kind = native.NativeHead if isinstance(llama, EagleHead) else native.NativeModel
             self._models[llama] = kind.of(llama)
         return self._models[llama]
+
+
+def with_cache(metadata: AttentionMetadata, spec: KVSpec) -> AttentionMetadata:
+    """The same tokens over a cache of one layer, which each layer of the pass overwrites."""
+    if "with_cache" not in metadata.backend:
+        sequences = metadata.sequences  # all as long as the first, and each in a block of its own
+        cache = KVCache(spec, sequences[0].seq_len, len(sequences))
+        stored = AttentionMetadata(sequences, cache.block_size, cache)
+        metadata.backend["with_cache"] = stored
+    return metadata.backend["with_cache"]
 
 
 def attends_in_c(metadata: AttentionMetadata) -> bool:

@@ -294,7 +294,7 @@ def test_caches_that_c_does_not_read():
 
 
 def test_which_attention_a_step_takes(compiler, monkeypatch):
-    """C, but plain torch for float64, without a cache, and without a compiler."""
+    """C, with a cache and without; plain torch for float64, gradients, and without a compiler."""
     called = []
     for page in (native, Ops):
         answer = lambda *args, page=page: called.append(page) or torch.zeros(2, 1, 4)  # noqa: E731
@@ -310,8 +310,11 @@ def test_which_attention_a_step_takes(compiler, monkeypatch):
         q = torch.zeros(4, 1, 4, dtype=dtype)
         attend(CPU(), q, q, q, AttentionMetadata(slices, 20, cache), 0)
         assert called.pop() == (native if in_c and compiler else Ops)
-    attend(CPU(), q, q, q, AttentionMetadata.without_cache(1, 4), 0)
-    assert called == [Ops]
+    for dtype, learns in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
+        q = torch.zeros(4, 1, 4, dtype=dtype, requires_grad=learns)
+        attend(CPU(), q, q, q, AttentionMetadata.without_cache(2, 2), 1)
+        in_c = compiler and dtype == torch.float32 and not learns
+        assert called.pop() == (native if in_c else Ops)
 
 
 # ---- All layers in one call ---------------------------------------------------------------------

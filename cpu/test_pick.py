@@ -129,7 +129,8 @@ def test_c_makes_probabilities_of_a_temperature_alone(monkeypatch):
         (dict(temperature=0.7, top_p=0.8), False),
         (dict(temperature=torch.tensor([0.5, 0.0])), True),
         (dict(min_p=0.1), False),
-        (dict(), False),
+        (dict(top_k=torch.tensor([3, 0])), True),  # the second row alone
+        (dict(), True),
     ):
         called.clear()
         probs = CPU().probabilities(logits, **settings_)
