@@ -1,11 +1,15 @@
 """What Triton makes of gpu/ for sm_90, run without a GPU, in bfloat16 too.
 
     python .ci/emulator.py FOLDER [part of a row's name …]
+    python .ci/emulator.py FOLDER first      bench.py --gpu first --quick, of a few rows
 
 FOLDER has ptxemu.py, which runs PTX in numpy and is no part of this repository. Rows are those of
 `bench.py --gpu smoke` whose names have one of these parts, or all; the layer is smaller, but its
 kernels are those of 8B. Copies arrive when they are waited for, programs run in a random order,
 what nobody has written is NaN; with RACES=1, what another warp may not have written is a fault.
+
+`first` runs the whole program: steps, recordings and what they ask of torch.cuda are those of
+measure/testing.py. Not covered by it: `compile`, whose kernels are never launched, and times.
 """
 
 import math
@@ -19,10 +23,16 @@ sys.path[:0] = [sys.argv[1], "."]
 import ptxemu
 import torch
 
+from measure import testing as pretend
+
+if sys.argv[2:] == ["first"]:
+    pretend.build_device()  # before the pages that compute are imported
+
 from checkpoint.config import Config
 from gpu import GPU
 from measure import smoke
-from measure.gpu_parts import SHAPES, WRONG, Row, Scale, judged, relative_error
+from measure.gpu_parts import SHAPES, WRONG, Row, Scale, judged, open_texts, relative_error
+from quant import WIDTHS
 
 LAYER = Config(256, 1024, 1024, 1, 8, 2, 128, 1024)
 SHAPES["emulated"] = LAYER
@@ -40,7 +50,8 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
     """As smoke's, but launched once, and never recorded."""
     llama, reference = smoke.model_pair(scale, way, dtype)
     torch.manual_seed(0)
-    metadata = smoke.open_texts(llama, kv_bits, smoke.STEPS[step], past)
+    spec = llama.kv_spec(bits=WIDTHS[kv_bits])
+    metadata = open_texts(spec, smoke.STEPS[step], past)
     tokens = torch.randint(1, llama.config.vocab_size, metadata.positions.shape)
     with mock.patch("torch.empty", poisoned):
         output = llama.forward(tokens, metadata, None)
@@ -50,10 +61,16 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
     return judged([relative_error(output, wanted)], rounding + math.sqrt(rounding * grid))
 
 
-def main() -> None:
-    ptxemu.ORDER = "shuffled"
-    ptxemu.RACES = bool(os.environ.get("RACES"))
-    parts = sys.argv[2:] or [""]
+def first() -> int:
+    """-> the status of `bench.py --gpu first --quick`."""
+    from measure.test_pretend import first_run
+
+    return first_run()["status"]
+
+
+@mock.patch.object(smoke, "checked_ops", lambda scale: GPU(records=False))
+def rows(parts: list[str]) -> int:
+    """Rows of smoke whose names have one of these parts -> 1 if one is wrong, else 0."""
     scale = Scale("emulated sampling", layer="emulated", device="cpu", num_texts=2)
     wrong = 0
     for key in smoke.smoke_keys(scale):
@@ -73,14 +90,15 @@ def main() -> None:
         wrong += row[-1] == WRONG
         print(f"{name:60}", *row, f"{time.monotonic() - start:.1f} s", flush=True)
     print("kernels:", *(f"{name} {count}," for name, count in sorted(ptxemu.STATS.items())))
-    sys.exit(wrong > 0)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
+    ptxemu.ORDER = "shuffled"
+    ptxemu.RACES = bool(os.environ.get("RACES"))
     with (
         torch.inference_mode(),
         ptxemu.emulated(),
         mock.patch("gpu.tuning.processors", lambda device: PROCESSORS),
-        mock.patch.object(smoke, "checked_ops", lambda scale: GPU(records=False)),
     ):
-        main()
+        sys.exit(first() if sys.argv[2:] == ["first"] else rows(sys.argv[2:] or [""]))

@@ -38,7 +38,7 @@ sliding windows.
 Dao et al. 2022 (arXiv:2205.14135); Dao 2023, FlashAttention-2 (2307.08691); Dao et al. 2023,
 Flash-Decoding.
 
-    T tokens of a step · B sequences · H, G heads · D head size, WIDE the power of 2 from it on
+    T tokens of a step · B sequences · H, G heads · D head size, WIDE a power of 2 from it on
     S tokens of a block · M rows, N keys of a tile
 """
 
@@ -360,7 +360,7 @@ def flash_attention(
         out = torch.empty((T, H, D), dtype=q.dtype, device=device)
     if arrivals is None:
         arrivals = torch.zeros(T, G, dtype=torch.int32, device=device)
-    wide = max(16, triton.next_power_of_2(D))
+    wide = max(tuning.LEAST_DEPTH, triton.next_power_of_2(D))
     for fewest, most, rows, splits in launches:
         arch = tuning.capability(device)
         shape = tuning.tile_shape(rows, R, D, (k.bits, v.bits), block, arch, q.dtype.itemsize)

@@ -56,6 +56,7 @@ class Report(NamedTuple):
     spills: int  # bytes of a thread, in memory
     shared: int  # bytes of a program
     ahead: int  # copies ahead: the fewest at any wait in a loop
+    shallow: bool  # whether a product by `mma` has too few columns
     ptx: str
     arch: int
 
@@ -108,6 +109,7 @@ def compile_source(source: ASTSource, options: dict[str, Any], arch: int) -> Rep
         spills=spills,
         shared=kernel.metadata.shared,
         ahead=copies_ahead(kernel.asm["ttgir"]),
+        shallow=is_shallow(kernel.asm["ttgir"]),
         ptx=kernel.asm["ptx"],
         arch=arch,
     )
@@ -119,6 +121,17 @@ def copies_ahead(ttgir: str) -> int:
     for loop in re.finditer(r"(?ms)^( *)[^\n]*scf\.for .*?^\1\}", ttgir):
         waits += re.findall(r"async_wait.*num = (\d+)", loop[0])
     return min(map(int, waits), default=0)
+
+
+def is_shallow(ttgir: str) -> bool:
+    """Whether four threads have more columns of a product's operand than there are: then Triton
+    gives two threads the same ones."""
+    operand = r"tensor<(?:\d+x)?(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), .*?kWidth = (\d+)}>"
+    for rows, columns, index, width in re.findall(operand, ttgir):
+        depth = columns if index == "0" else rows
+        if int(depth) < 4 * int(width):
+            return True
+    return False
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -232,6 +245,12 @@ def test_a_wait_for_copies_counts_in_loops_only():
     for count, ahead in ((1, 0), (2, 2), (4, 1)):
         assert copies_ahead("\n".join(lines[:count] + lines[5:])) == ahead
     assert copies_ahead("") == 0
+
+
+def test_a_product_of_fewer_columns_than_four_threads_take_is_shallow():
+    line = "%1 : tensor<{}x{}xf32, #ttg.dot_op<{{opIdx = {}, parent = #mma, kWidth = 8}}>>"
+    for rows, columns, index, shallow in ((16, 32, 0, False), (16, 32, 1, True), (32, 16, 0, True)):
+        assert is_shallow(line.format(rows, columns, index)) == shallow
 
 
 def test_an_error_there_is_an_error_here():

@@ -84,6 +84,7 @@ def compiled() -> dict[str, list[Report]]:
         "heads of 64": attend_and_multiply(16, (8, 8), [decode, (1, 8)], D=64),
         "sm_80": attend_and_multiply(4, (8, 4), [decode, prompt], 80),
         "float32": attend_and_multiply(8, (16, 16), [decode, prompt], 90, torch.float32, 256),
+        "float32, 8/4": attend_and_multiply(16, (8, 4), [decode], 90, torch.float32),
         "float32 on sm_80": attend_and_multiply(16, (4, 4), [prompt], 80, torch.float32),
         "sampling": compile_launches(sample),
         "fp8": compile_launches(multiply_fp8),
@@ -117,6 +118,7 @@ def assert_fits(report: Report, case: str) -> None:
     if in_float32 and report.kernel == "_attend":
         most_spills = 1023
     assert report.spills <= most_spills and report.shared <= SHARED[report.arch], what
+    assert not report.shallow, what
     if "EARLY" in report.constants:
         assert waits_first(report) == (report.arch == 90), what
     wgmma = report.count("wgmma.mma")

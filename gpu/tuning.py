@@ -60,6 +60,9 @@ TILE = 1024
 LEAST_KEYS = 128
 MOST_SPLITS = 128
 MERGED = tl.constexpr(16)
+# Where both halves of bytes are joined, Triton 3.6 adds some columns of a product twice, and others
+# never, if it has fewer than these (mended later: triton-lang/triton, pull request 11691).
+LEAST_DEPTH = 32
 
 
 # ---- What is turned off --------------------------------------------------------------------------
@@ -242,7 +245,7 @@ def tile_shape(
     """
     stages = 5 if block else 3  # two more for the block table
     exact = tuple(bits) == (16, 16)
-    wide = max(16, triton.next_power_of_2(D))
+    wide = triton.next_power_of_2(D)
     if size == 4:  # a product is three in tf32
         if wide > 128:
             return 16, 16, 8, stages, 255
@@ -257,4 +260,7 @@ def tile_shape(
         if exact and arch == 90 and D == 128 and R in (1, 2, 4, 8):  # other R: too many registers
             keys = 128
     registers = 168 if rows == 16 and wide <= 128 else 255  # 168: three programs at a time
-    return rows, keys // max(1, wide // 128), warps, stages, registers
+    keys //= max(1, wide // 128)
+    if bits[1] == 4:
+        keys = max(keys, LEAST_DEPTH)
+    return rows, keys, warps, stages, registers

@@ -69,12 +69,14 @@ def _steps(
     """Some stored vectors, [N, WIDE]: their integers, or in 16 bits their numbers. Columns from D
     on, and rows that are not `visible`, are undefined.
     """
-    PART: tl.constexpr = 2 if BITS == 4 else 1  # numbers of a loaded element
+    STORED: tl.constexpr = 2 if BITS == 4 else 1  # numbers of a stored element
+    PART: tl.constexpr = STORED if dtype == tl.bfloat16 else 1  # that are read together
     d = tl.arange(0, WIDE // PART)
     mask = visible[:, None]
     if D < WIDE:
         mask = mask & (d < D // PART)[None, :]
-    x = tl.load(pointer + vectors[:, None] * (D // PART) + d[None, :], mask, 0)
+    element = d if PART == STORED else d // STORED
+    x = tl.load(pointer + vectors[:, None] * (D // STORED) + element[None, :], mask, 0)
     if BITS == 8 and dtype == tl.float16:
         x = tl.inline_asm_elementwise(K8, "=r,=r,r", [x], tl.float16, True, 4)
     elif BITS == 8 and dtype == tl.bfloat16:  # impure: else the compiler takes a slow way
@@ -82,10 +84,8 @@ def _steps(
     elif BITS == 4 and dtype == tl.bfloat16:
         x = tl.inline_asm_elementwise(V4, "=r,=r,=r,=r,r", [x], tl.int32, True, 4)
         x = _halves(x, dtype)
-    elif BITS == 4:
-        low = (x & 15).to(dtype)
-        high = (x >> 4).to(dtype)
-        x = tl.join(low, high).reshape(x.shape[0], WIDE)
+    elif BITS == 4:  # each byte is read twice: joined halves would need LEAST_DEPTH keys
+        x = (x >> (d % 2 * 4).to(tl.uint8)[None, :] & 15).to(dtype)
     else:
         x = x.to(dtype)
     return x

@@ -8,8 +8,9 @@ and a figure is a share of that roof, measured in the same run.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ def median_seconds(run: Callable[[], object], repeats: int = 9) -> float:
         run()
         times.append(time.perf_counter() - start)
     return median(times[1:])
+
+
+def in_turns(runs: Sequence[Callable[[], Any]], turns: int) -> list[list[Any]]:
+    """A list for each of these runs: what it returned in each turn. In every turn all run."""
+    results: list[list[Any]] = [[] for _ in runs]
+    for _ in range(turns):
+        for run, column in zip(runs, results):
+            column.append(run())
+    return results
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """A median over turns."""
+    return median(a / b for a, b in zip(times, others))
 
 
 def read_bandwidth(megabytes: int = 512, device: torch.device | str = "cpu") -> float:

@@ -68,9 +68,7 @@ STEPS = (
     Stage("profile", 45, "what early launches gain", "early"),
     Stage("speculation", 60, "above 1 where drafts are accepted, and auto not far below the best"),
     Stage("serving", 90, "many times the tokens/s of one stream"),
-    Stage("resources", 60, "no spilled bytes, but for 8 where float64 is divided"),
 )
-PARTS = ("graphs", "early", "splits", "products", "attention", "sampling", "fused")
 AGAIN = 25  # seconds, with a part turned off
 MOST_AGAIN = 8  # rows
 
@@ -82,8 +80,6 @@ def run_first(quick: bool, store: Store) -> int:
     end = time.monotonic() + (QUICK_SECONDS if quick else ALL_SECONDS)
     outcomes = {}
     for step in STEPS:
-        if quick:  # on a CPU, which may be slow
-            step = step._replace(seconds=QUICK_SECONDS)
         wrong = run_step(step, end, quick, store)
         outcomes[step.name] = wrong
         if step.case == "smoke" and wrong:
@@ -100,7 +96,7 @@ def run_step(
     """Run a step until `end` at most -> the names of wrong rows, and of one that took too long.
     keys: of the rows, if not all."""
     left = end - time.monotonic()
-    seconds = min(step.seconds, left)
+    seconds = left if quick else min(step.seconds, left)  # a CPU may be slow
     say(f"\n{step.name}, {seconds:.0f} s at most; should show: {step.wanted}")
     if left < SHORTEST:
         return ["no time was left"]
@@ -125,13 +121,15 @@ def run_child(step: Stage, quick: bool, keys: Sequence[Key] | None, send: Send) 
 
 def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> None:
     """Run the first wrong rows of each kind again, with nothing and with each part turned off."""
+    from gpu.tuning import SWITCHES
+
     first = {}
     for key in CASES[step.case].keys(scale_of(quick)):
         if row_name(key) in wrong:
             first.setdefault(key[:3], key)
     keys = list(first.values())[:MOST_AGAIN]
     told = []
-    for part in ("", *PARTS):
+    for part in ("", *SWITCHES):
         again = Stage(step.case, AGAIN, "which part is at fault", part)
         still_wrong = run_step(again, end, quick, lambda results: None, keys)
         told.append(f"{again.name}: {len(still_wrong)} of {len(keys)} are wrong")

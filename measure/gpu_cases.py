@@ -11,7 +11,6 @@
     python bench.py --gpu profile        what each kernel takes of a token
     python bench.py --gpu speculation    1B shapes draft for 8B shapes
     python bench.py --gpu serving        many requests at a time
-    python bench.py --gpu resources      registers that the compiler gave each kernel
 
 Speed does not depend on the values of weights, so nothing is downloaded. Kernels are compiled and
 passes recorded when a shape first occurs, which takes seconds, so every engine serves once before
@@ -23,12 +22,9 @@ Invariant: a row is printed and stored as soon as it is measured, and an error e
 Not covered: requests that arrive one after the other.
 """
 
-import math
 import os
 import shutil
 import subprocess
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -45,7 +41,6 @@ from torch.profiler import profile
 
 from app.shell import say
 from errors import UserError
-from generate import STEP_BUDGET
 from kernels import free_memory
 from measure import gpu_peers, smoke
 from measure.clock import read_bandwidth
@@ -68,7 +63,6 @@ from measure.machine import machine, processor
 from measure.report import Results
 from measure.serving import log_spread, random_request, serve_at_once
 from model import weight_bytes
-from paged import PagedCache
 from quant import WIDTHS
 from sampling import Keyed
 
@@ -77,7 +71,7 @@ OFF = "LLAMA_GPU_OFF"
 MOST_PROFILED = 16  # tokens
 
 
-# ---- The machine, and what its compiler makes ----------------------------------------------------
+# ---- The machine ---------------------------------------------------------------------------------
 
 
 def machine_row(scale: Scale, bandwidth: float, key: str) -> Row:
@@ -97,32 +91,6 @@ def driver_facts() -> str:
     facts = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-
-
-def resource_row(scale: Scale, bandwidth: float, way: str, kv_bits: str) -> Row:
-    """Of a warm-up, whose kernels are compiled here or found in the cache."""
-    llama = random_model(scale.layer, way, scale)
-    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), 100)
-    begin = time.perf_counter()
-    llama.ops.warm_up(llama, cache, llama.config.vocab_size)
-    seconds = time.perf_counter() - begin
-    binaries = {}
-    for kernel in jit_functions():
-        for cached, *_ in kernel.device_caches.values():
-            binaries.update(dict.fromkeys(cached.values(), kernel.fn.__name__))
-    if not binaries:
-        return ["", "", "", "no compiler"]
-    registers = max(binary.n_regs for binary in binaries)
-    worst = max(binaries, key=lambda binary: binary.n_spills)
-    spills = f"{4 * worst.n_spills}, {binaries[worst]}"  # Triton counts words of 4 bytes
-    return [f"{seconds:.0f}", str(len(binaries)), str(registers), spills]
-
-
-def jit_functions() -> Iterator[Any]:
-    """The kernels of gpu/; none if they are interpreted."""
-    for name, page in [*sys.modules.items()]:
-        if name.startswith("gpu."):
-            yield from (x for x in vars(page).values() if hasattr(x, "device_caches"))
 
 
 # ---- Kernels alone -------------------------------------------------------------------------------
@@ -170,23 +138,25 @@ def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
     llama = random_model(scale.target, way, scale)
     engine = random_engine(llama, None, 2 * scale.context, 1)
     seconds = stream_seconds(engine, scale)
-    batcher = engine.batcher
-    batcher.add(random_request(scale.context, scale.count, 0))
-    for _ in range(math.ceil(scale.context / STEP_BUDGET)):  # the prompt, and a token
-        batcher.step()
+    request = random_request(scale.context, scale.count, 0)
+    engine.batcher.add(request)
+    while len(request.tokens) == scale.context:  # the prompt
+        engine.batcher.step()
+    read = len(request.tokens)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no lines of PyTorch's own
-    made = 0
     with profile() as trace:
-        while batcher.running and made < MOST_PROFILED:
-            made += sum(map(len, batcher.step().values()))
+        while engine.batcher.running and len(request.tokens) < read + MOST_PROFILED:
+            engine.batcher.step()
+    made = len(request.tokens) - read
+
+    def micros(kernel: Any) -> float:
+        return kernel.self_device_time_total / made
+
     kernels = [event for event in trace.key_averages() if event.device_type.name == "CUDA"]
-    kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
-    total = sum(kernel.self_device_time_total for kernel in kernels) / made / 1e3
+    kernels.sort(key=micros, reverse=True)
     count = sum(kernel.count for kernel in kernels) / made
-    longest = []
-    for kernel in kernels[:12]:
-        name = kernel.key.partition("(")[0]
-        longest.append(f"{name} {kernel.self_device_time_total / made:.1f}")
+    longest = [f"{kernel.key.partition('(')[0]} {micros(kernel):.1f}" for kernel in kernels[:12]]
+    total = sum(map(micros, kernels)) / 1e3
     return [f"{1e3 * seconds:.3f}", f"{total:.3f}", f"{count:.0f}", ", ".join(longest)]
 
 
@@ -289,11 +259,6 @@ CASES = {
         ("requests", "tokens/s", "first token, median ms"),
         lambda scale: [(scale.num_requests,)],
         serving_row,
-    ),
-    "resources": Case(
-        ("weights, KV", "seconds", "kernels", "most registers", "most spilled bytes"),
-        lambda scale: zip(("16 bits", "INT4"), ("16", "8/4")),
-        resource_row,
     ),
 }
 

@@ -5,7 +5,7 @@ Invariant: a model has the same random numbers in every dtype; where they are st
 they are rounded from the numbers of `Scale.dtype`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -20,7 +20,7 @@ from checkpoint.load import fill_model
 from drafters import ModelDrafter
 from generate import Draft, Engine, Model
 from kernels import Linear, Ops, ops_for
-from kvcache import KVSpec
+from kvcache import AttentionMetadata, KVSpec
 from measure.clock import median_seconds
 from measure.serving import random_request, serve_at_once
 from model import Llama
@@ -31,6 +31,7 @@ from settings import Options
 Row = list[str]
 Run = Callable[[], object]
 Kernel = tuple[Run, int]  # a call, and the bytes that it must read
+SPREAD = 2.0  # of old keys and values, so that some count much more than others
 WRONG = "WRONG"  # the last cell of a row begins with it
 SHAPES = {
     "8B": Config(128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500000.0),
@@ -163,32 +164,42 @@ def stream_seconds(engine: Engine, scale: Scale, gamma: int | None = 0) -> float
     return median([text_seconds(engine, scale, turn, gamma) for turn in turns][1:])
 
 
+def open_texts(spec: KVSpec, counts: Sequence[int], past: int) -> AttentionMetadata:
+    """Texts with random keys and values in the first layer -> a step of so many more tokens of
+    each. past: tokens of the first text; each next one has fewer."""
+    num_blocks = len(counts) * ((past + max(counts)) // 16 + 1)
+    cache = PagedCache(spec, num_blocks)
+    seqs = [cache.open(())[0] for _ in counts]
+    if past:
+        old = []
+        for i, seq in enumerate(seqs):
+            length = max(1, past - 5 * i)
+            old.append((seq, [0] * length))
+        slot_mapping = cache.extend(old).slot_mapping.long()
+        shape = len(slot_mapping), spec.kv_heads, spec.head_dim
+        for store in (cache.keys, cache.values):
+            numbers = torch.randn(shape, device=spec.device)
+            store.write(0, slot_mapping, SPREAD * numbers)
+    return cache.extend([(seq, [0] * n) for seq, n in zip(seqs, counts)])
+
+
 # ---- Kernels alone -------------------------------------------------------------------------------
 
 
 def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Kernel:
-    """Attention of each text's newest `count` of `scale.prompt` tokens."""
+    """Attention of each text's newest `count` tokens, of `scale.prompt` or a few less."""
     c = SHAPES[scale.target]
     G = c.num_key_value_heads
-    num_blocks = num_texts * (scale.prompt // 16 + 1)
-    bits = WIDTHS[kv_bits]
-    ops = ops_for(scale.device)
-    cache = PagedCache(
-        KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=bits, device=scale.device),
-        num_blocks,
-        ops=ops,
-    )
-    seqs = [cache.open([])[0] for _ in range(num_texts)]
-    if count < scale.prompt:
-        cache.extend([(seq, [0] * (scale.prompt - count)) for seq in seqs])
-    metadata = cache.extend([(seq, [0] * count) for seq in seqs])
+    spec = KVSpec(1, G, c.head_dim, scale.dtype, WIDTHS[kv_bits], scale.device)
+    metadata = open_texts(spec, [count] * num_texts, scale.prompt - count)
     num_heads = c.num_attention_heads + 2 * G
     qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)
-    read = KVSpec(1, G, c.head_dim, scale.dtype, bits).bytes(num_texts * scale.prompt)
-    return partial(ops.attend, qkv, G, None, metadata, 0), read
+    read = spec.bytes(sum(sequence.seq_len for sequence in metadata.sequences))
+    return partial(ops_for(scale.device).attend, qkv, G, None, metadata, 0), read
 
 
-def product_call(scale: Scale, way: str, rows: int) -> Kernel:
+def product_call(scale: Scale, way: str, rows: int, ops: Ops | None = None) -> Kernel:
+    """The gate and up product. ops: whose, if not the device's."""
     K = SHAPES[scale.target].hidden_size
     N = 2 * SHAPES[scale.target].intermediate_size
     weight = random_numbers(scale, N, K)
@@ -196,7 +207,7 @@ def product_call(scale: Scale, way: str, rows: int) -> Kernel:
     if layout is not None:
         weight = quantize(weight, layout.bits, layout.group)
         weight = weight._replace(input_bits=layout.activations)
-    ops = ops_for(scale.device)
+    ops = ops or ops_for(scale.device)
     packed = ops.pack_weight(Linear(weight), scale.dtype, "gate_up")
     x = random_numbers(scale, rows, K)
     return partial(ops.linear, x, packed), weight.nbytes

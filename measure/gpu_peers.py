@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels import Ops
+from measure.clock import in_turns, ratio
 from measure.gpu_parts import (
     SHAPES,
     Row,
@@ -56,13 +58,13 @@ def peer_row(scale: Scale, bandwidth: float, name: str, *key: Any) -> Row:
     except Exception as error:
         return ["", "", f"none: {type(error).__name__} {str(error)[:80]}"]
     ours = our_seconds(scale, name, *key)
-    turns = [(theirs(), ours()) for _ in range(scale.turns)]
-    cells = [f"{1e3 * median(seconds):.4g}" for seconds in zip(*turns)]
-    return [*cells, f"{median(a / b for a, b in turns):.2f}"]
+    columns = in_turns((theirs, ours), scale.turns)
+    cells = [f"{1e3 * median(seconds):.4g}" for seconds in columns]
+    return [*cells, f"{ratio(*columns):.2f}"]
 
 
 def our_seconds(scale: Scale, name: str, *key: Any) -> Seconds:
-    if name in ("transformers", "transformers, recorded"):
+    if not key:  # a text
         llama = random_model(scale.target, "16 bits", scale)
         engine = random_engine(llama, None, 2 * scale.context, 1)
         turns = count()
@@ -95,11 +97,8 @@ def sdpa(backend: str, scale: Scale, num_texts: int, num_new: int) -> Seconds:
 
 
 def cublas(scale: Scale, rows: int) -> Seconds:
-    """The gate and up product."""
-    c = SHAPES[scale.target]
-    x = random_numbers(scale, rows, c.hidden_size)
-    w = random_numbers(scale, 2 * c.intermediate_size, c.hidden_size)
-    return stopwatch(partial(F.linear, x, w), scale)
+    call, _ = product_call(scale, "16 bits", rows, Ops())
+    return stopwatch(call, scale)
 
 
 # ---- transformers --------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ Invariant: within a turn every row serves the same requests, each row with a new
 
 import io
 from contextlib import redirect_stdout
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from generate import Draft, Engine, Model, load_draft
+from measure.clock import in_turns, ratio
 from measure.effort import BEGINNING, SENTENCES, Effort
 from measure.serving import Served, log_spread, serve_at_once
 from model import Llama, weight_bytes
@@ -58,14 +60,15 @@ def stack(effort: Effort) -> list[Row]:
     """The combined table. All rows serve, in turns, the same requests, at temperature 0."""
     models = {bits: Model.load("tiny", "cpu", torch.float32, bits) for bits in (16, 8, 4)}
     drafts = {bits: load_draft("tiny-draft", model) for bits, model in models.items()}
-    turns = []
-    for _ in range(effort.turns):
-        turns.append([serve_row(row, models[row.bits], drafts[row.bits], effort) for row in STACK])
-    first = [turn[0] for turn in turns]
+    runs = []
+    for row in STACK:
+        runs.append(partial(serve_row, row, models[row.bits], drafts[row.bits], effort))
+    columns = in_turns(runs, effort.turns)
+    first = columns[0]
     rows: list[Row] = []
-    for technique, served in zip(STACK, zip(*turns)):
+    for technique, served in zip(STACK, columns):
         speeds = [one.tokens_per_second for one in served]
-        speed_up = median(a / b.tokens_per_second for a, b in zip(speeds, first))
+        speed_up = ratio(speeds, [one.tokens_per_second for one in first])
         weights = weight_bytes(models[technique.bits].llama)
         if technique.draft:
             weights += weight_bytes(drafts[technique.bits].models[0])

@@ -28,15 +28,14 @@ import torch
 from checkpoint.config import Config
 from checkpoint.hub import find_folder
 from errors import UserError
-from generate import Engine, Model
-from measure.clock import read_bandwidth
+from generate import Model
+from measure.clock import in_turns, ratio, read_bandwidth
 from measure.effort import Effort
-from measure.serving import serve_at_once
+from measure.serving import serve_texts
 from measure.steps import PROMPTS, WIDTHS, Rows, label
 from model import weight_bytes
 from quant import Kind
-from request import Request, Settings
-from settings import Options
+from request import Settings
 from tokenizer import Tokenizer
 
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # -> what is imported
@@ -87,13 +86,8 @@ def ours(target: str, name: str, bits: Kind = 16) -> Contestant:
     model = Model.load(target, "cpu", torch.float32, bits)
 
     def make(prompts: Prompts, count: int) -> Made:
-        longest = len(prompts[0]) + count
         settings = Settings(temperature=0.0, seed=0, max_tokens=count)
-        requests = [Request(list(prompt), settings) for prompt in prompts]
-        engine = Engine(
-            model, None, Options(max_len=longest, max_batch=len(prompts)), len(prompts) * longest
-        )
-        served = serve_at_once(engine, requests)
+        served = serve_texts(model, None, prompts, settings)
         return Made(served.texts[0], served.first_token[0], served.seconds)
 
     return Contestant(name, make, weight_bytes(model.llama, read=True))
@@ -180,11 +174,10 @@ def against(name: str, target: str, gguf: str | None, effort: Effort) -> Rows:
         row = compare_texts(one, peer, [(made[0], made[i]) for made in texts], roofs)
         rows.append({"target": label(target)} | row)
     for key, prompts, count in long_work(peer, Config.load(find_folder(target))):
-        turns = []
-        for _ in range(effort.turns):
-            turns.append([one.make(prompts, count).total for one in everyone])
-        for i, row in enumerate(rows, 1):
-            row[key] = median(seconds[0] / seconds[i] for seconds in turns)
+        runs = [partial(one.make, prompts, count) for one in everyone]
+        totals = [[made.total for made in column] for column in in_turns(runs, effort.turns)]
+        for row, seconds in zip(rows, totals[1:]):
+            row[key] = ratio(totals[0], seconds)
     return {f"{row['target']}, {row['ours']}, {row['peer']}": row for row in rows}
 
 
@@ -210,7 +203,7 @@ def compare_texts(
         "peer": peer.name,
         "tokens_per_second": median(speeds),
         "peer_tokens_per_second": median(peer_speeds),
-        "ratio": median(a / b for a, b in zip(speeds, peer_speeds)),
+        "ratio": ratio(speeds, peer_speeds),
         "bandwidth": median(speed * one.bytes / roof for speed, roof in zip(speeds, roofs)),
         "same_texts": sum(theirs.tokens == mine.tokens for theirs, mine in turns),
         "texts": len(turns),

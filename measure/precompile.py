@@ -7,9 +7,10 @@ tensors on "meta", which have shapes and no numbers: so each kernel is launched 
 arguments that it will have, and a launch only compiles. The host is told that all numbers are 0,
 and all conditions true. A model has one layer: the others launch the same.
 
-Triton's key of a kernel holds the lines of its source, its version and the GPU's architecture. A
-cache that was made elsewhere fits, if these are the same; it must be at the same place, because
-Triton stores absolute paths.
+Triton's key of a kernel holds its source and where that begins in its file, Triton's own files, and
+the GPU's architecture. So a cache that was made elsewhere fits if the commit, Triton's version and
+Python's (Triton's library is built for one) are the same; it must be at the same place, because
+Triton stores absolute paths. Where Triton and the repository lie does not matter.
 
 Not covered: GPUs other than sm_90 (H100, H200): their kernels are compiled as they are launched.
 """

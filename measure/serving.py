@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from generate import Engine
+from generate import Draft, Engine, Model
 from kvcache import KVCache
 from paged import PagedCache
 from request import Request, Settings
+from settings import Options
 
 
 class Served(NamedTuple):
@@ -79,6 +80,20 @@ def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
     texts = [request.tokens[request.num_prompt_tokens :] for request in requests]
     num_tokens = sum(map(len, texts))
     return Served(now, num_tokens, num_first_tokens, first_token, gaps, cache_bytes, texts)
+
+
+def serve_texts(
+    model: Model,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    kv_bits: str = "16",
+) -> Served:
+    """Serve a text after each of these prompts by an engine with room for them."""
+    max_len = max(map(len, prompts)) + settings.max_tokens
+    options = Options(max_len=max_len, max_batch=len(prompts), kv_bits=kv_bits)
+    engine = Engine(model, draft, options, len(prompts) * max_len)
+    return serve_at_once(engine, [Request(list(prompt), settings) for prompt in prompts])
 
 
 def log_spread(count: int, longest: int) -> list[int]:

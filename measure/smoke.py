@@ -27,7 +27,7 @@ named, and right. Keys and values of 4 bits have few steps: a sum in another ord
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -36,9 +36,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from generate import Engine, Model, load_draft
+from generate import Model, load_draft
 from kernels import Linear, Ops, ops_for
-from kvcache import AttentionMetadata
 from measure.effort import SENTENCES
 from measure.gpu_parts import (
     SHAPES,
@@ -47,17 +46,17 @@ from measure.gpu_parts import (
     Row,
     Scale,
     judged,
+    open_texts,
     random_model,
     random_numbers,
     recording,
     relative_error,
 )
-from measure.serving import serve_at_once
+from measure.serving import serve_texts
 from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
-from request import Request, Settings
-from settings import Options
+from request import Settings
 
 ROUNDING = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4}  # ε: twice that of plain bfloat16
 GRIDS = {  # s
@@ -67,7 +66,6 @@ GRIDS = {  # s
     "W8A8": 4 * 0.03,  # four products, one after the other
     "FP8 W8A8": 4 * 0.09,
 }
-SPREAD = 2.0  # of old keys and values, so that some count much more than others
 STEPS = {  # texts x their new tokens: attention has tiles of 16, 32, 64 and 128 rows
     "1 x 1": [1],
     "1 x 8": [8],
@@ -162,7 +160,7 @@ def model_pair(scale: Scale, way: str, dtype: torch.dtype) -> tuple[Llama, Llama
 def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int, step: str) -> Row:
     llama, reference = model_pair(scale, way, dtype)
     torch.manual_seed(0)
-    metadata = open_texts(llama, kv_bits, STEPS[step], past)
+    metadata = open_texts(llama.kv_spec(bits=WIDTHS[kv_bits]), STEPS[step], past)
     V = llama.config.vocab_size
     tokens = torch.randint(1, V, metadata.positions.shape, device=llama.device)
     llama(tokens - 1, metadata)  # this makes the recording
@@ -173,26 +171,6 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
     limit = rounding + math.sqrt(rounding * grid)
     errors = [relative_error(output, wanted) for output in outputs]
     return judged(errors, limit)
-
-
-def open_texts(llama: Llama, kv_bits: str, counts: Sequence[int], past: int) -> AttentionMetadata:
-    """Texts with random keys and values -> a step of so many more tokens of each. past: tokens of
-    the first text; each next one has fewer."""
-    c = llama.config
-    num_blocks = len(counts) * ((past + max(counts)) // 16 + 1)
-    cache = PagedCache(llama.kv_spec(bits=WIDTHS[kv_bits]), num_blocks)
-    seqs = [cache.open(())[0] for _ in counts]
-    if past:
-        old = []
-        for i, seq in enumerate(seqs):
-            length = max(1, past - 5 * i)
-            old.append((seq, [0] * length))
-        slot_mapping = cache.extend(old).slot_mapping.long()
-        shape = len(slot_mapping), c.num_key_value_heads, c.head_dim
-        for store in (cache.keys, cache.values):
-            numbers = torch.randn(shape, device=llama.device)
-            store.write(0, slot_mapping, SPREAD * numbers)
-    return cache.extend([(seq, [0] * n) for seq, n in zip(seqs, counts)])
 
 
 # ---- Sampling ------------------------------------------------------------------------------------
@@ -259,15 +237,10 @@ def wanted_texts(bits: Kind, kv_bits: str) -> list[list[int]]:
 
 def greedy_texts(model: Model, kv_bits: str, draft: str | None) -> list[list[int]]:
     """The tokens after two prompts, in one batch."""
-    engine = Engine(
-        model,
-        load_draft(draft, model, torch.float32),
-        Options(max_batch=2, kv_bits=kv_bits),
-        1000,
-    )
+    drafts = load_draft(draft, model, torch.float32)
+    prompts = [model.encode(prompt) for prompt in SENTENCES[:2]]
     settings = Settings(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, gamma=3)
-    requests = [Request(model.encode(prompt), settings) for prompt in SENTENCES[:2]]
-    return serve_at_once(engine, requests).texts
+    return serve_texts(model, drafts, prompts, settings, kv_bits).texts
 
 
 def next_logits(bits: Kind, kv_bits: str, prompt: str, text: list[int]) -> Tensor:

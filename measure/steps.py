@@ -6,6 +6,7 @@ Invariant: all widths run the same step, in turns; a ratio is the median over tu
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from kvcache import KVCache
+from measure.clock import in_turns, ratio
 from measure.effort import Effort
 from model import Llama
 
@@ -54,17 +56,13 @@ def compare(
     models: dict[str, Llama], past: int, new: int, turns: int
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of each model, and its speed-up over the first. One turn more warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(turns + 1):
-        for name, llama in models.items():
-            (time_of_step,) = step_times(llama, past, new)
-            if turn:
-                seconds[name].append(time_of_step)
-    first, *_ = seconds.values()
+    runs = [partial(step_times, llama, past, new) for llama in models.values()]
+    columns = []
+    for _, *counted in in_turns(runs, turns + 1):
+        columns.append([seconds for (seconds,) in counted])
     result = {}
-    for name, times in seconds.items():
-        gain = median(a / b for a, b in zip(first, times))
-        result[name] = (median(times), gain)
+    for name, times in zip(models, columns):
+        result[name] = (median(times), ratio(columns[0], times))
     return result
 
 

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from conftest import program
+from gpu.tuning import SWITCHES
 from measure import first_contact, gpu_cases
 from measure.first_contact import STEPS, Stage
 from measure.gpu_cases import OFF, Case
@@ -70,7 +71,7 @@ def test_wrong_rows_are_run_again_without_each_part(first, capfd):
     said = capfd.readouterr().err
     assert status == 1 and "smoke: 3 wrong, first is wrong, 1, 2, 3" in said
     assert "smoke, without splits: 0 of 2 are wrong" in said
-    for part in {*first_contact.PARTS} - {"splits"}:
+    for part in {*SWITCHES} - {"splits"}:
         assert f"smoke, without {part}: 2 of 2 are wrong" in said
     assert [*stored[-1]] == ["next"] and {*map(len, stored)} == {1}
 

@@ -103,23 +103,6 @@ def test_a_text_is_a_first_token_and_whole_looks():
         assert (scale.count - 1) % gpu.GPU.multi_step == 0
 
 
-def test_resources_are_the_most_of_all_kernels_that_were_compiled(monkeypatch):
-    """Triton counts spilled words, we bytes."""
-    few, many = SimpleNamespace(n_regs=200, n_spills=0), SimpleNamespace(n_regs=40, n_spills=2)
-    kernels = []
-    for name, binary in (("_few", few), ("_edge", many)):
-        caches = {0: ({"a key": Binary(**vars(binary))}, {}, "a target")}
-        kernels.append(SimpleNamespace(fn=SimpleNamespace(__name__=name), device_caches=caches))
-    page = SimpleNamespace(kernels=None, few=kernels[0], edge=kernels[1], not_a_kernel=3)
-    monkeypatch.setitem(gpu_cases.sys.modules, "gpu.some_page", page)
-    _, *cells = gpu_cases.resource_row(QUICK, 1.0, "INT4", "8/4")
-    assert cells == ["2", "200", "8, _edge"]
-
-
-class Binary(SimpleNamespace):
-    __hash__ = object.__hash__
-
-
 def test_a_peer_takes_turns_with_ours_and_one_that_is_not_there_is_named(monkeypatch):
     times = iter([9.0, 4.0, 2.0, 6.0, 1.0, 8.0, 4.0])  # theirs once more, to see whether it runs
     asked = []
