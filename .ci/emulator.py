@@ -34,9 +34,27 @@ from measure import smoke
 from measure.gpu_parts import SHAPES, WRONG, Row, Scale, judged, open_texts, relative_error
 from quant import WIDTHS
 
-LAYER = Config(256, 1024, 1024, 1, 8, 2, 128, 1024)
+LAYER = Config(
+    256,
+    1024,
+    1024,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=1024,
+)
 SHAPES["emulated"] = LAYER
-SHAPES["emulated sampling"] = Config(20000, 1024, 1024, 1, 8, 2, 128, 1024)
+SHAPES["emulated sampling"] = Config(
+    20000,
+    1024,
+    1024,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=1024,
+)
 PROCESSORS = 4  # so few that keys and columns are still split
 EMPTY = torch.empty
 

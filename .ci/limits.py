@@ -156,7 +156,10 @@ def greedy(model: Model, gamma: int | None, prompts: list[str]) -> list[Request]
     draft = None if gamma == 0 else load_draft("ngram", model)
     serve_at_once(
         Engine(
-            model, draft, Options(max_len=longest, max_batch=len(requests)), longest * len(requests)
+            model,
+            draft,
+            Options(max_len=longest, max_batch=len(requests)),
+            tokens=longest * len(requests),
         ),
         requests,
     )
@@ -218,7 +221,7 @@ def shared_prefix(model: Model) -> Figures:
     """The first token of 500, cold, over that where the first 90 % were read before: seconds."""
     ratios = []
     for trial in range(5):
-        engine = Engine(model, None, Options(max_len=600, max_batch=2), 4000)
+        engine = Engine(model, None, Options(max_len=600, max_batch=2), tokens=4000)
         prompt = random_request(500, 1, trial)
         other = random_request(50, 1, 100 + trial)
         other = Request(prompt.tokens[:450] + other.tokens, other.settings)
@@ -238,7 +241,7 @@ def batching(model: Model) -> Figures:
             model,
             None,
             Options(max_len=512, max_batch=max_batch, prefix_caching=False),
-            max_batch * 512,
+            tokens=max_batch * 512,
         )
         return serve_at_once(engine, requests).tokens_per_second
 
@@ -261,7 +264,7 @@ def pauses(model: Model) -> Figures:
     longest = {}
     for budget in (1024, 128):
         engine = Engine(
-            model, None, Options(max_len=1024, max_batch=16, prefix_caching=False), 16 * 1024
+            model, None, Options(max_len=1024, max_batch=16, prefix_caching=False), tokens=16 * 1024
         )
         engine.runner.budget = budget
         for seed in range(4):
@@ -285,11 +288,11 @@ def speculation(model: Model) -> Figures:
     drafts = {"useless": Model(noise, draft.tokenizer), "copy": "self", "tiny-draft": draft}
     wanted = [("tiny-draft", gamma) for gamma in (*GAMMAS, None)]
     wanted += [("useless", None), ("copy", None), ("copy", 2)]
-    plain = Engine(model, None, Options(max_len=200, max_batch=1), 200)
+    plain = Engine(model, None, Options(max_len=200, max_batch=1), tokens=200)
     engines = {}
     for name, gamma in wanted:
         engines[name, gamma] = Engine(
-            model, load_draft(drafts[name], model), Options(max_len=200, max_batch=1), 200
+            model, load_draft(drafts[name], model), Options(max_len=200, max_batch=1), tokens=200
         )
     gains = {key: [] for key in wanted}
     acceptance = []

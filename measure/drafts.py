@@ -42,7 +42,7 @@ class Told:
     def __init__(self, model: Model, draft: Draft | None, prompt: str, settings: Settings):
         self.request = Request(model.encode(prompt), settings, model.eos_token_ids)
         length = self.request.num_prompt_tokens + settings.max_tokens
-        engine = Engine(model, draft, Options(max_len=length, max_batch=1), length)
+        engine = Engine(model, draft, Options(max_len=length, max_batch=1), tokens=length)
         self.drafter = engine.batcher.runner.drafter
         self.propose = self.drafter.propose
         self.drafter.propose = self.timed_propose
@@ -93,9 +93,9 @@ def drafts(
         loaded = {name: load_draft(name, model, bits=draft_bits) for name in names}
         for temperature, (seed, prompt) in product((0.0, 1.0), enumerate(prompts)):
             settings = partial(Settings, temperature, seed=seed, max_tokens=effort.num_tokens)
-            plain = Told(model, None, prompt, settings(gamma=0))
+            plain = Told(model, None, prompt, settings=settings(gamma=0))
             for (name, draft), gamma in product(loaded.items(), (*effort.gammas, None)):
-                told = Told(model, draft, prompt, settings(gamma=gamma))
+                told = Told(model, draft, prompt, settings=settings(gamma=gamma))
                 if plain.seconds_per_token and told.seconds_per_token:  # more than one token
                     key = f"{label(target)}, {width}", label(name) + asked, temperature, gamma
                     runs.setdefault(key, []).append((plain, told))

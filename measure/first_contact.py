@@ -130,7 +130,7 @@ def find_part(step: Stage, wrong: Sequence[str], end: float, quick: bool) -> Non
     keys = list(first.values())[:MOST_AGAIN]
     told = []
     for part in ("", *SWITCHES):
-        again = Stage(step.case, AGAIN, "which part is at fault", part)
+        again = Stage(step.case, AGAIN, "which part is at fault", off=part)
         still_wrong = run_step(again, end, quick, lambda results: None, keys)
         told.append(f"{again.name}: {len(still_wrong)} of {len(keys)} are wrong")
     say("\n" + "\n".join(told))

@@ -80,7 +80,21 @@ class Scale:
 
 
 QUICK = Scale(
-    "tiny", "tiny", "tiny layer", "cpu", torch.float32, 24, 9, 48, 2, 4, 12, 4, 1, 1, (9, 40)
+    "tiny",
+    "tiny",
+    "tiny layer",
+    device="cpu",
+    dtype=torch.float32,
+    context=24,
+    count=9,
+    prompt=48,
+    num_texts=2,
+    num_requests=4,
+    longest=12,
+    megabytes=4,
+    repeats=1,
+    turns=1,
+    pasts=(9, 40),
 )
 
 
@@ -148,7 +162,7 @@ def random_engine(
         model,
         drafts,
         Options(max_len=max_len, max_batch=max_batch, kv_bits=kv_bits),
-        max_len * max_batch,
+        tokens=max_len * max_batch,
     )
 
 
@@ -190,7 +204,7 @@ def attention_call(scale: Scale, num_texts: int, count: int, kv_bits: str) -> Ke
     """Attention of each text's newest `count` tokens, of `scale.prompt` or a few less."""
     c = SHAPES[scale.target]
     G = c.num_key_value_heads
-    spec = KVSpec(1, G, c.head_dim, scale.dtype, WIDTHS[kv_bits], scale.device)
+    spec = KVSpec(1, G, c.head_dim, dtype=scale.dtype, bits=WIDTHS[kv_bits], device=scale.device)
     metadata = open_texts(spec, [count] * num_texts, scale.prompt - count)
     num_heads = c.num_attention_heads + 2 * G
     qkv = random_numbers(scale, num_texts * count, num_heads, c.head_dim)

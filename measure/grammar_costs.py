@@ -36,7 +36,7 @@ def add_texts(model: Model, count: int, has_grammar: bool) -> Batcher:
     """A batch of texts of `count` tokens, after the step that reads the prompts."""
     n = len(SENTENCES)
     max_len = 50 + count
-    batcher = Engine(model, None, Options(max_len=max_len, max_batch=n), n * max_len).batcher
+    batcher = Engine(model, None, Options(max_len=max_len, max_batch=n), tokens=n * max_len).batcher
     for i, prompt in enumerate(SENTENCES):
         schema = list_schema(i) if has_grammar else None
         chosen = Settings(1.0, seed=i, max_tokens=count, schema=schema)

@@ -183,7 +183,7 @@ def add_plan_flags(p: argparse._ArgumentGroup) -> None:
 def plan_of(args: argparse.Namespace, name: str, bits: Kind) -> Plan:
     """A model's, with the GPUs, the texts and the cache of these flags."""
     config = in_bits(find_config(name), bits)
-    return Plan(name, config, args.gpu, args.gpus, args.kv_bits, args.context)
+    return Plan(name, config, args.gpu, n=args.gpus, kv_bits=args.kv_bits, context=args.context)
 
 
 def plan_section(args: argparse.Namespace) -> Section:

@@ -79,7 +79,15 @@ def serve_at_once(engine: Engine, requests: Sequence[Request]) -> Served:
             last_seen[request] = now
     texts = [request.tokens[request.num_prompt_tokens :] for request in requests]
     num_tokens = sum(map(len, texts))
-    return Served(now, num_tokens, num_first_tokens, first_token, gaps, cache_bytes, texts)
+    return Served(
+        now,
+        num_tokens,
+        num_first_tokens,
+        first_token=first_token,
+        gaps=gaps,
+        cache_bytes=cache_bytes,
+        texts=texts,
+    )
 
 
 def serve_texts(
@@ -92,7 +100,7 @@ def serve_texts(
     """Serve a text after each of these prompts by an engine with room for them."""
     max_len = max(map(len, prompts)) + settings.max_tokens
     options = Options(max_len=max_len, max_batch=len(prompts), kv_bits=kv_bits)
-    engine = Engine(model, draft, options, len(prompts) * max_len)
+    engine = Engine(model, draft, options, tokens=len(prompts) * max_len)
     return serve_at_once(engine, [Request(list(prompt), settings) for prompt in prompts])
 
 

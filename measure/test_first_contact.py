@@ -33,7 +33,7 @@ def first(monkeypatch):
         for name, keys in cases.items():
             case, _, off = name.partition("_without_")
             made[case] = Case(("how", "process", ""), lambda scale, keys=keys: keys, row)
-            steps.append(Stage(case, 2 if ("hangs",) in keys else 60, f"sees {name}", off))
+            steps.append(Stage(case, 2 if ("hangs",) in keys else 60, f"sees {name}", off=off))
         stored = []
         monkeypatch.setattr(first_contact, "STEPS", steps)
         for page in (first_contact, gpu_cases):

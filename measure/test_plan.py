@@ -17,7 +17,9 @@ from quant import WIDTHS
 
 
 def make(name="8B", gpu="H100", n=1, bits=16, kv_bits="16", context=4096) -> Plan:
-    return Plan(name, plan.in_bits(plan.find_config(name), bits), gpu, n, kv_bits, context)
+    return Plan(
+        name, plan.in_bits(plan.find_config(name), bits), gpu, n=n, kv_bits=kv_bits, context=context
+    )
 
 
 @pytest.mark.parametrize(

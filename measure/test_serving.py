@@ -34,7 +34,9 @@ def test_every_token_is_counted():
 
 
 def test_rates_are_tokens_over_seconds():
-    served = Served(4.0, 12, 2, [0.5, 0.5], [1.0, 2.0, 2.0], 0, [])
+    served = Served(
+        4.0, 12, 2, first_token=[0.5, 0.5], gaps=[1.0, 2.0, 2.0], cache_bytes=0, texts=[]
+    )
     assert served.tokens_per_second == 3.0
     assert served.seconds_per_token == 0.5  # 5 seconds for the 10 tokens after the first steps
 

@@ -23,7 +23,16 @@ from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS
 
-SHAPE = Config(272, 256, 256, 1, 8, 2, 32, 1024)
+SHAPE = Config(
+    272,
+    256,
+    256,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+)
 SCALE = Scale(target="variants", layer="variants", device="cpu")
 not_on_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted only")
 Variants = dict[str, set[str]]  # of each kernel, as Triton names the kinds of its arguments
