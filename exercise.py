@@ -112,8 +112,8 @@ EXERCISES = (
         teaches="accept a draft with min(1, p/q), or draw from the residual",
         tests=(
             "test_speculative.py::test_verify_survives_a_residual_without_mass",
-            "test_speculative.py::test_verify_follows_p_and_accepts_the_overlap",
             "test_speculative.py::test_law_of_every_row_of_a_ragged_batch_is_the_targets",
+            "test_speculative.py::test_verify_follows_p_and_accepts_the_overlap",
         ),
     ),
     Exercise(

@@ -21,6 +21,8 @@ from test_house import ENGINE, ORDER, nodes, tree
 
 for name in ("bench", "train.distill", "train.quantize", "cpu", "gpu"):
     pytest.importorskip(name, reason="README.md is that of the whole tree")
+if not (ROOT / "README.md").exists():
+    pytest.skip("a copy of exercise.py has no documents", allow_module_level=True)
 import bench
 from measure import pictures
 from train import distill, quantize
