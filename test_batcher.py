@@ -276,6 +276,13 @@ def test_decoding_goes_on_while_a_long_prompt_is_read():
     assert set(batcher.step()) == {decoding, long}
 
 
+def test_texts_admitted_in_one_step_share_its_budget():
+    batcher = make_batcher(budget=32)
+    add_all(batcher, [make_request(prompt, 5, prompt) for prompt in (20, 25, 7)])
+    planned = [item.num_new_tokens for item in batcher.schedule()]
+    assert planned == [20, 12]
+
+
 def test_slots_are_taken_at_once_first_come_first_served():
     lengths = [2, 12, 3, 3, 12, 2]
     batcher = make_batcher(max_batch=2)

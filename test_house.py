@@ -22,7 +22,7 @@ from settings import Options
 
 ORDER = (
     "errors settings sampling quant parallel kernels flash kvcache paged model spm tokenizer "
-    "grammar request speculative drafters eagle gamma runner batcher proof generate serve"
+    "grammar request speculative drafters eagle gamma runner batcher proof generate serve exercise"
 ).split()  # the root's: a page imports pages before it
 ENGINE = (
     "generate model kernels kvcache sampling tokenizer request paged speculative drafters "
@@ -36,6 +36,7 @@ WINGS = {  # the pages of checkpoint/ that a page of the root may import
         for page in "vocabulary bytelevel sentencepiece gguf gguf_vocabulary hub chat files".split()
     },
     "eagle": {"checkpoint.load"},
+    "exercise": {"app.shell"},
     "generate": {f"checkpoint.{page}" for page in "eagle generation hub load".split()},
 }
 BACKEND = set("errors settings kernels quant sampling kvcache speculative drafters eagle".split())

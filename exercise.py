@@ -1,0 +1,243 @@
+"""Exercises: write the function that a page is about, and let the page's tests judge it.
+
+    python exercise.py                    lists the exercises, in the order of reading
+    python exercise.py verify             copies the project to ./exercise-verify, and leaves out
+                                          the body of `verify`
+    python exercise.py verify --check     runs the tests that judge the body you wrote there
+
+The function keeps its signature, its docstring and the comment at its head. The page's docstring
+has the equation and the invariant. The copy holds code, models and the data of tests; it has no
+documents, which show some of the answers.
+
+Invariant: a judge fails while the body is missing, and passes with the body of this project.
+Cost: a copy takes 20 MB, and a judge less than 20 seconds.
+Not covered: whether an answer is fast. The backends' own code is switched off (LLAMA_PLAIN=1),
+because it would answer in the function's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from app.shell import Parser, begin, status, write
+from errors import UserError, check_names
+
+ROOT = Path(__file__).parent
+FOLDERS = ("app", "checkpoint", "cpu", "gpu", "train", "measure", "models", "test_data")
+BLANK = 'raise NotImplementedError("your turn")'
+
+
+class Exercise(NamedTuple):
+    """A function that a reader writes."""
+
+    page: str
+    function: str
+    teaches: str
+    tests: tuple[str, ...]  # its judges, the simplest first
+
+
+EXERCISES = (
+    Exercise(
+        page="generate.py",
+        function="plain_loop",
+        teaches="one token after the other, through a cache",
+        tests=(
+            "test_generate.py::test_text_of_the_plain_loop_is_the_engines",
+            "test_generate.py::test_every_end_of_text_token_ends_it_and_is_not_shown",
+        ),
+    ),
+    Exercise(
+        page="model.py",
+        function="decoder_layer",
+        teaches="a layer: norm, attention, norm, MLP, and the sums around them",
+        tests=("test_model.py",),
+    ),
+    Exercise(
+        page="kernels.py",
+        function="attention",
+        teaches="the causal mask of a cache is aligned bottom-right; heads share keys and values",
+        tests=(
+            "test_kernels.py::test_causal_mask_is_aligned_bottom_right",
+            "test_kernels.py::test_attention_equals_the_loops",
+        ),
+    ),
+    Exercise(
+        page="kvcache.py",
+        function="pack_metadata",
+        teaches="block tables become slots, and texts of unequal length one row of tokens",
+        tests=(
+            "test_kvcache.py::test_metadata_says_where_each_token_belongs",
+            "test_kvcache.py::test_metadata_is_refilled_in_place_and_padded",
+            "test_kvcache.py::test_texts_packed_into_one_step_do_not_see_each_other",
+        ),
+    ),
+    Exercise(
+        page="sampling.py",
+        function="keep_top",
+        teaches="top-k, then top-p, of sorted probabilities",
+        tests=(
+            "test_sampling.py::test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_index",
+            "test_sampling.py::test_top_p_keeps_the_fewest_that_reach_p",
+            "test_sampling.py::test_order_of_top_k_top_p_and_min_p",
+            "test_sampling.py::test_probabilities_are_those_of_the_definition",
+        ),
+    ),
+    Exercise(
+        page="sampling.py",
+        function="pick",
+        teaches="the Gumbel-max trick: an argmax with keyed noise is a draw",
+        tests=(
+            "test_sampling.py::test_law_of_picks_and_of_decisions",
+            "test_sampling.py::test_pick_never_takes_probability_0",
+            "test_sampling.py::test_coin_bits_are_those_of_splitmix64",
+            "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
+        ),
+    ),
+    Exercise(
+        page="paged.py",
+        function="_find_prefix",
+        teaches="full blocks are found by their tokens and the hash before them",
+        tests=("test_paged.py",),
+    ),
+    Exercise(
+        page="speculative.py",
+        function="verify",
+        teaches="accept a draft with min(1, p/q), or draw from the residual",
+        tests=(
+            "test_speculative.py::test_verify_survives_a_residual_without_mass",
+            "test_speculative.py::test_law_of_every_row_of_a_ragged_batch_is_the_targets",
+            "test_speculative.py::test_verify_follows_p_and_accepts_the_overlap",
+        ),
+    ),
+    Exercise(
+        page="speculative.py",
+        function="couple",
+        teaches="with the same noise, drafts change nothing but the speed",
+        tests=(
+            "test_speculative.py::test_coupled_drafts_are_accepted_as_often_as_the_paper_says",
+            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+        ),
+    ),
+    Exercise(
+        page="batcher.py",
+        function="schedule",
+        teaches="plan a step: running texts, preemption, admission",
+        tests=("test_batcher.py",),
+    ),
+    Exercise(
+        page="quant.py",
+        function="symmetric",
+        teaches="the grid of INT8: a scale that reaches the largest number",
+        tests=(
+            "test_quant.py::test_numbers_on_a_grid_stay",
+            "test_quant.py::test_a_vector_that_is_not_finite_is_read_as_nan",
+            "test_quant.py::test_fp8_and_nf4_round_to_the_nearest_code",
+            "test_quant.py::test_weights_are_within_half_a_step_of_a_tight_scale",
+        ),
+    ),
+    Exercise(
+        page="proof.py",
+        function="enumerate_law",
+        teaches="a sampler's exact distribution, from every outcome of its coin",
+        tests=(
+            "test_proof.py",
+            "test_speculative.py::test_law_of_coupled_mode_is_the_targets",
+        ),
+    ),
+)
+NAMED = {exercise.function: exercise for exercise in EXERCISES}
+
+
+def blanked(text: str, function: str) -> str:
+    """The text of a page without the body of a function, which has a docstring."""
+    nodes = ast.walk(ast.parse(text))  # functions before methods
+    node = next(node for node in nodes if getattr(node, "name", "") == function)
+    first = node.body[1]
+    lines = text.split("\n")
+    lines[first.lineno - 1 : node.end_lineno] = [" " * first.col_offset + BLANK]
+    return "\n".join(lines)
+
+
+def sources() -> list[Path]:
+    """The files of a copy."""
+    files = [ROOT / "pyproject.toml", *ROOT.glob("*.py")]
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files.append(path)
+    return files
+
+
+def make(exercise: Exercise, folder: Path) -> int:
+    """Copy the project without the function's body -> the exit status."""
+    files = sources()  # listed before the folder is there, which may lie in one of ours
+    if folder.exists():
+        raise UserError(f"{folder} exists: remove it, or put another FOLDER after NAME")
+    for file in files:
+        copied = folder / file.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)
+    page = folder / exercise.page
+    text = page.read_text(encoding="utf-8")
+    page.write_text(blanked(text, exercise.function), encoding="utf-8")
+    judges = "\n    ".join(exercise.tests)
+    write(
+        f"{page} lacks the body, which is yours to write. Its judges are\n    {judges}\n"
+        f"Run them: python exercise.py {exercise.function} {folder} --check\n"
+    )
+    return 0
+
+
+def judge(exercise: Exercise, folder: Path) -> int:
+    """Run the tests in a copy -> the exit status. pytest prints the first failure."""
+    if not (folder / exercise.page).is_file():
+        raise UserError(
+            f"{folder} is no copy: python exercise.py {exercise.function} {folder} makes it"
+        )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *exercise.tests]
+    failed = subprocess.call(command, cwd=folder, env=os.environ | {"LLAMA_PLAIN": "1"})
+    if failed:
+        write("not yet: the first failure stands above\n")
+        return 1
+    write("right\n")
+    return 0
+
+
+def exercise_flags(arguments: list[str] | None = None) -> argparse.Namespace:
+    p = Parser("exercise.py", "Write the function that a page is about; its tests judge it.")
+    p.add_argument("name", metavar="NAME", nargs="?", help="of an exercise (default: list all)")
+    p.add_argument("folder", metavar="FOLDER", nargs="?", help="of the copy (exercise-NAME)")
+    p.add_argument("--check", action="store_true", help="run the tests that judge the copy")
+    args = p.parse_intermixed_args(arguments)  # --check may stand before FOLDER
+    if args.name is None:
+        p.unused(args, "check", "without NAME")
+    else:
+        check_names([args.name], NAMED, "exercise")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """-> the exit status."""
+    if args.name is not None:
+        act = judge if args.check else make
+        return act(NAMED[args.name], Path(args.folder or f"exercise-{args.name}"))
+    write("python exercise.py NAME copies the project, and leaves the body to you:\n\n")
+    for exercise in EXERCISES:
+        write(f"{exercise.function:14} {exercise.page:15} {exercise.teaches}\n")
+    return 0
+
+
+def main() -> int:
+    return status(lambda: run(exercise_flags()))
+
+
+if __name__ == "__main__":
+    begin()
+    sys.exit(main())
