@@ -22,7 +22,8 @@ from settings import Options
 
 ORDER = (
     "errors settings sampling quant parallel kernels flash kvcache paged model spm tokenizer "
-    "grammar request speculative drafters eagle gamma runner batcher proof generate serve"
+    "grammar request speculative drafters eagle gamma runner batcher proof generate serve "
+    "museum"
 ).split()  # the root's: a page imports pages before it
 ENGINE = (
     "generate model kernels kvcache sampling tokenizer request paged speculative drafters "
