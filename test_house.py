@@ -59,9 +59,9 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 101_300
-NODES_OF_THE_ROOT = 31_400
-NODES_OF_TESTS = 154_300  # and of .ci
+NODES = 103_150
+NODES_OF_THE_ROOT = 33_150
+NODES_OF_TESTS = 155_100  # and of .ci
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100
