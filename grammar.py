@@ -20,8 +20,9 @@ The automaton is that of the package llguidance. It keeps a state for each text,
 drafts back. It reads tokens by their bytes, so it allows each token that spells what may follow,
 not only the tokens that the tokenizer would write.
 
-A text with a grammar ends where its grammar ends, even if its request ignores end-of-text. A
-grammar comes from anybody, and its compiling and its masks take time and memory from others:
+A text with a grammar ends where its grammar ends, even if its request ignores end-of-text. A token
+of the client's own may end it earlier; its finish_reason is `length` then, for it is cut. A grammar
+comes from anybody, and its compiling and its masks take time and memory from others:
 
     its size is bounded before it is compiled             MAX_PATTERN_CHARACTERS, MAX_NAMES
     a text ends if one of its masks takes too much work   LIMITS
@@ -286,6 +287,11 @@ class GrammarState:
             self.tokens.append(token)
             if not self.matcher.try_consume_tokens([token]):
                 self.has_failed = True
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end after the tokens that were followed."""
+        return self.matcher.is_accepting()
 
     def push(self, token: int) -> None:
         """Read a draft; none after one that the grammar forbids or that ends the text."""

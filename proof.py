@@ -19,7 +19,8 @@ sequence of outcomes, so the models are toys: their texts have a few tokens, out
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,29 @@ def sequential_law(
             for text, mass in rest.items():
                 law[(token, *text)] = p * mass
     return law
+
+
+def surprise(texts: Sequence[Any], law: Law) -> float:
+    """How far the frequencies of texts are from a law: Pearson's χ², in standard deviations from
+    its mean. Texts that are expected less than five times count as one. ∞ for a text that the law
+    does not have."""
+    counts = Counter(texts)
+    if counts.keys() - law.keys():
+        return math.inf
+    cells = []  # how often a text came, and how often it was expected
+    rare = [0, 0.0]
+    for text, p in law.items():
+        expected = p * len(texts)
+        if expected >= 5:
+            cells.append((counts[text], expected))
+        else:
+            rare[0] += counts[text]
+            rare[1] += expected
+    if rare[1] > 0:
+        cells.append(tuple(rare))
+    chi_squared = sum((count - expected) ** 2 / expected for count, expected in cells)
+    freedom = len(cells) - 1  # the mean of χ²; its variance is twice as large
+    return (chi_squared - freedom) / math.sqrt(2 * freedom)
 
 
 def distance(a: Law, b: Law) -> float:

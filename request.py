@@ -57,6 +57,7 @@ class Request:
     compiled: LLMatcher | None = None  # the grammar, if it was compiled early
     grammar_state: GrammarState | None = None  # while a runner has the request open
     error: str = ""  # why the text ended before its grammar did
+    is_cut: bool = False  # a token of `eos_token_ids` ended it where its grammar may not end
     is_reply: bool = False  # the text answers a conversation: it does not continue the prompt
 
     def __post_init__(self) -> None:
@@ -82,11 +83,12 @@ class Request:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or error; empty while tokens are left to make."""
+        """stop, length or error; empty while tokens are left to make. A text with a grammar stops
+        where its grammar may end: elsewhere a client's own end cuts it, as its length does."""
         if self.error:
             return "error"
         if len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.eos_token_ids:
-            return "stop"
+            return "length" if self.is_cut else "stop"
         return "length" if self.num_remaining == 0 else ""
 
     @property

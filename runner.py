@@ -406,9 +406,14 @@ class ModelRunner:
         request.tokens += new
         request.origins += origins[: len(new)]
         request.rounds.append(stats)
-        if request.grammar_state is not None:
-            request.grammar_state.settle(new)
-            if request.grammar_state.has_failed:
+        state = request.grammar_state
+        if state is not None:
+            if request.finish_reason == "stop" and new[-1] not in self.grammars.eos_token_ids:
+                state.settle(new[:-1])  # the last token is the client's own end, which nobody sees
+                request.is_cut = not state.may_end
+            else:
+                state.settle(new)
+            if state.has_failed:
                 request.error = (
                     "its grammar allows no token of this model here, or takes too much work for a "
                     "mask: simplify it"

@@ -161,7 +161,7 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
 
 
 def test_stop_strings_cut_across_tokens_and_drafts(model, draft):
-    settings = dict(temperature=1.0, seed=3, max_tokens=60)
+    settings = dict(temperature=1.0, seed=3, max_tokens=60, logprobs=1)
     whole = generate(PROMPT, model, **settings)
     stop = whole.text[10:13]  # three characters: three tokens or more
     settings["stop"] = ["never there", stop]
@@ -175,6 +175,7 @@ def test_stop_strings_cut_across_tokens_and_drafts(model, draft):
         assert result.text == whole.text[: whole.text.find(stop)] == "".join(shown)
         assert result.finish_reason == "stop"
         assert result.tokens == whole.tokens[: len(result.tokens)]
+        assert [entry.token for entry in result.logprobs] == result.tokens
         assert stop not in model.tokenizer.decode(result.tokens[:-1])  # none after the stop string
 
 

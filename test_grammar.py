@@ -505,10 +505,10 @@ def test_ngrams_draft_what_the_grammar_forces(model):
 # ---- How texts end
 
 
-def finished(regex: str, gamma: int) -> Request:
+def finished(regex: str, gamma: int, seed: int = 3, ends: Sequence[int] = (END,)) -> Request:
     """A text of up to 6 tokens, by a toy that knows texts of 7."""
-    chosen = Settings(seed=3, max_tokens=6, gamma=gamma, regex=regex)
-    request = Request([0], chosen, (END,))
+    chosen = Settings(seed=seed, max_tokens=6, gamma=gamma, regex=regex)
+    request = Request([0], chosen, ends)
     drafter = ModelDrafter(DRAFT, toy_cache(1)) if gamma else None
     runner = ModelRunner(TARGET, toy_cache(1), Drawing(4), drafter=drafter, grammars=GRAMMARS)
     list(Batcher(runner, 1).run([request]))
@@ -523,6 +523,22 @@ def test_how_a_text_ends(gamma):
     request = finished("ac", gamma)  # no token spells a c
     assert request.tokens == [0, 0, END]
     assert request.finish_reason == "error" and "allows no token" in request.error
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_a_clients_end_stops_a_text_only_where_its_grammar_may_end(gamma):
+    """The client's end is a b, which its text does not show."""
+    reasons = set()
+    for seed, regex in product(range(8), ("[ab]*a", "a(ba)?b*")):
+        request = finished(regex, gamma, seed, ends=(1,))
+        *shown, last = new_tokens(request)
+        if last == 1:
+            is_whole = re.fullmatch(regex, "".join(SPELLING[token] for token in shown))
+            assert request.finish_reason == ("stop" if is_whole else "length")
+            reasons.add(request.finish_reason)
+        elif last == END:
+            assert request.finish_reason == "stop"
+    assert reasons == {"stop", "length"}
 
 
 def test_a_result_tells_why_a_text_ended_early(model):

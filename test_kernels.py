@@ -611,6 +611,20 @@ class Contract:
             accepted, token = self.ops.verify(p, q, drafted, coin) or wanted
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
+    def test_a_draft_whose_q_is_nan_is_not_accepted(self):
+        """The token after it is p's, as if nothing had been drafted there."""
+        V = 7
+        round = self.verifying_round([2] * 20, V, Random(0))
+        p = torch.rand(20, 3, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
+        q = p.clone()  # each draft would be accepted
+        q[:, 2] = 0
+        q[::2, 0] = torch.nan
+        q[1::2, 1] = torch.nan
+        accepted, token = round.verify(p, Proposal(torch.full((20, 2), 3), q))
+        assert accepted.tolist() == [0, 1] * 10
+        ended = p[torch.arange(20), accepted]
+        assert torch.equal(token, round.text_coin().pick(ended))
+
     def test_each_draft_is_accepted_by_its_own_number(self):
         """That of accept_role(j). In text b, p / q of draft b is just below its number, and that of
         the other drafts is just above theirs."""

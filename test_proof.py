@@ -1,10 +1,12 @@
 """The walk through everything that can happen finds all of it, once; toys read their whole text."""
 
+import math
+
 import pytest
 import torch
 
 from kvcache import KVCache, KVSpec
-from proof import Toy, Walk, distance, enumerate_law, sequential_law
+from proof import Toy, Walk, distance, enumerate_law, sequential_law, surprise
 
 
 def test_walk_visits_every_branch_once():
@@ -61,3 +63,11 @@ def test_sequential_law_by_hand():
             expected[x, y] = (first[x] * second[y]).item()
     assert distance(law, {text: p for text, p in expected.items() if p > 0}) < 1e-15
     assert sum(law.values()) == pytest.approx(1)
+
+
+def test_surprise_by_hand():
+    """Of 50 texts 20, 20 and 10 rare ones are expected: χ² is 25/20 + 25/20 + 0/10."""
+    law = {"a": 0.4, "b": 0.4, **dict.fromkeys("cdef", 0.05)}
+    texts = ["a"] * 25 + ["b"] * 15 + ["c"] * 10
+    assert surprise(texts, law) == pytest.approx((2.5 - 2) / 2)
+    assert surprise([*texts, "never"], law) == math.inf

@@ -19,7 +19,7 @@ from kernels import Ops
 from kvcache import CacheFull, KVCache, KVSpec
 from paged import PagedCache
 from parallel import Group
-from proof import Walk, distance, enumerate_law
+from proof import Toy, Walk, distance, enumerate_law
 from request import Request, RoundStats, Settings
 from runner import ModelRunner, ScheduledRequest
 from settings import Options
@@ -446,6 +446,20 @@ def test_a_token_of_minus_one_says_whose_logits_are_not_finite():
             pytest.raises(UserError, match=f"^the {whose}'s logits are not finite"),
         ):
             runner.step([runner.schedule(request)])
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_nan_of_a_draft_is_told_and_nothing_is_accepted(coupled):
+    """Of its second draft: the first could have stood."""
+    draft = Toy(seed=2)
+    draft.table[[draft.code([1, token]) for token in range(3)]] = torch.nan
+    runner = toy_runner(1, draft=draft, coupled=coupled)
+    request = Kind((1,), 2, 4).request(seed=0)
+    runner.open(request)
+    with pytest.raises(UserError, match="^the draft's logits are not finite"):
+        runner.step([runner.schedule(request)])
+    assert request.tokens == [1] and not request.rounds
+    assert runner.cache.length(request.seq) == runner.drafter.length(request) == 0
 
 
 def test_a_drafter_catches_up_by_no_more_than_a_budget():

@@ -110,6 +110,27 @@ def test_texts_are_those_made_alone(draft):
     run(scenario, capacity=10, draft=draft)
 
 
+def test_logprobs_end_with_the_token_that_completes_a_stop_string():
+    """Though the round has made more tokens: the draft is the target, so all drafts stand."""
+    whole = generate(PROMPTS[0], tiny(), temperature=0, max_tokens=12, max_len=200)
+    stop = tiny().tokenizer.decode(whole.tokens[2:4], continues=True)
+    cut = whole.text.find(stop)
+
+    async def scenario(server: BatchServer) -> None:
+        answer = make_answer(PROMPTS[0], stop=stop, logprobs=1, gamma=5)
+        server.submit(answer)
+        updates = await read(answer)
+        server.close(answer)
+        result = updates[-1].result
+        assert result.text == whole.text[:cut] and result.finish_reason == "stop"
+        told = [entry.token for update in updates for entry in update.logprobs]
+        assert told == result.tokens == whole.tokens[: len(result.tokens)]
+        assert [entry.token for entry in result.logprobs] == result.tokens
+        assert len(answer.streams[0].request.tokens) > len(result.prompt_tokens) + len(told)
+
+    run(scenario, draft=tiny())
+
+
 def test_results_come_in_the_order_of_the_texts():
     async def scenario(server: BatchServer) -> None:
         answer = make_answer(*PROMPTS, is_streamed=False, max_tokens=3)

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import museum
 import speculative
 from conftest import Cipher, Place
 from drafters import ModelDrafter, SelfDrafter
 from kernels import Ops
 from kvcache import KVCache, KVSpec
 from paged import PagedCache
-from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law
+from proof import Toy, Walk, WalkingCoin, distance, enumerate_law, sequential_law, surprise
 from request import Request, Settings
 from runner import ModelRunner
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
@@ -430,6 +431,28 @@ def test_roles_that_share_numbers_change_the_law():
     assert error(role=TEXT) > 0.02
     assert error(accept_as=draft_role(0)) > 0.02
     assert error(accept_as=TEXT) > 0.02
+
+
+@pytest.mark.parametrize("where", ["own", "paged"])
+def test_frequencies_of_whole_texts_with_productions_coin(where):
+    """Runner, drafter, caches and keyed numbers, in several rounds: χ² of 2,000 texts. It is large
+    if two roles are one, if two drafts are, or if each round draws the numbers of the first."""
+    kind = Kind((0,), 2, 4, settings=dict(temperature=2.0))
+
+    def error() -> float:
+        requests = [kind.request(seed) for seed in range(2000)]
+        play(toy_runner(2000, draft=DRAFT if where == "own" else COPY, where=where), requests)
+        assert max(len(request.rounds) for request in requests) > 2
+        return surprise(list(map(new_tokens, requests)), kind.law())
+
+    assert error() < 4
+    for right, wrong in (
+        ("draft_role(j)", "TEXT"),
+        ("draft_role(j)", "draft_role(0)"),
+        ("position = len(request.tokens)", "position = 1"),
+    ):
+        with museum.planted(Round.keys.func, right, wrong):
+            assert error() > 8, wrong
 
 
 def test_coupled_drafts_are_accepted_as_often_as_the_paper_says():

@@ -7,7 +7,8 @@ ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
     refused    it would change the text and is not done here: an error names it (REFUSED)
     ignored    all others (user, metadata, …): they are for somebody else
 
-null is as if the field were left out. `read_request` reads a body, and `Reply` writes the answers:
+null is as if the field were left out. `stop_token_ids` may end a text amid its grammar: its
+finish_reason is `length` then. `read_request` reads a body, and `Reply` writes the answers:
 one object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
 finish_reason in the last.
 """

@@ -384,6 +384,13 @@ def test_an_answer_follows_its_schema():
     async def scenario(app):
         answer = await post(app, COMPLETE, **{**GREEDY, "max_tokens": 30}, response_format=form)
         assert isinstance(json.loads(answer["choices"][0]["text"])["a"], bool)
+        (colon,) = tiny().tokenizer.encode(":", is_first=False)
+        ends = dict(stop_token_ids=[colon, *tiny().tokenizer.encode('":', is_first=False)])
+        answer = await post(
+            app, COMPLETE, **{**GREEDY, "max_tokens": 30}, response_format=form, **ends
+        )
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] < 30
 
     run(scenario)
 

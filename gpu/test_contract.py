@@ -57,6 +57,7 @@ class TestRecordings(Contract):
     test_attention_without_a_cache = None
     test_sampling = None
     test_verifying = None
+    test_a_draft_whose_q_is_nan_is_not_accepted = None
     test_each_draft_is_accepted_by_its_own_number = None
     test_room_and_dtype = None
 

@@ -1,0 +1,35 @@
+"""Every bug of the museum is caught; a bug that nobody sees, or that cannot be planted, is told."""
+
+import pytest
+
+import museum
+from museum import ROOMS, Exhibit, planted
+from sampling import draft_role
+
+
+def test_every_bug_is_caught(capsys):
+    exhibits = sum(ROOMS.values(), [])
+    assert len(exhibits) >= 30
+    assert len({(exhibit.source, exhibit.bug) for exhibit in exhibits}) == len(exhibits)
+    assert museum.main() == 0
+    told = capsys.readouterr().out
+    assert told.count(" ms\n") >= 30 and "NOT CAUGHT" not in told
+
+
+def test_a_bug_that_nobody_sees_is_told(capsys, monkeypatch):
+    harmless = Exhibit("a", "b", "c", draft_role, "2 * j + 1", "1 + 2 * j", lambda: True)
+    monkeypatch.setattr(museum, "ROOMS", {"Room": [harmless]})
+    assert museum.main() == 1
+    assert "NOT CAUGHT" in capsys.readouterr().out
+    broken = harmless._replace(seen_by=lambda: False)
+    with pytest.raises(SystemExit, match="fails without a bug"):
+        museum.visit(broken)
+
+
+def test_a_bug_is_planted_once_and_taken_away():
+    with planted(draft_role, "2 * j", "3 * j"):
+        assert draft_role(2) == 7
+    assert draft_role(2) == 5
+    for right in ("4 * j", "j"):  # not there; there twice
+        with pytest.raises(LookupError, match="draft_role"), planted(draft_role, right, "0"):
+            pass
