@@ -17,7 +17,8 @@ def test_every_bug_is_caught(capsys):
 
 
 def test_a_bug_that_nobody_sees_is_told(capsys, monkeypatch):
-    harmless = Exhibit("a", "b", "c", draft_role, "2 * j + 1", "1 + 2 * j", lambda: True)
+    same = dict(right="2 * j + 1", wrong="1 + 2 * j")
+    harmless = Exhibit("a", "b", "c", function=draft_role, **same, seen_by=lambda: True)
     monkeypatch.setattr(museum, "ROOMS", {"Room": [harmless]})
     assert museum.main() == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
