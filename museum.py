@@ -227,7 +227,7 @@ def nan_is_told() -> bool:
 def streamed(*rounds: list[int]) -> tuple[str, int]:
     """The text that a stream shows, which stops at "bba", and the number of its logprobs."""
     (request,) = ask([[1]], stop="bba", logprobs=0)
-    stream = OutputStream(Letters(), request, prompt="")
+    stream = OutputStream(Letters(), request, "")
     for new in rounds:
         request.origins += ["plain"] * len(new)
         request.logprobs += new  # stand-ins, which are counted
@@ -618,12 +618,12 @@ NOT_HERE = {
 # ---- The visit -----------------------------------------------------------------------------------
 
 
-def failure(check: Callable[[], bool]) -> str:
-    """How a check fails; empty if it holds. Production code that falls apart is a failure, too."""
+def verdict(check: Callable[[], bool]) -> str:
+    """How a check sees a bug; empty if it holds. Production code that falls apart is seen, too."""
     try:
-        return "" if check() else "fails"
+        return "" if check() else "caught"
     except (LookupError, RuntimeError, ValueError) as error:
-        return f"ends in {error!r}"
+        return f"caught as {error!r}"
 
 
 def visit(exhibit: Exhibit) -> bool:
@@ -633,15 +633,15 @@ def visit(exhibit: Exhibit) -> bool:
         sys.exit(f"{check.__name__} fails without a bug")
     with planted(function, right, wrong):
         start = perf_counter()
-        told = failure(check)
+        told = verdict(check)
         milliseconds = 1000 * (perf_counter() - start)
     print(f"  {source}: {bug};", effect, f"− {right}", f"+ {wrong}", sep="\n      ")
-    print(f"      {check.__name__} {told or 'HOLDS: NOT CAUGHT'}, in {milliseconds:.0f} ms")
+    print(f"      {told or 'NOT CAUGHT'} by {check.__name__}, in {milliseconds:.0f} ms")
     return bool(told)
 
 
-def main() -> int:
-    """Show all rooms -> the exit status: 1 if a bug is not caught."""
+def main() -> None:
+    """Show all rooms. The exit status is 1 if a bug is not caught."""
     torch.set_num_threads(1)
     caught = []
     for room, exhibits in ROOMS.items():
@@ -652,8 +652,9 @@ def main() -> int:
             caught += map(visit, exhibits)
     print("\nNot here", *map(": ".join, NOT_HERE.items()), sep="\n  ")
     print(f"\n{sum(caught)} of {len(caught)} bugs are caught")
-    return 1 - all(caught)
+    if not all(caught):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
