@@ -207,7 +207,7 @@ def stored_is_read() -> bool:
     slots = torch.tensor([5, 0, 3])
     x = torch.randn(3, 2, 4)
     keys.write(0, slots, x)
-    return torch.allclose(keys.read(0, slots, x.dtype), x, atol=0.03)
+    return torch.allclose(keys.read(0, slots, x.dtype), x, atol=0.1)
 
 
 def padding_is_stored_nowhere() -> bool:
