@@ -123,6 +123,7 @@ def random_llama(
     ops: Ops | None = None,
     dtype: torch.dtype = torch.float64,
     scale: float = 10.0,
+    weight_dtype: torch.dtype | None = None,
     **config: Any,
 ) -> Llama:
     """Random weights, the same in every dtype, and so large (`scale`) that logits differ."""
@@ -131,7 +132,8 @@ def random_llama(
     for name, tensor in numbers.items():
         if "norm" not in name:
             tensor.mul_(scale)
-    llama = Llama(Config(**{**SMALL, **config}), dtype=dtype, seed=None, ops=ops)
+    stored = Config(**{**SMALL, **config})
+    llama = Llama(stored, dtype=dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
     fill_model(llama, numbers.items())
     return llama.pack_weights()
 

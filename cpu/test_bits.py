@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batcher import Batcher
-from checkpoint.config import Config
 from checkpoint.formats import Quantization
-from checkpoint.load import fill_model
-from conftest import SMALL, Place
+from conftest import SMALL, Place, random_llama
 from cpu import CPU, native
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter
@@ -37,18 +35,12 @@ Rows = dict[tuple[int, ...], Tensor]  # a text -> the row after it
 
 
 def random_model(weights: Any, dtype: torch.dtype = torch.float32, **config: Any) -> Llama:
-    """So large weights that logits differ. weights: a dtype, or bits."""
-    plain = Llama(Config(**SMALL | dict(max_position_embeddings=LONGEST) | config), seed=7)
-    tensors = plain.named_tensors()
-    for name, tensor in tensors.items():
-        tensor.mul_(1 if "norm" in name else 8)
-    how = dict(dtype=dtype, seed=None, ops=CPU())
-    if isinstance(weights, torch.dtype):
-        llama = Llama(plain.config, weight_dtype=weights, **how)
-    else:
-        llama = Llama(plain.config.quantized(Quantization(weights)), **how)
-    fill_model(llama, tensors.items())
-    return llama.pack_weights()
+    """weights: a dtype, or bits."""
+    config = dict(max_position_embeddings=LONGEST) | config
+    if not isinstance(weights, torch.dtype):
+        config["quantization"] = Quantization(weights)
+        weights = None
+    return random_llama(7, CPU(), dtype, weight_dtype=weights, **config)
 
 
 class Recorder(ModelRunner):
