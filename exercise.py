@@ -17,6 +17,11 @@ because it would answer in the function's place.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # slow imports follow: a signal ends them in silence
+    from app.shell import begin
+
+    begin()
+
 import argparse
 import ast
 import os
@@ -26,7 +31,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from app.shell import Parser, begin, status, write
+from app.shell import Parser, status, write
 from errors import UserError, check_names
 
 ROOT = Path(__file__).parent
@@ -239,5 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    begin()
     sys.exit(main())

@@ -13,8 +13,8 @@ its output stream; when a stream is done, so is the request. A single prompt is 
 Invariant: the same model, prompt, settings and seed give the same text with and without a cache, in
 one dtype on one machine. A draft (speculative.py) keeps the text at temperature 0, and in *coupled*
 mode, where target and draft draw with the same random numbers; in *exact* mode, the default, it
-keeps the distribution. (Rounding depends on which tokens share a pass, most of all in bfloat16, so
-of two tokens with nearly equal logits the other one may be drawn.)
+keeps the distribution. (Where C does not compute, cpu/native.py, rounding depends on which tokens
+share a pass: of two tokens with nearly equal logits the other one may be drawn.)
 """
 
 from __future__ import annotations
