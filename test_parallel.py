@@ -551,6 +551,7 @@ def test_when_a_process_is_killed_all_end(is_first):
     assert (first.returncode, errors) == ((-signal.SIGKILL, []) if is_first else (2, told))
 
 
+@pytest.mark.slow
 @on_linux
 def test_in_a_chat_ctrl_c_ends_an_answer_and_then_the_program():
     terminal = Terminal("--tensor-parallel", "2", "--max-tokens", "60", "--seed", "1")

@@ -984,6 +984,7 @@ def test_a_signal_amid_streams(capsys):
         assert err.count("\n") == 1 and "open texts are finished (1)" in err
 
 
+@pytest.mark.slow
 @needs_uvicorn
 def test_grace_is_limited_and_a_second_signal_ends_at_once():
     long = dict(prompt=PROMPT, max_tokens=1000, ignore_eos=True, stream=True)

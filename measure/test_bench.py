@@ -132,6 +132,7 @@ sys.exit(bench.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_triton_exists_for_linux_only(tmp_path):
     options = ["--quick", "--out", tmp_path / "out.json"]
     done = program("-c", WITHOUT_TRITON, "--gpu", "decode", *options)
