@@ -129,7 +129,7 @@ class Round:
         coupled    (n, text)   (n + 1, text)     (n + 2, text)     …
 
     In exact mode the first coin decides which drafts are accepted (`accept` has roles of its own),
-    and picks the correction or the bonus.
+    and picks the correction or the bonus. Tokens are drawn on the target's device, by its `Ops`.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -45,16 +46,7 @@ LAYER = Config(
     max_position_embeddings=1024,
 )
 SHAPES["emulated"] = LAYER
-SHAPES["emulated sampling"] = Config(
-    20000,
-    1024,
-    1024,
-    num_hidden_layers=1,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=1024,
-)
+SHAPES["emulated sampling"] = replace(LAYER, vocab_size=20000)
 PROCESSORS = 4  # so few that keys and columns are still split
 EMPTY = torch.empty
 

@@ -676,7 +676,7 @@ void drafts(const Model *m, float *x, const float *angles, const Step *step, lon
         layers(m, x, out, angles, &now, T, 0, 0, 0);
         product(out + (T - 1) * C, m->head, logits, 1);
         float *p = q ? q + j * V : logits;
-        soften(logits, p, V, t, 1);
+        if (isnan(soften(logits, p, V, t, 0))) break;
         pick_f32(p, streams + j, drafted + j, 1, V);
         rows(m->embed, drafted + j, x, 1);
         now.positions += T, now.slot_mapping += T, T = 1;
@@ -727,10 +727,9 @@ void head_drafts(const Head *h, float *z, const float *angles, const Step *step,
     for (long j = 0; j < k; j++) {
         if (!h->norm_output) add_norm(z, 0, m->norm, 0, y, 1, C, m->eps);
         product(h->norm_output ? z : y, m->head, p, 1);
-        soften(p, p, n, t, 1);
+        if (isnan(soften(p, p, n, t, 0))) break;
         if (q) for (long i = 0; i < n; i++) q[j * V + h->tokens[i]] = p[i];
         int64_t picked = one_pick_f32(p, h->tokens, streams[j], n, -1);
-        if (picked < 0) break;                      // not finite
         drafted[j] = h->tokens[picked];
         if (j + 1 == k) break;
         head_rows(h, z, drafted + j, z, angles, &now, 1);

@@ -3,6 +3,7 @@ are made one by one."""
 
 import gc
 import weakref
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from conftest import SMALL, Place, model_chain
 from cpu import CPU, native
 from drafters import draft, fastest_draft
 from eagle import EagleHead, HeadChain
+from kernels import Linear
 from kvcache import KVCache
 from model import Llama
 from paged import PagedCache
@@ -121,12 +123,16 @@ def test_drafts_in_one_call_are_those_one_by_one(layout, kind):
 
 @torch.inference_mode()
 def test_logits_that_are_not_finite_are_refused():
-    llama = scaled_llama()
-    llama.norm.fill_(torch.nan)
-    for temperature in (0, 1.0):
-        for coupled in (False, True):
+    """A single −∞, too: one by one and in one call."""
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        llama = scaled_llama(packed=False)
+        bias = torch.zeros(SMALL["vocab_size"])
+        bias[5] = wrong
+        llama.head = Linear(llama.head.weight, bias)
+        llama.pack_weights()
+        for temperature, coupled, one_by_one in product((0, 1.0), (False, True), (False, True)):
             with pytest.raises(ValueError, match="not finite"):
-                drafts(llama, False, coupled=coupled, temperature=temperature)
+                drafts(llama, one_by_one, coupled=coupled, temperature=temperature)
 
 
 def test_a_model_that_nobody_has_any_more_is_not_kept():
