@@ -6,8 +6,7 @@ What counts is not |W − Q| but the error of the output, for the inputs X [T, K
 
 H is the Hessian of each row. Heads that look for nothing attend to the first token of a text, an
 attention sink: an error of its key or value reaches every token, which a mean over tokens does not
-see. So in H a text's first token counts as SINK times all its tokens. That is for GPTQ, which moves
-errors into what it does not see; AWQ, which only scales, takes the plain 2 XᵀX.
+see. So in H a text's first token counts as SINK times all its tokens.
 
   - GPTQ rounds one column after the other, and after each moves the columns that are not rounded
     yet, to compensate its error. With the upper Cholesky factor U of H⁻¹ (UᵀU = H⁻¹), the best move
@@ -32,9 +31,9 @@ The methods need H, mean |x| and max |x| of each product's inputs, and some inpu
 model is quantized layer by layer, with the inputs that the quantized layers before make: memory
 holds the model and one layer more.
 
-Invariant: by H of the calibration text no row of a GPTQ product, and by 2 XᵀX no AWQ product, is
-worse than by rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations
-a product. Not covered: AWQ's clipping.
+Invariant: by this H of the calibration text, no row of a GPTQ product and no AWQ product is worse
+than by rounding to nearest. Cost: two passes over the text, and some (K + N) K² operations a
+product. Not covered: AWQ's clipping.
 
 GPTQ: Frantar et al. 2023 (arXiv:2210.17323), with the update of OBQ (2208.11580). AWQ: Lin et al.
 2023 (2306.00978). SmoothQuant: Xiao et al. 2022 (2211.10438), with one a for all products.
@@ -175,29 +174,22 @@ class Moments:
     """The statistics of a product's inputs that calibration needs."""
 
     def __init__(self, columns: int, device: torch.device | str = "cpu"):
-        self.plain_hessian = torch.zeros(columns, columns, device=device)  # 2 XᵀX: [K, K]
-        self.first_hessian = torch.zeros(columns, columns, device=device)  # of first tokens
+        self.hessian = torch.zeros(columns, columns, device=device)  # H: [K, K]
         self.magnitude = torch.zeros(columns, device=device)  # Σ |x|: [K]
         self.largest = torch.zeros(columns, device=device)  # max |x|: [K]
         self.sample = torch.zeros(0, columns, device=device)  # every eighth token's: [., K]
 
     def add(self, x: Tensor) -> None:  # [T, K], of a text
         x = x.float()
-        self.plain_hessian.addmm_(x.T, x, alpha=2)
-        self.first_hessian.addr_(x[0], x[0], alpha=2 * len(x))
+        self.hessian.addmm_(x.T, x, alpha=2)
+        self.hessian.addr_(x[0], x[0], alpha=2 * SINK * len(x))
         self.magnitude += x.abs().sum(0)
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
         self.sample = torch.cat((self.sample, x[::8]))
 
-    @property
-    def hessian(self) -> Tensor:
-        """H: [K, K]."""
-        return self.plain_hessian + SINK * self.first_hessian
-
     def divide(self, s: Tensor) -> None:
         """Divide each channel of all inputs by its s: [K]."""
-        self.plain_hessian /= s.outer(s)
-        self.first_hessian /= s.outer(s)
+        self.hessian /= s.outer(s)
         self.magnitude /= s
         self.largest /= s
         self.sample /= s
@@ -313,7 +305,7 @@ def scale_inputs(
     if how.method == "smoothquant":
         s = smooth(w, moments.largest, moments.sample, share)
     else:
-        s = awq(w, moments.plain_hessian, share(moments.magnitude), how.bits, how.group)
+        s = awq(w, moments.hessian, share(moments.magnitude), how.bits, how.group)
     linear.weight.mul_(s)
     moments.divide(s)
     return s
