@@ -273,7 +273,7 @@ def pair_runner(
     return Engine(
         model,
         draft,
-        Options(max_len=96, max_batch=sequences, verify="coupled" if coupled else "exact", kv=kv),
+        Options(max_len=96, max_batch=sequences, verify="coupled" if coupled else "block", kv=kv),
         tokens=96 * sequences,
     ).runner
 
@@ -442,7 +442,7 @@ def test_a_token_of_minus_one_says_whose_logits_are_not_finite():
         ended = torch.tensor([0]), torch.tensor([token])
         with (
             mock.patch.object(ModelDrafter, "propose", lambda self, round: round.no_drafts()),
-            mock.patch.object(Ops, "verify", lambda *inputs: ended),
+            mock.patch.object(Ops, "verify_block", lambda *inputs: ended),
             pytest.raises(UserError, match=f"^the {whose}'s logits are not finite"),
         ):
             runner.step([runner.schedule(request)])
