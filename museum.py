@@ -52,7 +52,7 @@ from request import OutputStream, Request, StopStrings
 from runner import ModelRunner
 from sampling import NotFinite, check_finite, keep_top, pick, probabilities, token_logprobs
 from settings import Settings
-from speculative import Drawing, Round, likelihood_ratio, pick_after, verify_block
+from speculative import Drawing, Round, likelihood_ratio, pick_residual, verify_block
 from tokenizer import IncrementalDecoder
 
 # ---- How a bug is planted ------------------------------------------------------------------------
@@ -325,7 +325,7 @@ ROOMS: dict[str, list[Exhibit]] = {
             "sgl-project/sglang#31214",
             "verification takes the argmax at any temperature, on one vendor's GPUs",
             "long answers repeated themselves",
-            pick_after,
+            pick_residual,
             "coin.pick(probs)",
             "probs.argmax(-1)",
             law_by_enumeration,

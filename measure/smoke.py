@@ -57,6 +57,8 @@ from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
 from request import Settings
+from sampling import Keyed
+from speculative import verify_block
 
 ROUNDING = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4}  # ε: twice that of plain bfloat16
 GRIDS = {  # s
@@ -177,7 +179,8 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
 
 
 def sampling_row(scale: Scale, filters: str, num_rows: int) -> Row:
-    """Probabilities of random logits; and of the picks from them, the share of other tokens."""
+    """Probabilities of random logits; of the picks from them, and of the ends of rounds that verify
+    drafts, the share of others."""
     torch.manual_seed(0)
     ops = checked_ops(scale)
     settings = FILTERS[filters]
@@ -188,8 +191,18 @@ def sampling_row(scale: Scale, filters: str, num_rows: int) -> Row:
     probs = ops.probabilities(logits, **settings)
     wanted_tokens = Ops().pick(wanted, streams)
     differ = ops.pick(wanted, streams) != wanted_tokens
-    share = differ.float().mean().item()
-    return judged([relative_error(probs, wanted), share], 1e-5)
+    errors = [relative_error(probs, wanted), differ.float().mean().item()]
+    # Two drafts for each row, drawn from flatter distributions.
+    p, q = (each[:, None].repeat(1, 3, 1) for each in (wanted, Ops().probabilities(logits / 2)))
+    drafted = Ops().pick(q[:, 0], streams)[:, None].repeat(1, 2)
+    q[:, 2] = 0
+    coin = Keyed(streams[:, 0], streams[:, 0])
+    wanted_ends = torch.stack(verify_block(p, q, drafted, coin))
+    ends = ops.verify_block(p, q, drafted, coin)
+    if ends is not None:
+        differ = torch.stack(ends) != wanted_ends
+        errors.append(differ.float().mean().item())
+    return judged(errors, 1e-5)
 
 
 # ---- Texts ---------------------------------------------------------------------------------------
