@@ -18,35 +18,38 @@ Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, wit
   5. Position j counts only if all drafts before it were accepted. Then they are the text, and p_j
      is the target's distribution after it: by induction, every token follows p.
 
-As a block (`verify_block`; Sun et al. 2024), a draft that the target likes more than the drafter
-does makes up for one before it that the target likes less. The first j drafts weigh
+As a block (`verify_block`; Sun et al. 2024), a draft that is likelier under p than under q makes up
+for one before it that is less likely. The first j drafts have the weight
 
     w_j = min(1, w_j₋₁ · p_j(x_j) / q_j(x_j)),        w₀ = 1
 
-and leave the residual max(0, w_j p_j₊₁ − q_j₊₁), with the sum m_j. From the last draft to the
-first, the round ends after draft j with probability h_j = m_j / (m_j + 1 − w_j); if it ends after
-none, no draft is accepted. Then a token is drawn from the residual, normalized. After the last
-draft there is none: q is 0, m_γ = h_γ = w_γ, and the residual is p, which is the bonus.
+and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), whose sum is m_j. From the last draft back
+to the first, draft j stands with probability h_j = m_j / (m_j + 1 − w_j). The first that stands is
+accepted, with all drafts before it; if none stands, no draft is. The round ends with a token drawn
+from the residual there, normalized. After the last draft q is 0: h_γ = m_γ = w_γ, and the residual
+is p, so the token is a bonus.
 
-Proof that the text follows p, and that the first j drafts are all accepted with probability w_j,
-which h_γ = w_γ says of the last j. After j drafts, with w = w_j, m = m_j, p = p_j₊₁, q = q_j₊₁:
-  1. The draft x comes out, accepted with those before it, with probability
-     q(x) · min(1, w p(x)/q(x)) = min(w p(x), q(x)), for that is w_j₊₁.
-  2. So more than j are accepted with probability Σ min(w p, q) = w − m, and otherwise the round
-     ends here with probability (1 − w + m) · h_j = m. Together w: so it is for j, too.
-  3. x comes out after exactly j drafts with probability
-     m · max(0, w p(x) − q(x)) / m = max(0, w p(x) − q(x)).
+Proof that the text follows p, and that at least the first j drafts are accepted with probability
+w_j, given these drafts. The latter holds for all γ, because h_γ = w_γ. If it holds for j + 1, then
+after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁:
+  1. x comes out as an accepted draft with probability q(x) · min(1, w p(x)/q(x)) =
+     min(w p(x), q(x)).
+  2. So at most j drafts are accepted with probability 1 − Σ min(w p, q) = 1 − w + m, and exactly j
+     with probability (1 − w + m) · h_j = m. The same sum normalizes the residual. At least j are
+     accepted with probability (w − m) + m = w: the claim for j.
+  3. x comes out as a correction with probability m · max(0, w p(x) − q(x)) / m =
+     max(0, w p(x) − q(x)).
   4. Together: min(w p(x), q(x)) + max(0, w p(x) − q(x)) = w p(x), whatever q was.
-  5. At least j drafts are accepted with probability w. Then they are the text, and x follows it
-     with probability p(x): by induction from w₀ = 1, every token follows p.
+  5. Position j + 1 counts only if at least j drafts were accepted, which has probability w. Then
+     they are the text, and x comes out with probability p(x): by induction, every token follows p.
+Token by token, the first j drafts are accepted with probability Π min(1, p/q) ≤ w_j. So a block is
+never worse; and nothing that keeps the law accepts more on average (Sun et al. 2024, theorem 2).
 
-Token by token, the first j drafts are accepted with probability Π min(1, p/q), which is at most
-w_j: a block is never worse. No rule that keeps the law accepts more on average (Sun et al., 4).
-
-In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed noise of each
-position, as in plain decoding. A draft is picked with the *same* noise, and is accepted if the
-target picks it, too. The text then depends on target and seed alone, but fewer drafts are accepted:
-at least (1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
+Both are exact mode. In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed
+noise of each position, as in plain decoding. A draft is picked with the *same* noise, and is
+accepted if the target picks it, too. The text then depends on target and seed alone, but fewer
+drafts are accepted: at least (1 − TV) / (1 + TV), against β = 1 − TV token by token, where
+TV = ½ Σ |p − q|.
 At temperature 0 both modes accept the target's choice alone. A round of such texts is coupled,
 because that mode needs no q.
 
