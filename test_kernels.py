@@ -612,18 +612,22 @@ class Contract:
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
     def test_a_draft_whose_q_is_nan_is_not_accepted(self):
-        """The token after it is p's, as if nothing had been drafted there."""
+        """The token after it is p's, as if nothing had been drafted there. A draft whose p is NaN
+        is not accepted, either."""
         V = 7
         round = self.verifying_round([2] * 20, V, Random(0))
-        p = torch.rand(20, 3, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
-        q = p.clone()  # each draft would be accepted
-        q[:, 2] = 0
-        q[::2, 0] = torch.nan
-        q[1::2, 1] = torch.nan
-        accepted, token = round.verify(p, Proposal(torch.full((20, 2), 3), q))
+        right = torch.rand(20, 3, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
+        damaged = right.clone()
+        damaged[::2, 0] = torch.nan
+        damaged[1::2, 1] = torch.nan
+        drafts = torch.full((20, 2), 3)  # each would be accepted
+        without_third = torch.tensor([1, 1, 0])[:, None]
+        accepted, token = round.verify(right, Proposal(drafts, damaged * without_third))
         assert accepted.tolist() == [0, 1] * 10
-        ended = p[torch.arange(20), accepted]
+        ended = right[torch.arange(20), accepted]
         assert torch.equal(token, round.text_coin().pick(ended))
+        accepted, _ = round.verify(damaged, Proposal(drafts, right * without_third))
+        assert accepted.tolist() == [0, 1] * 10
 
     def test_each_draft_is_accepted_by_its_own_number(self):
         """That of accept_role(j). In text b, h of the b-th draft is just above its number, and that
