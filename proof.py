@@ -88,7 +88,7 @@ class WalkingCoin:
         return WalkingCoin([self.branches[row] for row in rows])
 
     def accept(self, prob: Tensor) -> Tensor:
-        """float[B, k] -> bool[B, k]."""
+        """Decide on every draft: float[B, k] -> bool[B, k]."""
         accepted = []
         for branch, row in zip(self.branches, prob.tolist()):
             accepted.append([branch.decide((1 - p, p)) == 1 for p in row])

@@ -88,8 +88,8 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--verify",
         choices=VERIFY,
-        help="drafts as a block (default: most are accepted), token by token, or coupled: target "
-        "and seed alone decide the text",
+        help="drafts as a block (default), which accepts the most; token by token; or coupled: "
+        "target and seed alone decide the text",
     )
     p.add_argument(
         "--bits",
