@@ -58,14 +58,15 @@ def names(text: str) -> frozenset[str]:
 
 
 def with_one_name(body: Body) -> Body:
-    """The body without ALIASES: their values have the field's own name. HttpError if a field has
-    two values."""
-    fields = {name: value for name, value in body.items() if name not in ALIASES}
+    """The body without nulls and ALIASES. HttpError if a field has two values."""
+    fields = {name: value for name, value in body.items() if value is not None}
     for alias, name in ALIASES.items():
-        value = body.get(alias, fields.get(name))
-        if fields.setdefault(name, value) != value:
-            raise HttpError(400, f"{alias} and {name} are one field: give one value", param=alias)
-    return {name: value for name, value in fields.items() if value is not None}
+        if alias in fields:
+            value = fields.pop(alias)
+            if fields.setdefault(name, value) != value:
+                message = f"{alias} and {name} are one field: give one value"
+                raise HttpError(400, message, param=alias)
+    return fields
 
 
 # ---- A body ------------------------------------------------------------------------------------
@@ -160,7 +161,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "t_max_predict_ms": (0, -1),
     "n_indent": (0,),
     # What an answer tells.
-    "top_logprobs": (0,),
     "prompt_logprobs": (0, False),
     "n_probs": (0,),
     "post_sampling_probs": (False,),
@@ -196,9 +196,15 @@ HARMLESS = names(
     """
 )
 CHAT = Fields(
-    HONOURED | names("messages top_logprobs"), NEUTRAL | {"add_special_tokens": (False,)}, HARMLESS
+    HONOURED | names("messages top_logprobs"),
+    NEUTRAL | {"add_special_tokens": (False,)},
+    HARMLESS,
 )
-COMPLETION = Fields(HONOURED | names("prompt"), NEUTRAL | {"add_special_tokens": (True,)}, HARMLESS)
+COMPLETION = Fields(
+    HONOURED | names("prompt"),
+    NEUTRAL | {"add_special_tokens": (True,), "top_logprobs": (0,)},
+    HARMLESS,
+)
 
 # ---- Objects in a body -------------------------------------------------------------------------
 

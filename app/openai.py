@@ -30,7 +30,7 @@ from app.fields import (
     with_one_name,
 )
 from checkpoint.files import parse_json
-from errors import brief
+from errors import UserError, brief
 from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
@@ -276,12 +276,17 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
 
 
 def read_constraint(body: Body) -> Body:
-    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if the
-    fields for it ask for several."""
+    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if fields
+    ask for several, or for none that there is."""
     asked = [*read_schema(body), *read_format(body), *read_structured_outputs(body)]
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
         raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
+    for path, setting, value in asked:
+        try:
+            Settings(**{setting: value})
+        except UserError as error:
+            raise bad(path, f"{path}: {error}") from None
     return {setting: value for _, setting, value in asked}
 
 

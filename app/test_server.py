@@ -135,10 +135,12 @@ async def refused(app, path, body, headers=()) -> tuple[int, dict]:
     return status, json.loads(text)["error"]
 
 
-def run(scenario: Callable[[Application], Awaitable[None]], capacity=16, model=None, **how) -> None:
+def run(
+    scenario: Callable[[Application], Awaitable[None]], capacity=16, model=None, limit=300, **how
+) -> None:
     """Play it against an application; at its end no block may be taken, and no text open."""
     model = model or tiny()
-    limit = min(300, model.llama.config.max_position_embeddings)
+    limit = min(limit, model.llama.config.max_position_embeddings)
     engine = Engine(model, None, Options(max_len=limit, max_batch=4), tokens=4 * limit)
     metrics = Metrics("tiny")
     batch = BatchServer(engine, capacity, metrics.observe)
@@ -441,7 +443,7 @@ BAD = told(
     completions {"prompt": "a", "logprobs": true} → logprobs is True
     completions {"prompt": "a", "response_format": {"type": []}} → type is []
     completions {"prompt": "a", "response_format": {"type": "json"}} → json is not done here
-    completions {"prompt": "a", "structured_outputs": {"x": 1}} → structured_outputs.x is not done here
+    completions {"prompt": "a", "structured_outputs": {"x": 1}} → structured_outputs.x is not
     chat/completions {"messages": "a"} → messages is 'a'
     chat/completions {} → messages must be a list of one message or more
     chat/completions {"messages": []} → messages must be a list of one message or more
