@@ -496,7 +496,7 @@ def draw_case(draw: random.Random) -> Case:
         plain["messages"] = [{"role": "user", "content": PROMPT}]
     else:
         plain["prompt"] = PROMPT
-    return Case(is_chat, plain | body, refused, suspect)
+    return Case(is_chat, plain | body, refused=refused, suspect=suspect)
 
 
 @cache

@@ -564,8 +564,9 @@ def test_names_and_origins(is_local):
 
     async def scenario(app):
         for host, wanted in names.items():
-            status, _, _ = await ask(app, "GET", "/health", headers={"host": host})
+            status, text, _ = await ask(app, "GET", "/health", headers={"host": host})
             assert status == (wanted if is_local else 200), host
+            assert (status == 403) == ("unless it is told localhost" in text)
         for origin, wanted in {
             "http://localhost:80": 200,
             "http://localhost:81": 403,
@@ -580,6 +581,46 @@ def test_names_and_origins(is_local):
     run(scenario, is_local=is_local)
 
 
+def test_pages_of_an_allowed_origin():
+    """CORS: a preflight has no key; an answer, an error and a stream all name the origin."""
+    page = {"origin": "app://obsidian.md"}
+    asks = {"access-control-request-headers": "authorization, x-stainless-os"}
+
+    async def scenario(app):
+        status, text, headers = await ask(app, "OPTIONS", CHAT, headers=page | asks)
+        assert (status, text) == (204, "") and "content-length" not in headers
+        assert headers["access-control-allow-origin"] == "app://obsidian.md"
+        assert headers["access-control-allow-methods"] == "GET, POST"
+        assert headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+        key = {"authorization": "Bearer sesame"}
+        for path, body, given, wanted in (
+            (COMPLETE, GREEDY, key, 200),
+            (COMPLETE, GREEDY | {"stream": True}, key, 200),
+            (COMPLETE, {"colour": 1}, key, 400),
+            (COMPLETE, GREEDY, {}, 401),
+        ):
+            status, _, headers = await ask(app, "POST", path, body, page | given)
+            assert status == wanted, body
+            assert headers["access-control-allow-origin"] == "app://obsidian.md"
+            assert headers["vary"] == "origin"
+        for method in ("OPTIONS", "GET"):
+            other = {"origin": "http://obsidian.md"} | key
+            status, text, headers = await ask(app, method, "/v1/models", headers=other)
+            assert status == 403 and "--allow-origin http://obsidian.md lets them" in text
+            assert not any("access-control" in name for name in headers)
+        status, _, headers = await ask(app, "GET", "/v1/models", headers=key)
+        assert status == 200 and "access-control-allow-origin" not in headers
+
+    run(scenario, api_key="sesame", origins=["http://localhost:3000", "app://obsidian.md"])
+
+    async def all_pages(app):
+        for origin in ("null", "https://evil.com"):
+            _, _, headers = await ask(app, "GET", "/v1/models", headers={"origin": origin})
+            assert headers["access-control-allow-origin"] == origin
+
+    run(all_pages, origins=["*"])
+
+
 def test_the_key():
     async def scenario(app):
         for path in ("/v1/models", "/v1/other", "/state"):
@@ -589,8 +630,9 @@ def test_the_key():
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
         for path in ("/", "/health", "/metrics"):
             assert (await ask(app, "GET", path))[0] == 200
-        given = {"authorization": "Bearer sesame"}
-        assert (await ask(app, "GET", "/v1/models", headers=given))[0] == 200
+        for scheme in ("Bearer ", "bearer ", "BEARER  "):
+            given = {"authorization": f"{scheme}sesame"}
+            assert (await ask(app, "GET", "/v1/models", headers=given))[0] == 200
 
     run(scenario, api_key="sesame")
 
@@ -610,8 +652,11 @@ def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable
     if variable is not None:
         monkeypatch.setenv("LLAMA_API_KEY", variable)
     key_flags = ["--api-key", flag] if flag else []
+    pages = ["http://localhost:3000", "null"]
+    origin_flags = [f"--allow-origin={origin}" for origin in pages]
     for host, is_local in (("127.0.0.1", True), ("0.0.0.0", False)):
-        assert server.main(["--port", "0", "--host", host, *key_flags]) == 0
+        assert server.main(["--port", "0", "--host", host, *key_flags, *origin_flags]) == 0
+        assert made[-1].origins == pages
         assert made[-1].is_local == is_local
         assert made[-1].api_key == (flag or variable or None)
 
@@ -997,6 +1042,12 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
         (["--draft-bits", "4"], "--draft-bits is about drafted tokens"),
         (["--grace", "-1"], "--grace is -1.0"),
         (["--api-key", ""], "--api-key is empty"),
+        (
+            ["--allow-origin", "http://localhost:3000/"],
+            "--allow-origin is 'http://localhost:3000/'",
+        ),
+        (["--allow-origin", "localhost:3000"], "--allow-origin is 'localhost:3000'"),
+        (["--allow-origin", "HTTP://a"], "--allow-origin is 'HTTP://a'"),
         (["--tensor-parallel", "2"], "a server is one process"),
         (["--host", "no.such.host.invalid"], "nothing can listen on no.such.host.invalid"),
         (["--prompts", "x"], "unrecognized arguments"),
