@@ -16,7 +16,6 @@ The names come from the request models of OpenAI, vLLM, llama.cpp's server and S
 (test_fields.py has all of them), and from clients that others have reported.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,9 @@ from errors import brief, nearest
 from settings import SETTINGS
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
+Values = tuple[Any, ...]  # that ask for nothing
+OFF = (0, "", [], {})  # and false
+ON = (1,)  # and true
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
@@ -39,7 +41,7 @@ class Fields:
     """The closed list of one kind of object."""
 
     honoured: frozenset[str]
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the values
+    neutral: dict[str, Values] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
 
     def check(self, given: Body, where: str = "") -> None:
@@ -55,6 +57,10 @@ class Fields:
 
 def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+def by_name(*groups: tuple[Values, str]) -> dict[str, Values]:
+    return {name: values for values, text in groups for name in text.split()}
 
 
 def with_one_name(body: Body) -> Body:
@@ -77,105 +83,39 @@ HONOURED = names(
     stream stream_options response_format json_schema structured_outputs origins
     """
 ) | frozenset(SETTINGS)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # What is not in the text, or is not text.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "reasoning_format": ("none",),
-    "include_reasoning": (True,),
-    "thinking_token_budget": (-1,),
-    "reasoning_budget_tokens": (-1,),
-    "thinking_forced_open": (False,),
-    "verbosity": ("medium",),
-    "store": (False,),
-    # Prompts.
-    "suffix": ("",),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_bos_token": (True,),
-    "negative_prompt": ("",),
-    "image_data": ([],),
-    "lora": ([],),
-    # Penalties and biases.
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "rep_pen": (1,),
-    "encoder_repetition_penalty": (1,),
-    "penalize_nl": (False,),
-    "no_repeat_ngram_size": (0,),
-    "length_penalty": (1,),
-    "logit_bias": ({}, []),
-    "bad_words": ([],),
-    "banned_strings": ([],),
-    "custom_token_bans": ("", []),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    # Other ways to draw a token.
-    "do_sample": (True,),
-    "best_of": (1,),
-    "num_beams": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "penalty_alpha": (0,),
-    "guidance_scale": (1,),
-    "typical": (1,),
-    "typical_p": (1,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "skew": (0,),
-    "nsigma": (0, -1),
-    "top_n_sigma": (0, -1),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "min_keep": (0, 1),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "adaptive_target": (-1,),
-    "dynamic_temperature": (False,),
-    "dynatemp_range": (0,),
-    "smoothing_factor": (0,),
-    "temperature_last": (False,),
-    "watermarking": (False,),
-    "repetition_detection": ({},),
-    # Grammars.
-    "grammar": ("",),
-    "grammar_string": ("",),
-    # The end of a text.
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "min_length": (0,),
-    "ban_eos_token": (False,),
-    "include_stop_str_in_output": (False,),
-    "t_max_predict_ms": (0, -1),
-    "n_indent": (0,),
-    # What an answer tells.
-    "prompt_logprobs": (0, False),
-    "n_probs": (0,),
-    "post_sampling_probs": (False,),
-    "skip_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_prompt_text": (False,),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
-    "response_fields": ([],),
-    # How a server works.
-    "priority": (0,),
-    "vllm_xargs": ({},),
-}
+NEUTRAL = by_name(
+    (
+        OFF,
+        """
+        frequency_penalty presence_penalty no_repeat_ngram_size penalize_nl penalty_alpha
+        repetition_detection logit_bias bad_words banned_strings custom_token_bans
+        allowed_token_ids logits_processors
+        use_beam_search early_stopping top_a skew epsilon_cutoff eta_cutoff min_keep
+        mirostat mirostat_mode dry_multiplier xtc_probability dynamic_temperature
+        dynatemp_range smoothing_factor temperature_last watermarking
+        min_tokens min_new_tokens min_length ban_eos_token n_indent
+        include_stop_str_in_output grammar grammar_string
+        suffix echo continue_final_message chat_template_kwargs documents negative_prompt
+        tools functions image_data lora priority store vllm_xargs thinking_forced_open
+        prompt_logprobs n_probs post_sampling_probs return_token_ids return_tokens
+        return_tokens_as_token_ids return_prompt_text return_progress timings_per_token
+        response_fields
+        """,
+    ),
+    (
+        ON,
+        """
+        repetition_penalty repeat_penalty rep_pen encoder_repetition_penalty length_penalty
+        do_sample best_of num_beams guidance_scale typical typical_p tfs tfs_z
+        add_generation_prompt add_bos_token skip_special_tokens include_reasoning
+        """,
+    ),
+    ((-1,), "adaptive_target thinking_token_budget reasoning_budget_tokens"),
+    ((-1, 0), "nsigma top_n_sigma t_max_predict_ms"),
+    (("none", "auto"), "tool_choice function_call reasoning_effort reasoning_format"),
+    (("medium",), "verbosity"),
+    ((["text"],), "modalities"),
+)
 HARMLESS = names(
     """
     user safety_identifier metadata request_id session_id service_tier api_type api_server
@@ -197,12 +137,12 @@ HARMLESS = names(
 )
 CHAT = Fields(
     HONOURED | names("messages top_logprobs"),
-    NEUTRAL | {"add_special_tokens": (False,)},
+    NEUTRAL | {"add_special_tokens": OFF},
     HARMLESS,
 )
 COMPLETION = Fields(
     HONOURED | names("prompt"),
-    NEUTRAL | {"add_special_tokens": (True,), "top_logprobs": (0,)},
+    NEUTRAL | {"add_special_tokens": ON, "top_logprobs": OFF},
     HARMLESS,
 )
 
@@ -210,16 +150,10 @@ COMPLETION = Fields(
 
 MESSAGE = Fields(
     names("role content"),
-    {
-        "name": ("",),
-        "tool_calls": ([],),
-        "refusal": ("",),
-        "annotations": ([],),
-        "reasoning": ("", "\n"),
-        "reasoning_content": ("", "\n"),
-        "prefix": (False,),
-        "partial": (False,),
-    },
+    by_name(
+        (OFF, "name tool_calls refusal annotations prefix partial"),
+        (("", "\n"), "reasoning reasoning_content"),
+    ),
     names("id opts agent model messageId traceId timestamp usage metadata cache_control"),
 )
 PART = Fields(names("type text"), harmless=names("cache_control prompt_cache_breakpoint"))
@@ -234,6 +168,6 @@ FORMATS = {
 JSON_SCHEMA = Fields(names("schema"), harmless=names("name description strict"))
 STRUCTURED_OUTPUTS = Fields(
     names("json json_object regex choice grammar"),
-    {"disable_additional_properties": (False,)},
+    {"disable_additional_properties": OFF},
     names("disable_fallback disable_any_whitespace"),
 )

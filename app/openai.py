@@ -35,7 +35,7 @@ from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import MAX_LOGPROBS, RULES, SETTINGS, Grammar, check_whole
+from settings import MAX_LOGPROBS, SETTINGS, Grammar, check_whole
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
 MAX_CHOICES = 128  # prompts · n
@@ -48,7 +48,6 @@ SAMPLING = (*SETTINGS, "seed")
 CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 Constraint = tuple[str, str, Any]  # a field's path, the setting, and its value
 ANY_OBJECT = {"type": "object"}
-LEAST_TOP_P, _, _ = RULES["top_p"]
 
 
 # ---- Requests ----------------------------------------------------------------------------------
@@ -249,8 +248,6 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
     chosen: Body = {name: body[name] for name in SAMPLING if name in body}
     if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
-    if chosen.get("top_p") == 0:  # the most probable token alone
-        chosen["top_p"] = LEAST_TOP_P
     if chosen.get("seed") == -1:  # a new one
         del chosen["seed"]
     stop = body.get("stop", [])

@@ -129,7 +129,7 @@ modalities refused ["text","audio"] ["text"]
 moderation refused {"x":1}
 prediction refused {"type":"content","content":"x"}
 reasoning_effort refused "medium" "none"
-reasoning_format refused "deepseek" "none"
+reasoning_format refused "deepseek" "none" "auto"
 include_reasoning refused false true
 thinking_token_budget refused 5 -1
 reasoning_budget_tokens refused 5 -1
@@ -184,10 +184,10 @@ tfs_z refused 0.5 1
 top_a refused 0.5 0
 skew refused 0.5 0
 nsigma refused 1.5 0
-top_n_sigma refused 1.5 -1
+top_n_sigma refused 1.5 -1 0
 epsilon_cutoff refused 3 0
 eta_cutoff refused 3 0
-min_keep refused 5 0 1
+min_keep refused 5 0
 mirostat refused 2 0
 mirostat_mode refused 2 0
 dry_multiplier refused 0.8 0
@@ -457,7 +457,6 @@ LIMIT = 12  # tokens of a text
 ODD = [True, -1, 0, 1, 3.0, 2.5, 10**30, 1e300, "", "x", "\ud800", [], ["a"], [[1]], {}, {"a": 1}]
 CONSTRAINTS = {"response_format", "json_schema", "structured_outputs"}
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
-MEANING = {"top_p": {0: 1e-300}, "top_k": {-1: 0}}
 
 
 class Case(NamedTuple):
@@ -467,6 +466,12 @@ class Case(NamedTuple):
     body: dict[str, Any]
     refused: set[str]  # fields that must be refused: one of them is named
     suspect: set[str]  # fields that may be
+
+
+def is_refused(value: Any, known: Kind) -> bool:
+    """Where false, 0, or an empty list asks for nothing, the others of these do, too."""
+    may_be_off = any(not value for value in known.neutral[1:]) and -1 not in known.neutral
+    return known.kind == "refused" and value not in known.neutral and bool(value or not may_be_off)
 
 
 def draw_case(draw: random.Random) -> Case:
@@ -486,11 +491,7 @@ def draw_case(draw: random.Random) -> Case:
             suspect |= {name, fields.ALIASES.get(name, name)}
     if len(CONSTRAINTS & body.keys()) > 1:
         suspect |= CONSTRAINTS
-    refused = {
-        name
-        for name, value in body.items()
-        if known[name].kind == "refused" and value not in known[name].neutral
-    }
+    refused = {name for name, value in body.items() if is_refused(value, known[name])}
     plain: dict[str, Any] = {"temperature": 0}
     if is_chat:
         plain["messages"] = [{"role": "user", "content": PROMPT}]
@@ -513,9 +514,8 @@ def wanted(case: Case, i: int) -> str | None:
     is_free = body.get("temperature", 1) > 0 and seed == -1
     if is_free or not isinstance(prompt, str) or body.keys() & {"stop_token_ids", "ignore_eos"}:
         return None
-    settings = {
-        name: MEANING.get(name, {}).get(body[name], body[name]) for name in SAMPLING & body.keys()
-    }
+    settings = {name: body[name] for name in SAMPLING & body.keys()}
+    settings["top_k"] = max(0, body.get("top_k", 0))
     settings["seed"] = int(seed) + i
     settings["stop"] = body.get("stop", [])
     most = LIMIT - len(quick().encode(prompt))
