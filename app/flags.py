@@ -19,7 +19,7 @@ KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
 MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
-ORIGIN = r"\*|null|[a-z][a-z\d+.-]*://[^/\sA-Z]+"  # browsers send small letters
+ORIGIN = r"\*|null|[a-z][a-z\d+.-]*://[^/\sA-Z]*"  # browsers send small letters
 EXAMPLES = """\
 examples:
   python generate.py --draft tiny-draft "Once upon a time"     the model in this repository

@@ -652,7 +652,7 @@ def test_the_key_and_the_host_are_those_that_the_program_is_given(flag, variable
     if variable is not None:
         monkeypatch.setenv("LLAMA_API_KEY", variable)
     key_flags = ["--api-key", flag] if flag else []
-    pages = ["http://localhost:3000", "null"]
+    pages = ["http://localhost:3000", "vscode-file://app", "file://", "null", "*"]
     origin_flags = [f"--allow-origin={origin}" for origin in pages]
     for host, is_local in (("127.0.0.1", True), ("0.0.0.0", False)):
         assert server.main(["--port", "0", "--host", host, *key_flags, *origin_flags]) == 0
