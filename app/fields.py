@@ -16,7 +16,7 @@ The names come from the request models of OpenAI, vLLM, llama.cpp's server and S
 (test_fields.py has all of them), and from clients that others have reported.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 from app.asgi import HttpError
@@ -24,9 +24,14 @@ from errors import brief, nearest
 from settings import SETTINGS
 
 Body = dict[str, Any]  # of a request or an answer: a JSON object
-Values = tuple[Any, ...]  # that ask for nothing
-OFF = (0, "", [], {})  # and false
-ON = (1,)  # and true
+# Honoured in both paths, in each of them, and in a message, where labels of clients are allowed.
+BOTH = """
+    model n seed stop max_tokens max_completion_tokens stop_token_ids ignore_eos logprobs stream
+    stream_options response_format json_schema structured_outputs origins
+"""
+CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs"}
+COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens"}
+MESSAGE = set("role content id opts agent model messageId traceId timestamp usage".split())
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "n_cmpl": "n",
@@ -34,56 +39,9 @@ ALIASES = {
     "sampler_seed": "seed",
     "stopping_strings": "stop",
 }
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The closed list of one kind of object."""
-
-    honoured: frozenset[str]
-    neutral: dict[str, Values] = field(default_factory=dict)
-    harmless: frozenset[str] = frozenset()
-
-    def check(self, given: Body, where: str = "") -> None:
-        """HttpError that names the first field that is refused. where: the path to the object."""
-        for name, value in given.items():
-            is_known = name in self.honoured or name in self.harmless
-            if is_known or value is None or value in self.neutral.get(name, ()):
-                continue
-            path = brief(where + name, 100)
-            guess = "" if name in self.neutral else nearest(name, sorted(self.honoured))
-            raise HttpError(400, f"{path} is not done here: leave it out{guess}", param=path)
-
-
-def names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def by_name(*groups: tuple[Values, str]) -> dict[str, Values]:
-    return {name: values for values, text in groups for name in text.split()}
-
-
-def with_one_name(body: Body) -> Body:
-    """The body without nulls and ALIASES. HttpError if a field has two values."""
-    fields = {name: value for name, value in body.items() if value is not None}
-    for alias, name in ALIASES.items():
-        if alias in fields:
-            value = fields.pop(alias)
-            if fields.setdefault(name, value) != value:
-                message = f"{alias} and {name} are one field: give one value"
-                raise HttpError(400, message, param=alias)
-    return fields
-
-
-# ---- A body ------------------------------------------------------------------------------------
-
-HONOURED = names(
-    """
-    model n stop max_tokens max_completion_tokens seed stop_token_ids ignore_eos logprobs
-    stream stream_options response_format json_schema structured_outputs origins
-    """
-) | frozenset(SETTINGS)
-NEUTRAL = by_name(
+OFF = (0, "", [], {})  # and false
+ON = (1,)  # and true
+GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothing; their fields
     (
         OFF,
         """
@@ -99,7 +57,8 @@ NEUTRAL = by_name(
         tools functions image_data lora priority store vllm_xargs thinking_forced_open
         prompt_logprobs n_probs post_sampling_probs return_token_ids return_tokens
         return_tokens_as_token_ids return_prompt_text return_progress timings_per_token
-        response_fields
+        response_fields top_logprobs add_special_tokens
+        name tool_calls refusal annotations prefix partial disable_additional_properties
         """,
     ),
     (
@@ -115,8 +74,10 @@ NEUTRAL = by_name(
     (("none", "auto"), "tool_choice function_call reasoning_effort reasoning_format"),
     (("medium",), "verbosity"),
     ((["text"],), "modalities"),
+    (("", "\n"), "reasoning reasoning_content"),
 )
-HARMLESS = names(
+NEUTRAL = {name: values for values, text in GROUPS for name in text.split()}
+HARMLESS = set(
     """
     user safety_identifier metadata request_id session_id service_tier api_type api_server
     legacy_api
@@ -133,41 +94,30 @@ HARMLESS = names(
     dynatemp_exponent smoothing_curve repeat_last_n rep_pen_range repetition_penalty_range
     reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_message
     reasoning_budget_arm_immediately
-    """
-)
-CHAT = Fields(
-    HONOURED | names("messages top_logprobs"),
-    NEUTRAL | {"add_special_tokens": OFF},
-    HARMLESS,
-)
-COMPLETION = Fields(
-    HONOURED | names("prompt"),
-    NEUTRAL | {"add_special_tokens": ON, "top_logprobs": OFF},
-    HARMLESS,
+    cache_control prompt_cache_breakpoint include_obfuscation disable_fallback
+    disable_any_whitespace
+    """.split()
 )
 
-# ---- Objects in a body -------------------------------------------------------------------------
 
-MESSAGE = Fields(
-    names("role content"),
-    by_name(
-        (OFF, "name tool_calls refusal annotations prefix partial"),
-        (("", "\n"), "reasoning reasoning_content"),
-    ),
-    names("id opts agent model messageId traceId timestamp usage metadata cache_control"),
-)
-PART = Fields(names("type text"), harmless=names("cache_control prompt_cache_breakpoint"))
-STREAM_OPTIONS = Fields(
-    names("include_usage continuous_usage_stats"), harmless=names("include_obfuscation")
-)
-FORMATS = {
-    "text": Fields(names("type")),
-    "json_object": Fields(names("type schema")),
-    "json_schema": Fields(names("type schema json_schema")),
-}
-JSON_SCHEMA = Fields(names("schema"), harmless=names("name description strict"))
-STRUCTURED_OUTPUTS = Fields(
-    names("json json_object regex choice grammar"),
-    {"disable_additional_properties": OFF},
-    names("disable_fallback disable_any_whitespace"),
-)
+def check_fields(given: Body, honoured: Collection[str], where: str = "") -> None:
+    """HttpError that names the first field that is refused. where: the path to the object."""
+    for name, value in given.items():
+        is_known = name in honoured or name in HARMLESS
+        if is_known or value is None or value in NEUTRAL.get(name, ()):
+            continue
+        path = brief(where + name, 100)
+        guess = "" if name in NEUTRAL else nearest(name, sorted(honoured))
+        raise HttpError(400, f"{path} is not done here: leave it out{guess}", param=path)
+
+
+def with_one_name(body: Body) -> Body:
+    """The body without nulls and ALIASES. HttpError if a field has two values."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for alias, name in ALIASES.items():
+        if alias in fields:
+            value = fields.pop(alias)
+            if fields.setdefault(name, value) != value:
+                message = f"{alias} and {name} are one field: give one value"
+                raise HttpError(400, message, param=alias)
+    return fields

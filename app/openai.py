@@ -11,24 +11,13 @@ its finish_reason is `length` then.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import (
-    CHAT,
-    COMPLETION,
-    FORMATS,
-    JSON_SCHEMA,
-    MESSAGE,
-    PART,
-    STREAM_OPTIONS,
-    STRUCTURED_OUTPUTS,
-    Body,
-    with_one_name,
-)
+from app.fields import CHAT, COMPLETION, MESSAGE, Body, check_fields, with_one_name
 from checkpoint.files import parse_json
 from errors import UserError, brief
 from generate import Model
@@ -46,7 +35,12 @@ LEAST_LOGPROB = -9999.0  # JSON has no −∞
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SAMPLING = (*SETTINGS, "seed")
 CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-Constraint = tuple[str, str, Any]  # a field's path, the setting, and its value
+JSON_SCHEMA = ("name", "description", "strict", "schema")
+FORMATS = {  # of an answer -> the fields that describe it
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "schema", "json_schema"),
+}
 ANY_OBJECT = {"type": "object"}
 
 
@@ -89,7 +83,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     """Read a request's body; its grammar is not compiled. HttpError or UserError for what is
     wrong."""
     body = read_object(data)
-    (CHAT if is_chat else COMPLETION).check(body)
+    check_fields(body, CHAT if is_chat else COMPLETION)
     name = body.get("model", offer.name)
     if name != offer.name:
         shown = brief(repr(name), 100)
@@ -108,7 +102,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     options = typed(body, "stream_options", dict, {})
-    STREAM_OPTIONS.check(options, "stream_options.")
+    check_fields(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
     return Asked(
         is_chat,
         streams,
@@ -180,7 +174,7 @@ def chat_message(where: str, message: Any) -> Message:
     """A message with one text, as chat templates want it."""
     if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
-    MESSAGE.check(message, f"{where}.")
+    check_fields(message, MESSAGE, f"{where}.")
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
@@ -193,13 +187,15 @@ def chat_message(where: str, message: Any) -> Message:
         if kind != "text" or not isinstance(part.get("text"), str):
             shown = brief(repr(kind), 100)
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
-        PART.check(part, f"{where}.content.")
+        check_fields(part, ("type", "text"), f"{where}.content.")
         text += part["text"]
     return {"role": ROLES[message["role"]], "content": text}
 
 
 def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
+    if not typed(body, "add_special_tokens", bool, True):
+        raise bad("add_special_tokens", "add_special_tokens is not done here: leave it out")
     given = body.get("prompt")
     is_one = not isinstance(given, list) or is_tokens(given)
     prompts = [given] if is_one else given
@@ -274,8 +270,15 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
 
 def read_constraint(body: Body) -> Body:
     """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if fields
-    ask for several, or for none that there is."""
-    asked = [*read_schema(body), *read_format(body), *read_structured_outputs(body)]
+    ask for several, or if one cannot be read."""
+    asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
+    outputs = typed(body, "structured_outputs", dict, {})
+    check_fields(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
+    if typed(outputs, "json_object", bool, False):
+        asked.append(("structured_outputs.json_object", "schema", ANY_OBJECT))
+    for name, setting in CONSTRAINTS.items():
+        if outputs.get(name) is not None:
+            asked.append((f"structured_outputs.{name}", setting, outputs[name]))
     if len(asked) > 1:
         paths = [path for path, _, _ in asked]
         raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
@@ -287,43 +290,30 @@ def read_constraint(body: Body) -> Body:
     return {setting: value for _, setting, value in asked}
 
 
-def read_schema(body: Body) -> Iterator[Constraint]:
-    """json_schema: a schema, or an object that holds one as OpenAI's response_format does."""
-    schema = body.get("json_schema")
-    if isinstance(schema, dict) and "schema" in schema:
-        JSON_SCHEMA.check(schema, "json_schema.")
-        schema = schema["schema"]
-    if schema is not None:
-        yield "json_schema", "schema", schema
-
-
-def read_format(body: Body) -> Iterator[Constraint]:
-    """response_format. The schema of OpenAI is in its json_schema, that of others beside its
-    type."""
+def read_schemas(body: Body) -> Body:
+    """The schemas in all places where clients put one, by their paths."""
     form = typed(body, "response_format", dict, {})
     kind = typed(form, "type", str, "text")
     if kind not in FORMATS:
         raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
-    FORMATS[kind].check(form, "response_format.")
+    check_fields(form, FORMATS[kind], "response_format.")
+    given = body.get("json_schema")  # a schema, or an object that holds one
+    if not isinstance(given, dict) or "schema" not in given:
+        given = {"schema": given}
     inner = typed(form, "json_schema", dict, {})
-    JSON_SCHEMA.check(inner, "response_format.json_schema.")
-    schemas = [place["schema"] for place in (form, inner) if place.get("schema") is not None]
-    if kind == "json_object" and not schemas:
-        schemas = [ANY_OBJECT]
-    if kind == "json_schema" and len(schemas) != 1:
-        rule = "response_format must have one schema: in json_schema, as its schema"
-        raise bad("response_format", rule)
-    yield from (("response_format", "schema", schema) for schema in schemas)
-
-
-def read_structured_outputs(body: Body) -> Iterator[Constraint]:
-    fields = typed(body, "structured_outputs", dict, {})
-    STRUCTURED_OUTPUTS.check(fields, "structured_outputs.")
-    if typed(fields, "json_object", bool, False):
-        yield "structured_outputs.json_object", "schema", ANY_OBJECT
-    for name, setting in CONSTRAINTS.items():
-        if fields.get(name) is not None:
-            yield f"structured_outputs.{name}", setting, fields[name]
+    check_fields(given, JSON_SCHEMA, "json_schema.")
+    check_fields(inner, JSON_SCHEMA, "response_format.json_schema.")
+    schemas = {
+        "json_schema": given["schema"],
+        "response_format.schema": form.get("schema"),
+        "response_format.json_schema": inner.get("schema"),
+    }
+    found = {path: schema for path, schema in schemas.items() if schema is not None}
+    if kind == "json_object" and not found:
+        return {"response_format": ANY_OBJECT}
+    if kind == "json_schema" and not found:
+        raise bad("response_format", "response_format must have a schema, in its json_schema")
+    return found
 
 
 # ---- Answers -----------------------------------------------------------------------------------

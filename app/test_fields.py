@@ -88,6 +88,11 @@ adaptive_target adaptive_decay
 """
 OTHERS = "min_new_tokens origins extra_body enable_thinking thinking stream_otpions message"
 CHATS = (OPENAI_CHAT, VLLM + VLLM_CHAT, LLAMA_CPP + "messages", OTHERS)
+INSIDE = """
+name tool_calls refusal annotations prefix partial reasoning reasoning_content cache_control
+prompt_cache_breakpoint include_obfuscation disable_fallback disable_any_whitespace
+disable_additional_properties
+"""
 COMPLETIONS = (OPENAI_COMPLETIONS, VLLM + VLLM_COMPLETIONS, LLAMA_CPP, SILLY_TAVERN, OTHERS)
 
 # A name (of one path, or of both), its kind, a value that asks for something, those that do not.
@@ -364,14 +369,13 @@ def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
 
 
 def test_the_lists_hold_nothing_else():
+    """Nor in two of them, but for a field of one path; what is left is of objects in a body."""
     sent = kinds(True).keys() | kinds(False).keys()
-    for listed in (fields.CHAT, fields.COMPLETION):
-        assert (
-            listed.honoured | listed.neutral.keys() | listed.harmless | fields.ALIASES.keys()
-            <= sent
-        )
-        assert not listed.honoured & listed.harmless
-        assert not (listed.honoured | listed.harmless) & listed.neutral.keys()
+    lists = [fields.CHAT | fields.COMPLETION | fields.ALIASES.keys(), fields.NEUTRAL.keys()]
+    honoured, neutral, harmless = *lists, fields.HARMLESS
+    assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
+    assert honoured & neutral == {"top_logprobs", "add_special_tokens"}
+    assert not harmless & (honoured | neutral)
 
 
 SCHEMA = {"type": "array", "items": {"type": "boolean"}}
@@ -386,6 +390,7 @@ def test_a_schema_is_read_wherever_clients_put_it():
         {"response_format": {"type": "json_schema", "schema": SCHEMA}},
         {"response_format": wrapped | {"schema": None}},
         {"response_format": {"type": "text"}, "json_schema": SCHEMA},
+        {"response_format": {"type": "json_object"}, "json_schema": INNER},
         {"json_schema": json.dumps(SCHEMA)},
         {"json_schema": INNER},
         {"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True}},
@@ -400,10 +405,10 @@ OBJECTS = table(
     response_format {"type": "json_object", "strict": true} → response_format.strict is not done
     response_format {"schema": {}} → response_format.schema is not done here
     response_format {"type": "text", "json_schema": {}} → response_format.json_schema is not done
-    response_format {"type": "json_schema"} → response_format must have one schema
+    response_format {"type": "json_schema"} → response_format must have a schema
     response_format {"type": "json_schema", "json_schema": {"type": "object"}} → json_schema.type
-    response_format {"type": "json_schema", "json_schema": {"name": "x"}} → must have one schema
-    response_format {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}} → have one
+    response_format {"type": "json_schema", "json_schema": {"name": "x"}} → must have a schema
+    response_format {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}} → are given
     response_format {"type": "structural_tag"} → structural_tag is not done here
     json_schema {"schema": {}, "value": {}} → json_schema.value is not done here
     structured_outputs {"json": {}, "choice": ["a"]} → structured_outputs.choice are given
