@@ -100,7 +100,7 @@ HARMLESS = set(
 )
 
 
-def check_fields(given: Body, honoured: Collection[str], where: str = "") -> None:
+def check_listed(given: Body, honoured: Collection[str], where: str = "") -> None:
     """HttpError that names the first field that is refused. where: the path to the object."""
     for name, value in given.items():
         is_known = name in honoured or name in HARMLESS

@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
-from app.fields import CHAT, COMPLETION, MESSAGE, Body, check_fields, with_one_name
+from app.fields import CHAT, COMPLETION, MESSAGE, Body, check_listed, with_one_name
 from checkpoint.files import parse_json
 from errors import UserError, brief
 from generate import Model
@@ -83,7 +83,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     """Read a request's body; its grammar is not compiled. HttpError or UserError for what is
     wrong."""
     body = read_object(data)
-    check_fields(body, CHAT if is_chat else COMPLETION)
+    check_listed(body, CHAT if is_chat else COMPLETION)
     name = body.get("model", offer.name)
     if name != offer.name:
         shown = brief(repr(name), 100)
@@ -102,7 +102,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     options = typed(body, "stream_options", dict, {})
-    check_fields(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
+    check_listed(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
     return Asked(
         is_chat,
         streams,
@@ -174,7 +174,7 @@ def chat_message(where: str, message: Any) -> Message:
     """A message with one text, as chat templates want it."""
     if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
-    check_fields(message, MESSAGE, f"{where}.")
+    check_listed(message, MESSAGE, f"{where}.")
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
@@ -187,7 +187,7 @@ def chat_message(where: str, message: Any) -> Message:
         if kind != "text" or not isinstance(part.get("text"), str):
             shown = brief(repr(kind), 100)
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
-        check_fields(part, ("type", "text"), f"{where}.content.")
+        check_listed(part, ("type", "text"), f"{where}.content.")
         text += part["text"]
     return {"role": ROLES[message["role"]], "content": text}
 
@@ -273,7 +273,7 @@ def read_constraint(body: Body) -> Body:
     ask for several, or if one cannot be read."""
     asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
     outputs = typed(body, "structured_outputs", dict, {})
-    check_fields(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
+    check_listed(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
     if typed(outputs, "json_object", bool, False):
         asked.append(("structured_outputs.json_object", "schema", ANY_OBJECT))
     for name, setting in CONSTRAINTS.items():
@@ -296,13 +296,13 @@ def read_schemas(body: Body) -> Body:
     kind = typed(form, "type", str, "text")
     if kind not in FORMATS:
         raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
-    check_fields(form, FORMATS[kind], "response_format.")
+    check_listed(form, FORMATS[kind], "response_format.")
     given = body.get("json_schema")  # a schema, or an object that holds one
     if not isinstance(given, dict) or "schema" not in given:
         given = {"schema": given}
     inner = typed(form, "json_schema", dict, {})
-    check_fields(given, JSON_SCHEMA, "json_schema.")
-    check_fields(inner, JSON_SCHEMA, "response_format.json_schema.")
+    check_listed(given, JSON_SCHEMA, "json_schema.")
+    check_listed(inner, JSON_SCHEMA, "response_format.json_schema.")
     schemas = {
         "json_schema": given["schema"],
         "response_format.schema": form.get("schema"),

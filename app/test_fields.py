@@ -344,7 +344,7 @@ def told(is_chat: bool, **body) -> tuple:
     streams = []
     for request in (stream.request for stream in asked.streams):
         settings = request.settings
-        seed = settings.seed if settings.seed in (5, 6) else None
+        seed = settings.seed if settings.seed in (-1, 5, 6) else None
         streams.append((request.tokens, request.eos_token_ids, replace(settings, seed=seed)))
     return streams, replace(asked, streams=[])
 
@@ -410,6 +410,8 @@ OBJECTS = table(
     response_format {"type": "json_schema", "json_schema": {"name": "x"}} → must have a schema
     response_format {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}} → are given
     response_format {"type": "structural_tag"} → structural_tag is not done here
+    response_format {"type": "json_object", "schema": [1]} → response_format.schema: schema is [1]
+    json_schema 3 → json_schema: schema is 3: it must be a JSON object
     json_schema {"schema": {}, "value": {}} → json_schema.value is not done here
     structured_outputs {"json": {}, "choice": ["a"]} → structured_outputs.choice are given
     structured_outputs {"json_object": true, "json": {}} → structured_outputs.json are given
