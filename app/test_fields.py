@@ -368,11 +368,20 @@ def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
             assert changes == (kind == "honoured"), name
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_client_may_send_all_that_it_knows(is_chat):
+    """As SillyTavern does, with everything switched off."""
+    known = kinds(is_chat).items()
+    body = {name: field.neutral[-1] for name, field in known if field.neutral}
+    body |= {name: field.asks for name, field in known if field.kind == "harmless"}
+    assert len(body) > 100 and told(is_chat, **body) == told(is_chat)
+
+
 def test_the_lists_hold_nothing_else():
     """Nor in two of them, but for a field of one path; what is left is of objects in a body."""
     sent = kinds(True).keys() | kinds(False).keys()
-    lists = [fields.CHAT | fields.COMPLETION | fields.ALIASES.keys(), fields.NEUTRAL.keys()]
-    honoured, neutral, harmless = *lists, fields.HARMLESS
+    honoured = fields.CHAT | fields.COMPLETION | fields.ALIASES.keys()
+    neutral, harmless = fields.NEUTRAL.keys(), fields.HARMLESS
     assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
     assert honoured & neutral == {"top_logprobs", "add_special_tokens"}
     assert not harmless & (honoured | neutral)
