@@ -54,10 +54,10 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothi
         min_tokens min_new_tokens min_length ban_eos_token n_indent
         include_stop_str_in_output grammar grammar_string
         suffix echo continue_final_message chat_template_kwargs documents negative_prompt
-        tools functions image_data lora priority store vllm_xargs thinking_forced_open
-        prompt_logprobs n_probs post_sampling_probs return_token_ids return_tokens
-        return_tokens_as_token_ids return_prompt_text return_progress timings_per_token
-        response_fields top_logprobs add_special_tokens
+        safe_prompt tools functions image_data lora priority store vllm_xargs
+        thinking_forced_open prompt_logprobs n_probs post_sampling_probs return_token_ids
+        return_tokens return_tokens_as_token_ids return_prompt_text return_progress
+        timings_per_token response_fields top_logprobs add_special_tokens
         name tool_calls refusal annotations prefix partial disable_additional_properties
         """,
     ),
@@ -75,6 +75,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothi
     (("medium",), "verbosity"),
     ((["text"],), "modalities"),
     (("", "\n"), "reasoning reasoning_content"),
+    (("text", "message"), "type"),
 )
 NEUTRAL = {name: values for values, text in GROUPS for name in text.split()}
 HARMLESS = set(

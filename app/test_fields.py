@@ -86,12 +86,14 @@ best_of spaces_between_special_tokens grammar dry_allowed_length dry_multiplier 
 dry_sequence_breakers dry_penalty_last_n speculative_ngram logit_bias cache_prompt
 adaptive_target adaptive_decay
 """
-OTHERS = "min_new_tokens origins extra_body enable_thinking thinking stream_otpions message"
+OTHERS = (
+    "min_new_tokens safe_prompt origins extra_body enable_thinking thinking stream_otpions message"
+)
 CHATS = (OPENAI_CHAT, VLLM + VLLM_CHAT, LLAMA_CPP + "messages", OTHERS)
 INSIDE = """
 name tool_calls refusal annotations prefix partial reasoning reasoning_content cache_control
 prompt_cache_breakpoint include_obfuscation disable_fallback disable_any_whitespace
-disable_additional_properties
+disable_additional_properties type
 """
 COMPLETIONS = (OPENAI_COMPLETIONS, VLLM + VLLM_COMPLETIONS, LLAMA_CPP, SILLY_TAVERN, OTHERS)
 
@@ -158,6 +160,7 @@ chat_template refused "x"
 chat_template_kwargs refused {"enable_thinking":false} {}
 documents refused [{"text":"x"}] []
 negative_prompt refused "x" ""
+safe_prompt refused true false
 image_data refused [{}] []
 lora refused [{"id":0,"scale":0.5}] []
 frequency_penalty refused 0.5 0 0.0
@@ -459,6 +462,7 @@ def test_an_object_in_a_body_has_a_closed_list():
 
 def test_what_other_clients_add_to_a_message_is_read_as_the_message():
     labels = {"id": 7, "opts": {"visible": False}, "tool_calls": [], "refusal": None, "name": ""}
+    labels |= {"type": "text", "metadata": {"_db_id": "7c"}}
     part = {"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}
     reply = {"role": "assistant", "content": None, "reasoning_content": "\n"}
     plain = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ""}]
