@@ -591,14 +591,19 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
-// residual = max(w p − q, 0): [V] -> its sum
+// residual = max(w p − q, 0): [V] -> its sum, of sums of 512 as in `soften`
 static double residual_of(const float *p, const float *q, float w, float *residual, long V) {
     double mass = 0;
-    #pragma omp simd reduction(+:mass)
-    for (long i = 0; i < V; i++) {
-        float rest = w * p[i] - q[i];
-        residual[i] = rest > 0 ? rest : 0;
-        mass += residual[i];
+    for (long at = 0; at < V; at += 512) {
+        long end = least(V, at + 512);
+        float sum = 0;
+        #pragma omp simd reduction(+:sum)
+        for (long i = at; i < end; i++) {
+            float rest = w * p[i] - q[i];
+            residual[i] = rest > 0 ? rest : 0;
+            sum += residual[i];
+        }
+        mass += sum;
     }
     return mass;
 }
