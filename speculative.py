@@ -103,11 +103,13 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, T
     -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
     ratio = likelihood_ratio(p, q, drafted)
-    stands = coin.accept(ratio.clamp(max=1))
+    ratio = ratio.clamp(max=1)
+    stands = coin.accept(ratio)
     accepted = count_leading(stands)
     rows = torch.arange(len(p), device=p.device)
-    token = pick_residual(p[rows, accepted], q[rows, accepted], coin)
-    return accepted, token
+    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    q_end = q[rows, accepted]
+    return accepted, pick_residual(p_end, q_end, coin)
 
 
 def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
@@ -120,14 +122,6 @@ def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
     return ratio[..., 0]
 
 
-def residual_mass(w: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Σ max(0, w p − q): w [B, k + 1]; p and q [B, k + 1, V] -> [B, k + 1]. It is not asked for
-    where w is 1."""
-    residual = w[..., None] * p - q
-    residual = residual.clamp(min=0)
-    return residual.sum(-1)
-
-
 def pick_residual(p: Tensor, q: Tensor, coin: Coin) -> Tensor:
     """Draw from max(0, p − q), normalized; from p if it has no mass: float[B, V] -> int64[B]."""
     residual = p - q
@@ -137,33 +131,28 @@ def pick_residual(p: Tensor, q: Tensor, coin: Coin) -> Tensor:
     return coin.pick(probs)
 
 
-def verify_block(
-    p: Tensor,
-    q: Tensor,
-    drafted: Tensor,
-    coin: Coin,
-    mass: Callable[[Tensor, Tensor, Tensor], Tensor] = residual_mass,
-) -> tuple[Tensor, Tensor]:
-    """`verify`, but as a block, in the names of the proof. This never waits for the device.
-
-    mass: `residual_mass`, or a backend's.
-    """
+def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
+    """`verify`, but as a block, in the names of the proof. This never waits for the device."""
     ratio = likelihood_ratio(p, q, drafted)  # [B, k]
     weights = [torch.ones_like(ratio[:, 0])]
     for ratio_j in ratio.unbind(1):
         weight = weights[-1] * ratio_j
         weights.append(weight.clamp(max=1))
     w = torch.stack(weights, 1)  # [B, k + 1]
-    m = mass(w, p, q)  # [B, k + 1]
+    residual = w[..., None] * p - q
+    residual = residual.clamp(min=0)  # [B, k + 1, V]
+    m = residual.sum(-1)  # [B, k + 1]
     rest = 1 - w
     h = m / (m + rest)
     h = torch.where(w == 1, 1, h)  # it may be 0 / 0: p = q, to rounding
     stands = coin.accept(h[:, 1:])
     accepted = count_to_last(stands)
     rows = torch.arange(len(p), device=p.device)
-    weighted = w[rows, accepted, None] * p[rows, accepted]  # [B, V]
-    token = pick_residual(weighted, q[rows, accepted], coin)
-    return accepted, token
+    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    q_end = q[rows, accepted]
+    w_end = w[rows, accepted, None]  # [B, 1]
+    weighted = w_end * p_end
+    return accepted, pick_residual(weighted, q_end, coin)
 
 
 def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from speculative import (
     couple,
     likelihood_ratio,
     pick_residual,
-    residual_mass,
     verify,
     verify_block,
 )
@@ -263,13 +262,13 @@ AS_BLOCK = {
         RATIO_J,
         "weights[-1] * ratio_j.clamp(max=1)",
     ),
-    "the residual is not weighted": (verify_block, "w[rows, accepted, None] * p", "p"),
+    "the residual is not weighted": (verify_block, "w_end * p_end", "p_end"),
     "the residual of the draft before": (
         verify_block,
         "q[rows, accepted]",
         "q[rows, accepted - 1]",
     ),
-    "the mass without weights": (residual_mass, "w[..., None] * p", "p"),
+    "the mass without weights": (verify_block, "w[..., None] * p", "p"),
     "the weight of the draft before": (
         verify_block,
         "w[rows, accepted, None]",
