@@ -42,7 +42,7 @@ from checkpoint.hub import find_model
 from checkpoint.load import default_bits
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError, brief, check_names
+from errors import UserError, check_names
 from grammar import Grammars
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, contiguous_caches
@@ -98,19 +98,12 @@ class Model:
         recommended: GenerationConfig | None = None,
         folder: Path | None = None,
     ):
-        if tokenizer.vocab_size > llama.config.vocab_size:
-            last = tokenizer.token_bytes(tokenizer.vocab_size - 1, special=True)
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{llama.config.vocab_size}: they belong to different models, or the last token, "
-                f"{brief(last)}, is for training alone: take it out of the tokenizer's files"
-            )
         self.llama = llama
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer.of_model(llama.config.vocab_size)
         self.recommended = recommended or GenerationConfig()
         self.folder = folder
         self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
-        self.grammars = Grammars(tokenizer, self.eos_token_ids)
+        self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
 
     @classmethod
     def load(

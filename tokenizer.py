@@ -21,6 +21,7 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -41,7 +42,7 @@ from checkpoint.vocabulary import (
     read_tokenizer_config,
     reject,
 )
-from errors import UserError
+from errors import UserError, brief
 from spm import SentencePieceBPE
 
 LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
@@ -69,7 +70,7 @@ class ByteLevelBPE:
             pieces = [part for piece in pieces for part in split(piece, ends) if part]
         ids = []
         for piece in pieces:
-            word = piece.encode()
+            word = piece.encode(errors="surrogateescape")
             if word in self.merges.whole_pieces:  # some models do not merge these
                 ids.append(self.merges.whole_pieces[word])
                 continue
@@ -113,7 +114,7 @@ class Tokenizer:
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
-        self._finder = Finder(vocabulary.added)
+        self._finder = Finder(vocabulary.added, vocabulary.swallows)
         is_byte_level = isinstance(vocabulary.merges, ByteLevel)
         bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
         self._bpe = bpe(vocabulary.merges)
@@ -134,6 +135,27 @@ class Tokenizer:
             return cls(read_gguf_vocabulary(gguf), checked_template(path, template))
         config = read_tokenizer_config(path)
         return cls(load_vocabulary(path, config), load_template(path, config))
+
+    def of_model(self, num_rows: int) -> "Tokenizer":
+        """This tokenizer for a model of so many rows. Some training adds control tokens that the
+        model lacks (<pad>): they are left out. UserError for one that a prompt may hold."""
+        if self.vocab_size <= num_rows:
+            return self
+        vocabulary = self._vocabulary
+        template = self.chat_template or ""
+        named = {text for name, text in vocabulary.named.items() if name in template}
+        held = {*vocabulary.tokens} - self._special_ids | {*vocabulary.prefix}  # by prompts
+        held |= {id for text, id in self.specials.items() if text in template or text in named}
+        last = max(held)
+        if last >= num_rows:
+            raise UserError(
+                f"{vocabulary.file}: a prompt may hold token {last}, "
+                f"{brief(vocabulary.tokens[last])}, and the model has {num_rows}: they belong to "
+                "different models, or take the token out of the tokenizer's files"
+            )
+        tokens = {id: word for id, word in vocabulary.tokens.items() if id < num_rows}
+        special = {text: id for text, id in self.specials.items() if id < num_rows}
+        return Tokenizer(replace(vocabulary, tokens=tokens, special=special), self.chat_template)
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: they agree."""
