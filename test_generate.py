@@ -517,7 +517,7 @@ DAMAGES = [
     (write("model.safetensors", None), "model.safetensors.index.json is missing"),
     (drop_tensor, "tensor model.layers.1.mlp.up_proj.weight"),
     (write("tokenizer.json", b"{}"), "tokenizer.json"),
-    (lambda folder: write_model(folder, vocab_size=200), "a prompt may hold token 255, b"),
+    (lambda folder: write_model(folder, vocab_size=200), "a prompt may need token 255, b"),
 ]
 
 

@@ -299,6 +299,9 @@ def test_tokens_and_names_may_stand_in_files_of_their_own(tmp_path):
     tok = load(tmp_path, tokenizer_model(), **config)
     assert tok.prompt("the<im></im>") == [1, *tok.encode("the"), id, *tok.encode("</im>")]
     assert id + 1 not in tok.encode("</im>")
+    (tmp_path / "added_tokens.json").write_text(json.dumps(more | {"</s>": 2, "<s>": 1}))
+    repeated = load(tmp_path, tokenizer_model(), **config)
+    assert repeated.specials == tok.specials and 2 not in repeated.encode("</s>")
     assert tok.chat([{"role": "user", "content": "the"}]) == [1, *tok.encode("the"), id + 1]
 
 

@@ -137,25 +137,28 @@ class Tokenizer:
         return cls(load_vocabulary(path, config), load_template(path, config))
 
     def of_model(self, num_rows: int) -> "Tokenizer":
-        """This tokenizer for a model of so many rows. Some training adds control tokens that the
-        model lacks (<pad>): they are left out. UserError for one that a prompt may hold."""
+        """This tokenizer for a model of so many rows. Some training adds tokens that its model then
+        lacks (<pad>): they are left out. UserError for one that a prompt needs."""
         if self.vocab_size <= num_rows:
             return self
         vocabulary = self._vocabulary
         template = self.chat_template or ""
         named = {text for name, text in vocabulary.named.items() if name in template}
-        held = {*vocabulary.tokens} - self._special_ids | {*vocabulary.prefix}  # by prompts
-        held |= {id for text, id in self.specials.items() if text in template or text in named}
-        last = max(held)
+        beside = vocabulary.special | vocabulary.added
+        needed = {*vocabulary.tokens} - {*beside.values()} | {*vocabulary.prefix}
+        needed |= {id for text, id in beside.items() if text in template or text in named}
+        last = max(needed)
         if last >= num_rows:
             raise UserError(
-                f"{vocabulary.file}: a prompt may hold token {last}, "
+                f"{vocabulary.file}: a prompt may need token {last}, "
                 f"{brief(vocabulary.tokens[last])}, and the model has {num_rows}: they belong to "
-                "different models, or take the token out of the tokenizer's files"
+                "different models"
             )
         tokens = {id: word for id, word in vocabulary.tokens.items() if id < num_rows}
-        special = {text: id for text, id in self.specials.items() if id < num_rows}
-        return Tokenizer(replace(vocabulary, tokens=tokens, special=special), self.chat_template)
+        special = {text: id for text, id in vocabulary.special.items() if id < num_rows}
+        added = {text: id for text, id in vocabulary.added.items() if id < num_rows}
+        known = replace(vocabulary, tokens=tokens, special=special, added=added)
+        return Tokenizer(known, self.chat_template)
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: they agree."""

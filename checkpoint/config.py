@@ -52,6 +52,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {  # None: absent
     "architectures": (None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
     "hidden_act": (None, "silu"),
     "partial_rotary_factor": (None, 1, 1.0),
+    "quantization": (None,),  # MLX's
     **dict.fromkeys(FLAGS, (None, False, True)),
 }
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {  # rope_type -> the numbers it needs

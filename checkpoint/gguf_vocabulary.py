@@ -115,12 +115,18 @@ def metadata(gguf: GGUF, name: str, default: Any = None) -> Any:
     return gguf.metadata.get(f"tokenizer.ggml.{name}", default)
 
 
+def listed(gguf: GGUF, name: str, default: list[Any] | None = None) -> list[Any]:
+    """A list of the tokenizer. UserError for what is none."""
+    values = metadata(gguf, name, default)
+    if not isinstance(values, list):
+        wrong = f"tokenizer.ggml.{name} is {values!r}; it must be a list"
+        reject(gguf.file, wrong, "have the model converted again")
+    return values
+
+
 def token_texts(gguf: GGUF) -> list[str]:
     """The text of each token; none, if the file has no vocabulary."""
-    tokens = metadata(gguf, "tokens", [])
-    if not isinstance(tokens, list):
-        reject(gguf.file, f"tokenizer.ggml.tokens is {tokens!r}", "it must be a list of texts")
-    return tokens
+    return listed(gguf, "tokens", [])
 
 
 def named_ids(gguf: GGUF) -> dict[str, int]:
@@ -158,7 +164,7 @@ def prefix(gguf: GGUF, default: bool) -> list[int]:
 
 def token_kinds(gguf: GGUF) -> list[int]:
     """The kind of each token."""
-    kinds = [*metadata(gguf, "token_type")]
+    kinds = [*listed(gguf, "token_type")]
     for id in (*named_ids(gguf).values(), *end_ids(gguf)):
         kinds[id] = CONTROL
     return kinds
@@ -166,12 +172,12 @@ def token_kinds(gguf: GGUF) -> list[int]:
 
 def read_pieces(gguf: GGUF) -> Vocabulary:
     """SentencePiece's."""
-    columns = token_texts(gguf), metadata(gguf, "scores"), token_kinds(gguf)
+    columns = token_texts(gguf), listed(gguf, "scores"), token_kinds(gguf)
     pieces = [Piece(*row) for row in zip(*columns, strict=True)]
     has_space = metadata(gguf, "add_space_prefix", True)
     space = Space("always", True) if has_space else Space("never", False)
     start = prefix(gguf, True)
-    return vocabulary_of_pieces(gguf.file, pieces, [], space, start, named_texts(gguf))
+    return vocabulary_of_pieces(gguf.file, pieces, {}, space, start, named_texts(gguf))
 
 
 def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
@@ -186,7 +192,7 @@ def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
     start = prefix(gguf, pre.begins)
     return make_byte_level(
         TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
-        metadata(gguf, "merges"),
+        listed(gguf, "merges"),
         [compile_split(gguf.file, pattern) for pattern in pre.patterns],
         pre.keeps_tokens,
     )

@@ -34,9 +34,9 @@ from checkpoint.vocabulary import (
     Ranks,
     TokenTexts,
     Vocabulary,
+    added_beside,
     named_tokens,
     read_merges,
-    read_optional,
     reject,
     steps_of,
 )
@@ -214,12 +214,7 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         scheme = "always" if config.get("legacy", True) else "first"
         space = Space(scheme, True)
     named |= named_tokens(config)
-    added = [
-        {"content": text, "id": id, "special": text in named.values()}
-        for text, id in read_optional(file.with_name("added_tokens.json")).items()
-    ]
-    decoder = config.get("added_tokens_decoder", {})
-    added += [{"id": int(id)} | entry for id, entry in decoder.items()]
+    added = added_beside(file, config, named)
     prefix = [named_ids["bos_token"]] if begins else []
     return vocabulary_of_pieces(file, pieces, added, space, prefix, named)
 
@@ -227,14 +222,18 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
 def vocabulary_of_pieces(
     file: Path,
     pieces: list[Piece],
-    added: list[Json],
+    added: dict[str, Json],
     space: Space,
     prefix: list[int],
     named: dict[str, str],
 ) -> Vocabulary:
-    """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json."""
+    """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json. (A
+    piece that controls the model does so whatever they say.)"""
     vocab, entries = index_pieces(file, pieces)
-    entries |= {entry["content"]: entry for entry in added}
+    controls = [text for text, entry in entries.items() if entry["special"]]
+    entries |= added
+    for text in controls:
+        entries[text] = entries[text] | {"special": True}
     ranks = rank_pairs([piece for piece in pieces if piece.kind == NORMAL])
     texts = TokenTexts.of(file, vocab, [*entries.values()], prefix, named)
     return make_vocabulary(texts, ranks, space, space.scheme != "never")

@@ -358,6 +358,7 @@ REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.add_eos_token": number("?", True)}, "add_eos_token"),
     ({"tokenizer.ggml.tokens": number("I", 3)}, "tokenizer.ggml.tokens is 3"),
     ({"tokenizer.ggml.token_type": numbers("i", [1])}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.merges": number("I", 1)}, "ggml.merges is 1; it must be a list"),
     ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
     ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "ggml.eos_token_id is 99999"),
     ({"tokenizer.ggml.bos_token_id": number("i", -1)}, "ggml.bos_token_id is -1"),
@@ -382,6 +383,8 @@ def test_what_is_not_honoured_is_named(tmp_path):
     odd_kind = {"tokenizer.ggml.token_type": numbers("i", [6, *kinds[1:]])}
     twice = {"tokenizer.ggml.tokens": strings([texts[5], *texts[1:]])}
     more = [(odd_kind, "kinds are from 1 to 5"), (twice, "is there twice")]
+    with pytest.raises(UserError, match="no token_embd.weight: it is no whole model"):
+        Llama.load(write(tmp_path / "vocabulary.gguf", list(settings_of(SHAPE).items())))
     for i, (change, says) in enumerate(REFUSED + more):
         file = tiny_gguf(tmp_path / f"{i}.gguf", "tiny-draft", **change)
         with pytest.raises(UserError) as error:

@@ -97,6 +97,22 @@ def named_tokens(config: Json) -> dict[str, str]:
     return named
 
 
+def by_text(entries: Iterable[Json]) -> dict[str, Json]:
+    """Text of an added token -> its entry."""
+    return {entry["content"]: entry for entry in entries}
+
+
+def added_beside(file: Path, config: Json, named: dict[str, str]) -> dict[str, Json]:
+    """The tokens that other files of the folder add: added_tokens.json, or tokenizer_config.json,
+    which says more of them."""
+    ids = read_optional(file.with_name("added_tokens.json"))
+    texts = [
+        {"content": text, "id": id, "special": text in named.values()} for text, id in ids.items()
+    ]
+    decoder = config.get("added_tokens_decoder", {})
+    return by_text(texts) | by_text({"id": int(id)} | entry for id, entry in decoder.items())
+
+
 class Finder:
     """Finds added tokens in a text, whatever their number: a place costs a look-up for each length
     of a token, where `re` would try one token after the other."""
@@ -185,10 +201,12 @@ class TokenTexts(NamedTuple):
 
     @classmethod
     def read(cls, file: Path, data: Json, config: Json) -> TokenTexts:
-        """From a tokenizer.json. config: tokenizer_config.json's."""
+        """From a tokenizer.json. config: tokenizer_config.json's, which may add tokens."""
         prefix = read_prefix(file, data.get("post_processor"))
         vocab = data["model"]["vocab"]
-        return cls.of(file, vocab, data["added_tokens"], prefix, named_tokens(config))
+        named = named_tokens(config)
+        entries = added_beside(file, config, named) | by_text(data["added_tokens"])
+        return cls.of(file, vocab, [*entries.values()], prefix, named)
 
     def vocabulary(
         self,
