@@ -333,7 +333,7 @@ def test_added_tokens_are_found_longest_first(tokens, text):
 def swallowing(folder: Path, special: bool, template: str = "") -> Tokenizer:
     """With added tokens that take the white space before them, behind them, or both."""
     data = tokenizer_json({c: id for id, c in enumerate(ALPHABET)}, [])
-    for id, text in enumerate(("<l>", "<r>", "<lr>"), 301):
+    for id, text in enumerate(("<l>", "<r>", "<lr>", " !"), 301):
         flags = dict(lstrip="l" in text, rstrip="r" in text)
         data["added_tokens"].append(dict(id=id, content=text, special=special) | flags)
     return Tokenizer.load(write(folder, data, chat_template=template))
@@ -352,6 +352,7 @@ def test_added_tokens_may_swallow_white_space(tmp_path):
     ):
         assert tok.decode(tok.encode(text)) == left
     assert tok.encode("a <l>")[-1] == 301
+    assert tok.encode("<r> !") == [302, 304]  # though the first swallows a part of the second
     template = "<l>{{ messages[0].content }}<r>{{ messages[0].role }}"
     tok = swallowing(tmp_path, special=True, template=template)
     ids = tok.chat([dict(role=" user ", content=" a <l> <r> ")])
@@ -567,6 +568,7 @@ REFUSED = told(
     token {"id": 0} → two tokens have one id
     token {"id": 999, "content": "the"} → 'the' has id 999
     token {"id": 999, "content": ""} → has id 999
+    token {"id": 999, "content": "<|end|>"} → '<|end|>' has id 999
     token {"id": 999, "single_word": true} → single_word
     """
 )

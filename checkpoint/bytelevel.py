@@ -13,10 +13,10 @@ about by that token's own merges.
 A pattern may backtrack without end: a stranger wrote it. For one text it gets SECONDS of a thread,
 and none is longer than LONGEST_PATTERN with its repeats written out.
 
-Cost: every token is merged alone, once.
 Steps behind `ByteLevel` cut the letters that stand for bytes, so a piece may end amid a character:
 what is left of it are lone surrogates then, as Python's `surrogateescape` has them.
 
+Cost: every token is merged alone, once.
 Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
 `tokenizers`: a character that only the newer one knows may be cut another way.
@@ -51,8 +51,8 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # Unicode's, and all of ASCII's
+# These patterns take a time like a text's length:
 LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+", PUNCTUATION, f"{PUNCTUATION}+"}
-# (These patterns take a time like a text's length.)
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters
@@ -145,6 +145,7 @@ def read_splits(file: Path, node: Json | None) -> list[Split]:
 
 def read_split(file: Path, step: Json) -> Split:
     """A step other than ByteLevel."""
+    inverted = step.get("invert")
     match step:
         case {"type": "Digits", "individual_digits": individual}:
             return compile_split(file, r"\p{N}" if individual else r"\p{N}+")
@@ -154,12 +155,7 @@ def read_split(file: Path, step: Json) -> Split:
             return compile_split(file, f"{PUNCTUATION}+")
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
             return compile_split(file, pattern)  # `invert` has no effect here
-        case {
-            "type": "Split",
-            "pattern": {"Regex": pattern},
-            "behavior": "Removed",
-            "invert": True,
-        }:
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed"} if inverted:
             return matches_of(compile_split(file, pattern))
     wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
     rule = "Digits, Punctuation (Isolated, Contiguous), Split (by a Regex: Isolated, or Removed and"

@@ -299,26 +299,26 @@ def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
     assert plain.prompt("the cat") == wanted.encode("the cat") != tok.encode("the cat")
 
 
-SAMPLE = "we'LL isOK/\n 1234½ ét日本x -ǀ,$+!\n\n  a  "
-LLAMA3_PIECES = "we|'LL| isOK|/\n| |123|4½| ét日本x| -|ǀ|,$+!\n\n| | a|  "
+SAMPLE = "we'LL isOK/\n 1234½ éß日本x -ǀ,$+!\n\n  a אב  "
+LLAMA3_PIECES = "we|'LL| isOK|/\n| |123|4½| éß日本x| -|ǀ|,$+!\n\n| | a| אב|  "
 NAMES = {  # of patterns -> the pieces of the sample, whether tokens stay whole, whether bos begins
     "llama3": (LLAMA3_PIECES, True, True),
     "falcon3": (LLAMA3_PIECES, True, True),
     "smaug-bpe": (LLAMA3_PIECES, True, False),
     "dbrx": (LLAMA3_PIECES, False, False),
-    "tekken": ("we|'LL| is|OK|/\n| |1|2|3|4|½| ét日本x| -|ǀ|,$+!\n\n| | a|  ", True, True),
-    "refact": ("we|'|LL| isOK|/|\n |1|2|3|4|½| ét日本x| -|ǀ|,$+!|\n\n | a|  ", False, False),
+    "tekken": ("we|'LL| is|OK|/\n| |1|2|3|4|½| éß日本x| -|ǀ|,$+!\n\n| | a| אב|  ", True, True),
+    "refact": ("we|'|LL| isOK|/|\n |1|2|3|4|½| éß日本x| -|ǀ|,$+!|\n\n | a| אב|  ", False, False),
     "deepseek-coder": (
-        "we|'|LL| isOK|/|\n| |1|2|3|4|½| ét|日本|x| -|ǀ|,|$+|!|\n|\n| | a|  ",
+        "we|'|LL| isOK|/|\n| |1|2|3|4|½| éß|日本|x| -|ǀ|,|$+|!|\n|\n| | a| אב|  ",
         False,
         False,
     ),
     "deepseek-llm": (
-        "we|'|LL| isOK|/|\n| |1|2|3|4|½| é|t|日本|x| -|ǀ|,$+!|\n|\n| | a|  ",
+        "we|'|LL| isOK|/|\n| |1|2|3|4|½| éß|日本|x| -|ǀ|,$+!|\n|\n| | a| אב|  ",
         False,
         False,
     ),
-    "default": ("we|'|LL| isOK|/|\n| |123|4½| ét日本x| |-|ǀ|,$+!|\n\n | a|  ", False, False),
+    "default": ("we|'|LL| isOK|/|\n| |123|4½| éß日本x| |-|ǀ|,$+!|\n\n | a| אב|  ", False, False),
 }
 
 

@@ -97,20 +97,15 @@ def named_tokens(config: Json) -> dict[str, str]:
     return named
 
 
-def by_text(entries: Iterable[Json]) -> dict[str, Json]:
-    """Text of an added token -> its entry."""
-    return {entry["content"]: entry for entry in entries}
-
-
 def added_beside(file: Path, config: Json, named: dict[str, str]) -> dict[str, Json]:
-    """The tokens that other files of the folder add: added_tokens.json, or tokenizer_config.json,
-    which says more of them."""
-    ids = read_optional(file.with_name("added_tokens.json"))
-    texts = [
-        {"content": text, "id": id, "special": text in named.values()} for text, id in ids.items()
-    ]
-    decoder = config.get("added_tokens_decoder", {})
-    return by_text(texts) | by_text({"id": int(id)} | entry for id, entry in decoder.items())
+    """The tokens that other files of the folder add: text -> entry, as in a tokenizer.json. config:
+    tokenizer_config.json's, which says more of them than added_tokens.json."""
+    entries = {}
+    for text, id in read_optional(file.with_name("added_tokens.json")).items():
+        entries[text] = {"content": text, "id": id, "special": text in named.values()}
+    for id, entry in config.get("added_tokens_decoder", {}).items():
+        entries[entry["content"]] = {"id": int(id)} | entry
+    return entries
 
 
 class Finder:
@@ -205,8 +200,11 @@ class TokenTexts(NamedTuple):
         prefix = read_prefix(file, data.get("post_processor"))
         vocab = data["model"]["vocab"]
         named = named_tokens(config)
-        entries = added_beside(file, config, named) | by_text(data["added_tokens"])
-        return cls.of(file, vocab, [*entries.values()], prefix, named)
+        entries = data["added_tokens"]
+        known = {entry["content"] for entry in entries}
+        beside = added_beside(file, config, named)
+        more = [entry for text, entry in beside.items() if text not in known]
+        return cls.of(file, vocab, entries + more, prefix, named)
 
     def vocabulary(
         self,
