@@ -360,31 +360,6 @@ def test_added_tokens_may_swallow_white_space(tmp_path):
     assert [id for id in ids if id > 300] == [301, 302]
 
 
-def test_a_model_may_lack_tokens_that_no_prompt_needs(tmp_path):
-    vocab = {c: id for id, c in enumerate(ALPHABET)}
-    special = {"<s>": 256, "<pad>": 257, "<sep>": 258}
-
-    def of_model(num_rows: int, **config: str) -> Tokenizer:
-        how = dict(special=special, plain={"<im>": 259}, post=begins_with([256]), config=config)
-        return load(tmp_path, vocab, [], **how).of_model(num_rows)
-
-    assert of_model(260).encode("<im>") == [259]
-    for num_rows, known in ((259, 3), (258, 2), (257, 1)):
-        tok = of_model(num_rows, pad_token="<pad>", chat_template="{{ bos_token }}<s>")
-        assert tok.vocab_size == 256 + known and len(tok.specials) == known
-        assert tok.prompt("<pad><im>") == [256, *(vocab[c] for c in "<pad><im>")]
-    for num_rows, how, last in (
-        (256, {}, 256),  # <s> begins a prompt
-        (200, {}, 256),
-        (257, dict(chat_template="a<pad>"), 257),
-        (257, dict(chat_template="{{ eos_token }}", eos_token="<sep>"), 258),
-        (259, dict(chat_template="<im>"), 259),
-    ):
-        says = f"tokenizer.json: a prompt may need token {last}, .* has {num_rows}: .* different"
-        with pytest.raises(UserError, match=says):
-            of_model(num_rows, **how)
-
-
 def test_other_files_of_a_folder_may_add_tokens(tmp_path):
     """Of one that tokenizer.json has, tokenizer.json tells."""
     decoder = {"900": dict(content="<im>", special=True), "7": dict(content="<|end|>")}

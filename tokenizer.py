@@ -22,7 +22,7 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 from collections.abc import Iterable
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -139,27 +139,18 @@ class Tokenizer:
 
     def of_model(self, num_rows: int) -> "Tokenizer":
         """This tokenizer for a model of so many rows. Some training adds tokens that its model then
-        lacks (<pad>): they are left out. UserError for one that a prompt needs."""
-        if self.vocab_size <= num_rows:
-            return self
+        lacks (<pad>): they count no more. UserError if the model lacks a token of texts."""
         vocabulary = self._vocabulary
-        template = self.chat_template or ""
-        named = {text for name, text in vocabulary.named.items() if name in template}
-        beside = vocabulary.special | vocabulary.added
-        needed = {*vocabulary.tokens} - {*beside.values()} | {*vocabulary.prefix}
-        needed |= {id for text, id in beside.items() if text in template or text in named}
-        last = max(needed)
+        beside = {*vocabulary.special.values(), *vocabulary.added.values()}
+        last = max(vocabulary.tokens.keys() - beside)
         if last >= num_rows:
             raise UserError(
-                f"{vocabulary.file}: a prompt may need token {last}, "
-                f"{brief(vocabulary.tokens[last])}, and the model has {num_rows}: they belong to "
-                "different models"
+                f"{vocabulary.file}: it has token {last}, {brief(vocabulary.tokens[last])}, and "
+                f"the model has {num_rows} tokens: they belong to different models"
             )
-        tokens = {id: word for id, word in vocabulary.tokens.items() if id < num_rows}
-        special = {text: id for text, id in vocabulary.special.items() if id < num_rows}
-        added = {text: id for text, id in vocabulary.added.items() if id < num_rows}
-        known = replace(vocabulary, tokens=tokens, special=special, added=added)
-        return Tokenizer(known, self.chat_template)
+        tokenizer = copy(self)
+        tokenizer.vocab_size = min(self.vocab_size, num_rows)
+        return tokenizer
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: they agree."""
