@@ -99,11 +99,11 @@ class Model:
         folder: Path | None = None,
     ):
         self.llama = llama
-        self.tokenizer = tokenizer.of_model(llama.config.vocab_size)
+        self.tokenizer = tokenizer
         self.recommended = recommended or GenerationConfig()
         self.folder = folder
         self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
-        self.grammars = Grammars(self.tokenizer, self.eos_token_ids)
+        self.grammars = Grammars(tokenizer, self.eos_token_ids)
 
     @classmethod
     def load(
@@ -118,7 +118,7 @@ class Model:
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits)
-        return cls(llama, tokenizer, recommended, folder)
+        return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Replace settings of None by those of generation_config.json, and draw a seed if there is
