@@ -42,7 +42,7 @@ from checkpoint.hub import find_model
 from checkpoint.load import default_bits
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError, brief, check_names
+from errors import UserError, check_names
 from grammar import Grammars
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, contiguous_caches
@@ -98,13 +98,6 @@ class Model:
         recommended: GenerationConfig | None = None,
         folder: Path | None = None,
     ):
-        if tokenizer.vocab_size > llama.config.vocab_size:
-            last = tokenizer.token_bytes(tokenizer.vocab_size - 1, special=True)
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{llama.config.vocab_size}: they belong to different models, or the last token, "
-                f"{brief(last)}, is for training alone: take it out of the tokenizer's files"
-            )
         self.llama = llama
         self.tokenizer = tokenizer
         self.recommended = recommended or GenerationConfig()
@@ -125,7 +118,7 @@ class Model:
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits)
-        return cls(llama, tokenizer, recommended, folder)
+        return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Replace settings of None by those of generation_config.json, and draw a seed if there is
@@ -204,6 +197,12 @@ class Model:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
+            )
+        last = max(tokens)
+        if last >= self.tokenizer.vocab_size:  # the tokenizer may have more than the model
+            raise UserError(
+                f"the prompt has token {last}, and the model has {self.tokenizer.vocab_size}: "
+                "change the prompt, or the chat template"
             )
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)

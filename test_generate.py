@@ -528,7 +528,7 @@ DAMAGES = [
     (write("model.safetensors", None), "model.safetensors.index.json is missing"),
     (drop_tensor, "tensor model.layers.1.mlp.up_proj.weight"),
     (write("tokenizer.json", b"{}"), "tokenizer.json"),
-    (lambda folder: write_model(folder, vocab_size=200), "belong to different models, or the last"),
+    (lambda folder: write_model(folder, vocab_size=200), "it has token 255, b"),
 ]
 
 
@@ -540,6 +540,18 @@ def test_damaged_folder_is_named(tmp_path):
             generate(PROMPT, folder, max_tokens=2)
         message = str(error.value)
         assert says in message and "\n" not in message and len(message) < 1000
+
+
+def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
+    """They are never drawn, and no prompt may hold them."""
+    template = "{{ messages[0].content }}{{ '<|im_end|>' if messages[1:] }}"
+    folder = write_model(tmp_path, template, vocab_size=257)  # the tokenizer has 259 tokens
+    model = Model.load(folder)
+    message = dict(role="user", content="<|im_end|>")
+    result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
+    assert max(result.tokens) < 257 == model.tokenizer.vocab_size
+    with pytest.raises(UserError, match="prompt has token 258, and the model has 257"):
+        generate(messages=[message, message], target=model)
 
 
 FILES = (

@@ -13,7 +13,8 @@ Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space.)
+    cannot tell a ▁ from a space. Some files ask for less: white space beside some added tokens, or
+    what a pattern does not match, is left out.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
@@ -21,6 +22,7 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 from collections.abc import Iterable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -41,7 +43,7 @@ from checkpoint.vocabulary import (
     read_tokenizer_config,
     reject,
 )
-from errors import UserError
+from errors import UserError, brief
 from spm import SentencePieceBPE
 
 LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
@@ -69,7 +71,7 @@ class ByteLevelBPE:
             pieces = [part for piece in pieces for part in split(piece, ends) if part]
         ids = []
         for piece in pieces:
-            word = piece.encode()
+            word = piece.encode(errors="surrogateescape")
             if word in self.merges.whole_pieces:  # some models do not merge these
                 ids.append(self.merges.whole_pieces[word])
                 continue
@@ -113,7 +115,7 @@ class Tokenizer:
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
-        self._finder = Finder(vocabulary.added)
+        self._finder = Finder(vocabulary.added, vocabulary.swallows)
         is_byte_level = isinstance(vocabulary.merges, ByteLevel)
         bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
         self._bpe = bpe(vocabulary.merges)
@@ -134,6 +136,21 @@ class Tokenizer:
             return cls(read_gguf_vocabulary(gguf), checked_template(path, template))
         config = read_tokenizer_config(path)
         return cls(load_vocabulary(path, config), load_template(path, config))
+
+    def of_model(self, num_rows: int) -> "Tokenizer":
+        """This tokenizer for a model of so many rows. Some training adds tokens that its model then
+        lacks (<pad>): they count no more. UserError if the model lacks a token of texts."""
+        vocabulary = self._vocabulary
+        beside = {*vocabulary.special.values(), *vocabulary.added.values()}
+        last = max(vocabulary.tokens.keys() - beside)
+        if last >= num_rows:
+            raise UserError(
+                f"{vocabulary.file}: it has token {last}, {brief(vocabulary.tokens[last])}, and "
+                f"the model has {num_rows} tokens: they belong to different models"
+            )
+        tokenizer = copy(self)
+        tokenizer.vocab_size = min(self.vocab_size, num_rows)
+        return tokenizer
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: they agree."""

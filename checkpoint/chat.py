@@ -71,7 +71,7 @@ class ChatTemplate:
         first_letters = sorted({text[0] for text in self.controls})
         self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
         self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
-        self._finder = Finder(self.ids)
+        self._finder = Finder(self.ids, vocabulary.swallows)
         self._renderer = renderer()
 
     def tokens(
