@@ -404,6 +404,20 @@ def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
             tok.decode([id])
 
 
+def test_a_raw_prompt_means_the_control_tokens_that_it_spells_if_asked_for(tmp_path, loaded):
+    tok = loaded["gpt2"]
+    text = "a<|start|><|endless|> b<|end"
+    start, endless = tok.specials["<|start|>"], tok.specials["<|endless|>"]
+    ids = [*tok.encode("a"), start, endless, *tok.encode(" b<|end")]
+    assert tok.encode(text, special=True) == ids != tok.encode(text)
+    assert tok.spelled_control(text) == "<|start|>" and tok.spelled_control(" b<|end") == ""
+    data = describe("gpt2")[0] | {"post_processor": begins_with([start])}
+    begun = Tokenizer.load(write(tmp_path, data))
+    assert begun.prompt(text, special=True) == [start, *ids]
+    assert begun.prompt("<|start|>" + text, special=True) == [start, *ids]  # one is enough
+    assert begun.prompt("<|start|>") == [start, *tok.encode("<|start|>")]
+
+
 def test_a_vocabulary_differs_where_a_token_is_another_or_is_missing(tmp_path):
     bytes_ = {c: id for id, c in enumerate(ALPHABET)}
     one, more, other = (

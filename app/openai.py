@@ -1,7 +1,8 @@
 """OpenAI's protocol: what a client may ask for, and what it is answered.
 
 `/v1/chat/completions` and `/v1/completions`, with the fields that vLLM has added (top_k, min_p,
-ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
+ignore_eos, stop_token_ids, structured_outputs) and `special`: a prompt means the control tokens
+that it spells. A field is one of three kinds:
 
     honoured   `read_request` and its helpers read it
     refused    it would change the text and is not done here: an error names it (REFUSED)
@@ -180,10 +181,11 @@ def read_chat(body: Body, offer: Offer) -> list[list[int]]:
     conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
     texts = [message["content"] for message in conversation]
     check_characters("messages", sum(map(len, texts)), offer)
+    special = typed(body, "special", bool, False)
     if offer.model.uses_template(None):
-        tokens = offer.model.encode(conversation)
+        tokens = offer.model.encode(conversation, special=special)
     else:
-        tokens = offer.model.encode("\n".join(texts))
+        tokens = offer.model.encode("\n".join(texts), special=special)
     check_length("messages", tokens, offer)
     return [tokens]
 
@@ -214,11 +216,12 @@ def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     prompts = [given] if is_one else given
     if len(prompts) > MAX_CHOICES:
         raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
+    special = typed(body, "special", bool, False)
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
             check_characters("prompt", len(prompt), offer)
-            prompt = offer.model.encode(prompt, chat=False)
+            prompt = offer.model.encode(prompt, chat=False, special=special)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
         check_length("prompt", prompt, offer)
