@@ -35,6 +35,7 @@ from checkpoint.vocabulary import Finder, Vocabulary
 from errors import UserError, brief
 
 Message = dict[str, str]  # {"role": …, "content": …}
+UNUSED = "\ue000"  # a message that nobody sends
 
 
 def replace_surrogates(text: str) -> str:
@@ -109,14 +110,20 @@ class ChatTemplate:
         last = of_users[-1] if of_users else {"content": ""}
         asked = last["content"].strip()
         text, problem = self._lay_out(turns, str, add_generation_prompt)
-        if not problem and asked in text.translate(self._restore):
+        others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
+        without, _ = self._lay_out(others, str, add_generation_prompt)
+
+        def has_asked(text: str) -> bool:
+            """The template, or another message, may say the same."""
+            counts = [each.translate(self._restore).count(asked) for each in (text, without)]
+            return not asked or counts[0] > counts[1]
+
+        if not problem and has_asked(text):
             return text
         in_parts, other_problem = self._lay_out(turns, parts_of, add_generation_prompt)
-        if not other_problem and asked in in_parts.translate(self._restore):
+        if not other_problem and has_asked(in_parts):
             return in_parts
-        last["content"] = ""
-        without, _ = self._lay_out(turns, str, add_generation_prompt)
-        if not problem and without == text:
+        if not problem and text == without:
             problem = "it leaves the last user message out, as a text and as a list of parts"
         if problem:
             raise UserError(

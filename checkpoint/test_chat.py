@@ -200,7 +200,8 @@ def test_a_message_put_together_makes_no_control_token():
 
 
 PARTS_ALONE = (
-    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.content[0]['type'] == 'image' %}!{% endif %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}"
     "{{ part.text | trim }}{% endif %}{% endfor %}{% endfor %}"
 )
 TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("other", "d")]
@@ -210,6 +211,7 @@ TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("
     "source, expected",
     [
         (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
+        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
         ("{{ messages[2].content[0]['text'].strip() }}", "c <|end|>"),  # of a text, a mistake
         (
             "{{ 'a list' if messages[0].content is not string else messages[2].content }}",
@@ -219,11 +221,11 @@ TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("
 )
 def test_a_message_is_a_text_or_a_list_of_parts_as_the_template_wants(source, expected):
     ids = layout(None, source, *TURNS)
-    assert plain(ids) == expected and controls_in(ids) == []
+    assert plain(ids) == expected
 
 
 def test_the_last_user_message_is_not_lost_in_silence():
-    for source in ("{{ messages[0].content }}", "{{ messages[2].role }}", "hi"):
+    for source in ("{{ messages[0].content }}", "{{ messages[2].role }}", "hi c <|end|>"):
         with pytest.raises(UserError, match="leaves the last user message out"):
             layout(None, source, *TURNS)
     changed = "{{ messages[2].content.replace('c', '').strip() }}"
