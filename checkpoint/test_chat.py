@@ -127,7 +127,7 @@ ZOO = {
         "{% set ns = namespace(last=0) %}{% for m in messages[::-1] %}{% set i = loop.revindex0 %}"
         "{% if ns.last == 0 and m.role == 'user' and not (m.content.startswith('<tool>') "
         "and m.content.endswith('</tool>')) %}{% set ns.last = i %}{% endif %}{% endfor %}"
-        "{% for m in messages %}{% set content = m.content %}<|start|>{{ m.role }}\n"
+        "{% for m in messages %}{% set content = m.content ~ '' %}<|start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' %}{% set thought = '' %}"
         + REASONED
         + "{% if loop.index0 > ns.last and (loop.last or thought) %}"
@@ -137,7 +137,7 @@ ZOO = {
     "a macro gives the text (SmolLM 3)": (
         "{% macro text(m) %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}"
-        "{% for m in messages %}{% set content = '' ~ text(m) %}{% if m.role == 'assistant' %}"
+        "{% for m in messages %}{% set content = text(m) %}{% if m.role == 'assistant' %}"
         "{%- generation -%}{% set head = '<|start|>' %}"
         + REASONED
         + "{{ head ~ content | replace('<tool>', '') }}<|end|>{%- endgeneration -%}"
@@ -240,6 +240,13 @@ def test_generation_is_a_block_that_leaves_no_trace():
         "{%generation%}c{%+ endgeneration +%}"
     )
     assert plain(layout(None, source, ("other", ""))) == "bac"
+
+
+def test_an_added_token_of_spaces_controls_nothing():
+    """Templates know it: they have spaces, too."""
+    template = template_of(None, "  {{ messages[0].content | trim }}", {"  ": 1007})
+    turns = [{"role": "user", "content": "  a  b  "}]
+    assert template.tokens(turns, False, encode) == [1007, *b"a", 1007, *b"b"]
 
 
 def test_templates_compare_and_trim_messages():
