@@ -18,7 +18,8 @@ Invariants:
   - The last user message is in it: as a text or, for templates that want these, as a list of parts.
     A template that changes it is told; one that leaves it out is refused.
 
-The template is foreign code, which sandbox.py runs.
+The template is foreign code, which sandbox.py runs. It runs four times for a prompt: on the
+messages as they were written, and with stand-ins; and so with another text in the last one's place.
 """
 
 import re
@@ -128,7 +129,7 @@ class ChatTemplate:
         if problem:
             raise UserError(
                 f"{self.vocabulary.file}: the chat template fails on this conversation: "
-                f"{brief(problem)}; change the messages, or use --raw"
+                f"{brief(problem.translate(self._restore))}; change the messages, or use --raw"
             )
         warnings.warn(f"{self.vocabulary.file}: the chat template changes the last user message")
         return text

@@ -191,6 +191,9 @@ def test_no_decision_of_a_template_is_guessed():
     assert plain(layout(None, source, ("user", "a < b"))) == "a < b"
     with pytest.raises(UserError, match="a control token in a message is not followed"):
         layout(None, source, ("user", "a <|end|>"))
+    fails = "{% if '<' not in m | lower %}{{ raise_exception('no ' + m) }}{% endif %}" + source
+    with pytest.raises(UserError, match=r"TemplateError: no a <\|end\|>"):
+        layout(None, "{% set m = messages[0].content %}" + fails, ("user", "a <|end|>"))
 
 
 def test_a_message_put_together_makes_no_control_token():
