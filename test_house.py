@@ -60,9 +60,9 @@ SEVERAL = {"main", "ops"}  # names that several pages define; ops: the seam of c
 
 NODES_A_LINE = 7.5
 NODES_A_LINE_OF_A_FUNCTION = 14  # at the root
-NODES = 105_600
-NODES_OF_THE_ROOT = 34_050
-NODES_OF_TESTS = 162_250  # and of .ci
+NODES = 106_250
+NODES_OF_THE_ROOT = 34_350
+NODES_OF_TESTS = 162_750  # and of .ci
 PAIRS = 60
 WALRUSES = 30
 COLUMNS = 100
