@@ -28,6 +28,7 @@ if __name__ == "__main__":  # imports are slow: a signal, --help or a wrong flag
     tell_early(generate_flags)
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ class Model:
         self.tokenizer = tokenizer
         self.recommended = recommended or GenerationConfig()
         self.folder = folder
-        self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
+        self.eos_token_ids = self.recommended.all_ends(llama.config, tokenizer)
         self.grammars = Grammars(tokenizer, self.eos_token_ids)
 
     @classmethod
@@ -139,11 +140,16 @@ class Model:
         return chat is not False and self.tokenizer.chat_template is not None
 
     def encode(
-        self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None
+        self,
+        prompt: str | list[Message],
+        system: str | None = None,
+        chat: bool | None = None,
+        special: bool = False,
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
-        chat None: use the template if there is one.
+        chat None: use the template if there is one. special: a plain text means the control tokens
+        that it spells; a warning tells where it does not.
         """
         if not self.uses_template(chat):
             if chat or system is not None or not isinstance(prompt, str):
@@ -151,7 +157,18 @@ class Model:
                     "chat messages and a system message need a chat template: leave them "
                     "out, or use an Instruct model without --raw"
                 )
-            return self.tokenizer.prompt(prompt)
+            control = self.tokenizer.spelled_control(prompt)
+            if control and not special:
+                warnings.warn(
+                    f"a prompt spells the control token {control}, which is read as text: "
+                    "--special, or a field special, makes it that token"
+                )
+            return self.tokenizer.prompt(prompt, special)
+        if special:
+            raise UserError(
+                "special is about plain prompts, and a chat template lays this one out: leave "
+                "special out, or add --raw"
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
@@ -181,7 +198,7 @@ class Model:
     ) -> Request:
         """A request with complete settings; max_tokens is cut to what the options leave. UserError
         is raised for a grammar that no text follows, too."""
-        tokens = self.encode(prompt, system, chat)
+        tokens = self.encode(prompt, system, chat, settings.special)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
         if request.settings.follows is not None:

@@ -1,4 +1,5 @@
-"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows.
+"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows; and
+how its prompt is read.
 
 A setting of sampling has a line in `SETTINGS` and in `RULES`, a field of `Settings`, and its lines
 in sampling.py. Nothing slow is imported here, so that a command's mistake is told at once.
@@ -46,6 +47,7 @@ class Settings:
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
     logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
+    special: bool = False  # the text of a control token in a raw prompt is that token
     # A text follows at most one of these (grammar.py).
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
@@ -58,6 +60,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
+        if not isinstance(self.special, bool):
+            raise UserError(f"special is {self.special!r}: it must be true or false")
         if self.top_p == 0:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":

@@ -160,6 +160,45 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
         assert result.text == plain_loop(ended, PROMPT, 30, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "config, generation, tokenizer, ends",
+    [
+        (7, None, None, {7}),
+        (7, [8, 9], None, {8, 9}),  # 7 is stale
+        ([7, 257], 8, None, {8, 257}),  # a control token is none
+        (None, 7, "<|im_end|>", {7, 258}),  # a fine-tune's
+        ([7, 256], None, {"content": "<|im_end|>"}, {7, 256, 258}),
+        (None, None, "a", set()),  # no control token
+    ],
+)
+def test_the_ends_of_a_text_are_those_of_three_files(
+    config, generation, tokenizer, ends, tmp_path, model
+):
+    folder = write_model(tmp_path)
+    for name, change in (
+        ("config.json", {"eos_token_id": config}),
+        ("generation_config.json", {"eos_token_id": generation}),
+        ("tokenizer_config.json", {"eos_token": tokenizer}),
+    ):
+        data = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(data | change))
+    assert Model.load(folder, "cpu").eos_token_ids == ends
+
+
+def test_a_control_token_that_a_prompt_spells_is_told_and_read_if_asked_for(model, instruct):
+    prompt = "a<|im_end|>b"
+    settings = dict(max_tokens=1, seed=1)
+    with pytest.warns(UserWarning, match=r"spells the control token <\|im_end\|>.*--special"):
+        assert max(generate(prompt, model, **settings).prompt_tokens) < 256
+    read = generate([prompt, "a"], model, special=True, **settings)
+    assert [result.prompt_tokens for result in read] == [[97, 258, 98], [97]]
+    chat = Model.load(instruct, "cpu")
+    assert generate(prompt, chat, chat=False, special=True, **settings).prompt_tokens[1] == 258
+    for wrong, says in ((True, "special is about plain prompts"), ("yes", "special is 'yes'")):
+        with pytest.raises(UserError, match=says):
+            generate(prompt, chat, special=wrong)
+
+
 def test_stop_strings_cut_across_tokens_and_drafts(model, draft):
     settings = dict(temperature=1.0, seed=3, max_tokens=60, logprobs=1)
     whole = generate(PROMPT, model, **settings)

@@ -330,10 +330,10 @@ def test_added_tokens_are_found_longest_first(tokens, text):
     assert Finder(tokens).split(text) == re.split(f"({pattern})", text)
 
 
-def swallowing(folder: Path, special: bool, template: str = "") -> Tokenizer:
+def swallowing(folder: Path, texts: list[str], special: bool, template: str = "") -> Tokenizer:
     """With added tokens that take the white space before them, behind them, or both."""
     data = tokenizer_json({c: id for id, c in enumerate(ALPHABET)}, [])
-    for id, text in enumerate(("<l>", "<r>", "<lr>", " !"), 301):
+    for id, text in enumerate(texts, 301):
         flags = dict(lstrip="l" in text, rstrip="r" in text)
         data["added_tokens"].append(dict(id=id, content=text, special=special) | flags)
     return Tokenizer.load(write(folder, data, chat_template=template))
@@ -341,7 +341,7 @@ def swallowing(folder: Path, special: bool, template: str = "") -> Tokenizer:
 
 def test_added_tokens_may_swallow_white_space(tmp_path):
     """Unicode's, in texts; in a conversation, a message's too."""
-    tok = swallowing(tmp_path, special=False)
+    tok = swallowing(tmp_path, ["<l>", "<r>", "<lr>", " !"], special=False)
     for text, left in (
         ("a <l> b", "a<l> b"),
         ("a <r> b", "a <r>b"),
@@ -354,7 +354,7 @@ def test_added_tokens_may_swallow_white_space(tmp_path):
     assert tok.encode("a <l>")[-1] == 301
     assert tok.encode("<r> !") == [302, 304]  # though the first swallows a part of the second
     template = "<l>{{ messages[0].content }}<r>{{ messages[0].role }}"
-    tok = swallowing(tmp_path, special=True, template=template)
+    tok = swallowing(tmp_path, ["<l>", "<r>"], special=True, template=template)
     ids = tok.chat([dict(role=" user ", content=" a <l> <r> ")])
     assert tok.decode(ids, special=True) == "<l> a <l> <r> <r>user "
     assert [id for id in ids if id > 300] == [301, 302]
@@ -489,6 +489,20 @@ def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
     for id in (9999, -1):
         with pytest.raises(UserError, match=f"there is no token {id}"):
             tok.decode([id])
+
+
+def test_a_raw_prompt_means_the_control_tokens_that_it_spells_if_asked_for(tmp_path, loaded):
+    tok = loaded["gpt2"]
+    text = "a<|start|><|endless|> b<|end"
+    start, endless = tok.specials["<|start|>"], tok.specials["<|endless|>"]
+    ids = [*tok.encode("a"), start, endless, *tok.encode(" b<|end")]
+    assert tok.encode(text, special=True) == ids != tok.encode(text)
+    assert tok.spelled_control(text) == "<|start|>" and tok.spelled_control(" b<|end") == ""
+    data = describe("gpt2")[0] | {"post_processor": begins_with([start])}
+    begun = Tokenizer.load(write(tmp_path, data))
+    assert begun.prompt(text, special=True) == [start, *ids]
+    assert begun.prompt("<|start|>" + text, special=True) == [start, *ids]  # one is enough
+    assert begun.prompt("<|start|>") == [start, *tok.encode("<|start|>")]
 
 
 def test_a_vocabulary_differs_where_a_token_is_another_or_is_missing(tmp_path):

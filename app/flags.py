@@ -152,6 +152,11 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         const=False,
         help="continue the prompt as it is, without the model's chat template",
     )
+    p.add_argument(
+        "--special",
+        action="store_true",
+        help="a raw prompt means the control tokens that it spells (default: they are text)",
+    )
     p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(
         "--prompts", help='JSONL, a text a line: {"prompt": …} and any of the settings by name'
