@@ -42,7 +42,7 @@ from torch import Tensor
 
 from checkpoint.load import load_llama
 from checkpoint.progress import do_each
-from kernels import Linear, Ops, ops_for
+from kernels import HeadNorm, Linear, Ops, ops_for
 from kvcache import AttentionMetadata, KVSpec
 from parallel import ROW_PARALLEL, group_for
 from quant import Bits, Kind, Quantized, named_tensors
@@ -66,6 +66,7 @@ class Layer:
 
     input_norm: Tensor  # [C]
     qkv: Linear  # [(H + 2 G) D, C]
+    head_norm: HeadNorm | None  # of q and k; None: the model has none
     o: Linear  # [C, H D]
     post_norm: Tensor  # [C]
     gate_up: Linear  # [2 F, C]
@@ -181,7 +182,7 @@ class Llama:
         eps = self.config.rms_norm_eps
         x, normed = ops.add_norm(x, mlp_out, layer.input_norm, eps)  # x + mlp_out, and its norm
         qkv = ops.linear(normed, layer.qkv).unflatten(1, (-1, D))  # [T, H + 2 G, D]
-        heads = ops.attend(qkv, G, rope, metadata, i)  # [T, H, D]
+        heads = ops.attend(qkv, G, rope, metadata, i, layer.head_norm)  # [T, H, D]
         attn_out = self.group.sum(ops.linear(heads.flatten(1), layer.o))
         x, normed = ops.add_norm(x, attn_out, layer.post_norm, eps)
         hidden = ops.swiglu(normed, layer.gate_up)  # [T, F]
@@ -213,10 +214,14 @@ class Llama:
         c = self.config
         C = c.hidden_size
         F = c.intermediate_size
+        head_norm = None
+        if c.has_head_norm:
+            head_norm = HeadNorm(self._empty(2, c.head_dim), c.rms_norm_eps)
         return Layer(
             input_norm=self._empty(C),
-            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.attention_bias),
-            o=self._linear(f"{i}.o", C, c.query_size, c.attention_bias),
+            qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.qkv_bias),
+            head_norm=head_norm,
+            o=self._linear(f"{i}.o", C, c.query_size, c.o_bias),
             post_norm=self._empty(C),
             gate_up=self._linear(f"{i}.gate_up", 2 * F, C, c.mlp_bias),
             down=self._linear(f"{i}.down", C, F, c.mlp_bias),
@@ -260,6 +265,10 @@ class Llama:
         weights = {name + "input_layernorm.weight": layer.input_norm}
         weights[name + "post_attention_layernorm.weight"] = layer.post_norm
         weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
+        if layer.head_norm is not None:
+            of_q, of_k = layer.head_norm.weight
+            weights |= {f"{name}self_attn.q_norm.weight": of_q}
+            weights |= {f"{name}self_attn.k_norm.weight": of_k}
         weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
         weights |= named_parts(layer.gate_up, gate_up, name + "mlp.")
         weights |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")

@@ -1,4 +1,5 @@
-"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked: Llama 3.
+"""The vocabulary of a byte-level BPE tokenizer, read from a tokenizer.json and checked: Llama 3,
+and Qwen, which brings texts into Unicode's normal form C first.
 
 The file holds merges in their order, ids, regular expressions that cut a text into pieces, and
 control tokens. tiktoken, which merges here (tokenizer.py), has no list of merges: it joins the
@@ -14,14 +15,16 @@ A pattern may backtrack without end: a stranger wrote it. For one text it gets S
 and none is longer than LONGEST_PATTERN with its repeats written out.
 
 Cost: every token is merged alone, once.
-Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
+Not covered, and refused by name: Unigram, WordPiece, other normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
-`tokenizers`: a character that only the newer one knows may be cut another way.
+`tokenizers`: a character that only the newer one knows may be cut another way. So with Python's
+normal form C.
 """
 
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -46,11 +49,14 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}  # they take a time like a text's length
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit is a piece
+LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}  # they take a time like a text's length
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters
 MOST_STEPS = 16  # of a pre_tokenizer
+MOST_MARKS = 1000  # in a row: Python takes their square to bring them in order
+NFC = {"type": "NFC"}  # the one normalizer that is known
 
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
@@ -58,7 +64,6 @@ CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
 PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^$}}])*"
 
 ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
-    "normalizer",
     "byte_fallback",
     "dropout",
     "unk_token",
@@ -81,6 +86,19 @@ class ByteLevel(NamedTuple):
 
 
 # ---- Pieces
+
+
+def normal_form(file: Path) -> Split:
+    """A first step that cuts nothing, and brings a text into Unicode's normal form C. UserError
+    for a text that would take it long."""
+    too_many = regex.compile(rf"(?<!\p{{M}})\p{{M}}{{{MOST_MARKS}}}")
+
+    def normalize(text: str, ends: float) -> list[str]:
+        if too_many.search(text):
+            reject(file, f"a text has {MOST_MARKS} combining marks in a row", "leave some out")
+        return [unicodedata.normalize("NFC", text)]
+
+    return normalize
 
 
 def compile_split(file: Path, pattern: str) -> Split:
@@ -154,12 +172,14 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     and are not honoured."""
     check_model(file, data)
     model = data["model"]
-    return make_byte_level(
-        TokenTexts.read(file, data, config),
-        model["merges"],
-        read_splits(file, data["pre_tokenizer"]),
-        bool(model.get("ignore_merges")),
-    )
+    texts = TokenTexts.read(file, data, config)
+    splits = read_splits(file, data["pre_tokenizer"])
+    if data.get("normalizer"):
+        splits.insert(0, normal_form(file))
+        if texts.normalized:
+            wrong = f"{min(texts.normalized)!r} is searched in the normalized text"
+            reject(file, wrong, "added tokens must say normalized: false")
+    return make_byte_level(texts, model["merges"], splits, bool(model.get("ignore_merges")))
 
 
 def make_byte_level(
@@ -189,6 +209,8 @@ def check_model(file: Path, data: Json) -> None:
     decoder = data["decoder"] or {}
     settings = data | model
     odd = {name: settings[name] for name in ABSENT if settings.get(name)}
+    if data.get("normalizer") not in (None, NFC):
+        odd["normalizer"] = data["normalizer"]
     if model.get("type", "BPE") != "BPE":
         odd["type"] = model["type"]
     if decoder.get("type") != "ByteLevel":

@@ -5,7 +5,8 @@
     tokenizer.ggml.pre        the name of the patterns that cut a text, of byte-level BPE
     tokenizer.chat_template   Jinja
 
-The patterns themselves are not stored: `PATTERNS` knows them by name.
+The patterns themselves are not stored: `PATTERNS` knows them by name. Nor is stored that Qwen's
+texts get Unicode's normal form C; llama.cpp leaves it out.
 
 As in llama.cpp, a text ends with every token that the file names for it, or that is spelled like
 one (`ENDS`). These and bos are control tokens, whatever their kind.
@@ -15,7 +16,14 @@ Not covered, and refused by name: other models and patterns; tokens after a text
 
 from typing import Any
 
-from checkpoint.bytelevel import GPT2_SPLIT, LLAMA3_SPLIT, compile_split, make_byte_level
+from checkpoint.bytelevel import (
+    GPT2_SPLIT,
+    LLAMA3_SPLIT,
+    QWEN2_SPLIT,
+    compile_split,
+    make_byte_level,
+    normal_form,
+)
 from checkpoint.gguf import GGUF
 from checkpoint.sentencepiece import (
     CONTROL,
@@ -32,6 +40,7 @@ PATTERNS = {
     **dict.fromkeys(LLAMA3, [LLAMA3_SPLIT]),
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
     "gpt-2": [GPT2_SPLIT],
+    "qwen2": [QWEN2_SPLIT],
 }
 ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>"}
 NAMES = ("bos", "eos", "eot", "eom")
@@ -131,9 +140,12 @@ def read_merges_of_bytes(gguf: GGUF) -> Vocabulary:
     rows = zip(token_texts(gguf), kinds, strict=True)
     vocab, entries = index_pieces(gguf.file, [Piece(text, 0.0, kind) for text, kind in rows])
     start = prefix(gguf, pattern in LLAMA3)
+    splits = [compile_split(gguf.file, split) for split in PATTERNS[pattern]]
+    if pattern == "qwen2":
+        splits.insert(0, normal_form(gguf.file))
     return make_byte_level(
         TokenTexts.of(gguf.file, vocab, [*entries.values()], start, named_texts(gguf)),
         metadata(gguf, "merges"),
-        [compile_split(gguf.file, split) for split in PATTERNS[pattern]],
+        splits,
         pattern in LLAMA3,
     )

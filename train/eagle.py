@@ -60,7 +60,7 @@ from checkpoint.progress import progress_bar
 from eagle import EagleHead
 from errors import UserError
 from generate import Engine, Model
-from kernels import Ops, find_device, rotated
+from kernels import HeadNorm, Ops, find_device, rotated
 from kvcache import AttentionMetadata
 from model import Llama, Rope
 from request import Request, Settings
@@ -164,10 +164,16 @@ class Unrolled(Ops):
         self.values: list[Tensor] = []
 
     def attend(
-        self, qkv: Tensor, G: int, rope: Rope | None, metadata: AttentionMetadata, layer: int
+        self,
+        qkv: Tensor,
+        G: int,
+        rope: Rope | None,
+        metadata: AttentionMetadata,
+        layer: int,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         B = len(metadata.sequences)
-        q, k, v = rotated(qkv, G, rope)
+        q, k, v = rotated(qkv, G, rope, norm)
         R = q.shape[1] // G
         q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))
         self.keys.append(k.repeat_interleave(R, 1))
