@@ -13,7 +13,7 @@ Invariants:
   - `encode` never yields a control token: text that looks like one is spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space.)
+    cannot tell a ▁ from a space; Qwen's texts come back in Unicode's normal form C.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.

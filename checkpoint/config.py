@@ -127,6 +127,11 @@ class Config:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def architecture(self) -> str:
+        """The model's class in transformers."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
         return self.attention_bias or self.model_type == "qwen2"
@@ -184,7 +189,7 @@ class Config:
         data.pop("quantization")
         if self.quantization is not None:
             data["quantization_config"] = self.quantization.to_dict()
-        return dict(architectures=[ARCHITECTURES[self.model_type]], hidden_act="silu", **data)
+        return dict(architectures=[self.architecture], hidden_act="silu", **data)
 
     def quantized(self, layout: Layout) -> Config:
         """The same model with quantized weights. UserError if they are already."""

@@ -341,6 +341,7 @@ def new_head(target: Llama, tokens: Tensor, mlp: int | None, seed: int) -> Eagle
         tie_word_embeddings=False,
         attention_bias=False,
         mlp_bias=False,
+        model_type="llama",
         quantization=None,
     )
     layers = sorted({min(2, L - 1), L // 2, max(0, L - 3)})  # the authors' choice
@@ -365,7 +366,8 @@ def save_head(head: EagleHead, folder: Path, target: str) -> None:
     tensors["t2d"] = is_drafted
     with new_file(folder / "model.safetensors") as new:
         save_file(tensors, new, metadata={"format": "pt"})
-    write_json(folder / "config.json", head.eagle.to_dict(target))
+    architecture = head.target.config.architecture
+    write_json(folder / "config.json", head.eagle.to_dict(target, architecture))
 
 
 # ---- The command line ----------------------------------------------------------------------------

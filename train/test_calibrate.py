@@ -254,7 +254,8 @@ def model(seed: int = 0, dtype=torch.float64, **config) -> Llama:
 SHAPES = [
     dict(),
     dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False),
-    dict(num_key_value_heads=1, intermediate_size=33),
+    dict(num_key_value_heads=1, intermediate_size=33, model_type="qwen2"),
+    dict(model_type="qwen3"),
 ]
 
 
