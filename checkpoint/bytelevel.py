@@ -50,7 +50,8 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit is a piece
-LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}  # they take a time like a text's length
+# They take a time like a text's length:
+LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, r"\p{N}", r"\p{N}+"}
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters

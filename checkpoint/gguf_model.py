@@ -1,8 +1,9 @@
 """A Llama from a GGUF (gguf.py): its settings and its weights, as a folder would hold them.
 
 Tensors get the names of a folder's. Two things are stored another way: a Llama's rows of q and k
-are in the order of interleaved rotary embeddings (gguf_blocks.py puts them back), and Llama 3's scaling of
-these embeddings is a tensor, `rope_freqs`, that divides the frequency of each pair.
+are in the order of interleaved rotary embeddings (gguf_blocks.py puts them back; a Qwen's are not),
+and Llama 3's scaling of these embeddings is a tensor, `rope_freqs`, that divides the frequency of
+each pair.
 
 A type is chosen tensor by tensor (Q4_K_M: Q4_K, and Q6_K where it helps most), but q, k and v are
 one matrix here, and so are gate and up. So each matrix of the model has a *container* that holds

@@ -438,8 +438,8 @@ static long parts_of(long rows, long tasks) {
     return best;
 }
 
-// kernels.Ops.attend: norm and rotate q and k, store k and v, and let each token look back in its own
-// sequence.
+// kernels.Ops.attend: norm and rotate q and k, store k and v, and let each token look back in its
+// own sequence.
 static void attend_layer(const Layout *a, const Step *step, long layer, long T) {
     long G = a->G, D = a->D, heads = a->H + 2 * G, wide = parts(D, LANES) * LANES;
     long longest = 0, work = 0, num_tasks = 0, few = 0;

@@ -1,7 +1,8 @@
 """Storing new keys and values on a GPU: norm, rotation and quantization in the kernel that writes.
 
-The result of the qkv product is read once: queries and keys are normed, where a model has norms of
-heads, and rotated by their positions; keys and values are quantized to the cache's bits (quant.py) and written to their slots.
+The result of the qkv product is read once: queries and keys are normed, if the model has norms of
+heads, and rotated by their positions; keys and values are quantized to the cache's bits (quant.py)
+and written to their slots.
 
     slot = block · S + offset
     vector = block · block_stride + offset · token_stride + head · head_stride
