@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvcache import KVCache
+from model import Llama
 
 BASE = dict(
     vocab_size=43,
@@ -86,6 +90,26 @@ def move_rope(folder: Path, place: str) -> None:
         if rope.get("rope_type", "default") == "default":
             config["rope_scaling"] = None
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def greedy(llama: Llama, prompt: torch.Tensor, n: int = 20) -> list[int]:
+    """The prompt, and n tokens after it: the most probable ones, by a cache."""
+    cache = KVCache(llama.kv_spec(), len(prompt) + n)
+    seq, _ = cache.open(())
+    tokens = prompt.tolist()
+    new = tokens
+    for _ in range(n):
+        logits = llama(torch.tensor(new), cache.extend([(seq, new)]), slice(-1, None))
+        new = [int(logits.argmax())]
+        tokens = tokens + new
+    return tokens
+
+
+def greedy_of(reference: PreTrainedModel, prompt: torch.Tensor, n: int = 20) -> list[int]:
+    """The same by transformers."""
+    reference.generation_config.eos_token_id = None
+    how = dict(max_new_tokens=n, do_sample=False, attention_mask=torch.ones_like(prompt)[None])
+    return reference.generate(prompt[None], **how)[0].tolist()
 
 
 def main() -> None:
