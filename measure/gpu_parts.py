@@ -52,6 +52,7 @@ WAYS = {  # to store weights
     "W8A8": Quantization(8, activations=8),
     "FP8 W8A8": Quantization("fp8", activations=8),
 }
+HEAD_NORMS = "head norms"  # 16 bits, too, and a norm of each head, as Qwen 3 has
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,17 @@ def random_model(
 ) -> Llama:
     """A model with random weights, stored this way. dtype: to compute in, if not the scale's."""
     seed = None if scale.device == "meta" else 0
-    plain = Llama(SHAPES[name], scale.device, scale.dtype, seed=seed)
+    shape = SHAPES[name]
+    if way == HEAD_NORMS:
+        shape = replace(shape, model_type="qwen3")
+    plain = Llama(shape, scale.device, scale.dtype, seed=seed)
+    for layer in plain.layers:
+        if layer.head_norm is not None:
+            weight = layer.head_norm.weight
+            weight.copy_(torch.linspace(0.5, 1.5, weight.numel()).view_as(weight))
     if way == "16 bits" and dtype is None and ops is None:
         return plain.pack_weights()
-    config = replace(SHAPES[name], quantization=WAYS[way])
+    config = replace(shape, quantization=WAYS.get(way))
     llama = Llama(config, scale.device, dtype or scale.dtype, seed=None, ops=ops)
     fill_model(llama, plain.named_tensors().items())
     return llama.pack_weights()
