@@ -146,23 +146,29 @@ class Model:
         return chat is not False and self.tokenizer.chat_template is not None
 
     def encode(
-        self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None
+        self,
+        prompt: str | list[Message],
+        system: str | None = None,
+        chat: bool | None = None,
+        thinking: bool | None = None,
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
-        chat None: use the template if there is one.
+        chat None: use the template if there is one. thinking: what a template gets as
+        enable_thinking.
         """
         if not self.uses_template(chat):
-            if chat or system is not None or not isinstance(prompt, str):
+            is_plain = isinstance(prompt, str) and system is None and thinking is None
+            if chat or not is_plain:
                 raise UserError(
-                    "chat messages and a system message need a chat template: leave them "
-                    "out, or use an Instruct model without --raw"
+                    "chat messages, a system message and thinking need a chat template: leave "
+                    "them out, or use an Instruct model without --raw"
                 )
             return self.tokenizer.prompt(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.chat(messages)
+        return self.tokenizer.chat(messages, enable_thinking=thinking)
 
     def max_total_tokens(self, options: Options) -> int:
         """The most tokens of prompt and answer: options.max_len, or what memory allows."""
@@ -188,7 +194,7 @@ class Model:
     ) -> Request:
         """A request with complete settings; max_tokens is cut to what the options leave. UserError
         is raised for a grammar that no text follows, too."""
-        tokens = self.encode(prompt, system, chat)
+        tokens = self.encode(prompt, system, chat, settings.thinking)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
         if request.settings.follows is not None:

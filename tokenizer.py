@@ -167,15 +167,21 @@ class Tokenizer:
         own. (The chat template makes those of a chat.)"""
         return self._vocabulary.prefix + self.encode(text)
 
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template."""
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
+        know enable_thinking."""
         if self._chat is None:
             raise UserError(
                 f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
                 "a chat_template.jinja"
             )
         encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
-        return self._chat.tokens(messages, add_generation_prompt, encode)
+        return self._chat.tokens(messages, add_generation_prompt, encode, enable_thinking)
 
     # ---- Tokens to text
 

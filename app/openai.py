@@ -1,7 +1,8 @@
 """OpenAI's protocol: what a client may ask for, and what it is answered.
 
 `/v1/chat/completions` and `/v1/completions`, with the fields that vLLM has added (top_k, min_p,
-ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
+ignore_eos, stop_token_ids, structured_outputs, chat_template_kwargs). A field is one of three
+kinds:
 
     honoured   `read_request` and its helpers read it
     refused    it would change the text and is not done here: an error names it (REFUSED)
@@ -180,12 +181,20 @@ def read_chat(body: Body, offer: Offer) -> list[list[int]]:
     conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
     texts = [message["content"] for message in conversation]
     check_characters("messages", sum(map(len, texts)), offer)
-    if offer.model.uses_template(None):
-        tokens = offer.model.encode(conversation)
-    else:
-        tokens = offer.model.encode("\n".join(texts))
+    prompt = conversation if offer.model.uses_template(None) else "\n".join(texts)
+    tokens = offer.model.encode(prompt, thinking=read_thinking(body))
     check_length("messages", tokens, offer)
     return [tokens]
+
+
+def read_thinking(body: Body) -> bool | None:
+    """What the template is to get as enable_thinking. HttpError for other chat_template_kwargs."""
+    values = typed(body, "chat_template_kwargs", dict, {})
+    for name in values:
+        if name != "enable_thinking":
+            message = f"chat_template_kwargs: {brief(name, 100)} is not done here: leave it out"
+            raise bad("chat_template_kwargs", message)
+    return typed(values, "enable_thinking", bool, None)
 
 
 def chat_message(where: str, message: Any) -> Message:

@@ -79,11 +79,21 @@ class ChatTemplate:
         messages: list[dict[str, str]],
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
+        enable_thinking: bool | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
-        added tokens, and whether it is the first."""
+        added tokens, and whether it is the first. enable_thinking: None, if the template is to
+        choose."""
+        options = {"add_generation_prompt": add_generation_prompt}
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+            if "enable_thinking" not in self.source:
+                raise UserError(
+                    f"{self.vocabulary.file}: the chat template knows no enable_thinking, so "
+                    "thinking cannot be chosen: leave it out"
+                )
         ids = []
-        parts = self._finder.split(self._render(messages, add_generation_prompt))
+        parts = self._finder.split(self._render(messages, options))
         for n, part in enumerate(parts):
             if part in self.ids:
                 ids.append(self.ids[part])
@@ -92,7 +102,7 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict[str, str]], options: dict[str, bool]) -> str:
         """The template's text, with stand-ins in the messages."""
         for n, message in enumerate(messages, 1):
             check_message(n, message)
@@ -107,7 +117,7 @@ class ChatTemplate:
                 "messages": inert,
                 "tools": None,
                 "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                **options,
             },
         )
         if problem:

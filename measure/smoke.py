@@ -5,8 +5,8 @@
     python bench.py --gpu texts           whole texts, greedy and in float32, of the embedded model
 
 In `smoke` a layer of 8B, and a head of 20,480 tokens, run over steps of real tokens, for each way
-to store weights, and keys and values, and with norms of heads. The logits are compared with those of `kernels.Ops` in
-float32, of the same stored weights and over the same cache:
+to store weights, and keys and values, and with norms of heads. The logits are compared with those
+of `kernels.Ops` in float32, of the same stored weights and over the same cache:
 
     ‖out − wanted‖ / ‖wanted‖  ≤  ε + √(ε s)
 
