@@ -65,7 +65,7 @@ class Linear(NamedTuple):
 class HeadNorm(NamedTuple):
     """RMSNorm of each head of q and of k, before the rotation (Qwen 3)."""
 
-    weight: Tensor  # [2, D]: of q, of k
+    weight: Tensor  # [2 D]: of q, then of k
     eps: float
 
 
@@ -162,7 +162,7 @@ def rotated(
     H = qkv.shape[1] - 2 * G
     qk, v = qkv.split((H + G, G), dim=1)
     if norm is not None:
-        of_q, of_k = norm.weight
+        of_q, of_k = norm.weight.chunk(2)
         weight = torch.cat((of_q.expand(H, -1), of_k.expand(G, -1)))  # [H + G, D]
         qk = rms_norm(qk, weight, norm.eps)
     if rope is not None:

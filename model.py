@@ -218,7 +218,7 @@ class Llama:
         F = c.intermediate_size
         head_norm = None
         if c.has_head_norm:
-            head_norm = HeadNorm(self._empty(2, c.head_dim), c.rms_norm_eps)
+            head_norm = HeadNorm(self._empty(2 * c.head_dim), c.rms_norm_eps)
         return Layer(
             input_norm=self._empty(C),
             qkv=self._linear(f"{i}.qkv", c.query_size + 2 * c.kv_size, C, c.qkv_bias),
@@ -268,7 +268,7 @@ class Llama:
         weights[name + "post_attention_layernorm.weight"] = layer.post_norm
         weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
         if layer.head_norm is not None:
-            of_q, of_k = layer.head_norm.weight
+            of_q, of_k = layer.head_norm.weight.chunk(2)
             weights |= {f"{name}self_attn.q_norm.weight": of_q}
             weights |= {f"{name}self_attn.k_norm.weight": of_k}
         weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")

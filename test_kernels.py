@@ -413,9 +413,9 @@ class Contract:
             outputs.append(rotate(q, rope))
             assert all(part.requires_grad for part in outputs)  # gradients pass
 
-            norm = HeadNorm(torch.randn(2, 2 * C).to(dtype), 1e-5)
+            norm = HeadNorm(torch.randn(4 * C).to(dtype), 1e-5)
             normed = rotated(qkv, 1, None, norm)[:2]
-            for part, of_part, x in zip(normed, norm.weight, qkv.split((heads, 1, 1), 1)):
+            for part, of_part, x in zip(normed, norm.weight.chunk(2), qkv.split((heads, 1, 1), 1)):
                 wide = x.double()
                 wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
                 wanted = wanted * of_part.double()
@@ -467,7 +467,7 @@ class Contract:
             qkv = torch.randn(T, H + 2 * G, D).to(dtype)
             qkv[-1, H:] = 0  # all-zero groups, too
             rope = random_rope(T, D, dtype) if left else None
-            norm = HeadNorm(torch.randn(2, D).to(dtype), 1e-3) if "norm" in left else None
+            norm = HeadNorm(torch.randn(2 * D).to(dtype), 1e-3) if "norm" in left else None
             out = self.ops.attend(qkv, G, rope, metadata, 1, norm)
             q, k, v = rotated(qkv, G, rope, norm)
 

@@ -70,6 +70,20 @@ def test_kin_of_llama_is_llama(tmp_path):
         assert config == replace(llama, max_position_embeddings=most)
 
 
+def test_families_have_the_biases_that_transformers_gives_them(tmp_path):
+    for kind, asked, of_qkv, of_o in (
+        ("llama", True, True, True),
+        ("qwen2", None, True, False),
+        ("qwen2", True, True, False),
+        ("qwen3", False, False, False),
+        ("qwen3", True, True, True),
+    ):
+        data = GOOD | dict(model_type=kind, attention_bias=asked, sliding_window=9)
+        config = Config.load(write(tmp_path, data))
+        assert (config.qkv_bias, config.o_bias) == (of_qkv, of_o), (kind, asked)
+        assert config.max_position_embeddings == GOOD["max_position_embeddings"]
+
+
 def test_rope_settings_are_read_wherever_they_are(tmp_path):
     plain = {name: GOOD[name] for name in GOOD if not name.startswith("rope")}
     for data, theta, scaling in (

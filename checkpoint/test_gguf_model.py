@@ -228,6 +228,16 @@ def tiny_gguf(file: Path, folder: str = "tiny", **more: bytes) -> Path:
     return write(file, list((metadata | more).items()), tensors)
 
 
+def test_qwens_texts_get_their_normal_form(tmp_path):
+    """It is not stored."""
+    pre = {"tokenizer.ggml.pre": string("qwen2")}
+    qwen = Tokenizer.load(tiny_gguf(tmp_path / "qwen.gguf", **pre))
+    other = Tokenizer.load(tiny_gguf(tmp_path / "other.gguf"))
+    text = "cafe\u0301 12"
+    assert qwen.encode(text) == qwen.encode("café 12") != other.encode(text)
+    assert len(qwen.encode("12345")) == 5
+
+
 def test_a_gguf_tells_what_its_folder_tells(tmp_path):
     """Greedy texts, alone and in a batch, with a draft in GGUF, with quantized keys and values."""
     target = tiny_gguf(tmp_path / "tiny.gguf")

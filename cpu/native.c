@@ -300,7 +300,7 @@ INLINE long together(const Past *at, long j, long end) {
 enum { FEW_TOKENS = 16, ROWS = 16, QUERIES = 48 };
 
 // One layer's attention: qkv: [T, H + 2 G, D] -> out: [T, H, D]. R = H / G heads of q share a head
-// of k and v. norm: kernels.HeadNorm, [2, D], or 0.
+// of k and v. norm: kernels.HeadNorm, [2 D], or 0.
 typedef struct {
     const float *qkv;
     Rope rope;
@@ -492,7 +492,7 @@ static void attend_layer(const Layout *a, const Step *step, long layer, long T) 
     free(tasks);
 }
 
-// qkv: [T, H + 2 G, D] -> out: [T, H, D]; cos, sin: [T, D/2], or none; norm: [2, D], or none.
+// qkv: [T, H + 2 G, D] -> out: [T, H, D]; cos, sin: [T, D/2], or none; norm: [2 D], or none.
 void attend(const float *qkv, const float *cos, const float *sin, const float *norm, float eps,
             float *out, const Step *step, long layer, long T, long H, long G, long D) {
     Layout layout = { qkv, { cos, sin, D / 2, 0 }, norm, eps, out, H, G, D, H / G };

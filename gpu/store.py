@@ -178,7 +178,7 @@ def _store(
     EARLY: tl.constexpr,
 ):
     """A program for (token, key/value head): it stores key and value, and with cos and sin
-    rotates the head's R queries. norm: [2, D], of q and k, or None.
+    rotates the head's R queries. norm: [2 D], of q, then of k, or None.
     """
     tuning.begin_early(EARLY)
     t = tl.program_id(0).to(tl.int64)

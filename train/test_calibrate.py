@@ -294,7 +294,7 @@ def test_folding_leaves_a_layer_what_it_was(monkeypatch, shape, how):
 @torch.inference_mode()
 def test_inputs_are_those_of_the_model_to_the_bit(monkeypatch):
     """Those that go to the residual stream count as divided by its length."""
-    llama = model(dtype=torch.float32)
+    llama = model(dtype=torch.float32, model_type="qwen3")
     layer = llama.layers[0]
     ops = llama.ops
     text = first_input(llama, torch.arange(30))
