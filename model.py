@@ -269,8 +269,8 @@ class Llama:
         weights |= named_parts(layer.qkv, qkv, name + "self_attn.")
         if layer.head_norm is not None:
             of_q, of_k = layer.head_norm.weight.chunk(2)
-            weights |= {f"{name}self_attn.q_norm.weight": of_q}
-            weights |= {f"{name}self_attn.k_norm.weight": of_k}
+            weights[name + "self_attn.q_norm.weight"] = of_q
+            weights[name + "self_attn.k_norm.weight"] = of_k
         weights |= named_parts(layer.o, {"o_proj": C}, name + "self_attn.")
         weights |= named_parts(layer.gate_up, gate_up, name + "mlp.")
         weights |= named_parts(layer.down, {"down_proj": C}, name + "mlp.")

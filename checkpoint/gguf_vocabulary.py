@@ -5,8 +5,8 @@
     tokenizer.ggml.pre        the name of the patterns that cut a text, of byte-level BPE
     tokenizer.chat_template   Jinja
 
-The patterns themselves are not stored: `PATTERNS` knows them by name. Nor is stored that Qwen's
-texts get Unicode's normal form C; llama.cpp leaves it out.
+The patterns themselves are not stored: `PATTERNS` knows them by name. Neither is Qwen's normalizer
+(NFC): it goes with the pattern qwen2, as in Qwen's folders. (llama.cpp leaves it out.)
 
 As in llama.cpp, a text ends with every token that the file names for it, or that is spelled like
 one (`ENDS`). These and bos are control tokens, whatever their kind.

@@ -309,10 +309,10 @@ typedef struct {
     long H, G, D, R;
 } Layout;
 
-// Head x of token t, normed, of q with norm 0, of k with norm 1, and rotated.
-INLINE void turn(const Layout *a, const float *x, long t, long norm, float *y) {
+// A head of q or of k of token t, normed and rotated. at: where its weights begin in `norm`.
+INLINE void turn(const Layout *a, const float *x, long t, long at, float *y) {
     float normed[a->D];
-    if (a->norm) norm_row(x, 0, a->norm + norm * a->D, 0, normed, a->D, a->eps);
+    if (a->norm) norm_row(x, 0, a->norm + at, 0, normed, a->D, a->eps);
     rotate(a->norm ? normed : x, &a->rope, t, y, a->D);
 }
 
@@ -451,7 +451,7 @@ static void attend_layer(const Layout *a, const Step *step, long layer, long T) 
         for (long g = 0; g < G; g++) {
             const float *k = a->qkv + (t * heads + a->H + g) * D;
             float rotated[D];
-            turn(a, k, t, 1, rotated);
+            turn(a, k, t, D, rotated);
             store(past.keys, place + g * past.head, rotated, D);
             store(past.values, place + g * past.head, k + G * D, D);
         }
