@@ -231,8 +231,8 @@ def tiny_gguf(file: Path, folder: str = "tiny", **more: bytes) -> Path:
 def test_qwens_texts_get_their_normal_form(tmp_path):
     """It is not stored."""
     pre = {"tokenizer.ggml.pre": string("qwen2")}
-    qwen = Tokenizer.load(tiny_gguf(tmp_path / "qwen.gguf", **pre))
-    other = Tokenizer.load(tiny_gguf(tmp_path / "other.gguf"))
+    qwen = Tokenizer.load(tiny_gguf(tmp_path / "qwen.gguf", "tiny-draft", **pre))
+    other = Tokenizer.load(ROOT / "models" / "tiny-draft")
     text = "cafe\u0301 12"
     assert qwen.encode(text) == qwen.encode("café 12") != other.encode(text)
     assert len(qwen.encode("12345")) == 5
