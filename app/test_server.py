@@ -356,6 +356,62 @@ def test_logprobs_are_those_of_the_command_line():
     json.dumps(openai.told(-math.inf), allow_nan=False)
 
 
+def test_an_echo_is_the_prompt_with_its_logprobs():
+    """Whole or streamed, of a text or of tokens, with new tokens or without any."""
+    prompt = "Größe 😀, once"
+    tokens = tiny().encode(prompt)
+    wanted = alone(prompt, prompt_logprobs=2, logprobs=2)
+
+    async def scenario(app):
+        for given in (prompt, tokens, [tokens] * 2):
+            for count, text, made in ((0, "", []), (8, wanted.text, wanted.logprobs)):
+                body = dict(prompt=given, temperature=0, max_tokens=count, echo=True)
+                answer = await post(app, COMPLETE, **body, logprobs=2)
+                entries = [*wanted.prompt_logprobs, *made]
+                for choice in answer["choices"]:
+                    assert choice["text"] == prompt + text
+                    assert choice["finish_reason"] == "length"
+                    check_columns(choice["logprobs"], tokens[0], entries, prompt + text)
+                assert answer["usage"]["completion_tokens"] == count * len(answer["choices"])
+                pieces = [""] * len(answer["choices"])
+                streamed = [None] * len(answer["choices"])
+                for chunk in await events(app, COMPLETE, **body, logprobs=2):
+                    (choice,) = chunk["choices"]
+                    pieces[choice["index"]] += choice["text"]
+                    streamed[choice["index"]] = joined(
+                        streamed[choice["index"]], choice["logprobs"]
+                    )
+                assert pieces == [choice["text"] for choice in answer["choices"]]
+                assert streamed == [choice["logprobs"] for choice in answer["choices"]]
+                (first, *_) = (await post(app, COMPLETE, **body))["choices"]
+                assert (first["text"], first["logprobs"]) == (prompt + text, None)
+
+    run(scenario)
+
+
+def joined(columns: dict | None, more: dict | None) -> dict | None:
+    """The logprobs of two chunks."""
+    if columns is None or more is None:
+        return columns or more
+    return {name: columns[name] + more[name] for name in columns}
+
+
+def check_columns(columns: dict, first: int, entries: list, text: str) -> None:
+    """logprobs of /v1/completions. A token's place is where the text has its first whole
+    character."""
+    tokenizer = tiny().tokenizer
+    ids = [first, *(entry.token for entry in entries)]
+    assert columns["tokens"] == [tokenizer.decode([token], continues=True) for token in ids]
+    logprob, *logprobs = columns["token_logprobs"]
+    assert logprob is None
+    assert logprobs == pytest.approx([entry.logprob for entry in entries], abs=1e-9)
+    assert columns["top_logprobs"][0] is None
+    assert all(len(top) <= 2 for top in columns["top_logprobs"][1:])
+    before = [tokenizer.decode(ids[:i]).rstrip("\ufffd") for i in range(len(ids))]
+    assert columns["text_offset"] == [len(piece) for piece in before]
+    assert all(text.startswith(piece) for piece in before)
+
+
 def test_a_constraint_becomes_settings_or_is_refused_by_name():
     """response_format and structured_outputs -> schema, regex, choice, grammar."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -453,6 +509,8 @@ BAD = told(
     user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
     user {"tool_calls": [{}]} → messages[0] has tool_calls, which is not done here
     asked {"logprobs": 2} → logprobs is 2: it must be of type bool
+    asked {"echo": true} → echo is for /v1/completions
+    completions {"prompt": "a", "echo": 1} → echo is 1: it must be of type bool
     asked {"top_logprobs": 2} → top_logprobs needs logprobs
     asked {"logprobs": true, "top_logprobs": "3"} → logprobs is '3'
     """
@@ -505,7 +563,7 @@ def test_what_is_wrong_is_told_and_serving_goes_on(capsys):
 
 NOT_DONE = """
     tools tool_choice functions function_call audio modalities prediction web_search_options
-    frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens suffix echo
+    frequency_penalty presence_penalty repetition_penalty logit_bias min_tokens suffix
     use_beam_search bad_words allowed_token_ids prompt_logprobs best_of
     guided_json guided_regex guided_choice guided_grammar
 """.split()
