@@ -325,9 +325,9 @@ class ModelRunner:
         to_store = []  # (sequence, its tokens)
         b = 0  # the next row of the round
         for item in scheduled:
-            pending = item.request.tokens[item.start : item.stop]
             shift = len(sources) - item.start  # from a position in the text to one in the pass
             prompt_indices += [position + shift for position in item.prompt_rows]
+            pending = item.request.tokens[item.start : item.stop]
             to_store.append((item.request.seq, pending + [0] * item.num_drafts))
             first = num_drafts + len(known)
             sources += range(first, first + len(pending))
