@@ -12,9 +12,9 @@ what it reads goes to the others (`read_once`).
     tells its error, and ends.
   - When a process ends, all end. The first one waits for the others' ends in threads; the standard
     input of the others is a pipe that closes when the first one has ended, in whatever way.
-  - On several machines, where torchrun starts them, each process has a connection to the first one
-    that is silent until both are done. It closes when one of them ends before, and fails when a
-    machine cannot be reached any more: then the others end after UNREACHABLE seconds at most.
+  - Processes of torchrun may be on several machines. Each has a connection to the first one, which
+    is silent until both are done. It closes when one of them ends before, and fails, after about 20
+    seconds, when the other machine cannot be reached any more.
 
 Not covered: a process that hangs (Ctrl-C waits for it, the terminal's Ctrl-\\ does not); torchrun's
 own words, which follow the line that tells an error.
@@ -44,8 +44,8 @@ from parallel import num_processes, stop_flag
 PROGRAM = Path(__file__).parent.parent / "generate.py"
 FOREVER = timedelta(days=365)  # a chat waits for its reader
 GRACE = 1.0  # seconds for another process to end first
+# A silent connection is probed after 5 seconds, and every 5 seconds; it fails after 3 lost probes.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-UNREACHABLE = 5 + 3 * 5  # seconds: the first probe is sent after 5, and 3 remain without an answer
 
 
 # ---- Signals -----------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def met_by_torchrun() -> Iterator[tuple[dist.Store, int, int]]:
         for option, value in KEEPALIVE.items():
             peer.connection.setsockopt(socket.IPPROTO_TCP, option, value)
         Thread(target=end_with_peer, args=(peer,), daemon=True).start()
-    is_done = True  # after Ctrl-C, too, which all processes hear of
+    is_done = True  # so it is after Ctrl-C, too, which all processes hear of
     try:
         yield store, number, size
     except Exception:

@@ -318,7 +318,7 @@ class Reply:
         self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
         self.model = offer.name
         self.created = int(time.time())
-        # Those of each text, for its tokens with logprobs, and the characters of these so far.
+        # Of each text: the decoder of its tokens that have logprobs, and their characters so far.
         self.decoders = [self.tokenizer.incremental_decoder(not asked.echo) for _ in asked.streams]
         self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
