@@ -1,6 +1,7 @@
 """The GPU cases on toy shapes; on a GPU, the texts of the embedded model are those of the CPU."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -62,6 +63,23 @@ def test_random_models_are_finite_and_as_large_as_their_bits():
         logits = llama(torch.arange(5))
         assert logits.isfinite().all() and logits.std() > 1e-3
         assert weight_bytes(llama) < 0.4 * weight_bytes(plain)
+
+
+@torch.inference_mode()
+def test_a_cpu_speculates_in_few_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_cases, "ON_CPU", replace(QUICK, pairs=(("INT4", "INT8"),)))
+    loaded = []
+
+    def random_model(name, way, scale):
+        loaded.append(way)
+        return gpu_parts.random_model(name, way, scale)
+
+    monkeypatch.setattr(gpu_cases, "random_model", random_model)
+    results = gpu_cases.run_case("speculation", False, lambda found: None)
+    ((name, *gains),) = results["gpu"]["speculation"]["rows"]
+    assert name == "INT4, INT8, 0.7" and loaded == ["INT4", "INT8"]
+    assert all(float(gain) > 0 for gain in gains)
 
 
 def test_shapes_are_those_of_the_models():
