@@ -47,7 +47,7 @@ CLOSE = 1e-4  # of a log-likelihood
 
 def write_tasks(folder: Path, text: str, count: int = 16) -> None:
     """The two tasks, and their data."""
-    paragraphs = [line.strip() for line in text.split("\n") if 300 < len(line) < 900][:count]
+    paragraphs = [line.strip() for line in text.split("\n") if 200 < len(line) < 500][:count]
     halves = []
     for paragraph in paragraphs:
         words = paragraph.split()
