@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,55 +367,42 @@ def test_an_echo_is_the_prompt_with_its_logprobs():
     prompt = "Größe 😀, once"
     tokens = tiny().encode(prompt)
     wanted = alone(prompt, prompt_logprobs=2, logprobs=2)
+    ids = [*tokens, *wanted.tokens]
+    logprobs = [entry.logprob for entry in (*wanted.prompt_logprobs, *wanted.logprobs)]
+    before = [tiny().tokenizer.decode(ids[:i]).rstrip("\ufffd") for i in range(len(ids))]
 
     async def scenario(app):
-        for given in (prompt, tokens, [tokens] * 2):
-            for count, text, made in ((0, "", []), (8, wanted.text, wanted.logprobs)):
-                body = dict(prompt=given, temperature=0, max_tokens=count, echo=True)
-                answer = await post(app, COMPLETE, **body, logprobs=2)
-                entries = [*wanted.prompt_logprobs, *made]
-                for choice in answer["choices"]:
-                    assert choice["text"] == prompt + text
-                    assert choice["finish_reason"] == "length"
-                    check_columns(choice["logprobs"], tokens[0], entries, prompt + text)
-                assert answer["usage"]["completion_tokens"] == count * len(answer["choices"])
-                pieces = [""] * len(answer["choices"])
-                streamed = [None] * len(answer["choices"])
-                for chunk in await events(app, COMPLETE, **body, logprobs=2):
-                    (choice,) = chunk["choices"]
-                    pieces[choice["index"]] += choice["text"]
-                    streamed[choice["index"]] = joined(
-                        streamed[choice["index"]], choice["logprobs"]
-                    )
-                assert pieces == [choice["text"] for choice in answer["choices"]]
-                assert streamed == [choice["logprobs"] for choice in answer["choices"]]
-                (first, *_) = (await post(app, COMPLETE, **body))["choices"]
-                assert (first["text"], first["logprobs"]) == (prompt + text, None)
+        for given, count in ((prompt, 0), (tokens, 8), ([tokens] * 2, 8)):
+            text = prompt + (wanted.text if count else "")
+            body = dict(prompt=given, temperature=0, max_tokens=count, echo=True)
+            answer = await post(app, COMPLETE, **body, logprobs=2)
+            size = len(tokens) + count
+            for choice in answer["choices"]:
+                assert (choice["text"], choice["finish_reason"]) == (text, "length")
+                columns = choice["logprobs"]
+                assert columns["tokens"] == [piece_of(token) for token in ids[:size]]
+                assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+                told = pytest.approx(logprobs[: size - 1], abs=1e-9)
+                assert columns["token_logprobs"][1:] == told
+                assert columns["text_offset"] == [len(piece) for piece in before[:size]]
+            assert answer["usage"]["completion_tokens"] == count * len(answer["choices"])
+            chunks = [
+                chunk["choices"][0] for chunk in await events(app, COMPLETE, **body, logprobs=2)
+            ]
+            for i, choice in enumerate(answer["choices"]):
+                own = [chunk for chunk in chunks if chunk["index"] == i]
+                assert "".join(chunk["text"] for chunk in own) == text
+                for name, values in choice["logprobs"].items():
+                    parts = [chunk["logprobs"][name] for chunk in own if chunk["logprobs"]]
+                    assert [*chain(*parts)] == values
+            (first, *_) = (await post(app, COMPLETE, **body))["choices"]
+            assert (first["text"], first["logprobs"]) == (text, None)
 
     run(scenario)
 
 
-def joined(columns: dict | None, more: dict | None) -> dict | None:
-    """The logprobs of two chunks."""
-    if columns is None or more is None:
-        return columns or more
-    return {name: columns[name] + more[name] for name in columns}
-
-
-def check_columns(columns: dict, first: int, entries: list, text: str) -> None:
-    """logprobs of /v1/completions. A token's place is where the text has its first whole
-    character."""
-    tokenizer = tiny().tokenizer
-    ids = [first, *(entry.token for entry in entries)]
-    assert columns["tokens"] == [tokenizer.decode([token], continues=True) for token in ids]
-    logprob, *logprobs = columns["token_logprobs"]
-    assert logprob is None
-    assert logprobs == pytest.approx([entry.logprob for entry in entries], abs=1e-9)
-    assert columns["top_logprobs"][0] is None
-    assert all(len(top) <= 2 for top in columns["top_logprobs"][1:])
-    before = [tokenizer.decode(ids[:i]).rstrip("\ufffd") for i in range(len(ids))]
-    assert columns["text_offset"] == [len(piece) for piece in before]
-    assert all(text.startswith(piece) for piece in before)
+def piece_of(token: int) -> str:
+    return tiny().tokenizer.decode([token], continues=True)
 
 
 def test_a_constraint_becomes_settings_or_is_refused_by_name():
