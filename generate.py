@@ -312,7 +312,11 @@ class Engine:
         self.runner = ModelRunner(
             llama,
             cache,
-            Drawing(vocab_size, coupled=options.verify == "coupled"),
+            Drawing(
+                vocab_size,
+                coupled=options.verify == "coupled",
+                by_token=options.verify == "token",
+            ),
             drafter=None if draft is None else draft.make(draft_cache),
             budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
             multi_step=llama.ops.multi_step if options.use_cache else 1,

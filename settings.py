@@ -24,6 +24,7 @@ RULES = {  # name -> smallest value, largest value, the rule in words
     "top_p": (0, 1, "from 0 (keeps the most probable alone) to 1 (keeps all)"),
     "min_p": (0, 1, "between 0 (keeps all) and 1"),
 }
+VERIFY = ("block", "token", "coupled")  # how drafts are verified
 NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
 
 
@@ -105,7 +106,9 @@ class Options:
         None  # tokens of the longest text; None: as many as model and memory allow
     )
     max_batch: int = 16  # texts at a time
-    verify: str = "exact"  # or coupled: the text then depends on target and seed alone
+    # How drafts are verified: as a block or token by token, which keeps the law of the texts; or
+    # coupled, which makes each text depend on target and seed alone.
+    verify: str = "block"
     use_cache: bool = True
     kv: str = "paged"  # blocks on demand; or contiguous: max_batch rows of max_len
     kv_bits: str | int = 16  # 16, 8, 4 or "8/4": keys in 8, values in 4
@@ -117,7 +120,7 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_choice("verify", self.verify, ("exact", "coupled"))
+        check_choice("verify", self.verify, VERIFY)
         check_choice("kv", self.kv, ("paged", "contiguous"))
         check_whole("max_batch", self.max_batch, 1, None)
         if self.kv == "contiguous" and self.kv_memory is not None:
@@ -142,8 +145,8 @@ def check_settings(**settings: Any) -> None:
             raise UserError(f"{name} is {value!r}: it must be {rule}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, str]) -> None:
-    """UserError unless the value is one of the two."""
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """UserError unless the value is one of these."""
     if value not in choices:
         raise UserError(f"{name} is {value!r}: it must be {' or '.join(choices)}")
 

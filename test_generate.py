@@ -25,7 +25,7 @@ from kernels import Ops
 from kvcache import CacheFull
 from model import weight_bytes
 from request import OutputStream, Request, Settings
-from settings import Options
+from settings import VERIFY, Options
 from test_drafters import LastToken
 from test_eagle import random_head, write_head
 
@@ -240,12 +240,23 @@ def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):
     assert [len(each.tokens) for each in results] == [20, 20]
 
 
+def test_an_option_says_how_drafts_are_verified(model):
+    for verify in VERIFY:
+        engine = Engine(model, None, Options(max_len=60, max_batch=1, verify=verify))
+        drawing = engine.runner.drawing
+        assert drawing.by_token == (verify == "token")
+        assert drawing.coupled == (verify == "coupled")
+    assert Options().verify == VERIFY[0] == "block"
+    with pytest.raises(UserError, match="^verify is 'exact': it must be block or token or coupled"):
+        Options(verify="exact")
+
+
 def test_a_damaged_draft_is_named(base, compiler):
     model = Model.load(base, "cpu", torch.float32)
     damaged = Model.load(base, "cpu", torch.float32)
     damaged.llama.norm[3] = math.nan
     for temperature in (0.0, 1.0):
-        for prompts, verify in ((["a word"], "coupled"), (["a word", "b"], "exact")):
+        for prompts, verify in ((["a word"], "coupled"), (["a word", "b"], "block")):
             settings = dict(temperature=temperature, verify=verify, seed=1, gamma=2)
             with pytest.raises(UserError, match="^the draft's logits .* leave out --draft"):
                 generate(prompts, model, draft=damaged, **settings)

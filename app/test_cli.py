@@ -459,7 +459,7 @@ BAD_FLAGS = told(
     --prompt-logprobs 2 → --prompt-logprobs is about JSON results
     --logprobs 21 --json → logprobs is 21: it must be a whole number from 0 to 20
     --gamma 2 → --gamma is about drafted tokens: name a --draft
-    --verify exact → --verify is about drafted
+    --verify block → --verify is about drafted
     --draft-bits 8 → --draft-bits is about drafted
     --draft ngram --draft-bits 8 → draft_bits is 8, and there is no draft to round
     --draft self --draft-bits 8 → draft_bits is 8, and there is no draft to round: self is INT4

@@ -4,6 +4,7 @@
     linear, swiglu                products.py: 1 to 64 rows times weights as they are stored
     attend                        store.py: rotate, quantize, store; flash.py: attention
     probabilities, pick           draw.py: top-k, top-p, min-p and the pick, without sorting
+    verify_block                  draw.py: the masses of residuals; the rest is plain torch
     forward, chain                graphs.py: all launches of a pass as one launch
     warm_up                       every kernel once, before the texts come
 
@@ -26,6 +27,7 @@ from kernels import Linear, Ops, rotated
 from kvcache import AttentionMetadata
 from quant import Quantized
 from sampling import Setting
+from speculative import verify_block
 
 if find_spec("triton"):
     from gpu import draw, flash, fused, graphs, products, tuning
@@ -35,7 +37,7 @@ if find_spec("triton"):
 if TYPE_CHECKING:
     from kvcache import Cache
     from model import Features, Llama, Rope
-    from speculative import Proposal, Round
+    from speculative import Coin, Proposal, Round
 
 
 def is_fusable(x: Tensor) -> bool:
@@ -181,6 +183,13 @@ class GPU(Ops):
             return super().pick(probs, streams)
         return draw.draw_token(probs, streams)
 
+    def verify_block(
+        self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
+    ) -> tuple[Tensor, Tensor] | None:
+        if not tuning.is_on("sampling"):
+            return None
+        return verify_block(p, q, drafted, coin, mass=draw.residual_masses)
+
     def forward(
         self,
         llama: Llama,
@@ -228,6 +237,7 @@ class GPU(Ops):
         for top_k in (None, 1):
             probs = self.probabilities(logits[:1, :vocab_size], top_k=top_k)
             self.pick(probs, streams)
+        draw.residual_masses(probs[:, :1], probs[None], probs[None])
 
 
 def ops() -> Ops | None:

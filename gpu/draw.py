@@ -11,6 +11,10 @@ for each piece:
     _race    for each piece: the largest p_i / E_i, with the coin's exponentials computed on the way
     _winner  for each row: the best of its pieces' largest
 
+Beside these, verification as a block needs the mass of residuals:
+
+    _mass    for each piece: Σ max(0, w p − q), where it is asked for
+
 Without top-k, top-p and min-p there are four launches. No shape depends on a number, so a graph can
 record them all.
 
@@ -484,3 +488,30 @@ def draw_token(probs: Tensor, streams: Tensor) -> Tensor:
         )
         _winner[B,](best, out, V, S, triton.next_power_of_2(S), **early(probs.device))
     return out
+
+
+# ---- Verification --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mass(weights, p, q, masses, V, S, PIECE: tl.constexpr, EARLY: tl.constexpr):
+    """Piece s of row b -> masses[b, s] = Σ max(0, w p − q). Rows of weight 0 have none, and those
+    of weight 1 are not asked for: neither is read.
+    """
+    begin_early(EARLY)
+    b, s, i, inside = _piece(V, PIECE)
+    w = tl.load(weights + b + tl.arange(0, 1))  # [1]
+    inside &= (w > 0) & (w < 1)
+    target = tl.load(p + b * V + i, inside, 0.0)
+    draft = tl.load(q + b * V + i, inside, 0.0)
+    residual = tl.maximum(w * target - draft, 0.0)
+    tl.store(masses + b * S + s, tl.sum(residual, 0))
+
+
+def residual_masses(w: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """`speculative.residual_mass` on a GPU."""
+    B, rows, V = p.shape
+    S = triton.cdiv(V, PIECE)
+    masses = torch.empty(B, rows, S, dtype=p.dtype, device=p.device)
+    _mass[B * rows, S](w, p.contiguous(), q.contiguous(), masses, V, S, PIECE, **early(p.device))
+    return masses.sum(-1)

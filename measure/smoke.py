@@ -57,6 +57,8 @@ from model import Llama
 from paged import PagedCache
 from quant import FORMATS, WIDTHS, Kind
 from request import Settings
+from sampling import Keyed, draft_role
+from speculative import verify_block
 
 ROUNDING = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4}  # ε: twice that of plain bfloat16
 GRIDS = {  # s
@@ -177,19 +179,26 @@ def step_row(scale: Scale, way: str, kv_bits: str, dtype: torch.dtype, past: int
 
 
 def sampling_row(scale: Scale, filters: str, num_rows: int) -> Row:
-    """Probabilities of random logits; and of the picks from them, the share of other tokens."""
+    """Probabilities of random logits; and of texts that verify two drafts each, from flatter
+    distributions, the share that end otherwise."""
     torch.manual_seed(0)
     ops = checked_ops(scale)
     settings = FILTERS[filters]
     V = SHAPES[scale.target].vocab_size
     logits = 3 * torch.randn(num_rows, V, device=scale.device).to(scale.dtype)
-    streams = torch.arange(num_rows, device=scale.device)[:, None]
     wanted = Ops().probabilities(logits, **settings)
     probs = ops.probabilities(logits, **settings)
-    wanted_tokens = Ops().pick(wanted, streams)
-    differ = ops.pick(wanted, streams) != wanted_tokens
-    share = differ.float().mean().item()
-    return judged([relative_error(probs, wanted), share], 1e-5)
+    p = wanted[:, None].repeat(1, 3, 1)
+    q = Ops().probabilities(logits / 2)[:, None].repeat(1, 3, 1)
+    seeds = torch.arange(num_rows, device=scale.device)
+    drafted = Keyed(seeds, seeds, draft_role(0)).pick(q[:, 0])[:, None].repeat(1, 2)
+    q[:, 2] = 0  # after the last draft
+    ends = []
+    for each in (Ops(), ops):
+        inputs = p, q, drafted, Keyed(seeds, seeds, draw=each.pick)
+        ends.append(torch.stack(each.verify_block(*inputs) or verify_block(*inputs)))
+    differ = ends[0] != ends[1]
+    return judged([relative_error(probs, wanted), differ.float().mean().item()], 1e-5)
 
 
 # ---- Texts ---------------------------------------------------------------------------------------
