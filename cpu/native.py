@@ -38,7 +38,7 @@ CPUs with other instructions differ, because their registers have other lengths.
 
 Not covered: float64, float16 and gradients; groups that are no whole number of units, or are
 longer than 128 columns and no multiple of 128; a step of bfloat16 in one call; other systems than
-Linux.
+Linux. On macOS no C has run yet.
 
     T rows of x, tokens of a step · K in_features · N out_features · C hidden_size
     F intermediate_size · H, G query and key/value heads · D head_dim · V vocab_size
@@ -52,6 +52,7 @@ import os
 import platform
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +60,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpu.compiled import compile_library
+from cpu.compiled import compile_library, is_mac, private_folder
 from kernels import Linear
 from quant import Kind, Quantized, nf4
 from sampling import Keyed, NotFinite, accept_role, column
@@ -87,44 +88,76 @@ FLOAT = ctypes.c_float
 # ---- The library -------------------------------------------------------------------------------
 
 
+@dataclass
+class Loaded:
+    """The library; or None, and the reason in a few words."""
+
+    library: ctypes.CDLL | None
+    why_not: str = ""
+
+    def give_up(self, reason: str) -> None:
+        """Use no C from now on; a warning tells why."""
+        self.library = None
+        self.why_not = reason
+        warnings.warn(f"{WITHOUT_C}: {reason}")
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled source, or None where it cannot be compiled."""
-    return load_library()[0]
+    return load_library().library
 
 
 def why_not() -> str:
     """Why there is no library, in a few words; empty if there is one."""
-    return load_library()[1]
+    return load_library().why_not
 
 
 @functools.cache
-def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The library and, if it is None, the reason; a warning tells it, too, unless the user has
-    turned C off."""
+def load_library() -> Loaded:
+    """The library, or None; a warning tells why, unless the user has turned C off."""
     if os.environ.get("LLAMA_NATIVE") == "0":
-        return None, "LLAMA_NATIVE=0"
+        return Loaded(None, "LLAMA_NATIVE=0")
+    loaded = Loaded(None)
     try:
-        return build_library(), ""
+        loaded.library = build_library()
     except OSError as error:
-        reason = " ".join(str(error).split())
-        warnings.warn(f"{WITHOUT_C}: {reason}")
-        return None, reason
+        loaded.give_up(" ".join(str(error).split()))
+    return loaded
+
+
+def distrust(operation: str) -> None:
+    """Use no C from now on, because this operation of it is wrong."""
+    load_library().give_up(
+        f"as compiled here, {operation} is wrong: set CC to another compiler, or update this one "
+        f"and remove {private_folder()}"
+    )
+
+
+def source() -> str:
+    """The program in C."""
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
 
 
 def build_library() -> ctypes.CDLL:
     """Compile, load and declare it. OSError: why there is none."""
-    if platform.system() != "Linux":
-        raise OSError(f"{platform.system()} is not Linux")
+    if platform.system() not in ("Linux", "Darwin"):
+        raise OSError(f"{platform.system()} is neither Linux nor macOS")
     openmp = openmp_library()
     if openmp is None:
         raise OSError("this PyTorch has no OpenMP threads to share")
-    flags = ["-O3", "-fopenmp", "-fno-math-errno"]
+    flags = ["-O3", "-fno-math-errno"]
+    if is_mac():  # its compiler has no OpenMP, and the file of PyTorch's is not where its name says
+        flags += ["-Xclang", "-fopenmp", f"-I{Path(torch.__file__).parent}/include"]
+        linked = ["-lm"]
+        ctypes.CDLL(openmp, ctypes.RTLD_GLOBAL)  # so what is not linked is found
+    else:
+        flags.append("-fopenmp")
+        linked = [openmp, "-lm"]
     if not hasattr(ctypes.CDLL(openmp), "__kmpc_fork_call"):  # not LLVM's OpenMP
         flags.append("-DGNU_THREADS")
-    folder = Path(__file__).parent
-    source = "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
-    lib = compile_library(source, flags, (openmp, "-lm"))
-    declare(lib, source)
+    lib = compile_library(source(), flags, linked)
+    declare(lib, source())
     table = (FLOAT * 16).in_dll(lib, "nf4")
     table[:] = nf4().tolist()
     return lib
@@ -135,6 +168,9 @@ def openmp_library() -> str | None:
 
     It is the file that is mapped where a function of OpenMP is, as libtorch_cpu finds it.
     """
+    if is_mac():
+        file = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+        return str(file) if file.exists() else None
     mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, file = line.split(maxsplit=5)
