@@ -10,7 +10,8 @@ panel, and each has a lane of a register:
         for t in T:                     up to 6 rows of x at a time
             sum[t] += x[t, k] · w       after a stretch, at most 128 columns: y[t] += sum[t] · scale
 
-A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8, eight of INT4 or NF4.
+A lane holds a *unit*: one column of float32 or FP8, two of bfloat16 or INT8 (on ARM four of INT8,
+where there is a dot product of four bytes), eight of INT4 or NF4.
 Floating point is multiplied as float32, of which bfloat16 is the upper half; FP8 is float16 with a
 smaller exponent, and NF4's look-up is a permutation of a register. INT8 and INT4 are multiplied as
 whole numbers: x becomes 16 bits, with a scale for each row and stretch, and the sums are exact.
@@ -27,7 +28,7 @@ Ctrl-C arrives before or after a call, as KeyboardInterrupt (`call`).
 
 Invariant: results are those of kernels.Ops up to the order of sums. A product's error is at most
 2e-5 of Σ|x||w|; beside INT8 and INT4, x is off by at most 2^-16 of the largest |x| of its stretch,
-too. NaN in FP8 makes NaN of its row of W.
+too (a little more on ARM). NaN in FP8 makes NaN of its row of W.
 
 Invariant: equal bits. A row of any operation here does not depend, to the bit, on the other rows of
 the step, or on threads: all loops add in one order for a row. So logits are a function of the text
@@ -72,13 +73,14 @@ if TYPE_CHECKING:
     from speculative import Proposal
 
 SOURCES = ("blocks.c", "products.c", "native.c")
+FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off")  # no fused multiply-add but `fused`
 WITHOUT_C = "no C here, so this CPU is up to 5 times slower, and weights may take twice the memory"
 WIDE = 16  # rows of W in a panel
 STRETCH = 128  # columns of a sum
 KINDS = (torch.float32, torch.bfloat16, 8, 4, "nf4", "fp8")  # of weights, numbered as in blocks.c
 CACHED = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in caches, numbered likewise
-UNITS = {8: 2, 4: 8, "nf4": 8}  # columns of a unit, which must have one scale
-PAIRS = {8: torch.int16, torch.bfloat16: torch.int32}  # two columns, as one integer
+UNITS = {torch.bfloat16: 2, 4: 8, "nf4": 8}  # columns of a unit, which must have one scale
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by their bytes
 SCALES = [torch.bfloat16, torch.float32, torch.float16]  # numbered as SCALE_… in blocks.c
 POINTER = ctypes.c_void_p
 LONG = ctypes.c_long
@@ -146,7 +148,7 @@ def build_library() -> ctypes.CDLL:
     openmp = openmp_library()
     if openmp is None:
         raise OSError("this PyTorch has no OpenMP threads to share")
-    flags = ["-O3", "-fno-math-errno"]
+    flags = [*FLAGS]
     if is_mac():  # its compiler has no OpenMP, and the file of PyTorch's is not where its name says
         flags += ["-Xclang", "-fopenmp", f"-I{Path(torch.__file__).parent}/include"]
         linked = ["-lm"]
@@ -262,8 +264,14 @@ def multiplies(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -
     if w.values.device.type != "cpu" or library() is None:
         return False
     stretch = min(w.group, STRETCH)  # columns that are multiplied at a time
-    unit = UNITS.get(w.bits, 1)
-    return w.group % stretch == 0 and stretch % unit == 0
+    return w.group % stretch == 0 and stretch % unit_of(kind_of(w)) == 0
+
+
+def unit_of(kind: torch.dtype | Kind) -> int:
+    """Columns of a unit. Of INT8 the library tells: two or, where ARM multiplies quads, four."""
+    if kind == 8:
+        return LONG.in_dll(library(), "int8_columns").value
+    return UNITS.get(kind, 1)
 
 
 class Weight(Struct):
@@ -282,9 +290,11 @@ class Weight(Struct):
             values = values.view(torch.int8)
             has_nan = (values & 127 == 127).any(1, keepdim=True)
             scale = (256 * scale.float()).masked_fill_(has_nan, torch.nan)
-        if kind in PAIRS:
-            values = F.pad(values, (0, 1)) if q.columns % 2 else values.contiguous()
-            values = values.view(PAIRS[kind])
+        if kind in (8, torch.bfloat16):  # a unit becomes an integer
+            unit = unit_of(kind)
+            if q.columns % unit:
+                values = F.pad(values, (0, -q.columns % unit))
+            values = values.contiguous().view(INTEGERS[unit * values.itemsize])
         zero = q.zero
         common_zero = 0
         if zero is not None and is_one_whole_number(zero):
