@@ -374,7 +374,7 @@ INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at
     vec sum = (vec){0} - (float)x->sum;
     if (a->float_zeros)
         return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
-    ints zero = widen_i16((const int16_t *)a->zero + at), far = zero > 255 | zero < -255;
+    ints zero = widen_i16((const int16_t *)a->zero + at), far = (zero > 255) | (zero < -255);
     s -= (zero & ~far) * x->sum;                    // exact in 32 bits
     return fused(number(zero & far), sum, number(s)) * x->scale;
 }

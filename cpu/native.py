@@ -461,7 +461,7 @@ class Vectors(Struct):
 
     @classmethod
     def of(cls, store: Store) -> Vectors:
-        addresses = [part.data_ptr() for part in store.parts]
+        addresses = [address(part) for part in store.parts]
         numbers = store.parts[0]
         group = 2 * numbers.shape[4]  # D or more: a vector has one scale
         if store.bits == 4 and store.group:

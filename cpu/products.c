@@ -72,7 +72,7 @@ INLINE uint16_t row_scale(const float *x, long n, float top) {
 // The nearest number of E4M3, ties to even: 3 bits behind the leading one, and no step below 2^-9.
 INLINE float to_e4m3(float x) {
     union { float f; uint32_t i; } u = { fabsf(x) < 0x1p-6f ? 0x1p-6f : x }, step;
-    step.i = (u.i >> 23 & 255) - 3 << 23;
+    step.i = ((u.i >> 23 & 255) - 3) << 23;
     return rintf(x / step.f) * step.f;
 }
 
