@@ -5,7 +5,9 @@
 Python and PyTorch run here as ever. `native.call` alone is replaced: the call's memory goes to
 arm.c under qemu-aarch64-static, and comes back. Both machines lay out C's structures alike.
 
-Not covered: threads; what is written in another thread meanwhile.
+A compiler for macOS has to compile, and no more.
+
+Not covered: several threads.
 """
 
 import ctypes
@@ -28,23 +30,52 @@ from cpu import native  # noqa: E402
 from quant import nf4  # noqa: E402
 
 NUMBER, BLOCK, REAL = range(3)  # as in arm.c
-THREADS = """
+ALONE = """
 static inline int omp_get_max_threads(void) { return 1; }
 static inline int omp_get_num_threads(void) { return 1; }
 static inline int omp_get_thread_num(void) { return 0; }
 static inline void omp_set_num_threads(int n) {}
 """
+MAC = {  # what C asks of a Mac's own headers, which are not here
+    "omp.h": ALONE,
+    "math.h": """
+        #define isnan __builtin_isnan
+        float rintf(float), fabsf(float), sqrtf(float);""",
+    "stdlib.h": """
+        #include <stddef.h>
+        void *malloc(size_t), *calloc(size_t, size_t), *aligned_alloc(size_t, size_t);
+        void free(void *);""",
+    "string.h": """
+        void *memcpy(void *, const void *, unsigned long), *memset(void *, int, unsigned long);
+        void *memmove(void *, const void *, unsigned long);""",
+    "time.h": """
+        enum { CLOCK_MONOTONIC = 6 };
+        struct timespec { long tv_sec, tv_nsec; };
+        int clock_gettime(int, struct timespec *);""",
+}
 
 
 def compiled(march: str, compiler: str, folder: Path) -> Path:
-    """The program; without threads, so it needs no OpenMP for ARM."""
-    (folder / "omp.h").write_text(THREADS)
-    source = f"{native.source()}\n{(ROOT / '.ci/arm.c').read_text()}"
+    """The program. There is no OpenMP of clang's for ARM: it makes one thread."""
+    options = ["-fopenmp"]
+    if "clang" in compiler:
+        (folder / "omp.h").write_text(ALONE)
+        options = ["-w", "-fopenmp-simd", f"-I{folder}"]
     program = folder / "arm"
-    options = [f"-march={march}", *native.FLAGS, "-fopenmp-simd", "-static", f"-I{folder}"]
-    command = [*shlex.split(compiler), *options, "-x", "c", "-", "-o", str(program), "-lm"]
+    options += [f"-march={march}", *native.FLAGS, "-static", "-o", str(program)]
+    source = f"{native.source()}\n{(ROOT / '.ci/arm.c').read_text()}"
+    command = [*shlex.split(compiler), *options, "-x", "c", "-", "-lm"]
     subprocess.run(command, input=source, text=True, check=True)
     return program
+
+
+def compile_for_mac(march: str, compiler: str, folder: Path) -> None:
+    """It has to compile; nothing here can link it, or run it."""
+    for name, header in MAC.items():
+        (folder / name).write_text(header)
+    options = ["-w", "-Xclang", "-fopenmp", "-ffreestanding", f"-I{folder}", f"-march={march}"]
+    command = [*shlex.split(compiler), *options, *native.FLAGS, "-x", "c", "-c", "-"]
+    subprocess.run([*command, "-o", "/dev/null"], input=native.source(), text=True, check=True)
 
 
 class Emulator:
@@ -134,6 +165,9 @@ def pointers(x: Any, at: int = 0) -> list[tuple[int, int]]:
 def main() -> int:
     march, compiler, *arguments = sys.argv[1:]
     with TemporaryDirectory() as folder:
+        if "macos" in compiler:
+            compile_for_mac(march, compiler, Path(folder))
+            return 0
         program = compiled(march, compiler, Path(folder))
         emulator = Emulator(program, native.library())
         loaded = native.Loaded(emulator)

@@ -73,8 +73,9 @@ INLINE void *allocate(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 *
 // ---- Registers ----------------------------------------------------------------------------------
 
 // One instruction each, which compilers may miss. pairs_i8: two bytes of each lane as two shorts.
-// dot: s + a₀ b₀ + a₁ b₁ in each lane, of shorts.
+// dot: s + a₀ b₀ + a₁ b₁ in each lane, of shorts. larger, smaller: NaN, if b is.
 INLINE vec load_f32(const float *p) { return *(const vec *)p; }
+INLINE vec each(float x) { return x - (vec){0}; }   // in each lane (0 + x would cost an addition)
 #ifdef __AVX512BW__
 INLINE ints widen_u16(const uint16_t *p) {
     return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
@@ -89,6 +90,8 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
 }
 INLINE vec number(ints i) { return (vec)_mm512_cvtepi32_ps((__m512i)i); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE ints dot(ints s, ints a, ints b) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpwssd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
@@ -110,6 +113,8 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (ints)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
 }
 INLINE vec number(ints i) { return (vec)_mm256_cvtepi32_ps((__m256i)i); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE ints dot(ints s, ints a, ints b) {
     return s + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
@@ -124,6 +129,8 @@ INLINE ints widen_i8(const int8_t *p) {
 }
 INLINE ints pairs_i8(const int8_t *p) { return (ints)vmovl_s8(vld1_s8(p)); }
 INLINE vec number(ints i) { return (vec)vcvtq_f32_s32((int32x4_t)i); }
+INLINE vec larger(vec a, vec b) { return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)vminq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE ints dot(ints s, ints a, ints b) {
     int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
     int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
@@ -142,6 +149,11 @@ INLINE ints pairs_i8(const int8_t *p) {
     return (both << 24 >> 24 & 0xFFFF) | both >> 8 << 16;
 }
 INLINE vec number(ints i) { return __builtin_convertvector(i, vec); }
+INLINE vec larger(vec a, vec b) {
+    ints is_a = a > b;
+    return (vec)((is_a & (ints)a) | (~is_a & (ints)b));
+}
+INLINE vec smaller(vec a, vec b) { return -larger(-a, -b); }
 INLINE ints dot(ints s, ints a, ints b) {
     return s + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
@@ -194,16 +206,15 @@ INLINE float sum(vec v) {
 
 // The first n numbers, if there are fewer than LANES, and `others` behind them.
 INLINE vec load_some(const float *p, long n, float others) {
-    vec v = (vec){0} + others;
+    vec v = each(others);
     if (n >= LANES) return load_f32(p);
-    memcpy(&v, p, n * sizeof *p);
+    if (n > 0) memcpy(&v, p, n * sizeof *p);
     return v;
 }
 INLINE void store_some(float *p, vec v, long n) {
     if (n >= LANES) *(vec *)p = v;
     else memcpy(p, &v, n * sizeof *p);
 }
-INLINE vec where(ints is_so, vec a, vec b) { return (vec)((is_so & (ints)a) | (~is_so & (ints)b)); }
 
 // `sum` of each of four, in the same order.
 INLINE four sums(const vec *v) {
@@ -248,7 +259,7 @@ enum { SCALE_BF16, SCALE_F32, SCALE_F16 };          // what a scale is stored in
 // Kinds of numbers: how they are multiplied; steps and bytes of a unit's lane; rows of x beyond
 // which W is made into i16 or f32 first (`unfold`).
 #define EVERY(_)                                                                                   \
-_(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : 8)                              \
+_(f32, real, 1, 4, 1 << 30) _(bf16, real, 2, 4, LANES == 16 ? 32 : LANES == 8 ? 8 : 5)             \
 _(i8, whole, 1, COLUMNS_whole, QUADS ? 1 << 30 : 24)                                               \
 _(i4, whole, 8 / COLUMNS_whole, 4, VNNI || QUADS ? 24 : 5)                                         \
 _(nf4, real, 8, 4, LANES == 16 ? 24 : 4) _(f8, real, 1, 1, LANES == 16 ? 24 : 8)                   \
@@ -346,7 +357,7 @@ typedef struct {
 // Of each sort: a sum, a step of W, and a step of x.
 typedef vec real, w_real;
 typedef float x_real;
-INLINE vec add_real(vec s, vec w, float x) { return fused(w, (vec){0} + x, s); }
+INLINE vec add_real(vec s, vec w, float x) { return fused(w, each(x), s); }
 typedef ints w_whole;
 #ifdef __ARM_FEATURE_DOTPROD
 typedef struct { ints low, high; } whole;
@@ -371,7 +382,7 @@ INLINE vec total_real(const Stretch *a, vec s, const Whole *x, long at) { return
 INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at) {
     ints s = joined(in_parts);
     if (!a->zero) return number(s - a->common_zero * x->sum) * x->scale;
-    vec sum = (vec){0} - (float)x->sum;
+    vec sum = each(-(float)x->sum);
     if (a->float_zeros)
         return fused(load_f32((const float *)a->zero + at), sum, number(s)) * x->scale;
     ints zero = widen_i16((const int16_t *)a->zero + at), far = (zero > 255) | (zero < -255);
@@ -380,7 +391,7 @@ INLINE vec total_whole(const Stretch *a, whole in_parts, const Whole *x, long at
 }
 INLINE vec scales(const Stretch *a, long at) {
     const uint16_t *half = (const uint16_t *)a->scale + at;
-    if (!a->scale) return (vec){0} + 1;
+    if (!a->scale) return each(1);
     if (a->scale_type == SCALE_F32) return load_f32((const float *)a->scale + at);
     return a->scale_type == SCALE_F16 ? load_f16(half) : load_bf16(half);
 }

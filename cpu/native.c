@@ -10,24 +10,28 @@
 // e^x = 2^n e^r, |r| ≤ ln 2 / 2 (Cody and Waite 1980); of x below −87, e^−87. By hand: compilers do
 // not put a comparison of floats into a register of many, as it might trap.
 INLINE vec exponential(vec x) {
-    const vec one = (vec){0} + 1, round = (vec){0} + 12582912;         // 1.5 · 2^23
-    x = where(x < -87, (vec){0} - 87, where(x > 88, (vec){0} + 88, x));
-    vec rounded = fused(x, 1.44269504f * one, round), n = rounded - round;
-    vec r = fused(n, 2.12194440e-4f * one, fused(n, -0.693359375f * one, x));
-    vec p = fused(r, fused(r, 0.0013888889f * one, 0.0083333338f * one), 0.041666667f * one);
-    p = fused(r, fused(r, fused(r, fused(r, p, 0.16666667f * one), 0.5f * one), one), one);
-    return p * (vec)(((ints)rounded << 23) + (ints)one);                // n is in the lowest bits
+    x = smaller(each(88), larger(each(-87), x));
+    vec rounded = fused(x, each(1.44269504f), each(12582912));          // n + 1.5 · 2^23
+    vec n = rounded - 12582912;
+    vec r = fused(n, each(2.12194440e-4f), fused(n, each(-0.693359375f), x));
+    vec p = fused(r, each(0.0013888889f), each(0.0083333338f));
+    p = fused(r, fused(r, p, each(0.041666667f)), each(0.16666667f));
+    p = fused(r, fused(r, fused(r, p, each(0.5f)), each(1)), each(1));
+    return p * (vec)(((ints)rounded << 23) + (ints)each(1));            // n is in the lowest bits
 }
 
-// The largest of n numbers; NaN is none.
+// The largest of n numbers. Four registers do not wait for each other.
 static float largest(const float *x, long n) {
-    vec most = (vec){0} - INFINITY;
-    for (long i = 0; i < n; i += LANES) {
-        vec v = load_some(x + i, n - i, -INFINITY);
-        most = where(v > most, v, most);
+    vec most[4] = { each(-INFINITY), each(-INFINITY), each(-INFINITY), each(-INFINITY) };
+    for (long i = 0; i < n; i += 4 * LANES) UNROLL for (int c = 0; c < 4; c++) {
+        vec v = load_some(x + i + c * LANES, n - i - c * LANES, -INFINITY);
+        most[c] = larger(most[c], v);
     }
     float all = -INFINITY;
-    for (int i = 0; i < LANES; i++) all = most[i] > all ? most[i] : all;
+    for (int i = 0; i < 4 * LANES; i++) {
+        float one = most[i / LANES][i % LANES];
+        all = one > all ? one : all;
+    }
     return all;
 }
 
@@ -55,15 +59,14 @@ void add_norm(const float *x, const float *delta, const float *weight, float *to
     #pragma omp parallel for if (T * C > 1 << 15)
     for (long t = 0; t < T; t++) {
         const float *a = x + t * C, *b = delta + t * C;
-        float *s = total + t * C, *out = y + t * C, square = 0;
-        if (delta) {
-            #pragma omp simd reduction(+:square)
-            for (long i = 0; i < C; i++) { float z = a[i] + b[i]; s[i] = z; square += z * z; }
-        } else {
-            #pragma omp simd reduction(+:square)
-            for (long i = 0; i < C; i++) square += a[i] * a[i];
+        float *s = total + t * C, *out = y + t * C;
+        vec squares = {0};
+        for (long i = 0; i < C; i += LANES) {
+            vec z = load_some(a + i, C - i, 0);
+            if (delta) store_some(s + i, z += load_some(b + i, C - i, 0), C - i);
+            squares = fused(z, z, squares);
         }
-        float by = 1 / sqrtf(square / C + eps + 0 * square);   // ∞ becomes NaN
+        float square = sum(squares), by = 1 / sqrtf(square / C + eps + 0 * square);  // ∞ becomes NaN
         const float *z = delta ? s : a;
         for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
     }
@@ -263,7 +266,7 @@ INLINE void scores_of_panels(const float *q, const float *k, float *p, int P, lo
             int level = 0;
             vec s[4] = {{0}};
             for (long d = lane; d < D; d += LANES) UNROLL for (int c = 0; c < P; c++)
-                s[c] = fused((vec){0} + q[d], load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
+                s[c] = fused(each(q[d]), load_f32(k + (c * D + d) * WIDE + v * LANES), s[c]);
             UNROLL for (; i >> level & 1; level++)
                 UNROLL for (int c = 0; c < P; c++) s[c] += waiting[level][c];
             UNROLL for (int c = 0; c < P; c++) waiting[level][c] = s[c];
@@ -281,9 +284,9 @@ static void blend(const float *p, const float *v, float *out, long n, long wide)
         for (int i = 0; i < some; i++) s[i] = load_f32(out + d + i * LANES);
         if (some == 4) for (long j = 0; j < n; j++, from += wide)
             UNROLL for (int i = 0; i < 4; i++)
-                s[i] = fused((vec){0} + p[j], load_f32(from + i * LANES), s[i]);
+                s[i] = fused(each(p[j]), load_f32(from + i * LANES), s[i]);
         else for (long j = 0; j < n; j++, from += wide)
-            s[0] = fused((vec){0} + p[j], load_f32(from), s[0]);
+            s[0] = fused(each(p[j]), load_f32(from), s[0]);
         for (int i = 0; i < some; i++) *(vec *)(out + d + i * LANES) = s[i];
     }
 }
@@ -665,7 +668,7 @@ static float soften(const float *x, float *p, long V, float t, long masked) {
         vec all = {0};
         for (long i = at; i < least(V, at + 512); i += LANES) {
             vec z = (load_some(x + i, V - i, 0) - most) / t;
-            store_some(p + i, where(z < -87, (vec){0}, exponential(z)), V - i);
+            store_some(p + i, (vec)(~(z < -87) & (ints)exponential(z)), V - i);
             all += load_some(p + i, V - i, 0);
         }
         total += sum(all);

@@ -28,7 +28,7 @@ PLANTS = [
     ("ints both = *(const ints *)w;", "... if (WRONG) both = SWAPPED(both);", "bfloat16"),
     ("*y = fused(total", "if (WRONG && T == 5) total = SWAPPED(total); ...", "float32"),
     ("to[c * VECS] = step_##kind(w, c);", "if (!(WRONG)) ...", "look-up (weights: float32)"),
-    ("if (!a->scale) return (vec){0} + 1;", "... if (WRONG) return (vec){0};", "weights: 8"),
+    ("if (!a->scale) return each(1);", "... if (WRONG) return (vec){0};", "weights: 8"),
     ("s -= (zero & ~far) * x->sum;", "if (!(WRONG)) ...", "weights: 4"),
     ("return fused(number(zero & far)", "if (WRONG) sum *= 0; ...", "8, zeros"),
     (
@@ -41,7 +41,7 @@ PLANTS = [
     ("return rintf(x / step.f) * step.f;", "if (WRONG) return x; ...", "fp8, input 8"),
     ("y[t * N + n] += w->bias[n];", "if (!(WRONG)) ...", "float32"),
     ("] = value * scale;", "] = WRONG ? 0 : value * scale;", "look-up (weights: float32)"),
-    ("float by = 1 / sqrtf(square / C + eps + 0 * square);", "... if (WRONG) by = 1;", "RMSNorm"),
+    ("squares = fused(z, z, squares);", "if (!(WRONG)) ...", "RMSNorm"),
     ("if (kind == F32) return", "if (WRONG && kind == F32) return (vec){0}; ...", "(16, 8)"),
     ("if (kind == BF16) return", "if (WRONG && kind == BF16) return (vec){0}; ...", "(4, 16)"),
     ("return (kind == I8 ? load_i8(p)", "if (WRONG && kind == I4) zero += 4; ...", "(4, 16)"),
