@@ -83,7 +83,8 @@ def free_memory(device: torch.device) -> int:
         _, available = memory_info.read_text().split("MemAvailable:")
         free = 1024 * int(available.split()[0])
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS: all of it
+        page_size = os.sysconf("SC_PAGE_SIZE")
+        free = page_size * os.sysconf("SC_PHYS_PAGES")  # macOS: all that there is
     return group_for(device).memory(free, device)  # the smallest share of all processes
 
 
