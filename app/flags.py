@@ -5,6 +5,7 @@ Nothing slow is imported here, so that --help and a mistake in a flag are told a
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 
 from app.shell import Parser, check_file, number_or_word, status
 from errors import UserError
-from settings import MAX_TOKENS, Settings
+from settings import MAX_TOKENS, VERIFY, Settings
 
 KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
 MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
+ORIGIN = r"\*|null|[a-z][a-z\d+.-]*://[^/\sA-Z]*"  # browsers send small letters
 EXAMPLES = """\
 examples:
   python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
@@ -87,8 +89,9 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--verify",
-        choices=("exact", "coupled"),
-        help="exact (default), or coupled: target and seed alone decide the text",
+        choices=VERIFY,
+        help="drafts as a block (default), which accepts the most; token by token; or coupled: "
+        "target and seed alone decide the text",
     )
     p.add_argument(
         "--bits",
@@ -148,6 +151,11 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         action="store_const",
         const=False,
         help="continue the prompt as it is, without the model's chat template",
+    )
+    p.add_argument(
+        "--special",
+        action="store_true",
+        help="a raw prompt means the control tokens that it spells (default: they are text)",
     )
     p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(
@@ -314,6 +322,14 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
     )
+    p.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="let pages of this origin use the server (http://localhost:3000, app://obsidian.md, "
+        "null; '*': all pages); may be repeated",
+    )
     p.add_argument("--model-name", help="what clients call the model (default: --target)")
     p.add_argument(
         "--max-queue",
@@ -340,3 +356,9 @@ def check_server_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
     if args.api_key == "":
         raise UserError("--api-key is empty: name a key, or leave it out")
+    for origin in args.allow_origin:
+        if not re.fullmatch(ORIGIN, origin):
+            raise UserError(
+                f"--allow-origin is {origin!r}: it must be as a browser sends it, a scheme and a "
+                "host, without a path: http://localhost:3000; null; or '*' for all pages"
+            )

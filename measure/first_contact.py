@@ -66,7 +66,7 @@ STEPS = (
     Stage("peers", 90, "above 1"),
     Stage("profile", 45, "which kernels to look at"),
     Stage("profile", 45, "what early launches gain", "early"),
-    Stage("speculation", 60, "above 1 where drafts are accepted, and auto not far below the best"),
+    Stage("speculation", 80, "above 1 where drafts are accepted, and auto not far below the best"),
     Stage("serving", 90, "many times the tokens/s of one stream"),
 )
 AGAIN = 25  # seconds, with a part turned off

@@ -9,7 +9,7 @@
     python bench.py --gpu kernels        attention and products alone
     python bench.py --gpu peers          PyTorch and transformers, in turns with ours (gpu_peers.py)
     python bench.py --gpu profile        what each kernel takes of a token
-    python bench.py --gpu speculation    1B shapes draft for 8B shapes
+    python bench.py --gpu speculation    1B shapes draft for 8B shapes; in few bits a CPU can, too
     python bench.py --gpu serving        many requests at a time
 
 Speed does not depend on the values of weights, so nothing is downloaded. Kernels are compiled and
@@ -45,6 +45,7 @@ from kernels import free_memory
 from measure import gpu_peers, smoke
 from measure.clock import read_bandwidth
 from measure.gpu_parts import (
+    ON_CPU,
     QUICK,
     WAYS,
     WRONG,
@@ -161,19 +162,24 @@ def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
 
 
 class BiasedCoin(Keyed):
-    """Accepts every draft with probability alpha, whatever p and q are; never an absent draft."""
+    """Accepts every draft with probability alpha, whatever p and q are, if all before it were
+    accepted; never an absent draft."""
 
     def __init__(self, *keys: Any, alpha: float, **options: Any):
         super().__init__(*keys, **options)
         self.alpha = alpha
 
     def accept(self, prob: Tensor) -> Tensor:
-        return super().accept(torch.where(prob > 0, self.alpha, 0.0))
+        stands = super().accept(torch.where(prob > 0, self.alpha, 0.0))
+        return stands.long().cumprod(1).bool()
 
 
-def speculation_row(scale: Scale, bandwidth: float, alpha: float) -> Row:
+def speculation_row(
+    scale: Scale, bandwidth: float, target_way: str, draft_way: str, alpha: float
+) -> Row:
     """One stream: the second model drafts for the first, with a fixed γ and with auto."""
-    target, draft = (random_model(name, "16 bits", scale) for name in (scale.target, scale.draft))
+    target = random_model(scale.target, target_way, scale)
+    draft = random_model(scale.draft, draft_way, scale)
     seconds = []
     for gamma in (0, 2, 4, None):
         engine = random_engine(target, None if gamma == 0 else draft, 2 * scale.context, 1)
@@ -251,8 +257,8 @@ CASES = {
         profile_row,
     ),
     "speculation": Case(
-        ("times plain decoding: α", "γ = 2", "γ = 4", "auto"),
-        lambda scale: product((0.9, 0.7)),
+        ("times plain decoding: target, draft, α", "γ = 2", "γ = 4", "auto"),
+        lambda scale: [(*pair, 0.7) for pair in scale.pairs],
         speculation_row,
     ),
     "serving": Case(
@@ -265,7 +271,7 @@ CASES = {
 
 def check_gpu(name: str, quick: bool, has_gpu: bool) -> None:
     """UserError unless there is a GPU, or it is not needed."""
-    if not has_gpu and not quick:
+    if not has_gpu and not quick and name != "speculation":
         raise UserError(
             f"--gpu {name} needs a GPU, and PyTorch finds none here: "
             "--quick runs it with toy shapes on the CPU"
@@ -283,6 +289,8 @@ def run_case(
     scale = scale_of(quick)
     if on_gpu:
         scale = replace(scale, device="cuda")
+    elif not quick:
+        scale = ON_CPU
     bandwidth = read_bandwidth(scale.megabytes, scale.device)
     case = CASES[name]
     rows: list[Row] = []

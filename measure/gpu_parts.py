@@ -5,7 +5,7 @@ Invariant: a model has the same random numbers in every dtype; where they are st
 they are rounded from the numbers of `Scale.dtype`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -73,12 +73,24 @@ class Scale:
     repeats: int = 50  # of a kernel
     turns: int = 3
     pasts: tuple[int, ...] = (90, 700)  # tokens before a step that is checked
+    pairs: tuple[tuple[str, str], ...] = (  # how a target and its draft store weights
+        ("16 bits", "16 bits"),
+        ("INT4", "INT4"),
+        ("INT4", "16 bits"),
+    )
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
 
+ON_CPU = Scale(
+    device="cpu",
+    context=16,
+    count=33,
+    megabytes=512,
+    pairs=(("INT8", "INT8"), ("INT4", "INT4"), ("INT4", "16 bits")),
+)
 QUICK = Scale(
     "tiny",
     "tiny",
@@ -141,15 +153,24 @@ def random_numbers(scale: Scale, *shape: int) -> Tensor:
 def random_model(
     name: str, way: str, scale: Scale, dtype: torch.dtype | None = None, ops: Ops | None = None
 ) -> Llama:
-    """A model with random weights, stored this way. dtype: to compute in, if not the scale's."""
-    seed = None if scale.device == "meta" else 0
-    plain = Llama(SHAPES[name], scale.device, scale.dtype, seed=seed)
-    if way == "16 bits" and dtype is None and ops is None:
-        return plain.pack_weights()
+    """A model with random weights, stored this way; few tensors at a time have more bits. dtype: to
+    compute in, if not the scale's."""
     config = replace(SHAPES[name], quantization=WAYS[way])
-    llama = Llama(config, scale.device, dtype or scale.dtype, seed=None, ops=ops)
-    fill_model(llama, plain.named_tensors().items())
+    ops = ops or ops_for(scale.device)
+    dtype, weight_dtype = ops.dtypes([scale.dtype], dtype)
+    llama = Llama(config, scale.device, dtype, seed=None, ops=ops, weight_dtype=weight_dtype)
+    fill_model(llama, random_weights(llama, scale))
     return llama.pack_weights()
+
+
+def random_weights(llama: Llama, scale: Scale) -> Iterator[tuple[str, Tensor]]:
+    """A plain weight in the place of each of the model's, made when it is asked for."""
+    torch.manual_seed(0)
+    for name, weight in llama.named_weights().items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(weight.shape, device=scale.device, dtype=scale.dtype)
+        else:
+            yield name, 0.02 * random_numbers(scale, *weight.shape)
 
 
 def random_engine(

@@ -1,6 +1,7 @@
 """The GPU cases on toy shapes; on a GPU, the texts of the embedded model are those of the CPU."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,8 +38,8 @@ def test_the_coin_accepts_with_its_probability_whatever_the_models_say(alpha):
     zeros = torch.zeros(4000, dtype=torch.int64)
     coin = gpu_cases.BiasedCoin(torch.arange(4000), zeros, alpha=alpha)
     stands = coin.accept(torch.tensor([[0.001, 1.0, 0.0]]).expand(4000, 3))
-    assert abs(stands[:, :2].float().mean() - alpha) < 0.02
-    assert not stands[:, 2].any()  # an absent draft
+    first, second, absent = stands.float().mean(0)
+    assert abs(first - alpha) < 0.02 and abs(second - alpha**2) < 0.02 and absent == 0
     assert coin[:10].alpha == alpha
     assert isinstance(coin[[1, 2]], gpu_cases.BiasedCoin)
 
@@ -62,6 +63,23 @@ def test_random_models_are_finite_and_as_large_as_their_bits():
         logits = llama(torch.arange(5))
         assert logits.isfinite().all() and logits.std() > 1e-3
         assert weight_bytes(llama) < 0.4 * weight_bytes(plain)
+
+
+@torch.inference_mode()
+def test_a_cpu_speculates_in_few_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_cases, "ON_CPU", replace(QUICK, pairs=(("INT4", "INT8"),)))
+    loaded = []
+
+    def random_model(name, way, scale):
+        loaded.append(way)
+        return gpu_parts.random_model(name, way, scale)
+
+    monkeypatch.setattr(gpu_cases, "random_model", random_model)
+    results = gpu_cases.run_case("speculation", False, lambda found: None)
+    ((name, *gains),) = results["gpu"]["speculation"]["rows"]
+    assert name == "INT4, INT8, 0.7" and loaded == ["INT4", "INT8"]
+    assert all(float(gain) > 0 for gain in gains)
 
 
 def test_shapes_are_those_of_the_models():
