@@ -158,8 +158,8 @@ INLINE ints dot(ints s, ints a, ints b) {
     return s + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 #endif
-// a b + c, rounded once. Nothing else is: -ffp-contract=off. Left to the compiler, it is here and is
-// not there, and a row would depend on which code it meets.
+// a b + c, rounded once. Nothing else is (-ffp-contract=off): compilers would do so here and not
+// there, and a row would depend on which code it meets.
 INLINE vec fused(vec a, vec b, vec c) {
 #ifdef __aarch64__
     return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);

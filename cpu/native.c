@@ -66,7 +66,8 @@ void add_norm(const float *x, const float *delta, const float *weight, float *to
             if (delta) store_some(s + i, z += load_some(b + i, C - i, 0), C - i);
             squares = fused(z, z, squares);
         }
-        float square = sum(squares), by = 1 / sqrtf(square / C + eps + 0 * square);  // ∞ becomes NaN
+        float square = sum(squares);
+        float by = 1 / sqrtf(square / C + eps + 0 * square);   // ∞ becomes NaN
         const float *z = delta ? s : a;
         for (long i = 0; i < C; i++) out[i] = z[i] * by * weight[i];
     }

@@ -87,8 +87,8 @@ static void arrange(const Weight *w, const float *x, float *to) {
     }
 }
 
-// Whole numbers of a stretch of x, [n]: q = round(x / scale), scale = max |x| / LARGEST. What is not
-// finite makes a scale of NaN.
+// Whole numbers of a stretch of x, [n]: q = round(x / scale), scale = max |x| / LARGEST. What is
+// not finite makes a scale of NaN.
 static const float LARGEST = QUADS ? 127 * 256 + 127 : 32767;           // of low + 256 high
 static Whole to_whole(const float *x, int16_t *q, long n) {
     float most = 0, bad = 0;

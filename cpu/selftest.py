@@ -27,7 +27,7 @@ from kernels import Linear, Ops
 from kvcache import AttentionMetadata, Cache, KVSpec, SequenceSlice
 from quant import FORMATS, Quantized, quantize
 from sampling import Keyed
-from speculative import verify
+from speculative import verify_block
 
 BOUND = 1e-3  # of an error's norm, beside the norm of what is right
 N = 70  # five panels
@@ -157,6 +157,6 @@ def sampled(ops: Ops) -> Iterator[Trial]:
     q[:, -1] = 0  # behind the last draft
     drafted = p.argmax(-1)[:, :-1]
     drafted[0, 1] = 0
-    result = ops.verify(p, q, drafted, coin)
-    wanted = verify(p, q, drafted, coin)
+    result = ops.verify_block(p, q, drafted, coin)
+    wanted = verify_block(p, q, drafted, coin)
     yield Trial("verify", torch.cat(result), torch.cat(wanted))
