@@ -48,6 +48,7 @@ class Settings:
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
     logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
     special: bool = False  # the text of a control token in a raw prompt is that token
+    thinking: bool | None = None  # a chat template's enable_thinking (Qwen 3); None: its default
     # A text follows at most one of these (grammar.py).
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
@@ -74,6 +75,8 @@ class Settings:
             check_whole("gamma", self.gamma, 0, None, " or auto")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.thinking, bool | None):
+            raise UserError(f"thinking is {self.thinking!r}: it must be true or false")
         if self.schema is not None:
             object.__setattr__(self, "schema", checked_schema(self.schema))
         if self.choice is not None:

@@ -116,6 +116,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": write_model(folder / "tied"),
         "draft": write_model(folder / "draft", seed=0, num_hidden_layers=1),
         "biased": write_model(folder / "biased", seed=1, **biased),
+        "qwen2": write_model(folder / "qwen2", seed=1, model_type="qwen2"),
+        "qwen3": write_model(folder / "qwen3", seed=1, model_type="qwen3"),
         "wide": write_model(folder / "wide", seed=2, **WIDE),  # two shards of groups of 128
     }
 
@@ -275,6 +277,8 @@ def test_logits_are_those_of_one_process(everywhere, models):
         (2, "tied", 16, torch.float32, 1e-4),
         (2, "biased", 8, torch.float32, 1e-3),
         (4, "biased", 16, torch.float64, 1e-12),
+        (2, "qwen2", 8, torch.float64, 1e-12),
+        (4, "qwen3", 16, torch.float64, 1e-12),
         (2, "wide", 4, torch.float64, 1e-12),
         (2, "wide", 8, torch.bfloat16, 0.05),
     ):

@@ -17,6 +17,7 @@ WRONG = dict(
     seed=[2**63, -(2**63) - 1, "x", True],
     gamma=[-1, False, 1.5, "all"],
     logprobs=[-1, MAX_LOGPROBS + 1, 1.0, True],
+    thinking=[0, "on", 1.0],
     stop=[("",), ("a", ""), (3,), 3, {"a": 1}, ""],
     choice=[(), ("a", ""), (3,), 3, ""],
     schema=["{", "[1]", [1], 3, {"a": {1}}, "[" * 100_000],

@@ -14,8 +14,8 @@ Invariants:
     spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space. Some files ask for less: white space beside some added tokens, or
-    what a pattern does not match, is left out.)
+    cannot tell a ▁ from a space; Qwen's texts come back in Unicode's normal form C. Some files ask
+    for less: white space beside some added tokens, or what a pattern does not match, is left out.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
@@ -197,15 +197,21 @@ class Tokenizer:
         parts = Finder(self.specials).split(text)
         return parts[1] if len(parts) > 1 else ""
 
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template."""
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation, [{"role": …, "content": …}, …], by the template, which may
+        know enable_thinking."""
         if self._chat is None:
             raise UserError(
                 f"{self._vocabulary.file}: there is no chat template; use a text, or a folder with "
                 "a chat_template.jinja"
             )
         encode = partial(self._bpe.encode, ends=thread_time() + SECONDS)
-        return self._chat.tokens(messages, add_generation_prompt, encode)
+        return self._chat.tokens(messages, add_generation_prompt, encode, enable_thinking)
 
     # ---- Tokens to text
 

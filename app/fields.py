@@ -29,7 +29,7 @@ BOTH = """
     model n seed stop max_tokens max_completion_tokens stop_token_ids ignore_eos logprobs stream
     stream_options response_format json_schema structured_outputs origins
 """
-CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs"}
+CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs"}
 COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens", "special"}
 MESSAGE = set("role content id opts agent model messageId traceId timestamp usage".split())
 ALIASES = {

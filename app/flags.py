@@ -137,6 +137,11 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
     p.add_argument("--system", help="a system message, for chat templates")
+    p.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether to think first, for chat templates that ask (Qwen 3)",
+    )
     either = p.add_mutually_exclusive_group()
     either.add_argument(
         "--chat",

@@ -1,9 +1,10 @@
 """OpenAI's protocol: what a client may ask for, and what it is answered.
 
 `/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
-min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema). fields.py has the closed list
-of fields. `read_request` reads a body, and `Reply` writes the answers: one object, or, streamed, a
-chunk for all that is new of a text, with the role in the first and the finish_reason in the last.
+min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema, chat_template_kwargs). fields.py
+has the closed list of fields. `read_request` reads a body, and `Reply` writes the answers: one
+object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
+finish_reason in the last.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
@@ -163,12 +164,17 @@ def read_chat(body: Body, offer: Offer) -> list[list[int]]:
     conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
     texts = [message["content"] for message in conversation]
     check_characters("messages", sum(map(len, texts)), offer)
-    if offer.model.uses_template(None):
-        tokens = offer.model.encode(conversation)
-    else:
-        tokens = offer.model.encode("\n".join(texts))
+    prompt = conversation if offer.model.uses_template(None) else "\n".join(texts)
+    tokens = offer.model.encode(prompt, thinking=read_thinking(body))
     check_length("messages", tokens, offer)
     return [tokens]
+
+
+def read_thinking(body: Body) -> bool | None:
+    """What the template is to get as enable_thinking."""
+    values = typed(body, "chat_template_kwargs", dict, {})
+    check_listed(values, ("enable_thinking",), "chat_template_kwargs.")
+    return typed(values, "enable_thinking", bool, None)
 
 
 def chat_message(where: str, message: Any) -> Message:

@@ -450,6 +450,7 @@ BAD_FLAGS = told(
     --kv-bits 5 → kv_bits is '5': it must be
     --dtype int8 → invalid choice: 'int8'
     --system 'be kind' → need a chat template
+    --no-thinking → need a chat template
     extra → unrecognized arguments: extra
     --target no-such-model → 'no-such-model' is neither
     --target /no/such/folder → neither a folder

@@ -160,7 +160,8 @@ add_special_tokens@chat refused true false
 add_special_tokens@completions refused false true
 add_bos_token refused false true
 chat_template refused "x"
-chat_template_kwargs refused {"enable_thinking":false} {}
+chat_template_kwargs@chat harmless {}
+chat_template_kwargs@completions refused {"enable_thinking":false} {}
 documents refused [{"text":"x"}] []
 negative_prompt refused "x" ""
 safe_prompt refused true false
@@ -392,7 +393,8 @@ def test_the_lists_hold_nothing_else():
     honoured = fields.CHAT | fields.COMPLETION | fields.ALIASES.keys()
     neutral, harmless = fields.NEUTRAL.keys(), fields.HARMLESS
     assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
-    assert honoured & neutral == {"top_logprobs", "add_special_tokens", "special"}
+    of_one_path = {"top_logprobs", "add_special_tokens", "special", "chat_template_kwargs"}
+    assert honoured & neutral == of_one_path
     assert not harmless & (honoured | neutral)
 
 

@@ -460,6 +460,9 @@ BAD = told(
     user {"role": ["user"]} → messages[0] must have a role
     user {"content": null} → messages[0] has no content: give it a text
     user {"content": [{"type": "image_url"}]} → messages[0] has a content of type 'image_url'
+    asked {"chat_template_kwargs": {"x": 1}} → chat_template_kwargs.x is not done here
+    asked {"chat_template_kwargs": {"enable_thinking": 1}} → enable_thinking is 1: it must be
+    asked {"chat_template_kwargs": {"enable_thinking": true}} → thinking need a chat template
     user {"tool_calls": [{}]} → messages[0].tool_calls is not done here
     asked {"logprobs": 2} → logprobs is 2: it must be of type bool
     asked {"top_logprobs": 2} → top_logprobs needs logprobs

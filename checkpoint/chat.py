@@ -88,11 +88,21 @@ class ChatTemplate:
         messages: list[Message],
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
+        enable_thinking: bool | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
-        added tokens, and whether it is the first."""
+        added tokens, and whether it is the first. enable_thinking: None, if the template is to
+        choose."""
+        options = {"add_generation_prompt": add_generation_prompt}
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+            if "enable_thinking" not in self.source:
+                raise UserError(
+                    f"{self.vocabulary.file}: the chat template knows no enable_thinking, so "
+                    "thinking cannot be chosen: leave it out"
+                )
         ids = []
-        parts = self._finder.split(self._render(messages, add_generation_prompt))
+        parts = self._finder.split(self._render(messages, options))
         for n, part in enumerate(parts):
             if part in self.ids:
                 ids.append(self.ids[part])
@@ -101,7 +111,7 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Message], options: dict[str, bool]) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
         place for them; a warning if it changes the last user message."""
         for n, message in enumerate(messages, 1):
@@ -113,9 +123,9 @@ class ChatTemplate:
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         asked = last["content"].strip()
-        text, problem = self._lay_out(turns, str, add_generation_prompt)
+        text, problem = self._lay_out(turns, str, options)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
-        without, _ = self._lay_out(others, str, add_generation_prompt)
+        without, _ = self._lay_out(others, str, options)
 
         def has_asked(text: str) -> bool:
             """The template, or another message, may say the same."""
@@ -124,7 +134,7 @@ class ChatTemplate:
 
         if not problem and has_asked(text):
             return text
-        in_parts, other_problem = self._lay_out(turns, parts_of, add_generation_prompt)
+        in_parts, other_problem = self._lay_out(turns, parts_of, options)
         if not other_problem and has_asked(in_parts):
             return in_parts
         if not problem and text == without:
@@ -138,7 +148,7 @@ class ChatTemplate:
         return text
 
     def _lay_out(
-        self, turns: list[Message], form: Callable[[str], Any], add_generation_prompt: bool
+        self, turns: list[Message], form: Callable[[str], Any], options: dict[str, bool]
     ) -> tuple[str, str]:
         """What `Renderer.render` makes of these turns. form: of a content, for the template."""
         values = {
@@ -146,7 +156,7 @@ class ChatTemplate:
             "messages": [turn | {"content": form(turn["content"])} for turn in turns],
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            **options,
         }
         return self._renderer.render(self.source, values, self._letters)
 

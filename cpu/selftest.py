@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import Linear, Ops
+from kernels import HeadNorm, Linear, Ops
 from kvcache import AttentionMetadata, Cache, KVSpec, SequenceSlice
 from quant import FORMATS, Quantized, quantize
 from sampling import Keyed
@@ -137,7 +137,8 @@ def attended(ops: Ops, spec: KVSpec) -> Tensor:
         sin = cos.flip(2)
         slices = [SequenceSlice([1, 0], start, stop)]
         metadata = AttentionMetadata(slices, cache.block_size, cache)
-        results.append(ops.attend(qkv, G, (cos, sin), metadata, 0))
+        norm = HeadNorm(waves(2 * D), 1e-5)
+        results.append(ops.attend(qkv, G, (cos, sin), metadata, 0, norm))
     return torch.cat(results)
 
 
