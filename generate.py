@@ -506,7 +506,7 @@ def prepare(
         lengths.append(request.num_prompt_tokens + request.num_remaining)
         streams.append(OutputStream(model.tokenizer, request, prompt, show=show, index=index))
     max_batch = min(options.max_batch, max(1, len(prompts)))
-    options = replace(options, max_len=max(lengths, default=2), max_batch=max_batch)
+    options = replace(options, max_len=max([2, *lengths]), max_batch=max_batch)
     loaded = load_draft(draft, model, loading.get("dtype"), draft_bits)
     return Engine(model, loaded, options, sum(lengths)), streams
 

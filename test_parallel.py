@@ -8,11 +8,14 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +31,8 @@ from hypothesis import strategies as st
 
 from app.launch import (
     GRACE,
+    connect,
+    end_with_peer,
     follow,
     handle_signal,
     joined,
@@ -148,6 +153,33 @@ def test_processes_wait_for_each_other_without_a_limit(monkeypatch):
     with joined(2, torch.device("cpu"), []) as device:
         assert device.type == "cpu"
     assert asked["world_size"] == 2 and asked["timeout"] > timedelta(days=30)
+
+
+def test_a_process_of_torchrun_ends_with_its_peer(monkeypatch, capsys):
+    """Which is done, has ended before, or is out of reach."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    for act, words in (
+        (lambda peer: peer.send(b"."), ""),
+        (socket.socket.close, "the process on 127.0.0.1 has ended"),
+        (reset, "127.0.0.1 cannot be reached"),
+    ):
+        for is_first in (True, False):
+            store = dist.HashStore()
+            with ThreadPoolExecutor(1) as pool:
+                others = pool.submit(connect, store, 0, 2)
+                ends = [*connect(store, 1, 2), *others.result()]
+            act(ends[is_first].connection)
+            with pytest.raises(SystemExit, match="2") if words else nullcontext():
+                end_with_peer(ends[not is_first])
+            assert capsys.readouterr().err == (f"error: {words}, and so all end\n" if words else "")
+
+
+def reset(peer: socket.socket) -> None:
+    """Let the other end's next call fail."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
 
 
 def test_a_process_after_the_first_tells_its_error_if_nobody_ends_it(monkeypatch):

@@ -30,7 +30,7 @@ BOTH = """
     stream_options response_format json_schema structured_outputs origins
 """
 CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs", "chat_template_kwargs"}
-COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens", "special"}
+COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "echo", "add_special_tokens", "special"}
 MESSAGE = set("role content id opts agent model messageId traceId timestamp usage".split())
 ALIASES = {
     "max_new_tokens": "max_tokens",

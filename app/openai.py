@@ -12,7 +12,6 @@ its finish_reason is `length` then.
 """
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +68,7 @@ class Asked:
     include_usage: bool  # in a last chunk
     continuous_usage: bool  # in every chunk
     shows_origins: bool
+    echo: bool  # a text begins with its prompt
 
     @property
     def follows(self) -> Grammar | None:
@@ -95,6 +95,9 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     n = body.get("n", 1)
     check_whole("n", n, 1, MAX_CHOICES // len(prompts), f" ({len(prompts)} prompts)")
     settings = read_settings(body, is_chat, offer)
+    echo = not is_chat and typed(body, "echo", bool, False)
+    if echo:
+        settings = replace(settings, prompt_logprobs=settings.logprobs)
     is_reply = is_chat and offer.model.uses_template(None)
     streams = []
     for tokens in prompts:
@@ -112,6 +115,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
         include_usage=typed(options, "include_usage", bool, False),
         continuous_usage=typed(options, "continuous_usage_stats", bool, False),
         shows_origins=typed(body, "origins", bool, False),
+        echo=echo,
     )
 
 
@@ -263,7 +267,7 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
     chosen["max_tokens"] = offer.limit if is_chat else DEFAULT_MAX_TOKENS
     for name in ("max_tokens", "max_completion_tokens"):
         if name in body:
-            check_whole(name, body[name], 1, None)
+            check_whole(name, body[name], 0, None)
             chosen["max_tokens"] = body[name]
     chosen["logprobs"] = body.get("logprobs")
     if is_chat:  # there it is a switch
@@ -336,7 +340,9 @@ class Reply:
         self.id = ("chatcmpl-" if asked.is_chat else "cmpl-") + uuid4().hex
         self.model = offer.name
         self.created = int(time.time())
-        self.offsets = Counter[int]()  # characters of each text that have logprobs
+        # Of each text: the decoder of its tokens that have logprobs, and their characters so far.
+        self.decoders = [self.tokenizer.incremental_decoder(not asked.echo) for _ in asked.streams]
+        self.offsets = [0] * len(asked.streams)
         self.num_tokens: dict[int, int] = {}  # of each text
 
     def completion(self, results: Sequence[Result]) -> Body:
@@ -344,25 +350,25 @@ class Reply:
         choices = []
         for result in results:
             i = result.index
-            self.num_tokens[i] = len(result.tokens)
-            choice: Body = {"text": result.text}
+            choice: Body = {"text": self._echo(i) + result.text}
             if self.asked.is_chat:
                 choice = {"message": {"role": "assistant", "content": result.text}}
-            choices.append(choice | self._about(i, result.logprobs, result))
+            choices.append(choice | self._about(i, result.logprobs or (), result))
+            self.num_tokens[i] = len(result.tokens)
         return self._object(choices) | {"usage": self.usage()}
 
     def chunk(self, update: Update) -> Body:
         """What is new in one text."""
         i = update.index
         text = "".join(piece for piece, _ in update.pieces)
-        choice: Body = {"text": text}
+        choice: Body = {"text": self._echo(i) + text}
         if self.asked.is_chat:
             is_first = i not in self.num_tokens
             choice = {"delta": {"role": "assistant"} if is_first else {}}
             if text or is_first:
                 choice["delta"]["content"] = text
+        choice |= self._about(i, update.logprobs, update.result)
         self.num_tokens[i] = update.num_tokens
-        choice |= self._about(i, update.logprobs or None, update.result)
         chunk = self._object([choice], ".chunk")
         if self.asked.shows_origins:
             chunk["origins"] = update.pieces
@@ -397,39 +403,57 @@ class Reply:
             "choices": choices,
         }
 
-    def _about(
-        self, index: int, logprobs: Sequence[TokenLogprob] | None, result: Result | None
-    ) -> Body:
-        """The fields that every choice has. logprobs, result: None if there are none yet."""
+    def _echo(self, index: int) -> str:
+        """The prompt, if it is wanted before the first of a text."""
+        if not self.asked.echo or index in self.num_tokens:
+            return ""
+        return self.tokenizer.decode(self.asked.streams[index].result.prompt_tokens)
+
+    def _about(self, index: int, logprobs: Sequence[TokenLogprob], result: Result | None) -> Body:
+        """The fields that every choice has. logprobs: new ones; result: None if there is none
+        yet."""
         if result is not None and result.error:
             raise bad("structured_outputs", result.error)
         return {
             "index": index,
-            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+            "logprobs": self._logprobs(index, logprobs),
             "finish_reason": None if result is None else result.finish_reason,
         }
 
     # ---- Log-probabilities
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body:
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Body | None:
+        """None if there are no new ones."""
         if self.asked.is_chat:
             content = []
             for entry in entries:
                 top = [self._token(token, logprob) for token, logprob in entry.top]
                 fields = self._token(entry.token, entry.logprob)
                 content.append(fields | {"top_logprobs": top})
-            return {"content": content}
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        columns: Body = {name: [] for name in names}
+            return {"content": content} if content else None
+        rows: list[tuple[int, float | None, Body | None]] = []
+        request = self.asked.streams[index].request
+        if request.settings.prompt_logprobs is not None and index not in self.num_tokens:
+            rows.append((request.tokens[0], None, None))  # nothing comes before it
+            entries = [*request.prompt_logprobs, *entries]
         for entry in entries:
-            text = self._text(entry.token)
-            columns["tokens"].append(text)
-            columns["token_logprobs"].append(told(entry.logprob))
             top = {self._text(token): told(logprob) for token, logprob in entry.top}
-            columns["top_logprobs"].append(top)
-            columns["text_offset"].append(self.offsets[index])
-            self.offsets[index] += len(text)
-        return columns
+            rows.append((entry.token, told(entry.logprob), top))
+        if not rows:
+            return None
+        tokens, logprobs, tops = zip(*rows)
+        return {
+            "tokens": [self._text(token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": [self._offset(index, token) for token in tokens],
+        }
+
+    def _offset(self, index: int, token: int) -> int:
+        """Where the next token begins among the characters of those before it."""
+        offset = self.offsets[index]
+        self.offsets[index] += len(self.decoders[index].feed(token))
+        return offset
 
     def _token(self, token: int, logprob: float) -> Body:
         data = self.tokenizer.token_bytes(token, special=True)
