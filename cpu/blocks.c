@@ -19,7 +19,6 @@
 #if defined GNU_THREADS && defined __clang__
 #error clang asks for the threads of LLVM's OpenMP, and PyTorch has GCC's: CC=gcc
 #endif
-#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <omp.h>

@@ -675,22 +675,18 @@ void verify_drafts(const float *p, const float *q, const int64_t *drafted, const
 
 // ---- Probabilities, and all drafts of a lone text -----------------------------------------------
 
-// Whether all numbers are below ∞ and not below `lowest`.
-static int are_finite(const float *x, long n, float lowest) {
-    ints wrong = {0};
-    for (long i = 0; i < n; i += LANES) {
-        vec v = load_some(x + i, n - i, 0);
-        wrong |= ~((v < INFINITY) & (v >= lowest));
-    }
-    for (int i = 0; i < LANES; i++) if (wrong[i]) return 0;
-    return 1;
+// Whether all numbers are finite; −∞ counts as such if it is masked. (0 times the others is NaN.)
+static int are_finite(const float *x, long n, long masked) {
+    vec lowest = each(masked ? 0 : -INFINITY), zeros = {0};
+    for (long i = 0; i < n; i += LANES) zeros += 0 * larger(lowest, load_some(x + i, n - i, 0));
+    return sum(zeros) == 0;
 }
 
 // softmax(x / t): [V], which may be x; of t = 0 the first of the largest. -> what it was divided
 // by: NaN, if x is not finite (masked: but for −∞).
 static float soften(const float *x, float *p, long V, float t, long masked) {
     float most = largest(x, V);
-    if ((t == 0 || !masked) && !are_finite(x, V, masked ? -INFINITY : -FLT_MAX)) return NAN;
+    if ((t == 0 || !masked) && !are_finite(x, V, masked)) return NAN;
     if (t == 0) {
         long first = 0;
         while (x[first] != most) first++;
