@@ -17,10 +17,11 @@ MAX_TOKENS = 512  # the default
 MAX_LOGPROBS = 20  # most probable tokens whose logprobs are told
 MAX_GRAMMAR = 2**17  # characters of a schema, regex, choice or grammar
 SETTINGS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # these change nothing, like None
+LEAST_TOP_P = 1e-300  # the most probable token has more
 RULES = {  # name -> smallest value, largest value, the rule in words
     "temperature": (0, 1e300, "from 0 (always the most probable token) to 1e300"),
     "top_k": (0, 2**31, "a whole number from 0 (keeps all) to 2^31"),
-    "top_p": (1e-300, 1, "above 0 and at most 1 (1 keeps all)"),
+    "top_p": (0, 1, "from 0 (keeps the most probable alone) to 1 (keeps all)"),
     "min_p": (0, 1, "between 0 (keeps all) and 1"),
 }
 NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
@@ -56,6 +57,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
+        if self.top_p == 0:
+            object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":
             object.__setattr__(self, "gamma", None)
         object.__setattr__(self, "stop", checked_texts("stop", self.stop))

@@ -11,7 +11,7 @@ from settings import MAX_LOGPROBS, NOTATIONS, Grammar, Settings
 WRONG = dict(
     temperature=[-1.0, -1e-300, math.nan, math.inf, "hot", True, 1j, [1.0]],
     top_k=[-1, 1.5, math.nan, math.inf, "3", 2**31 + 1, True],
-    top_p=[0.0, 1.1, math.nan, "x", True],
+    top_p=[-1e-9, 1.1, math.nan, "x", True],
     min_p=[-1e-9, 2.0, math.nan, "", False],
     max_tokens=[0, 2.5, True],
     seed=[2**63, -(2**63) - 1, "x", True],
@@ -43,6 +43,7 @@ def test_the_ends_of_each_range_are_taken():
     ):
         settings = Settings(**chosen)
         assert {name: getattr(settings, name) for name in chosen} == chosen
+    assert Settings(top_p=0) == Settings(top_p=1e-300)  # the most probable token alone
 
 
 def test_one_setting_may_be_given_in_several_forms():

@@ -76,6 +76,7 @@ class Exchange:
         self.is_started = False  # whether the status is sent
         self.sending_since = math.inf  # when the client was given what it has not taken yet
         self.headers: Headers = {}
+        self.for_page: Headers = {}  # of the answer: what lets a page of another origin read it
         for name, value in scope["headers"]:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
@@ -134,7 +135,8 @@ class Exchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         self.is_started = True
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        every = headers | self.for_page
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in every.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, body: bytes, has_more: bool = True) -> None:

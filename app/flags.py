@@ -5,6 +5,7 @@ Nothing slow is imported here, so that --help and a mistake in a flag are told a
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
 MAX_GRACE = 86_400  # seconds
 MAX_TEXTS = 2**16  # asked for at a time
+ORIGIN = r"\*|null|[a-z][a-z\d+.-]*://[^/\sA-Z]*"  # browsers send small letters
 EXAMPLES = """\
 examples:
   python generate.py --draft tiny-draft "Once upon a time"     the model in this repository
@@ -314,6 +316,14 @@ def add_server_flags(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--api-key", help=f"a key that clients must send (default: {KEY_VARIABLE}, if it is set)"
     )
+    p.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="let pages of this origin use the server (http://localhost:3000, app://obsidian.md, "
+        "null; '*': all pages); may be repeated",
+    )
     p.add_argument("--model-name", help="what clients call the model (default: --target)")
     p.add_argument(
         "--max-queue",
@@ -340,3 +350,9 @@ def check_server_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--grace is {args.grace}: it must be from 0 to {MAX_GRACE} seconds")
     if args.api_key == "":
         raise UserError("--api-key is empty: name a key, or leave it out")
+    for origin in args.allow_origin:
+        if not re.fullmatch(ORIGIN, origin):
+            raise UserError(
+                f"--allow-origin is {origin!r}: it must be as a browser sends it, a scheme and a "
+                "host, without a path: http://localhost:3000; null; or '*' for all pages"
+            )

@@ -1,16 +1,12 @@
 """OpenAI's protocol: what a client may ask for, and what it is answered.
 
-`/v1/chat/completions` and `/v1/completions`, with the fields that vLLM has added (top_k, min_p,
-ignore_eos, stop_token_ids, structured_outputs). A field is one of three kinds:
+`/v1/chat/completions` and `/v1/completions`, with fields that vLLM and llama.cpp have added (top_k,
+min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema). fields.py has the closed list
+of fields. `read_request` reads a body, and `Reply` writes the answers: one object, or, streamed, a
+chunk for all that is new of a text, with the role in the first and the finish_reason in the last.
 
-    honoured   `read_request` and its helpers read it
-    refused    it would change the text and is not done here: an error names it (REFUSED)
-    ignored    all others (user, metadata, …): they are for somebody else
-
-null is as if the field were left out. `stop_token_ids` may end a text amid its grammar: its
-finish_reason is `length` then. `read_request` reads a body, and `Reply` writes the answers:
-one object, or, streamed, a chunk for all that is new of a text, with the role in the first and the
-finish_reason in the last.
+`max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
+its finish_reason is `length` then.
 """
 
 import time
@@ -21,52 +17,31 @@ from typing import Any
 from uuid import uuid4
 
 from app.asgi import HttpError
+from app.fields import CHAT, COMPLETION, MESSAGE, Body, check_listed, with_one_name
 from checkpoint.files import parse_json
-from errors import brief
+from errors import UserError, brief
 from generate import Model
 from request import Message, OutputStream, Result, Settings
 from sampling import TokenLogprob
 from serve import Update
-from settings import SETTINGS, Grammar, check_whole
-
-Body = dict[str, Any]  # of a request or an answer: a JSON object
+from settings import MAX_LOGPROBS, SETTINGS, Grammar, check_whole
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat's answer takes what the context leaves
 MAX_CHOICES = 128  # prompts · n
-MAX_STOPS = 16
+MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_CHARACTERS_A_TOKEN = 32  # a longer prompt is refused before it is cut into tokens
 LEAST_LOGPROB = -9999.0  # JSON has no −∞
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SAMPLING = (*SETTINGS, "seed")
 CONSTRAINTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-# Fields that are not done here -> the values that ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "suffix": ("",),
-    "echo": (False,),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "prompt_logprobs": (0, False),
-    "best_of": (1,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+JSON_SCHEMA = ("name", "description", "strict", "schema")
+FORMATS = {  # of an answer -> the fields that describe it
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "schema", "json_schema"),
 }
+ANY_OBJECT = {"type": "object"}
 
 
 # ---- Requests ----------------------------------------------------------------------------------
@@ -108,9 +83,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
     """Read a request's body; its grammar is not compiled. HttpError or UserError for what is
     wrong."""
     body = read_object(data)
-    for name, harmless in REFUSED.items():
-        if name in body and body[name] not in harmless:
-            raise bad(name, f"{name} is not done here: leave it out")
+    check_listed(body, CHAT if is_chat else COMPLETION)
     name = body.get("model", offer.name)
     if name != offer.name:
         shown = brief(repr(name), 100)
@@ -129,6 +102,7 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
             stream = OutputStream(offer.model.tokenizer, request, "", index=len(streams))
             streams.append(stream)
     options = typed(body, "stream_options", dict, {})
+    check_listed(options, ("include_usage", "continuous_usage_stats"), "stream_options.")
     return Asked(
         is_chat,
         streams,
@@ -140,14 +114,20 @@ def read_request(data: bytes, is_chat: bool, offer: Offer) -> Asked:
 
 
 def read_object(data: bytes) -> Body:
-    """The JSON object of a body, without the fields that are null."""
+    """The JSON object of a body, without the fields that are null. Each field has one name, and
+    100.0 is 100: to some clients all numbers are fractions."""
     try:
         body = parse_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {brief(error, 200)}") from None
     if not isinstance(body, dict):
         raise HttpError(400, "the body is not a JSON object")
-    return {name: value for name, value in body.items() if value is not None}
+    return with_one_name({name: as_whole(value) for name, value in body.items()})
+
+
+def as_whole(value: Any) -> Any:
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+    return int(value) if is_whole else value
 
 
 def typed(fields: Body, name: str, kind: type, default: Any) -> Any:
@@ -177,6 +157,8 @@ def read_ends(body: Body, offer: Offer) -> set[int]:
 def read_chat(body: Body, offer: Offer) -> list[list[int]]:
     """The tokens of a conversation. A model without a chat template goes on from its texts."""
     messages = typed(body, "messages", list, [])
+    if not messages:
+        raise bad("messages", "messages must be a list of one message or more")
     conversation = [chat_message(f"messages[{n}]", one) for n, one in enumerate(messages)]
     texts = [message["content"] for message in conversation]
     check_characters("messages", sum(map(len, texts)), offer)
@@ -192,10 +174,12 @@ def chat_message(where: str, message: Any) -> Message:
     """A message with one text, as chat templates want it."""
     if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise bad(where, f"{where} must have a role: {', '.join(ROLES)}")
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise bad(where, f"{where} has {name}, which is not done here")
+    check_listed(message, MESSAGE, f"{where}.")
     content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""
+    if content is None:
+        raise bad(f"{where}.content", f"{where} has no content: give it a text")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
     for part in parts:
@@ -203,12 +187,15 @@ def chat_message(where: str, message: Any) -> Message:
         if kind != "text" or not isinstance(part.get("text"), str):
             shown = brief(repr(kind), 100)
             raise bad(where, f"{where} has a content of type {shown}: only text is read here")
+        check_listed(part, ("type", "text"), f"{where}.content.")
         text += part["text"]
     return {"role": ROLES[message["role"]], "content": text}
 
 
 def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     """The tokens of one prompt or several, each of them a text, or tokens."""
+    if not typed(body, "add_special_tokens", bool, True):
+        raise bad("add_special_tokens", "add_special_tokens is not done here: leave it out")
     given = body.get("prompt")
     is_one = not isinstance(given, list) or is_tokens(given)
     prompts = [given] if is_one else given
@@ -253,21 +240,27 @@ def too_long(param: str, size: str, offer: Offer) -> HttpError:
 
 
 def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
-    """UserError or HttpError for a bad value."""
+    """UserError or HttpError for a bad value. Some values are those of vLLM and llama.cpp."""
     chosen: Body = {name: body[name] for name in SAMPLING if name in body}
-    if chosen.get("top_k") == -1:  # all, says vLLM
+    if chosen.get("top_k") == -1:  # all
         chosen["top_k"] = 0
+    if chosen.get("seed") == -1:  # a new one
+        del chosen["seed"]
     stop = body.get("stop", [])
     stops = [stop] if isinstance(stop, str) else typed(body, "stop", list, [])
     if len(stops) > MAX_STOPS or sum(map(len, map(str, stops))) > MAX_STOP_CHARACTERS:
         rule = f"at most {MAX_STOPS} texts, of {MAX_STOP_CHARACTERS} characters together"
         raise bad("stop", f"stop may be {rule}")
-    default = offer.limit if is_chat else DEFAULT_MAX_TOKENS
     chosen["stop"] = stops
-    chosen["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens", default))
+    chosen["max_tokens"] = offer.limit if is_chat else DEFAULT_MAX_TOKENS
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in body:
+            check_whole(name, body[name], 1, None)
+            chosen["max_tokens"] = body[name]
     chosen["logprobs"] = body.get("logprobs")
     if is_chat:  # there it is a switch
         num_top = body.get("top_logprobs", 0)
+        check_whole("top_logprobs", num_top, 0, MAX_LOGPROBS)
         is_wanted = typed(body, "logprobs", bool, False)
         if num_top and not is_wanted:
             raise bad("top_logprobs", "top_logprobs needs logprobs: set it to true")
@@ -276,29 +269,51 @@ def read_settings(body: Body, is_chat: bool, offer: Offer) -> Settings:
 
 
 def read_constraint(body: Body) -> Body:
-    """response_format and structured_outputs, as settings: schema, regex, choice or grammar."""
-    asked: Body = {}
+    """What the text follows, as a setting: schema, regex, choice or grammar. HttpError if fields
+    ask for several, or if one cannot be read."""
+    asked = [(path, "schema", schema) for path, schema in read_schemas(body).items()]
+    outputs = typed(body, "structured_outputs", dict, {})
+    check_listed(outputs, (*CONSTRAINTS, "json_object"), "structured_outputs.")
+    if typed(outputs, "json_object", bool, False):
+        asked.append(("structured_outputs.json_object", "schema", ANY_OBJECT))
+    for name, setting in CONSTRAINTS.items():
+        if outputs.get(name) is not None:
+            asked.append((f"structured_outputs.{name}", setting, outputs[name]))
+    if len(asked) > 1:
+        paths = [path for path, _, _ in asked]
+        raise bad(paths[-1], f"{' and '.join(paths)} are given: a text follows one of them")
+    for path, setting, value in asked:
+        try:
+            Settings(**{setting: value})
+        except UserError as error:
+            raise bad(path, f"{path}: {error}") from None
+    return {setting: value for _, setting, value in asked}
+
+
+def read_schemas(body: Body) -> Body:
+    """The schemas in all places where clients put one, by their paths."""
     form = typed(body, "response_format", dict, {})
     kind = typed(form, "type", str, "text")
-    if kind == "json_schema":
-        asked["json"] = typed(form, "json_schema", dict, {}).get("schema", {})
-    elif kind == "json_object":
-        asked[kind] = True
-    elif kind != "text":
+    if kind not in FORMATS:
         raise bad("response_format", f"response_format: {brief(kind, 100)} is not done here")
-    for name, value in typed(body, "structured_outputs", dict, {}).items():
-        if value is not None:
-            asked[name] = value
-    if asked.pop("json_object", None):
-        asked["json"] = {"type": "object"}
-    settings = {}
-    for name, value in asked.items():
-        setting = CONSTRAINTS.get(name)
-        if setting is None:
-            param = "response_format" if "structured_outputs" not in body else "structured_outputs"
-            raise bad(param, f"{param}: {brief(name, 100)} is not done here: leave it out")
-        settings[setting] = value
-    return settings
+    check_listed(form, FORMATS[kind], "response_format.")
+    given = body.get("json_schema")  # a schema, or an object that holds one
+    if not isinstance(given, dict) or "schema" not in given:
+        given = {"schema": given}
+    inner = typed(form, "json_schema", dict, {})
+    check_listed(given, JSON_SCHEMA, "json_schema.")
+    check_listed(inner, JSON_SCHEMA, "response_format.json_schema.")
+    schemas = {
+        "json_schema": given["schema"],
+        "response_format.schema": form.get("schema"),
+        "response_format.json_schema": inner.get("schema"),
+    }
+    found = {path: schema for path, schema in schemas.items() if schema is not None}
+    if kind == "json_object" and not found:
+        return {"response_format": ANY_OBJECT}
+    if kind == "json_schema" and not found:
+        raise bad("response_format", "response_format must have a schema, in its json_schema")
+    return found
 
 
 # ---- Answers -----------------------------------------------------------------------------------

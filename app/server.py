@@ -2,10 +2,10 @@
 
 Trust. It listens on 127.0.0.1 unless told otherwise. There it answers only to the names of this
 machine, so that no web page reaches it under a name of its own (DNS rebinding); and a page of
-another origin is refused everywhere. With --api-key, /v1 and /state want the key. All that clients
-share is bounded: texts (QueueFull is 429), bodies, watchers, grammars that are compiled, the time
-of a client that does not read (asgi.py), connections and their heads (connections.py). TOUR.md has
-the table.
+another origin is refused everywhere, unless --allow-origin names it (CORS). With --api-key, /v1 and
+/state want the key. All that clients share is bounded: texts (QueueFull is 429), bodies, watchers,
+grammars that are compiled, the time of a client that does not read (asgi.py), connections and their
+heads (connections.py). TOUR.md has the table.
 
 The end. SIGTERM, SIGHUP and Ctrl-C close the door: what is open is finished, for up to --grace
 seconds, and then ends with an error; a second signal ends the program at once. An exception of a
@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -57,6 +57,7 @@ MAX_COMPILING = 2  # grammars at a time; others wait
 COMPILE_SECONDS = 10.0
 SNAPSHOT_SECONDS = 0.1
 SIGNAL_SECONDS = 0.1  # until one is noticed
+PREFLIGHT_SECONDS = 600  # a browser may remember the answer
 # A text's client gets the next chunk after so long for each open text: so the event loop writes at
 # most a thousand chunks a second, and leaves the engine its time.
 CHUNK_SECONDS = 0.001
@@ -77,13 +78,16 @@ class Application:
         metrics: Metrics,
         api_key: str | None = None,
         is_local: bool = True,
+        origins: Collection[str] = (),
     ):
-        """is_local: whether it listens to this machine alone."""
+        """is_local: whether it listens to this machine alone. origins: those of pages that may use
+        it, "*" for all."""
         self.offer = offer
         self.batch = batch
         self.metrics = metrics
         self.api_key = api_key
         self.is_local = is_local
+        self.origins = origins
         self.started = int(time.time())
         self.bodies = asyncio.Semaphore(MAX_BODIES)
         self.compiling = asyncio.Semaphore(MAX_COMPILING)
@@ -115,7 +119,10 @@ class Application:
             await self.tell(exchange, failure)
 
     async def answer(self, exchange: Exchange) -> None:
+        self.check_host(exchange)
         self.check_origin(exchange)
+        if exchange.method == "OPTIONS" and exchange.for_page:
+            return await self.preflight(exchange)
         if exchange.path.startswith("/v1/") or exchange.path == "/state":
             self.check_key(exchange)
         if exchange.path not in self.routes:
@@ -138,22 +145,48 @@ class Application:
 
     # ---- Trust
 
-    def check_origin(self, exchange: Exchange) -> None:
-        """Only this machine's names where it listens to this machine alone; no other origin."""
+    def check_host(self, exchange: Exchange) -> None:
+        """Only this machine's names where it listens to this machine alone."""
         host = exchange.headers.get("host", "")
         if self.is_local and not is_loopback(host_name(host)):
             raise HttpError(
                 403,
-                f"the host {brief(repr(host), 100)} is not this machine: use localhost, or --host",
+                f"the host {brief(repr(host), 100)} is not this machine: use localhost, or --host; "
+                "a proxy sends its clients' or its upstream's name unless it is told localhost",
             )
+
+    def check_origin(self, exchange: Exchange) -> None:
+        """No pages but the server's own and those of --allow-origin."""
         origin = exchange.headers.get("origin")
-        if origin is not None and origin.split("://")[-1] != host:
-            raise HttpError(403, f"pages of {brief(origin, 100)} may not use this server")
+        if origin is None or origin.split("://")[-1] == exchange.headers.get("host", ""):
+            return
+        if origin not in self.origins and "*" not in self.origins:
+            shown = brief(origin, 100)
+            raise HttpError(
+                403, f"pages of {shown} may not use this server: --allow-origin {shown} lets them"
+            )
+        exchange.for_page = {"access-control-allow-origin": origin, "vary": "origin"}
+
+    async def preflight(self, exchange: Exchange) -> None:
+        """What a browser asks before a page's request. It sends no key."""
+        asked = exchange.headers.get("access-control-request-headers", "")
+        await exchange.start(
+            204,
+            {
+                "access-control-allow-methods": "GET, POST",
+                "access-control-allow-headers": asked,
+                "access-control-max-age": str(PREFLIGHT_SECONDS),
+            },
+        )
+        await exchange.write(b"", has_more=False)
 
     def check_key(self, exchange: Exchange) -> None:
         if self.api_key is None:
             return
-        given = exchange.headers.get("authorization", "").removeprefix("Bearer ")
+        given = exchange.headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() == "bearer":
+            given = key.strip()
         same = hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
         if not same:  # compared in constant time
             raise HttpError(
@@ -377,6 +410,7 @@ def run_server(arguments: Sequence[str]) -> int:
         metrics,
         api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
         is_local=is_loopback(args.host),
+        origins=args.allow_origin,
     )
     config = uvicorn.Config(
         application,
