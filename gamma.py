@@ -22,7 +22,8 @@ over the time of a plain one, by these rules:
 
 γ depends on past rounds and the clock, never on its own round's draws: the distribution of texts
 stays, but a seed may give another text.
-Not covered: a γ for each text of a batch; acceptance that depends on the position.
+Not covered: a γ for each text of a batch; acceptance that depends on the position, as it does in a
+block (speculative.py), whose first j drafts are accepted with probability E w_j, not α^j.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # imports are slow: a signal, --help or a wrong flag
     tell_early(generate_flags)
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from checkpoint.hub import find_model
 from checkpoint.load import default_bits
 from drafters import Drafter, ModelDrafter, NgramDrafter, SelfDrafter
 from eagle import EagleDrafter, EagleHead
-from errors import UserError, brief, check_names
+from errors import UserError, check_names
 from grammar import Grammars
 from kernels import free_memory, send
 from kvcache import Cache, KVCache, NoCache, contiguous_caches
@@ -98,18 +99,11 @@ class Model:
         recommended: GenerationConfig | None = None,
         folder: Path | None = None,
     ):
-        if tokenizer.vocab_size > llama.config.vocab_size:
-            last = tokenizer.token_bytes(tokenizer.vocab_size - 1, special=True)
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{llama.config.vocab_size}: they belong to different models, or the last token, "
-                f"{brief(last)}, is for training alone: take it out of the tokenizer's files"
-            )
         self.llama = llama
         self.tokenizer = tokenizer
         self.recommended = recommended or GenerationConfig()
         self.folder = folder
-        self.eos_token_ids = {*llama.config.eos_token_ids, *self.recommended.eos_token_ids}
+        self.eos_token_ids = self.recommended.all_ends(llama.config, tokenizer)
         self.grammars = Grammars(tokenizer, self.eos_token_ids)
 
     @classmethod
@@ -125,7 +119,7 @@ class Model:
         tokenizer = Tokenizer.load(folder)
         recommended = GenerationConfig.load(folder)
         llama = Llama.load(folder, device, dtype, bits=bits)
-        return cls(llama, tokenizer, recommended, folder)
+        return cls(llama, tokenizer.of_model(llama.config.vocab_size), recommended, folder)
 
     def complete(self, settings: Settings) -> Settings:
         """Replace settings of None by those of generation_config.json, and draw a seed if there is
@@ -146,11 +140,16 @@ class Model:
         return chat is not False and self.tokenizer.chat_template is not None
 
     def encode(
-        self, prompt: str | list[Message], system: str | None = None, chat: bool | None = None
+        self,
+        prompt: str | list[Message],
+        system: str | None = None,
+        chat: bool | None = None,
+        special: bool = False,
     ) -> list[int]:
         """Tokens of a prompt, by the model's chat template, or as plain text to continue.
 
-        chat None: use the template if there is one.
+        chat None: use the template if there is one. special: a plain text means the control tokens
+        that it spells; a warning tells where it does not.
         """
         if not self.uses_template(chat):
             if chat or system is not None or not isinstance(prompt, str):
@@ -158,7 +157,18 @@ class Model:
                     "chat messages and a system message need a chat template: leave them "
                     "out, or use an Instruct model without --raw"
                 )
-            return self.tokenizer.prompt(prompt)
+            control = self.tokenizer.spelled_control(prompt)
+            if control and not special:
+                warnings.warn(
+                    f"a prompt spells the control token {control}, which is read as text: "
+                    "--special, or a field special, makes it that token"
+                )
+            return self.tokenizer.prompt(prompt, special)
+        if special:
+            raise UserError(
+                "special is about plain prompts, and a chat template lays this one out: leave "
+                "special out, or add --raw"
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
@@ -188,7 +198,7 @@ class Model:
     ) -> Request:
         """A request with complete settings; max_tokens is cut to what the options leave. UserError
         is raised for a grammar that no text follows, too."""
-        tokens = self.encode(prompt, system, chat)
+        tokens = self.encode(prompt, system, chat, settings.special)
         limit = self.max_total_tokens(options)
         request = self.request_of(tokens, settings, limit, self.uses_template(chat))
         if request.settings.follows is not None:
@@ -204,6 +214,12 @@ class Model:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens, and must have from 1 to {limit - 1}: change "
                 "it, or raise --max-len (up to the model's limit, and memory must hold it)"
+            )
+        last = max(tokens)
+        if last >= self.tokenizer.vocab_size:  # the tokenizer may have more than the model
+            raise UserError(
+                f"the prompt has token {last}, and the model has {self.tokenizer.vocab_size}: "
+                "change the prompt, or the chat template"
             )
         max_tokens = min(settings.max_tokens, limit - len(tokens))
         settings = replace(self.complete(settings), max_tokens=max_tokens)
@@ -312,7 +328,11 @@ class Engine:
         self.runner = ModelRunner(
             llama,
             cache,
-            Drawing(vocab_size, coupled=options.verify == "coupled"),
+            Drawing(
+                vocab_size,
+                coupled=options.verify == "coupled",
+                by_token=options.verify == "token",
+            ),
             drafter=None if draft is None else draft.make(draft_cache),
             budget=STEP_BUDGET if options.use_cache else max_len,  # a step reads all again
             multi_step=llama.ops.multi_step if options.use_cache else 1,

@@ -261,10 +261,10 @@ class Ops:
         int64[B, 1] -> int64[B] (sampling.py)."""
         return sampling.pick(probs, streams)
 
-    def verify(
+    def verify_block(
         self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
     ) -> tuple[Tensor, Tensor] | None:
-        """What speculative.verify returns, in one call; None if this backend cannot."""
+        """What speculative.verify_block returns, in one call; None if this backend cannot."""
         return None
 
     # ---- What a backend may do in one call

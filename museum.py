@@ -52,7 +52,7 @@ from request import OutputStream, Request, StopStrings
 from runner import ModelRunner
 from sampling import NotFinite, check_finite, keep_top, pick, probabilities, token_logprobs
 from settings import Settings
-from speculative import Drawing, Round, verify
+from speculative import Drawing, Round, likelihood_ratio, pick_residual, verify_block
 from tokenizer import IncrementalDecoder
 
 # ---- How a bug is planted ------------------------------------------------------------------------
@@ -307,8 +307,8 @@ ROOMS: dict[str, list[Exhibit]] = {
             "vllm-project/vllm-ascend#13730",
             "u is 0.0 in the test u < p / q",
             "no draft was ever rejected",
-            verify,
-            "coin.accept(ratio)",
+            verify_block,
+            "coin.accept(h[:, 1:])",
             "drafted >= 0",
             law_by_enumeration,
         ),
@@ -316,16 +316,16 @@ ROOMS: dict[str, list[Exhibit]] = {
             "ROCm/ATOM#2318",
             "a draft stands if it is the target's most probable token",
             "texts were greedy where drafts stood, and drawn where they did not",
-            verify,
-            "coin.accept(ratio)",
-            "drafted == p[:, :k].argmax(-1)",
+            verify_block,
+            "coin.accept(h[:, 1:])",
+            "drafted == p[:, :-1].argmax(-1)",
             law_by_enumeration,
         ),
         Exhibit(
             "sgl-project/sglang#31214",
             "verification takes the argmax at any temperature, on one vendor's GPUs",
             "long answers repeated themselves",
-            verify,
+            pick_residual,
             "coin.pick(probs)",
             "probs.argmax(-1)",
             law_by_enumeration,
@@ -334,18 +334,27 @@ ROOMS: dict[str, list[Exhibit]] = {
             "openvinotoolkit/openvino.genai#4190",
             "a rejection counts one draft late",
             "a word was dropped, and what follows it was kept",
-            verify,
-            "accepted = count_leading(stands)",
-            "accepted = (count_leading(stands) + 1).minimum((drafted >= 0).sum(1))",
+            verify_block,
+            "count_to_last(stands)",
+            "(count_to_last(stands) + 1).minimum((drafted >= 0).sum(1))",
             law_by_enumeration,
         ),
         Exhibit(
             "vllm-project/vllm-ascend#2881",
             "the n-gram path sets p of the draft to 0, in place",
             "texts were drawn from another distribution",
-            verify,
-            "p_x = p[:, :k]",
-            "p_x = p[:, :k].scatter_(-1, index, 0)",
+            likelihood_ratio,
+            "p_x = p[:, :-1]",
+            "p_x = p[:, :-1].scatter_(-1, index, 0)",
+            law_by_enumeration,
+        ),
+        Exhibit(
+            "vllm-project/vllm-ascend#7807",
+            "the ratios of a block are capped one by one, not their product",
+            "drafts and corrections did not add up to the target's distribution",
+            verify_block,
+            "weights[-1] * ratio_j",
+            "weights[-1] * ratio_j.clamp(max=1)",
             law_by_enumeration,
         ),
         Exhibit(
@@ -604,7 +613,6 @@ ROOMS: dict[str, list[Exhibit]] = {
 
 NOT_HERE = {
     "vllm-project/vllm#40149": "no bug of the law: a draft without q may be taken for certain",
-    "vllm-project/vllm-ascend#7807": "drafts are not verified as a block",
     "NVIDIA/TensorRT-LLM#15098": "there are no trees of drafts",
     "ggml-org/llama.cpp#23970": "a cache has no checkpoints: a prefix is found by its tokens",
     "vllm-project/vllm#48245": "a step is over before the next one is planned",

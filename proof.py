@@ -88,16 +88,10 @@ class WalkingCoin:
         return WalkingCoin([self.branches[row] for row in rows])
 
     def accept(self, prob: Tensor) -> Tensor:
-        """float[B, k] -> bool[B, k]. After a row's first False nothing is decided: the later drafts
-        are dropped."""
+        """Decide on every draft: float[B, k] -> bool[B, k]."""
         accepted = []
         for branch, row in zip(self.branches, prob.tolist()):
-            outcomes = [False] * len(row)
-            for j, p in enumerate(row):
-                outcomes[j] = branch.decide((1 - p, p)) == 1
-                if not outcomes[j]:
-                    break
-            accepted.append(outcomes)
+            accepted.append([branch.decide((1 - p, p)) == 1 for p in row])
         return torch.tensor(accepted, dtype=torch.bool).view(prob.shape)
 
     def pick(self, probs: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows.
+"""What can be asked for: how a text is drawn, how long it is, where it stops, what it follows; and
+how its prompt is read.
 
 A setting of sampling has a line in `SETTINGS` and in `RULES`, a field of `Settings`, and its lines
 in sampling.py. Nothing slow is imported here, so that a command's mistake is told at once.
@@ -24,6 +25,7 @@ RULES = {  # name -> smallest value, largest value, the rule in words
     "top_p": (0, 1, "from 0 (keeps the most probable alone) to 1 (keeps all)"),
     "min_p": (0, 1, "between 0 (keeps all) and 1"),
 }
+VERIFY = ("block", "token", "coupled")  # how drafts are verified
 NOTATIONS = ("schema", "regex", "choice", "grammar")  # as settings name them; grammar: in Lark
 
 
@@ -45,6 +47,7 @@ class Settings:
     stop: tuple[str, ...] = ()  # may be given as one string or a list
     gamma: int | None = None  # tokens drafted a round; None or "auto": gamma.py chooses
     logprobs: int | None = None  # record ln p of each token, and of so many of the most probable
+    special: bool = False  # the text of a control token in a raw prompt is that token
     # A text follows at most one of these (grammar.py).
     schema: str | None = None  # a JSON schema; may be given as an object
     regex: str | None = None
@@ -57,6 +60,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_settings(**{name: getattr(self, name) for name in SETTINGS})
+        if not isinstance(self.special, bool):
+            raise UserError(f"special is {self.special!r}: it must be true or false")
         if self.top_p == 0:
             object.__setattr__(self, "top_p", LEAST_TOP_P)
         if self.gamma == "auto":
@@ -103,7 +108,9 @@ class Options:
         None  # tokens of the longest text; None: as many as model and memory allow
     )
     max_batch: int = 16  # texts at a time
-    verify: str = "exact"  # or coupled: the text then depends on target and seed alone
+    # How drafts are verified: as a block or token by token, which keeps the law of the texts; or
+    # coupled, which makes each text depend on target and seed alone.
+    verify: str = "block"
     use_cache: bool = True
     kv: str = "paged"  # blocks on demand; or contiguous: max_batch rows of max_len
     kv_bits: str | int = 16  # 16, 8, 4 or "8/4": keys in 8, values in 4
@@ -115,7 +122,7 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        check_choice("verify", self.verify, ("exact", "coupled"))
+        check_choice("verify", self.verify, VERIFY)
         check_choice("kv", self.kv, ("paged", "contiguous"))
         check_whole("max_batch", self.max_batch, 1, None)
         if self.kv == "contiguous" and self.kv_memory is not None:
@@ -140,8 +147,8 @@ def check_settings(**settings: Any) -> None:
             raise UserError(f"{name} is {value!r}: it must be {rule}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, str]) -> None:
-    """UserError unless the value is one of the two."""
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """UserError unless the value is one of these."""
     if value not in choices:
         raise UserError(f"{name} is {value!r}: it must be {' or '.join(choices)}")
 

@@ -2,9 +2,11 @@
 
 A decoding step takes as long as reading the weights, for one token or for five. So a drafter
 proposes x₁ … x_γ, each drawn from a distribution q_j, and one pass of the target over all of them
-gives the distributions p₁ … p_γ₊₁. Draft x_j is accepted with probability
-min(1, p_j(x_j) / q_j(x_j)). The first rejection ends the round with a token drawn from the
-residual, max(0, p_j − q_j) normalized. If all are accepted, a bonus token from p_γ₊₁ ends it.
+gives the distributions p₁ … p_γ₊₁.
+
+Token by token (`verify`), draft x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)). The
+first rejection ends the round with a token drawn from the residual, max(0, p_j − q_j) normalized.
+If all are accepted, a bonus token from p_γ₊₁ ends it.
 
 Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, with β = Σ min(p, q):
   1. x comes out as an accepted draft with probability q(x) · min(1, p(x)/q(x)) = min(p(x), q(x)).
@@ -16,10 +18,38 @@ Proof that the text follows p (Leviathan et al. 2023, A.1). At one position, wit
   5. Position j counts only if all drafts before it were accepted. Then they are the text, and p_j
      is the target's distribution after it: by induction, every token follows p.
 
-In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed noise of each
-position, as in plain decoding. A draft is picked with the *same* noise, and is accepted if the
-target picks it, too. The text then depends on target and seed alone, but fewer drafts are accepted:
-at least (1 − TV) / (1 + TV), against β = 1 − TV in exact mode, where TV = ½ Σ |p − q|.
+As a block (`verify_block`; Sun et al. 2024), a draft that is likelier under p than under q makes up
+for one before it that is less likely. The first j drafts have the weight
+
+    w_j = min(1, w_j₋₁ · p_j(x_j) / q_j(x_j)),        w₀ = 1
+
+and the residual after them is max(0, w_j p_j₊₁ − q_j₊₁), whose sum is m_j. From the last draft back
+to the first, draft j stands with probability h_j = m_j / (m_j + 1 − w_j). The first that stands is
+accepted, with all drafts before it; if none stands, no draft is. The round ends with a token drawn
+from the residual there, normalized. After the last draft q is 0: h_γ = m_γ = w_γ, and the residual
+is p, so the token is a bonus.
+
+Proof that the text follows p, and that at least the first j drafts are accepted with probability
+w_j, given these drafts. The latter holds for all γ, because h_γ = w_γ. If it holds for j + 1, then
+after the first j drafts, with w = w_j, m = m_j, p = p_j₊₁ and q = q_j₊₁:
+  1. x comes out as an accepted draft with probability q(x) · min(1, w p(x)/q(x)) =
+     min(w p(x), q(x)).
+  2. So at most j drafts are accepted with probability 1 − Σ min(w p, q) = 1 − w + m, and exactly j
+     with probability (1 − w + m) · h_j = m. The same sum normalizes the residual. At least j are
+     accepted with probability (w − m) + m = w: the claim for j.
+  3. x comes out as a correction with probability m · max(0, w p(x) − q(x)) / m =
+     max(0, w p(x) − q(x)).
+  4. Together: min(w p(x), q(x)) + max(0, w p(x) − q(x)) = w p(x), whatever q was.
+  5. Position j + 1 counts only if at least j drafts were accepted, which has probability w. Then
+     they are the text, and x comes out with probability p(x): by induction, every token follows p.
+Token by token, the first j drafts are accepted with probability Π min(1, p/q) ≤ w_j. So a block is
+never worse; and nothing that keeps the law accepts more on average (Sun et al. 2024, theorem 2).
+
+Both are exact mode. In coupled mode (Daliri, Musco & Suresh 2024) the target picks with the keyed
+noise of each position, as in plain decoding. A draft is picked with the *same* noise, and is
+accepted if the target picks it, too. The text then depends on target and seed alone, but fewer
+drafts are accepted: at least (1 − TV) / (1 + TV), against β = 1 − TV token by token, where
+TV = ½ Σ |p − q|.
 At temperature 0 both modes accept the target's choice alone. A round of such texts is coupled,
 because that mode needs no q.
 
@@ -66,28 +96,63 @@ class Coin(Protocol):
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
-    """Count the accepted drafts, and draw the token after them. This never waits for the device.
+    """Count the accepted drafts, token by token, and draw the token after them.
 
     p: the target's distributions, float[B, k + 1, V], k ≥ 1; q and drafted: the two fields of a
     Proposal. After a request's last draft nothing is accepted, and the residual is p: the bonus.
     -> accepted: int64[B]; token: int64[B], correction or bonus.
     """
-    B, k = drafted.shape
-    index = drafted.clamp(min=0)[..., None]  # [B, k, 1]
-    p_x = p[:, :k].gather(-1, index)[..., 0]  # [B, k]
-    q_x = q[:, :k].gather(-1, index)[..., 0]
-    ratio = torch.where(q_x > 0, p_x / q_x, 0)
+    ratio = likelihood_ratio(p, q, drafted)
     ratio = ratio.clamp(max=1)
     stands = coin.accept(ratio)
     accepted = count_leading(stands)
-
-    rows = torch.arange(B, device=p.device)
+    rows = torch.arange(len(p), device=p.device)
     p_end = p[rows, accepted]  # [B, V]: where the round ends
-    residual = p_end - q[rows, accepted]
+    q_end = q[rows, accepted]
+    return accepted, pick_residual(p_end, q_end, coin)
+
+
+def likelihood_ratio(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
+    """p(x) / q(x) of each draft x: float[B, k]; 0 after a request's last draft, where q is 0."""
+    index = drafted.clamp(min=0)
+    index = index[..., None]  # [B, k, 1]
+    p_x = p[:, :-1].gather(-1, index)
+    q_x = q[:, :-1].gather(-1, index)
+    ratio = torch.where(q_x > 0, p_x / q_x, 0)
+    return ratio[..., 0]
+
+
+def pick_residual(p: Tensor, q: Tensor, coin: Coin) -> Tensor:
+    """Draw from max(0, p − q), normalized; from p if it has no mass: float[B, V] -> int64[B]."""
+    residual = p - q
     residual = residual.clamp(min=0)
     mass = residual.sum(-1, keepdim=True)
-    probs = torch.where(mass > 0, residual / mass, p_end)  # no mass: p = q, to rounding
-    return accepted, coin.pick(probs)
+    probs = torch.where(mass > 0, residual / mass, p)  # no mass: p = q, to rounding
+    return coin.pick(probs)
+
+
+def verify_block(p: Tensor, q: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
+    """`verify`, but as a block, in the names of the proof. This never waits for the device."""
+    ratio = likelihood_ratio(p, q, drafted)  # [B, k]
+    weights = [torch.ones_like(ratio[:, 0])]
+    for ratio_j in ratio.unbind(1):
+        weight = weights[-1] * ratio_j
+        weights.append(weight.clamp(max=1))
+    w = torch.stack(weights, 1)  # [B, k + 1]
+    residual = w[..., None] * p - q
+    residual = residual.clamp(min=0)  # [B, k + 1, V]
+    m = residual.sum(-1)  # [B, k + 1]
+    rest = 1 - w
+    h = m / (m + rest)
+    h = torch.where(w == 1, 1, h)  # it may be 0 / 0: p = q, to rounding
+    stands = coin.accept(h[:, 1:])
+    accepted = count_to_last(stands)
+    rows = torch.arange(len(p), device=p.device)
+    p_end = p[rows, accepted]  # [B, V]: where the round ends
+    q_end = q[rows, accepted]
+    w_end = w[rows, accepted, None]  # [B, 1]
+    weighted = w_end * p_end
+    return accepted, pick_residual(weighted, q_end, coin)
 
 
 def couple(p: Tensor, drafted: Tensor, coin: Coin) -> tuple[Tensor, Tensor]:
@@ -108,6 +173,14 @@ def count_leading(stands: Tensor) -> Tensor:
     return so_far.sum(1)
 
 
+def count_to_last(stands: Tensor) -> Tensor:
+    """Count each row up to its last True: bool[B, k] -> int64[B]."""
+    k = stands.shape[1]
+    numbers = torch.arange(1, k + 1, device=stands.device)
+    standing = torch.where(stands, numbers, 0)
+    return standing.amax(1)
+
+
 class Drawing(NamedTuple):
     """How all tokens of a runner are drawn.
 
@@ -118,6 +191,7 @@ class Drawing(NamedTuple):
     vocab_size: int
     coupled: bool = False  # the mode of verification
     make_coin: Callable[[Tensor, Tensor, Tensor], Coin] | None = None
+    by_token: bool = False  # in exact mode: drafts are not verified as a block
 
 
 class Round:
@@ -233,7 +307,9 @@ class Round:
         coin = self.text_coin()
         if self.coupled:
             return couple(p, drafted, coin)
-        return self.ops.verify(p, q, drafted, coin) or verify(p, q, drafted, coin)
+        if self.drawing.by_token:
+            return verify(p, q, drafted, coin)
+        return self.ops.verify_block(p, q, drafted, coin) or verify_block(p, q, drafted, coin)
 
     def probabilities(self, logits: Tensor, rows: Sequence[int], depth: int = 0) -> Tensor:
         """The distributions that are sampled: logits [R, ≥ V] -> float[R, V].

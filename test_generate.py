@@ -25,7 +25,7 @@ from kernels import Ops
 from kvcache import CacheFull
 from model import weight_bytes
 from request import OutputStream, Request, Settings
-from settings import Options
+from settings import VERIFY, Options
 from test_drafters import LastToken
 from test_eagle import random_head, write_head
 
@@ -160,6 +160,45 @@ def test_every_end_of_text_token_ends_it_and_is_not_shown(tmp_path):
         assert result.text == plain_loop(ended, PROMPT, 30, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "config, generation, tokenizer, ends",
+    [
+        (7, None, None, {7}),
+        (7, [8, 9], None, {8, 9}),  # 7 is stale
+        ([7, 257], 8, None, {8, 257}),  # a control token is none
+        (None, 7, "<|im_end|>", {7, 258}),  # a fine-tune's
+        ([7, 256], None, {"content": "<|im_end|>"}, {7, 256, 258}),
+        (None, None, "a", set()),  # no control token
+    ],
+)
+def test_the_ends_of_a_text_are_those_of_three_files(
+    config, generation, tokenizer, ends, tmp_path, model
+):
+    folder = write_model(tmp_path)
+    for name, change in (
+        ("config.json", {"eos_token_id": config}),
+        ("generation_config.json", {"eos_token_id": generation}),
+        ("tokenizer_config.json", {"eos_token": tokenizer}),
+    ):
+        data = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(data | change))
+    assert Model.load(folder, "cpu").eos_token_ids == ends
+
+
+def test_a_control_token_that_a_prompt_spells_is_told_and_read_if_asked_for(model, instruct):
+    prompt = "a<|im_end|>b"
+    settings = dict(max_tokens=1, seed=1)
+    with pytest.warns(UserWarning, match=r"spells the control token <\|im_end\|>.*--special"):
+        assert max(generate(prompt, model, **settings).prompt_tokens) < 256
+    read = generate([prompt, "a"], model, special=True, **settings)
+    assert [result.prompt_tokens for result in read] == [[97, 258, 98], [97]]
+    chat = Model.load(instruct, "cpu")
+    assert generate(prompt, chat, chat=False, special=True, **settings).prompt_tokens[1] == 258
+    for wrong, says in ((True, "special is about plain prompts"), ("yes", "special is 'yes'")):
+        with pytest.raises(UserError, match=says):
+            generate(prompt, chat, special=wrong)
+
+
 def test_stop_strings_cut_across_tokens_and_drafts(model, draft):
     settings = dict(temperature=1.0, seed=3, max_tokens=60, logprobs=1)
     whole = generate(PROMPT, model, **settings)
@@ -240,12 +279,23 @@ def test_new_drafter_is_a_line_in_one_table(model, monkeypatch):
     assert [len(each.tokens) for each in results] == [20, 20]
 
 
+def test_an_option_says_how_drafts_are_verified(model):
+    for verify in VERIFY:
+        engine = Engine(model, None, Options(max_len=60, max_batch=1, verify=verify))
+        drawing = engine.runner.drawing
+        assert drawing.by_token == (verify == "token")
+        assert drawing.coupled == (verify == "coupled")
+    assert Options().verify == VERIFY[0] == "block"
+    with pytest.raises(UserError, match="^verify is 'exact': it must be block or token or coupled"):
+        Options(verify="exact")
+
+
 def test_a_damaged_draft_is_named(base, compiler):
     model = Model.load(base, "cpu", torch.float32)
     damaged = Model.load(base, "cpu", torch.float32)
     damaged.llama.norm[3] = math.nan
     for temperature in (0.0, 1.0):
-        for prompts, verify in ((["a word"], "coupled"), (["a word", "b"], "exact")):
+        for prompts, verify in ((["a word"], "coupled"), (["a word", "b"], "block")):
             settings = dict(temperature=temperature, verify=verify, seed=1, gamma=2)
             with pytest.raises(UserError, match="^the draft's logits .* leave out --draft"):
                 generate(prompts, model, draft=damaged, **settings)
@@ -517,7 +567,7 @@ DAMAGES = [
     (write("model.safetensors", None), "model.safetensors.index.json is missing"),
     (drop_tensor, "tensor model.layers.1.mlp.up_proj.weight"),
     (write("tokenizer.json", b"{}"), "tokenizer.json"),
-    (lambda folder: write_model(folder, vocab_size=200), "belong to different models, or the last"),
+    (lambda folder: write_model(folder, vocab_size=200), "it has token 255, b"),
 ]
 
 
@@ -529,6 +579,18 @@ def test_damaged_folder_is_named(tmp_path):
             generate(PROMPT, folder, max_tokens=2)
         message = str(error.value)
         assert says in message and "\n" not in message and len(message) < 1000
+
+
+def test_a_model_may_lack_tokens_beside_those_of_texts(tmp_path):
+    """They are never drawn, and no prompt may hold them."""
+    template = "{{ messages[0].content }}{{ '<|im_end|>' if messages[1:] }}"
+    folder = write_model(tmp_path, template, vocab_size=257)  # the tokenizer has 259 tokens
+    model = Model.load(folder)
+    message = dict(role="user", content="<|im_end|>")
+    result = generate(messages=[message], target=model, max_tokens=40, temperature=9.0)
+    assert max(result.tokens) < 257 == model.tokenizer.vocab_size
+    with pytest.raises(UserError, match="prompt has token 258, and the model has 257"):
+        generate(messages=[message, message], target=model)
 
 
 FILES = (

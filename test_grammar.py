@@ -473,7 +473,7 @@ def test_a_text_ends_with_its_grammar_whatever_its_request_ignores(coupled, mode
 
     def texts_of(draft: str | None) -> list[tuple[tuple[int, ...], str]]:
         gamma = None if draft is None else 3
-        options = Options(max_len=100, max_batch=8, verify="coupled" if coupled else "exact")
+        options = Options(max_len=100, max_batch=8, verify="coupled" if coupled else "block")
         engine = Engine(model, load_draft(draft, model), options, tokens=600)
         requests = []
         for i, rule in enumerate(RULES):

@@ -25,7 +25,7 @@ from quant import FORMATS, KEY_GROUP, Bits, Quantized, dequantize, quantize, spr
 from request import Request, Settings
 from sampling import TEXT, Keyed, accept_role, draft_role, mix, probabilities, uniform
 from settings import SETTINGS
-from speculative import Drawing, Proposal, Round, verify
+from speculative import Drawing, Proposal, Round, verify_block
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -607,35 +607,45 @@ class Contract:
                 drafted[b, n:] = -1
                 q[b, n:] = 0
             coin = round.text_coin()
-            wanted = verify(p, q, drafted, coin)
-            accepted, token = self.ops.verify(p, q, drafted, coin) or wanted
+            wanted = verify_block(p, q, drafted, coin)
+            accepted, token = self.ops.verify_block(p, q, drafted, coin) or wanted
             assert [accepted.tolist(), token.tolist()] == [x.tolist() for x in wanted]
 
     def test_a_draft_whose_q_is_nan_is_not_accepted(self):
-        """The token after it is p's, as if nothing had been drafted there."""
+        """The token after it is p's, as if nothing had been drafted there. A draft whose p is NaN
+        is not accepted, either."""
         V = 7
         round = self.verifying_round([2] * 20, V, Random(0))
-        p = torch.rand(20, 3, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
-        q = p.clone()  # each draft would be accepted
-        q[:, 2] = 0
-        q[::2, 0] = torch.nan
-        q[1::2, 1] = torch.nan
-        accepted, token = round.verify(p, Proposal(torch.full((20, 2), 3), q))
+        right = torch.rand(20, 3, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
+        damaged = right.clone()
+        damaged[::2, 0] = torch.nan
+        damaged[1::2, 1] = torch.nan
+        drafts = torch.full((20, 2), 3)  # each would be accepted
+        without_third = torch.tensor([1, 1, 0])[:, None]
+        accepted, token = round.verify(right, Proposal(drafts, damaged * without_third))
         assert accepted.tolist() == [0, 1] * 10
-        ended = p[torch.arange(20), accepted]
+        ended = right[torch.arange(20), accepted]
         assert torch.equal(token, round.text_coin().pick(ended))
+        accepted, _ = round.verify(damaged, Proposal(drafts, right * without_third))
+        assert accepted.tolist() == [0, 1] * 10
 
     def test_each_draft_is_accepted_by_its_own_number(self):
-        """That of accept_role(j). In text b, p / q of draft b is just below its number, and that of
-        the other drafts is just above theirs."""
+        """That of accept_role(j). In text b, h of the b-th draft is just above its number, and that
+        of the other drafts is just below theirs.
+
+        Where a draft of the token 0 is certain, and p is w_j / w_j₋₁ there, h_j is
+        (w_j − w_j₊₁) / (1 − w_j₊₁): so 1 − w_j is the product of 1 − h, from j on.
+        """
         k = 6
         round = self.verifying_round([k] * (k + 1), 2, Random(0))
         roles = torch.tensor([accept_role(j) for j in range(k)])
         numbers = uniform(mix(round.text_coin().keys ^ roles))  # [k + 1, k]
-        below = torch.eye(k + 1, k, dtype=torch.bool)
-        ratio = torch.where(below, numbers * (1 - 1e-6), numbers * (1 + 1e-6))
+        above = torch.eye(k + 1, dtype=torch.bool)[:, 1:]
+        h = torch.where(above, numbers * (1 + 1e-3), numbers * (1 - 1e-3))
+        w = 1 - (1 - h).flip(1).cumprod(1).flip(1)
+        before = torch.cat((torch.ones(k + 1, 1), w[:, :-1]), 1)
         p, q = torch.zeros(2, k + 1, k + 1, 2)
-        p[:, :k, 0] = ratio
+        p[:, :k, 0] = w / before
         p[:, :, 1] = 1 - p[:, :, 0]
         q[:, :k, 0] = 1
         accepted, _ = round.verify(p, Proposal(torch.zeros(k + 1, k, dtype=torch.int64), q))

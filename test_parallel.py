@@ -186,7 +186,7 @@ def texts_of(
     engine = Engine(
         model,
         load_draft(draft, model, torch.float64),
-        Options(max_len=60, max_batch=3, verify="coupled" if coupled else "exact", **cache),
+        Options(max_len=60, max_batch=3, verify="coupled" if coupled else "block", **cache),
         tokens=300,
     )
     requests = []

@@ -151,7 +151,7 @@ def generate_each(
     engine = Engine(
         model,
         draft,
-        Options(max_len=max_len, max_batch=BATCH, verify="coupled" if coupled else "exact"),
+        Options(max_len=max_len, max_batch=BATCH, verify="coupled" if coupled else "block"),
         tokens=BATCH * max_len,
     )
     return sorted(engine.serve(streams), key=lambda result: result.index)

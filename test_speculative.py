@@ -1,6 +1,7 @@
 """Speculative sampling: its output law by enumeration beside the target's own, and planted bugs."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import museum
-import speculative
 from conftest import Cipher, Place
 from drafters import ModelDrafter, SelfDrafter
 from kernels import Ops
@@ -21,7 +21,15 @@ from request import Request, Settings
 from runner import ModelRunner
 from sampling import TEXT, Keyed, counters, draft_role, mix, probabilities, uniform
 from settings import RULES, SETTINGS
-from speculative import Drawing, Round, couple, verify
+from speculative import (
+    Drawing,
+    Round,
+    couple,
+    likelihood_ratio,
+    pick_residual,
+    verify,
+    verify_block,
+)
 
 CPU = torch.device("cpu")
 TARGET = Toy(seed=1)
@@ -60,16 +68,22 @@ def toy_cache(sequences: int, paged: bool = False) -> KVCache | PagedCache:
 
 
 def toy_runner(
-    n: int, target=TARGET, draft=DRAFT, where="own", coupled=False, make_coin=None, **options
+    n: int,
+    target=TARGET,
+    draft=DRAFT,
+    where="own",
+    coupled=False,
+    make_coin=None,
+    by_token=False,
+    **options,
 ) -> ModelRunner:
     """where: the draft's keys and values: its own cache, or the target's, contiguous or paged."""
     cache = toy_cache(n, where == "paged")
     drafter = ModelDrafter(draft, toy_cache(n))
     if where != "own":
         drafter = SelfDrafter(draft, cache)
-    return ModelRunner(
-        target, cache, Drawing(target.V, coupled, make_coin), drafter=drafter, **options
-    )
+    drawing = Drawing(target.V, coupled, make_coin, by_token=by_token)
+    return ModelRunner(target, cache, drawing, drafter=drafter, **options)
 
 
 def new_tokens(request: Request) -> tuple[int, ...]:
@@ -114,9 +128,7 @@ class PaddedCoin(WalkingCoin):
         return picked
 
 
-def laws_of(
-    kinds: Sequence[Kind], target=TARGET, draft=DRAFT, where="own", coupled=False
-) -> list[dict]:
+def laws_of(kinds: Sequence[Kind], **options) -> list[dict]:
     """The law of each kind of row, from batches in which rows of all kinds lie side by side."""
 
     def run(walk: Walk, n: int) -> list:
@@ -126,7 +138,7 @@ def laws_of(
         def coin(*keys):
             return PaddedCoin(walk(*keys).branches)
 
-        play(toy_runner(n, target, draft, where, make_coin=coin, coupled=coupled), requests)
+        play(toy_runner(n, make_coin=coin, **options), requests)
         return list(zip(chosen, map(new_tokens, requests)))
 
     laws = enumerate_law(run, width=512)
@@ -149,11 +161,13 @@ KINDS = [  # γ from 0 to 3, ends and limits anywhere, and every setting
 ]
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("where", ["own", "contiguous", "paged"])
-def test_law_of_every_row_of_a_ragged_batch_is_the_targets(where):
+def test_law_of_every_row_of_a_ragged_batch_is_the_targets(where, by_token):
     draft = DRAFT if where == "own" else COPY
     kinds = KINDS if where == "own" else KINDS[:3] + KINDS[-1:]
-    for kind, law in zip(kinds, laws_of(kinds, draft=draft, where=where), strict=True):
+    laws = laws_of(kinds, draft=draft, where=where, by_token=by_token)
+    for kind, law in zip(kinds, laws, strict=True):
         assert sum(law.values()) == pytest.approx(1, abs=1e-12)
         assert distance(law, kind.law()) < 1e-12, kind
 
@@ -180,7 +194,7 @@ def test_law_is_any_targets_with_any_draft(target, draft, gamma, ends):
     """Their tables have zeros, ties and one-hots (proof.Toy)."""
     target = Toy(longest=4, seed=target)
     kind = Kind((2,), gamma, 3, ends=ends)
-    (law,) = laws_of([kind], target, Toy(longest=4, seed=draft))
+    (law,) = laws_of([kind], target=target, draft=Toy(longest=4, seed=draft))
     assert distance(law, kind.law(target)) < 1e-12
 
 
@@ -203,59 +217,71 @@ def test_rows_are_independent():
 # ---- Planted bugs: the enumeration sees each
 
 
-def planted(
-    accept: Callable | None = None, residual: Callable | None = None, bonus: Callable | None = None
-) -> Callable:
-    """A `verify` that is right but for one line."""
-
-    def verify(p: Tensor, q: Tensor, drafted: Tensor, coin) -> tuple[Tensor, Tensor]:
-        B, k = drafted.shape
-        x = drafted.clamp(min=0)[..., None]
-        p_x = p[:, :k].gather(-1, x)[..., 0]
-        q_x = q[:, :k].gather(-1, x)[..., 0]
-        ratio = (p_x / q_x.clamp(min=1e-300)).clamp(max=1)
-        if accept:
-            ratio = accept(p_x, q_x, ratio)
-        stands = coin.accept(torch.where(drafted >= 0, ratio, 0))
-        accepted = stands.long().cumprod(1).sum(1)
-        rows = torch.arange(B)
-        p_end = p[rows, accepted]
-        q_end = q[rows, accepted]
-        is_bonus = (q_end.sum(-1) == 0)[:, None]
-        probs = (p_end - q_end).clamp(min=0)
-        probs = torch.where(probs.sum(-1, keepdim=True) > 0, probs, p_end)
-        if residual:
-            probs = torch.where(is_bonus, probs, residual(p_end, q_end, probs))
-        if bonus:
-            probs = torch.where(is_bonus & (accepted > 0)[:, None], bonus(p, accepted), probs)
-        return accepted, coin.pick(probs / probs.sum(-1, keepdim=True))
-
-    return verify
-
-
-def filtered_again(p: Tensor, q: Tensor, residual: Tensor) -> Tensor:
-    return probabilities((residual / residual.sum(-1, keepdim=True)).log(), top_p=0.6)
-
-
-def without_the_drafted(p: Tensor, q: Tensor, residual: Tensor) -> Tensor:
-    return torch.where(q == q.amax(-1, keepdim=True), 0, p) + 1e-9
-
-
-def one_position_before(p: Tensor, accepted: Tensor) -> Tensor:
-    return p[torch.arange(len(p)), (accepted - 1).clamp(min=0)]
-
-
-BUGS = {
-    "accepted with p alone": planted(accept=lambda p, q, ratio: p),
-    "dropped because its q was low": planted(accept=lambda p, q, ratio: ratio * (q >= 0.3)),
-    "accepted because its q was high": planted(
-        accept=lambda p, q, ratio: torch.where(q > 0.6, 1, ratio)
+RATIO = "p_x / q_x"
+CLAMPED = "residual.clamp(min=0)"
+MASS = "mass = residual.sum(-1, keepdim=True)"
+RATIO_J = "weights[-1] * ratio_j"
+NORMALIZED = "m / (m + rest)"
+OF_BOTH = {  # a bug -> the function, a piece of it, and what is planted there
+    "accepted with p alone": (likelihood_ratio, RATIO, "p_x"),
+    "dropped because its q was low": (likelihood_ratio, "q_x > 0", "q_x >= 0.3"),
+    "accepted because its q was high": (
+        likelihood_ratio,
+        RATIO,
+        "torch.where(q_x > 0.6, 1, p_x / q_x)",
     ),
-    "the draft is not subtracted": planted(residual=lambda p, q, residual: p),
-    "the residual is not clamped": planted(residual=lambda p, q, r: (p - q).abs() + 1e-300),
-    "only the drafted token is removed": planted(residual=without_the_drafted),
-    "the residual is filtered again": planted(residual=filtered_again),
-    "no bonus: the last distribution once more": planted(bonus=one_position_before),
+    "the residual is filtered again": (
+        pick_residual,
+        MASS,
+        f"residual[residual < 0.5 * residual.amax(-1, keepdim=True)] = 0; {MASS}",
+    ),
+    "the draft is not subtracted": (pick_residual, "p - q", "p"),
+    "the residual is not clamped": (pick_residual, CLAMPED, "residual.abs()"),
+}
+BY_TOKEN = {
+    "only the drafted token is removed": (
+        pick_residual,
+        CLAMPED,
+        "torch.where((q > 0) & (q == q.amax(-1, keepdim=True)), 0, p)",
+    ),
+    "no bonus: the last distribution once more": (
+        verify,
+        "p[rows, accepted]",
+        "p[rows, accepted - 1 * (q[rows, accepted].sum(-1) == 0)]",
+    ),
+    "the last draft that stands, as in a block": (
+        verify,
+        "count_leading(stands)",
+        "count_to_last(stands)",
+    ),
+}
+AS_BLOCK = {
+    "weights without their cap": (verify_block, "weight.clamp(max=1)", "weight"),
+    "ratios capped, not their product": (
+        verify_block,
+        RATIO_J,
+        "weights[-1] * ratio_j.clamp(max=1)",
+    ),
+    "the residual is not weighted": (verify_block, "w_end * p_end", "p_end"),
+    "the residual of the draft before": (
+        verify_block,
+        "q[rows, accepted]",
+        "q[rows, accepted - 1]",
+    ),
+    "the mass without weights": (verify_block, "w[..., None] * p", "p"),
+    "the weight of the draft before": (
+        verify_block,
+        "w[rows, accepted, None]",
+        "w[rows, (accepted - 1).clamp(min=0), None]",
+    ),
+    "the wrong normalizer": (verify_block, NORMALIZED, "m / (m + 1)"),
+    "the sum of the draft before": (verify_block, NORMALIZED, "m.roll(1, 1) / (m + rest)"),
+    "accepted with its weight": (verify_block, NORMALIZED, "w"),
+    "up to the first that does not stand": (
+        verify_block,
+        "count_to_last(stands)",
+        "count_leading(stands)",
+    ),
 }
 
 
@@ -268,13 +294,14 @@ def error_of(kind: Kind, **options) -> float:
     return distance(law, kind.law())
 
 
-def test_enumeration_catches_every_planted_verify(monkeypatch):
-    kind = Kind((1,), 2, 3, ends=(0,))
-    monkeypatch.setattr(speculative, "verify", planted())
-    assert error_of(kind) < 1e-12
-    for bug, wrong in BUGS.items():
-        monkeypatch.setattr(speculative, "verify", wrong)
-        assert error_of(kind) > 1e-3, bug
+@pytest.mark.parametrize("by_token", [False, True])
+def test_enumeration_catches_every_planted_verify(by_token):
+    kind = Kind((2,), 2, 3)
+    assert error_of(kind, by_token=by_token) < 1e-12
+    bugs = OF_BOTH | (BY_TOKEN if by_token else AS_BLOCK)
+    for bug, (function, right, wrong) in bugs.items():
+        with museum.planted(function, right, wrong):
+            assert error_of(kind, by_token=by_token) > 1e-3, bug
 
 
 def test_enumeration_catches_planted_probabilities(monkeypatch):
@@ -349,9 +376,27 @@ def distributions(rows: int, V: int) -> st.SearchStrategy:
     )
 
 
+def weight(function: Callable, w: float, ratio: float) -> float:
+    """The probability that a draft stands with those before it, which stand with probability w."""
+    return min(1, w * ratio) if function is verify_block else w * min(1, ratio)
+
+
+def reached(function: Callable, p: Tensor, q: Tensor, count: int) -> float:
+    """The probability that at least so many drafts are accepted, as the page's proof says."""
+    total = 0.0
+    for drafts in product(range(p.shape[1]), repeat=count):
+        mass = w = 1.0
+        for p_x, q_x in zip(p[range(count), drafts].tolist(), q[range(count), drafts].tolist()):
+            mass *= q_x
+            w = weight(function, w, p_x / q_x) if q_x > 0 else 0.0
+        total += mass * w
+    return total
+
+
+@pytest.mark.parametrize("function", [verify, verify_block])
 @given(st.data(), st.integers(2, 5), st.integers(1, 3))
-def test_verify_follows_p_and_accepts_the_overlap(data, V, k):
-    """For any p and q: each token's law is p's, and a draft is accepted with Σ min(p, q)."""
+def test_verify_follows_p_and_accepts_as_many_as_it_says(function, data, V, k):
+    """For any p and q: each token's law is p's."""
     p = data.draw(distributions(k + 1, V))
     q = p.clone() if data.draw(st.booleans()) else data.draw(distributions(k + 1, V))
     num_drafts = data.draw(st.integers(0, k))
@@ -362,41 +407,101 @@ def test_verify_follows_p_and_accepts_the_overlap(data, V, k):
         drafted = torch.full((n, k), -1)
         for j in range(num_drafts):
             drafted[:, j] = coin.pick(q[j].expand(n, -1))
-        accepted, token = verify(p.expand(n, -1, -1), q.expand(n, -1, -1), drafted, coin)
+        accepted, token = function(p.expand(n, -1, -1), q.expand(n, -1, -1), drafted, coin)
         rows = zip(drafted.tolist(), accepted.tolist(), token.tolist())
         return [(*row[:count], last) for row, count, last in rows]
 
     law = enumerate_law(run)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    reached = 1.0  # the probability that all drafts before j were accepted
     for j in range(num_drafts + 1):
+        before = reached(function, p, q, j)
+        assert before == pytest.approx(
+            sum(m for text, m in law.items() if len(text) > j), abs=1e-12
+        )
         for x in range(V):
             mass = sum(m for text, m in law.items() if len(text) > j and text[j] == x)
-            assert mass == pytest.approx(reached * p[j, x].item(), abs=1e-12)
-        if j < num_drafts:
-            reached *= torch.minimum(p[j], q[j]).sum().item()
-            mass = sum(m for text, m in law.items() if len(text) > j + 1)
-            assert mass == pytest.approx(reached, abs=1e-12)
+            assert mass == pytest.approx(before * p[j, x].item(), abs=1e-12)
 
 
-def test_verify_survives_a_residual_without_mass():
+class Refuses:
+    """A coin that remembers what is asked, accepts nothing, and picks what is most probable."""
+
+    def accept(self, prob: Tensor) -> Tensor:
+        assert prob.isfinite().all()
+        self.prob = prob
+        return torch.zeros_like(prob, dtype=torch.bool)
+
+    def pick(self, probs: Tensor) -> Tensor:
+        assert probs.isfinite().all() and (probs.sum(-1) > 0.99).all()
+        return probs.argmax(-1)
+
+
+def expected_drafts(function: Callable, p: list[Tensor], q: list[Tensor]) -> Tensor:
+    """How many of k drafts are accepted on average: float[n], for n pairs of models.
+
+    p[j], q[j]: [n, V^j, V], the distributions after each run of j tokens; q has no k-th.
+    """
+    n, _, V = p[0].shape
+    k = len(q)
+    runs = torch.arange(V**k)  # of k drafts, in base V
+    after = [runs // V ** (k - j) for j in range(k + 1)]  # the runs of their first j
+    drafted = torch.stack([code % V for code in after[1:]], 1).repeat(n, 1)  # [n · V^k, k]
+    p_of_runs = torch.stack([rows[:, at] for rows, at in zip(p, after)], 2)  # [n, V^k, k + 1, V]
+    q_of_runs = torch.stack([rows[:, at] for rows, at in zip(q, after)], 2)
+    mass = q_of_runs.flatten(0, 1).gather(2, drafted[..., None]).prod(1).view(n, -1)
+    q_of_runs = torch.nn.functional.pad(q_of_runs, (0, 0, 0, 1))
+    coin = Refuses()
+    function(p_of_runs.flatten(0, 1), q_of_runs.flatten(0, 1), drafted, coin)
+    reaches = coin.prob.cumprod(1)  # all drafts so far stand
+    if function is verify_block:  # this one stands, or one after it: [n · V^k, k], the last first
+        reaches = 1 - (1 - coin.prob).flip(1).cumprod(1)
+    return (mass * reaches.sum(1).view(n, -1)).sum(1)
+
+
+@pytest.mark.parametrize("V, k", [(2, 3), (3, 3), (6, 2), (9, 1)])
+def test_a_block_accepts_at_least_as_many_drafts(V, k):
+    """For 10,000 pairs of models whose distributions depend on the tokens before."""
+    generator = torch.Generator().manual_seed(V)
+
+    def models(rows: int) -> list[Tensor]:
+        drawn = []
+        for j in range(rows):
+            weights = torch.rand(2500, V**j, V, generator=generator, dtype=torch.float64) ** 3
+            weights[weights < 0.01] = 0  # impossible tokens
+            weights[..., j % V] += 1e-3  # not all are impossible
+            drawn.append(weights / weights.sum(-1, keepdim=True))
+        return drawn
+
+    p = models(k + 1)
+    q = models(k)
+    by_token = expected_drafts(verify, p, q)
+    as_block = expected_drafts(verify_block, p, q)
+    gain = as_block - by_token
+    assert gain.min() > -1e-12
+    if k == 1:
+        assert gain.max() < 1e-12
+    else:
+        assert gain.max() > 0.05
+    single = expected_drafts(verify_block, [x.float() for x in p], [x.float() for x in q])
+    torch.testing.assert_close(single.double(), as_block, atol=1e-5, rtol=0)
+
+
+def test_the_papers_example():
+    """Two tokens, and models that do not read the text (Sun et al. 2024, 2)."""
+    p = [torch.tensor([1 / 3, 2 / 3]).expand(1, 2**j, 2) for j in range(3)]
+    q = [torch.tensor([2 / 3, 1 / 3]).expand(1, 2**j, 2) for j in range(2)]
+    assert expected_drafts(verify, p, q).item() == pytest.approx(10 / 9)
+    assert expected_drafts(verify_block, p, q).item() == pytest.approx(11 / 9)
+
+
+@pytest.mark.parametrize("function", [verify, verify_block])
+def test_verify_survives_a_residual_without_mass(function):
     """And takes one with little mass for what it is."""
-
-    class Rejects:
-        """Picks what is most probable."""
-
-        def accept(self, prob):
-            return torch.zeros_like(prob, dtype=torch.bool)
-
-        def pick(self, probs):
-            assert torch.isfinite(probs).all() and (probs.sum(-1) > 0.99).all()
-            return probs.argmax(-1)
-
     p = torch.tensor([[[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]])
-    accepted, token = verify(p, p, torch.tensor([[1]]), Rejects())  # q = p
+    accepted, token = function(p, p, torch.tensor([[1]]), Refuses())  # q = p
     assert accepted.tolist() == [0] and token.tolist() == [1]
     q = p + torch.tensor([-1e-6, 1e-6, 0.0])
-    assert verify(p, q, torch.tensor([[1]]), Rejects())[1].tolist() == [0]
+    assert function(p, q, torch.tensor([[1]]), Refuses())[1].tolist() == [0]
 
 
 def test_roles_that_share_numbers_change_the_law():
@@ -423,7 +528,7 @@ def test_roles_that_share_numbers_change_the_law():
         coin.accept_as = accept_as
         both = torch.stack((p, p)).expand(n, -1, -1)
         proposed = torch.stack((q, torch.zeros(3))).expand(n, -1, -1)
-        accepted, token = verify(both, proposed, drafted[:, None], coin)
+        accepted, token = verify_block(both, proposed, drafted[:, None], coin)
         first = torch.where(accepted > 0, drafted, token)
         return (torch.bincount(first, minlength=3) / n - p).abs().max().item()
 

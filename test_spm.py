@@ -209,6 +209,15 @@ def test_tokens_are_those_of_the_definition(loaded, shape, text, is_first):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
+def test_an_empty_step_is_none(loaded, tmp_path):
+    empty = dict(type="Sequence", normalizers=[])
+    tok = load(tmp_path / "empty", tokenizer_json("first") | dict(normalizer=empty))
+    assert tok.prompt(" the cat") == loaded["first"].prompt(" the cat")
+    shortened = tokenizer_json("first")
+    del shortened["normalizer"], shortened["post_processor"]
+    assert load(tmp_path / "short", shortened).prompt(" the cat") == tok.encode(" the cat")
+
+
 def test_a_long_word_takes_no_longer_than_it_must(loaded):
     """30,000 characters without a space: the definition would look at 3 · 10⁸ pairs."""
     text = "aab" * 10_000
@@ -290,6 +299,9 @@ def test_tokens_and_names_may_stand_in_files_of_their_own(tmp_path):
     tok = load(tmp_path, tokenizer_model(), **config)
     assert tok.prompt("the<im></im>") == [1, *tok.encode("the"), id, *tok.encode("</im>")]
     assert id + 1 not in tok.encode("</im>")
+    (tmp_path / "added_tokens.json").write_text(json.dumps(more | {"</s>": 2, "<s>": 1}))
+    repeated = load(tmp_path, tokenizer_model(), **config)
+    assert repeated.specials == tok.specials and 2 not in repeated.encode("</s>")
     assert tok.chat([{"role": "user", "content": "the"}]) == [1, *tok.encode("the"), id + 1]
 
 
@@ -340,7 +352,7 @@ REFUSED_TOP: list[tuple[dict[str, Any], str]] = [
     (metaspace(replacement="_"), "Metaspace"),
     (metaspace(replacement=SPACE, prepend_scheme="x"), "not laid out"),
     (dict(decoder={"type": "ByteLevel"}), "ByteLevel"),
-    (dict(decoder=None), "not laid out"),
+    (dict(decoder=None), "its decoder is null"),
     (dict(post_processor={"type": "BertProcessing"}), "BertProcessing"),
     (dict(added_tokens=[dict(id=900, content="x", normalized=True)]), "normalized text"),
 ]
@@ -352,7 +364,7 @@ REFUSED_MODEL: list[tuple[bytes, str]] = [
     (tokenizer_model() + field(1, field(1, b"the") + field(3, 1)), "there twice"),
     (tokenizer_model() + field(1, field(1, b"zz") + field(3, 5)), "unused"),
     (tokenizer_model()[:-1], "cut off"),
-    (b"aGVsbG8= 0\n", "not SentencePiece's"),
+    (b"aGVsbG8= 0\nIQ== 1\n", "it is tiktoken's list of ranks, as Llama 3 has it"),
     (b"", "not SentencePiece's"),
 ]
 

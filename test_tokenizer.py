@@ -235,36 +235,81 @@ def test_any_list_of_merges_is_obeyed(tmp_path, how, texts, order):
         assert tok.encode(text) == reference(text, [], merges, vocab, ignore), text
 
 
-SENTENCE = "ab12 it's  3"
 ALONE = BYTE_LEVEL | dict(use_regex=False)
+THREE = "[0-9][0-9][0-9]"
 
 
-def by_pattern(pattern: str) -> dict[str, Any]:
-    return dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+def by_pattern(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
+    return dict(type="Split", pattern={"Regex": pattern}, behavior=behavior, invert=invert)
 
 
 def digits(individual: bool) -> dict[str, Any]:
     return dict(type="Digits", individual_digits=individual)
 
 
+def punctuation(behavior: str) -> dict[str, Any]:
+    return dict(type="Punctuation", behavior=behavior)
+
+
+SENTENCE = "ab12 it's  3"
+SIGNS = "a$$b…+ c12345"
+LETTERS = "aò1²b"  # in GPT-2's alphabet aÃ²1Â²b, where ² is a digit, too
+PIECES: list[tuple[str, list[Any], str]] = [  # a text, steps, and the pieces between |
+    (SENTENCE, [BYTE_LEVEL], "ab|12| it|'s| | 3"),
+    (SENTENCE, [ALONE], SENTENCE),
+    (SENTENCE, [digits(True), BYTE_LEVEL], "ab|1|2| it|'s|  |3"),
+    (SENTENCE, [digits(False), BYTE_LEVEL], "ab|12| it|'s|  |3"),
+    (SENTENCE, [by_pattern(LLAMA3_SPLIT), ALONE], "ab|12| it|'s| | |3"),
+    (
+        SENTENCE,
+        [by_pattern(r"[^\S\r\n]?\p{L}+"), by_pattern(r"[\P{N}]+"), ALONE],
+        "ab|12| it|'|s|  |3",
+    ),
+    (SENTENCE, [by_pattern(r"\p{L}+", invert=True), ALONE], "ab|12 |it|'|s|  3"),
+    (SENTENCE, [by_pattern(r"\p{L}+| +", "Removed", True), ALONE], "ab| |it|s|  "),
+    ("a  \nb  \n\nc ", [by_pattern(r"\s+$"), ALONE], "a|  |\nb|  \n|\nc| "),
+    (SIGNS, [punctuation("Isolated"), ALONE], "a|$|$|b|…|+| c12345"),
+    (SIGNS, [punctuation("Contiguous"), ALONE], "a|$$|b|…+| c12345"),
+    (
+        SIGNS,
+        [punctuation("Contiguous"), BYTE_LEVEL, digits(False), by_pattern(THREE)],
+        "a|$$|b|…+| c|123|45",
+    ),
+    (LETTERS, [digits(False), ALONE], "aò|1²|b"),
+    (LETTERS, [ALONE, digits(False)], "a\xc3|\xb21|\xc2|\xb2|b"),
+    (LETTERS, [ALONE, digits(True), by_pattern("1")], "a\xc3|\xb2|1|\xc2|\xb2|b"),
+]
+
+
 def test_a_text_is_cut_into_pieces_one_step_after_the_other(tmp_path):
-    parts = {spell(SENTENCE[i:j].encode()) for j in range(len(SENTENCE) + 1) for i in range(j)}
-    # any piece is a token: one sees the pieces
-    vocab = {text: id for id, text in enumerate(sorted(parts.union(ALPHABET)))}
-    for steps, expected in (
-        ([BYTE_LEVEL], ["ab", "12", " it", "'s", " ", " 3"]),
-        ([ALONE], [SENTENCE]),
-        ([digits(True), BYTE_LEVEL], ["ab", "1", "2", " it", "'s", "  ", "3"]),
-        ([digits(False), BYTE_LEVEL], ["ab", "12", " it", "'s", "  ", "3"]),
-        ([by_pattern(LLAMA3_SPLIT), ALONE], ["ab", "12", " it", "'s", " ", " ", "3"]),
-        (
-            [by_pattern(r"[^\S\r\n]?\p{L}+"), by_pattern(r"[\P{N}]+"), ALONE],
-            ["ab", "12", " it", "'", "s", "  ", "3"],
-        ),
-    ):
+    for text, steps, expected in PIECES:
+        data = text.encode()
+        parts = {spell(data[i:j]) for j in range(len(data) + 1) for i in range(j)}
+        # any piece is a token: one sees the pieces
+        vocab = {part: id for id, part in enumerate(sorted(parts.union(ALPHABET)))}
         pre = dict(type="Sequence", pretokenizers=steps)
         tok = load(tmp_path, vocab, [], pre, ignore_merges=True)
-        assert [tok.token_bytes(id).decode() for id in tok.encode(SENTENCE)] == expected
+        pieces = b"|".join(map(tok.token_bytes, tok.encode(text)))
+        is_cut_amid_a_character = "\xc3" in expected
+        encoding = "latin-1" if is_cut_amid_a_character else "utf-8"
+        assert pieces.decode(encoding) == expected, steps
+
+
+def test_settings_without_effect_are_none(tmp_path):
+    data = describe("gpt2")[0]
+    tok = Tokenizer.load(write(tmp_path, data))
+    for name, value in (
+        ("normalizer", dict(type="Sequence", normalizers=[])),
+        ("model", data["model"] | dict(unk_token="the")),  # all bytes are tokens
+        ("normalizer", None),
+        ("post_processor", None),
+        ("post_processor", dict(type="Sequence", processors=[])),
+    ):
+        changed = data | {name: value}
+        if value is None:
+            del changed[name]
+        same = Tokenizer.load(write(tmp_path, changed))
+        assert same.prompt("the 1 ~é") == tok.prompt("the 1 ~é")
 
 
 def test_patterns_of_well_known_models_are_plain(tmp_path):
@@ -283,6 +328,48 @@ def test_added_tokens_are_found_longest_first(tokens, text):
     by_length = sorted(tokens, key=len, reverse=True)
     pattern = "|".join(map(re.escape, by_length)) or "(?!)"
     assert Finder(tokens).split(text) == re.split(f"({pattern})", text)
+
+
+def swallowing(folder: Path, texts: list[str], special: bool, template: str = "") -> Tokenizer:
+    """With added tokens that take the white space before them, behind them, or both."""
+    data = tokenizer_json({c: id for id, c in enumerate(ALPHABET)}, [])
+    for id, text in enumerate(texts, 301):
+        flags = dict(lstrip="l" in text, rstrip="r" in text)
+        data["added_tokens"].append(dict(id=id, content=text, special=special) | flags)
+    return Tokenizer.load(write(folder, data, chat_template=template))
+
+
+def test_added_tokens_may_swallow_white_space(tmp_path):
+    """Unicode's, in texts; in a conversation, a message's too."""
+    tok = swallowing(tmp_path, ["<l>", "<r>", "<lr>", " !"], special=False)
+    for text, left in (
+        ("a <l> b", "a<l> b"),
+        ("a <r> b", "a <r>b"),
+        ("a \t\n<lr>\u3000\x85 b", "a<lr>b"),
+        ("a \x1c<l><r>\x1d", "a \x1c<l><r>\x1d"),  # Python would strip these
+        ("<r> \n <l>", "<r><l>"),
+        (" <lr> <r> ", "<lr><r>"),
+    ):
+        assert tok.decode(tok.encode(text)) == left
+    assert tok.encode("a <l>")[-1] == 301
+    assert tok.encode("<r> !") == [302, 304]  # though the first swallows a part of the second
+    template = "<l>{{ messages[0].content }}<r>{{ messages[0].role }}"
+    tok = swallowing(tmp_path, ["<l>", "<r>"], special=True, template=template)
+    ids = tok.chat([dict(role=" user ", content=" a <l> <r> ")])
+    assert tok.decode(ids, special=True) == "<l> a <l> <r> <r>user "
+    assert [id for id in ids if id > 300] == [301, 302]
+
+
+def test_other_files_of_a_folder_may_add_tokens(tmp_path):
+    """Of one that tokenizer.json has, tokenizer.json tells."""
+    decoder = {"900": dict(content="<im>", special=True), "7": dict(content="<|end|>")}
+    template = "<im>{{ messages[0].content }}<more><|end|>"
+    config = dict(added_tokens_decoder=decoder, chat_template=template)
+    (tmp_path / "added_tokens.json").write_text('{"<more>": 901, "<|end|>": 8}')
+    tok = Tokenizer.load(write(tmp_path, describe("gpt2")[0], **config))
+    assert tok.encode("<more>") == [901] and 900 not in tok.encode("<im>")
+    ids = tok.chat([dict(role="user", content="a<im>")])
+    assert ids == [900, *tok.encode("a<im>"), 901, tok.specials["<|end|>"]]
 
 
 def test_many_added_tokens_take_no_longer():
@@ -404,6 +491,20 @@ def test_control_tokens_are_left_out_of_a_text_unless_asked_for(loaded):
             tok.decode([id])
 
 
+def test_a_raw_prompt_means_the_control_tokens_that_it_spells_if_asked_for(tmp_path, loaded):
+    tok = loaded["gpt2"]
+    text = "a<|start|><|endless|> b<|end"
+    start, endless = tok.specials["<|start|>"], tok.specials["<|endless|>"]
+    ids = [*tok.encode("a"), start, endless, *tok.encode(" b<|end")]
+    assert tok.encode(text, special=True) == ids != tok.encode(text)
+    assert tok.spelled_control(text) == "<|start|>" and tok.spelled_control(" b<|end") == ""
+    data = describe("gpt2")[0] | {"post_processor": begins_with([start])}
+    begun = Tokenizer.load(write(tmp_path, data))
+    assert begun.prompt(text, special=True) == [start, *ids]
+    assert begun.prompt("<|start|>" + text, special=True) == [start, *ids]  # one is enough
+    assert begun.prompt("<|start|>") == [start, *tok.encode("<|start|>")]
+
+
 def test_a_vocabulary_differs_where_a_token_is_another_or_is_missing(tmp_path):
     bytes_ = {c: id for id, c in enumerate(ALPHABET)}
     one, more, other = (
@@ -434,7 +535,7 @@ REFUSED = told(
     """
     model {"type": "Unigram"} → Unigram
     model {"type": "WordPiece"} → WordPiece
-    model {"unk_token": "<unk>"} → unk_token
+    model {"unk_token": "a", "vocab": {"a": 0}} → unk_token
     model {"dropout": 0.1} → dropout
     model {"continuing_subword_prefix": "##"} → continuing_subword_prefix
     model {"merges": ["a b c"]} → merge 0 is 'a b c'
@@ -451,20 +552,25 @@ REFUSED = told(
     top {"decoder": null} → decoder
     top {"pre_tokenizer": {"type": "Whitespace"}} → Whitespace
     top {"pre_tokenizer": {"type": "ByteLevel"}} → prefix
+    top {"pre_tokenizer": null} → ByteLevel must be there
     top {"post_processor": {"type": "BertProcessing"}} → BertProcessing
     token {"id": 0} → two tokens have one id
     token {"id": 999, "content": "the"} → 'the' has id 999
     token {"id": 999, "content": ""} → has id 999
-    token {"id": 999, "lstrip": true} → lstrip
+    token {"id": 999, "content": "<|end|>"} → '<|end|>' has id 999
+    token {"id": 999, "single_word": true} → single_word
     """
 )
 STEPS: list[tuple[list[Any], str]] = [
     ([BYTE_LEVEL | {"add_prefix_space": True}], "prefix"),
-    ([digits(True)], "end with ByteLevel"),
-    ([], "not laid out"),
-    ([BYTE_LEVEL, BYTE_LEVEL], "has a step"),
-    ([by_pattern("a") | dict(behavior="Removed"), BYTE_LEVEL], "Removed"),
-    ([by_pattern("a") | dict(invert=True), BYTE_LEVEL], "invert"),
+    ([digits(True)], "the steps ['Digits']"),
+    ([], "ByteLevel must be there, once"),
+    ([BYTE_LEVEL, BYTE_LEVEL], "ByteLevel must be there, once"),
+    ([BYTE_LEVEL, dict(type="Metaspace")], "Metaspace"),
+    ([by_pattern("a", "Removed"), BYTE_LEVEL], "Removed"),
+    ([by_pattern("a", "Contiguous"), BYTE_LEVEL], "Contiguous"),
+    ([punctuation("MergedWithNext"), BYTE_LEVEL], "MergedWithNext"),
+    ([by_pattern("a") | dict(pattern={"String": "a"}), BYTE_LEVEL], "String"),
 ]
 
 

@@ -10,10 +10,12 @@ in the list of merges (checkpoint/bytelevel.py) becomes one token (Sennrich et a
 the alphabet: Radford et al. 2019). tiktoken does the merging.
 
 Invariants:
-  - `encode` never yields a control token: text that looks like one is spelled out.
+  - `encode` yields no control token, unless `special` asks for it: text that looks like one is
+    spelled out.
   - decode(encode(text)) == text if the vocabulary has all 256 bytes. A byte that it lacks is
     dropped before merging, as in `tokenizers`, and a lone surrogate becomes U+FFFD. (SentencePiece
-    cannot tell a ▁ from a space.)
+    cannot tell a ▁ from a space. Some files ask for less: white space beside some added tokens, or
+    what a pattern does not match, is left out.)
   - The pieces of an `IncrementalDecoder` and what `finish` returns, joined, are the decoded text.
 
 Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_spaces`.
@@ -21,6 +23,7 @@ Chat templates are in checkpoint/chat.py. Not covered: `clean_up_tokenization_sp
 
 import codecs
 from collections.abc import Iterable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -41,7 +44,7 @@ from checkpoint.vocabulary import (
     read_tokenizer_config,
     reject,
 )
-from errors import UserError
+from errors import UserError, brief
 from spm import SentencePieceBPE
 
 LONG_PIECE = 10_000  # bytes; other threads would feel the merging of so long a piece
@@ -69,7 +72,7 @@ class ByteLevelBPE:
             pieces = [part for piece in pieces for part in split(piece, ends) if part]
         ids = []
         for piece in pieces:
-            word = piece.encode()
+            word = piece.encode(errors="surrogateescape")
             if word in self.merges.whole_pieces:  # some models do not merge these
                 ids.append(self.merges.whole_pieces[word])
                 continue
@@ -105,15 +108,17 @@ class IncrementalDecoder:
 
 
 class Tokenizer:
-    """Text to tokens and back. specials: the control tokens, text -> id. chat_template: its source,
-    or None."""
+    """Text to tokens and back. specials: the control tokens, text -> id. eos_token_id: of the token
+    that tokenizer_config.json names, or None. chat_template: its source, or None."""
 
     def __init__(self, vocabulary: Vocabulary, template: str | None = None) -> None:
         self._vocabulary = vocabulary
         self.specials = vocabulary.special
         self.vocab_size = max(vocabulary.tokens) + 1
         self._special_ids = set(self.specials.values())
-        self._finder = Finder(vocabulary.added)
+        self._finder = Finder(vocabulary.added, vocabulary.swallows)
+        self.whole = self.specials | vocabulary.added  # tokens that are found, not merged
+        self.eos_token_id = self.whole.get(vocabulary.named.get("eos_token"))
         is_byte_level = isinstance(vocabulary.merges, ByteLevel)
         bpe = ByteLevelBPE if is_byte_level else SentencePieceBPE
         self._bpe = bpe(vocabulary.merges)
@@ -135,6 +140,21 @@ class Tokenizer:
         config = read_tokenizer_config(path)
         return cls(load_vocabulary(path, config), load_template(path, config))
 
+    def of_model(self, num_rows: int) -> "Tokenizer":
+        """This tokenizer for a model of so many rows. Some training adds tokens that its model then
+        lacks (<pad>): they count no more. UserError if the model lacks a token of texts."""
+        vocabulary = self._vocabulary
+        beside = {*vocabulary.special.values(), *vocabulary.added.values()}
+        last = max(vocabulary.tokens.keys() - beside)
+        if last >= num_rows:
+            raise UserError(
+                f"{vocabulary.file}: it has token {last}, {brief(vocabulary.tokens[last])}, and "
+                f"the model has {num_rows} tokens: they belong to different models"
+            )
+        tokenizer = copy(self)
+        tokenizer.vocab_size = min(self.vocab_size, num_rows)
+        return tokenizer
+
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that differs between both vocabularies, in words; None: they agree."""
         ours = self._vocabulary.tokens
@@ -146,8 +166,9 @@ class Tokenizer:
 
     # ---- Text to tokens
 
-    def encode(self, text: str, is_first: bool = True) -> list[int]:
-        """The tokens of a plain text. A control token in it is spelled out like any other text.
+    def encode(self, text: str, is_first: bool = True, special: bool = False) -> list[int]:
+        """The tokens of a plain text. A control token in it is spelled out like any other text,
+        unless `special`.
 
         is_first: nothing comes before this text; some models then put a space before it.
         """
@@ -155,17 +176,26 @@ class Tokenizer:
         ends = thread_time() + SECONDS
         # "Added" are tokens that are found before a text is cut (here without control tokens). The
         # split keeps them: text, token, text, …
-        for n, part in enumerate(self._finder.split(replace_surrogates(text))):
-            if part in self._vocabulary.added:
-                ids.append(self._vocabulary.added[part])
+        added = self.whole if special else self._vocabulary.added
+        finder = Finder(added, self._vocabulary.swallows) if special else self._finder
+        for n, part in enumerate(finder.split(replace_surrogates(text))):
+            if part in added:
+                ids.append(added[part])
             else:
                 ids += self._bpe.encode(part, is_first and n == 0, ends)
         return ids
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens of a text to continue: a begin-of-text, if the model has one, then the text's
-        own. (The chat template makes those of a chat.)"""
-        return self._vocabulary.prefix + self.encode(text)
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        """The tokens of a text to continue: a begin-of-text, if the model has one and the text does
+        not spell it, then the text's own. (The chat template makes those of a chat.)"""
+        prefix = self._vocabulary.prefix
+        ids = self.encode(text, special=special)
+        return ids if special and ids[: len(prefix)] == prefix else prefix + ids
+
+    def spelled_control(self, text: str) -> str:
+        """The first control token that a text spells, or nothing."""
+        parts = Finder(self.specials).split(text)
+        return parts[1] if len(parts) > 1 else ""
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …], by the template."""

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import regex
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Reference
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
+from checkpoint.bytelevel import LLAMA3_SPLIT, PUNCTUATION
+from checkpoint.gguf_vocabulary import PRE_TOKENIZERS
 from tokenizer import Tokenizer
 
 CONVERSATIONS = [
@@ -134,9 +137,14 @@ def compare_merges(n: int, seed: int = 0) -> None:
 
 
 def compare(
-    name: str, ours: Tokenizer, reference: Reference, texts: list[str], loses_space: bool = False
+    name: str,
+    ours: Tokenizer,
+    reference: Reference,
+    texts: list[str],
+    loses_space: bool = False,
+    loses_text: bool = False,
 ) -> None:
-    """loses_space: a space that begins a text does not come back."""
+    """loses_space: a space that begins a text does not come back. loses_text: more does not."""
     specials = list(ours.specials)
     for text in texts:
         if any(special in text for special in specials):
@@ -146,10 +154,12 @@ def compare(
             sys.exit(
                 f"{name}: {text[:80]!r}\n  tokenizers {expected[:40]}\n  ours       {got[:40]}"
             )
-        if not set(ours.missing_bytes) & set(text.encode()) and ours.decode(got) not in (
+        comes_back = ours.decode(got) in (
             text,
             text.removeprefix(" ") if loses_space else text,
-        ):
+        )
+        is_whole = not loses_text and not set(ours.missing_bytes) & set(text.encode())
+        if is_whole and not comes_back:
             sys.exit(f"{name}: {text[:80]!r} does not come back")
     print(
         f"{name}: equal on {len(texts)} texts of {sum(map(len, texts)):,} characters; "
@@ -264,6 +274,98 @@ def compare_sentencepiece(data: Path, texts: list[str]) -> None:
     print(f"{len(nasty)} texts: the tokens that llama.cpp expects")
 
 
+def by_pattern(pattern: str, **how: object) -> dict[str, object]:
+    """A step of a pre_tokenizer."""
+    return dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False) | how
+
+
+BYTES = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+STEPS = {  # of a pre_tokenizer
+    "Falcon": [
+        dict(type="Punctuation", behavior="Contiguous"),
+        BYTES | dict(use_regex=True),
+        dict(type="Digits", individual_digits=False),
+        by_pattern("[0-9][0-9][0-9]"),
+    ],
+    "Punctuation, one by one": [dict(type="Punctuation", behavior="Isolated"), BYTES],
+    "Phi-4": [by_pattern(LLAMA3_SPLIT, behavior="Removed", invert=True), BYTES],
+    "letters alone": [by_pattern(r"\p{L}+", behavior="Removed", invert=True), BYTES],
+    **{
+        f"GGUF, {name}": [*map(by_pattern, PRE_TOKENIZERS[name].patterns), BYTES]
+        for name in ("tekken", "deepseek-coder", "deepseek-llm", "default")
+    },
+}
+
+
+def is_old(c: str) -> bool:
+    """Whether `tokenizers` and `regex` agree on whether this character is punctuation."""
+    is_cut = len(pre_tokenizers.Punctuation().pre_tokenize_str(f"a{c}a")) > 1
+    return is_cut == bool(regex.match(PUNCTUATION, c))
+
+
+def compare_steps(folder: Path, texts: list[str]) -> None:
+    """A vocabulary with the pre_tokenizers of other models, and with settings without effect."""
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    content["normalizer"] = dict(type="Sequence", normalizers=[])
+    content["model"]["unk_token"] = content["added_tokens"][0]["content"]
+    kept = {c for c in set("".join(texts)) if is_old(c)}
+    texts = ["".join(c for c in text if c in kept) for text in texts]
+    for name, steps in STEPS.items():
+        content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=steps)
+        ours, reference = load_both(content)
+        compare(name, ours, reference, texts, loses_text=name == "letters alone")
+
+
+def load_both(content: dict[str, object]) -> tuple[Tokenizer, Reference]:
+    """The tokenizer of a tokenizer.json: ours, and the library's."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tokenizer.json")
+        file.write_text(json.dumps(content))
+        return Tokenizer.load(folder), Reference.from_file(str(file))
+
+
+def compare_white_space(folder: Path, n: int, seed: int = 0) -> None:
+    """Added tokens that swallow white space: in texts, and as control tokens of a template."""
+    draw = random.Random(seed)
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    first = max(entry["id"] for entry in content["added_tokens"]) + 1
+    flags = ("", "l", "r", "lr")
+    added = []
+    for id, flag in enumerate(flags, first):
+        how = dict(lstrip="l" in flag, rstrip="r" in flag, single_word=False, normalized=False)
+        added.append(dict(id=id, content=f"<|{flag}|>", special=False) | how)
+    content["added_tokens"] += added
+    ours, reference = load_both(content)
+    parts = [
+        *(f"<|{flag}|>" for flag in flags),
+        " ",
+        "\n",
+        "\x1c",
+        "\x85",
+        "\u3000",
+        "\u200b",
+        "a",
+        "1",
+    ]
+    for _ in range(n):
+        text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
+        expected = reference.encode(text, add_special_tokens=False).ids
+        if ours.encode(text) != expected:
+            sys.exit(f"{text!r}\n  tokenizers {expected}\n  ours       {ours.encode(text)}")
+    print(f"added tokens that swallow white space: equal on {n} texts")
+    for entry in added:
+        entry["special"] = True
+    template = (
+        "{% for m in messages %}<|l|>{{ m.role }} <|lr|>\n{{ m.content }}\t<|r|> \n<||>"
+        "{% endfor %} <|l|> "
+    )
+    with tempfile.TemporaryDirectory() as copy:
+        Path(copy, "tokenizer.json").write_text(json.dumps(content))
+        Path(copy, "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+        Path(copy, "chat_template.jinja").write_text(template)
+        compare_chats(Path(copy), Tokenizer.load(copy))
+
+
 def main(data: Path, smollm2: Path) -> None:
     wiki = (data / "text" / "wiki.test.raw").read_text("utf-8")
     texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(20_000), *every_character()]
@@ -279,7 +381,10 @@ def main(data: Path, smollm2: Path) -> None:
         Reference.from_file(str(smollm2 / "tokenizer.json")),
         texts,
     )
-    compare_sentencepiece(data, [wiki, *wiki.splitlines(keepends=True), *random_texts(2_000)])
+    texts = [wiki, *wiki.splitlines(keepends=True), *random_texts(2_000)]
+    compare_steps(data / "llama3", [wiki[:200_000], *random_texts(2_000)])
+    compare_white_space(data / "llama3", 2_000)
+    compare_sentencepiece(data, texts)
     compare_chats(data / "llama3", ours)
     compare_chats(smollm2, Tokenizer.load(smollm2))
 

@@ -184,7 +184,7 @@ def options_of(args: argparse.Namespace) -> Options:
     return Options(
         max_len=args.max_len,
         max_batch=args.max_batch,
-        verify=args.verify or "exact",
+        verify=args.verify or "block",
         use_cache=not args.no_cache,
         kv=args.kv,
         kv_bits=args.kv_bits,

@@ -30,7 +30,7 @@ BOTH = """
     stream_options response_format json_schema structured_outputs origins
 """
 CHAT = {*SETTINGS, *BOTH.split(), "messages", "top_logprobs"}
-COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens"}
+COMPLETION = {*SETTINGS, *BOTH.split(), "prompt", "add_special_tokens", "special"}
 MESSAGE = set("role content id opts agent model messageId traceId timestamp usage".split())
 ALIASES = {
     "max_new_tokens": "max_tokens",
@@ -57,7 +57,7 @@ GROUPS: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that ask for nothi
         safe_prompt tools functions image_data lora priority store vllm_xargs
         thinking_forced_open prompt_logprobs n_probs post_sampling_probs return_token_ids
         return_tokens return_tokens_as_token_ids return_prompt_text return_progress
-        timings_per_token response_fields top_logprobs add_special_tokens
+        timings_per_token response_fields top_logprobs add_special_tokens special
         name tool_calls refusal annotations prefix partial disable_additional_properties
         """,
     ),

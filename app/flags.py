@@ -13,7 +13,7 @@ from typing import Any
 
 from app.shell import Parser, check_file, number_or_word, status
 from errors import UserError
-from settings import MAX_TOKENS, Settings
+from settings import MAX_TOKENS, VERIFY, Settings
 
 KEY_VARIABLE = "LLAMA_API_KEY"
 FILES = ("schema", "grammar")  # settings that are read from files
@@ -89,8 +89,9 @@ def add_model_flags(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--verify",
-        choices=("exact", "coupled"),
-        help="exact (default), or coupled: target and seed alone decide the text",
+        choices=VERIFY,
+        help="drafts as a block (default), which accepts the most; token by token; or coupled: "
+        "target and seed alone decide the text",
     )
     p.add_argument(
         "--bits",
@@ -150,6 +151,11 @@ def add_text_flags(p: argparse._ArgumentGroup) -> None:
         action="store_const",
         const=False,
         help="continue the prompt as it is, without the model's chat template",
+    )
+    p.add_argument(
+        "--special",
+        action="store_true",
+        help="a raw prompt means the control tokens that it spells (default: they are text)",
     )
     p.add_argument("--n", type=int, default=1, help="texts, with seeds SEED, SEED+1, …")
     p.add_argument(

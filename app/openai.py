@@ -5,6 +5,7 @@ min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema). fields.py h
 of fields. `read_request` reads a body, and `Reply` writes the answers: one object, or, streamed, a
 chunk for all that is new of a text, with the role in the first and the finish_reason in the last.
 
+`special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
 its finish_reason is `length` then.
 """
@@ -201,11 +202,12 @@ def read_prompts(body: Body, offer: Offer) -> list[list[int]]:
     prompts = [given] if is_one else given
     if len(prompts) > MAX_CHOICES:
         raise bad("prompt", f"{len(prompts)} prompts: at most {MAX_CHOICES} are read")
+    special = typed(body, "special", bool, False)
     tokens = []
     for prompt in prompts:
         if isinstance(prompt, str):
             check_characters("prompt", len(prompt), offer)
-            prompt = offer.model.encode(prompt, chat=False)
+            prompt = offer.model.encode(prompt, chat=False, special=special)
         elif not is_tokens(prompt):
             raise bad("prompt", "prompt must be a text, tokens, or a list of these")
         check_length("prompt", prompt, offer)

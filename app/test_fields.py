@@ -87,7 +87,8 @@ dry_sequence_breakers dry_penalty_last_n speculative_ngram logit_bias cache_prom
 adaptive_target adaptive_decay
 """
 OTHERS = (
-    "min_new_tokens safe_prompt origins extra_body enable_thinking thinking stream_otpions message"
+    "min_new_tokens safe_prompt origins extra_body enable_thinking thinking stream_otpions message "
+    "special"
 )
 CHATS = (OPENAI_CHAT, VLLM + VLLM_CHAT, LLAMA_CPP + "messages", OTHERS)
 INSIDE = """
@@ -124,6 +125,8 @@ top_logprobs@chat honoured 3 0
 stream honoured true false
 stream_options honoured {"include_usage":true} {} {"include_obfuscation":false}
 origins honoured true false
+special@completions honoured true false
+special@chat refused true false
 response_format honoured {"type":"json_object","schema":{"enum":[12]}} {"type":"text"}
 json_schema honoured {"name":"it","schema":{"const":7}}
 structured_outputs honoured {"choice":["ab","cd"]} {} {"json_object":false}
@@ -355,10 +358,13 @@ def told(is_chat: bool, **body) -> tuple:
 # ---- Each field alone
 
 
+@pytest.mark.filterwarnings("ignore:a prompt spells")
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_field_is_honoured_refused_by_name_or_harmless(is_chat):
     for name, (kind, asks, neutral) in kinds(is_chat).items():
         beside = {"logprobs": True} if name == "top_logprobs" else {}
+        if name == "special" and not is_chat:
+            beside = {"prompt": "<|endoftext|>"}
         plain = told(is_chat, **beside)
         for value in neutral:
             assert told(is_chat, **beside, **{name: value}) == plain, name
@@ -386,7 +392,7 @@ def test_the_lists_hold_nothing_else():
     honoured = fields.CHAT | fields.COMPLETION | fields.ALIASES.keys()
     neutral, harmless = fields.NEUTRAL.keys(), fields.HARMLESS
     assert honoured <= sent and neutral | harmless <= sent | set(INSIDE.split())
-    assert honoured & neutral == {"top_logprobs", "add_special_tokens"}
+    assert honoured & neutral == {"top_logprobs", "add_special_tokens", "special"}
     assert not harmless & (honoured | neutral)
 
 

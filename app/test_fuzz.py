@@ -45,7 +45,7 @@ FLAGS = dict.fromkeys(NUMBER_FLAGS, NUMBERS) | {
     "kv-memory": [*NUMBERS, "1e5", "1e6"],
     "stop": TEXTS,
     "system": TEXTS,
-    "verify": ["exact", "coupled", "x"],
+    "verify": ["block", "token", "coupled", "x"],
     "kv": ["paged", "contiguous", "\udcff"],
     "kv-bits": ["16", "8", "8/4", "4", "5"],
     "bits": ["16", "8", "4", "fp8", "nf4", "3"],

@@ -221,6 +221,7 @@ def test_ends_of_text_can_be_ignored_and_added():
     run(scenario)
 
 
+@pytest.mark.filterwarnings("ignore:a prompt spells")
 def test_prompts_may_be_texts_or_tokens_one_or_several():
     async def scenario(app):
         tokens = tiny().encode(PROMPT)
@@ -230,6 +231,10 @@ def test_prompts_may_be_texts_or_tokens_one_or_several():
             assert {choice["text"] for choice in answer["choices"]} == {wanted}
             count = len(answer["choices"])
             assert answer["usage"]["prompt_tokens"] == count * len(tokens)
+        end = "<|endoftext|>"
+        for special, number in ((None, len(tiny().encode(end))), (True, 1)):
+            answer = await post(app, COMPLETE, **{**GREEDY, "prompt": [end], "special": special})
+            assert answer["usage"]["prompt_tokens"] == number
         asked = dict(prompt=[PROMPT, "Lily"], n=2, temperature=1, seed=5, max_tokens=6)
         answer = await post(app, COMPLETE, **asked)
         assert answer["usage"]["prompt_tokens"] == len(tokens) + len(tiny().encode("Lily"))
@@ -449,6 +454,8 @@ BAD = told(
     chat/completions {"messages": []} → messages must be a list of one message or more
     chat/completions {"messages": ["a"]} → messages[0] must have a role
     completions {"prompt": "a", "stop_token_ids": ["a"]} → stop_token_ids must be a list of tokens
+    asked {"special": true} → special is not done here
+    completions {"prompt": "a", "special": "no"} → special is 'no': it must be of type bool
     user {"role": "tool"} → messages[0] must have a role: system, developer
     user {"role": ["user"]} → messages[0] must have a role
     user {"content": null} → messages[0] has no content: give it a text

@@ -13,6 +13,9 @@ about by that token's own merges.
 A pattern may backtrack without end: a stranger wrote it. For one text it gets SECONDS of a thread,
 and none is longer than LONGEST_PATTERN with its repeats written out.
 
+Steps behind `ByteLevel` cut the letters that stand for bytes, so a piece may end amid a character:
+what is left of it are lone surrogates then, as Python's `surrogateescape` has them.
+
 Cost: every token is merged alone, once.
 Not covered, and refused by name: Unigram, WordPiece, normalizers. (Byte fallback is
 sentencepiece.py's.) The patterns run in `regex`, whose edition of Unicode may be newer than that of
@@ -38,6 +41,7 @@ from checkpoint.vocabulary import (
     Vocabulary,
     read_merges,
     reject,
+    steps_of,
 )
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -46,7 +50,9 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+"}  # they take a time like a text's length
+PUNCTUATION = r"[\p{P}!-/:-@\[-`{-~]"  # Unicode's, and all of ASCII's
+# These patterns take a time like a text's length:
+LINEAR = {GPT2_SPLIT, LLAMA3_SPLIT, r"\p{N}", r"\p{N}+", PUNCTUATION, f"{PUNCTUATION}+"}
 
 SECONDS = 5.0
 LONGEST_PATTERN = 100_000  # characters
@@ -55,13 +61,11 @@ MOST_STEPS = 16  # of a pre_tokenizer
 # Syntax that means the same in `regex` and in the engine of `tokenizers` (Oniguruma):
 ESCAPE = r"\\[pP]\{\w+\}|\\[sSnrt]|\\\W"
 CHARACTER_CLASS = rf"\[\^?(?:{ESCAPE}|[^\\\[\]&]|&(?!&))+\]"
-PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^$}}])*"
+PLAIN_SYNTAX = rf"(?:{ESCAPE}|{CHARACTER_CLASS}|\(\?(?:i?:|<?[=!])|\}}(?!\+)|[^\\\[\](^}}])*"
 
 ABSENT = (  # settings of a tokenizer.json that change tokens, and are not honoured
-    "normalizer",
     "byte_fallback",
     "dropout",
-    "unk_token",
     "continuing_subword_prefix",
     "end_of_word_suffix",
 )
@@ -101,7 +105,7 @@ def compile_split(file: Path, pattern: str) -> Split:
 
 def timed_split(file: Path, pattern: str) -> Split:
     """UserError names the pattern, once the time of its thread has come."""
-    compiled = regex.compile(f"({pattern})")
+    compiled = regex.compile(f"({pattern})", regex.MULTILINE)  # $ is the end of a line
     if pattern in LINEAR:
         return lambda text, ends: compiled.split(text)
 
@@ -119,31 +123,61 @@ def timed_split(file: Path, pattern: str) -> Split:
     return split
 
 
-def read_splits(file: Path, node: Json) -> list[Split]:
+def read_splits(file: Path, node: Json | None) -> list[Split]:
     """The steps of a `pre_tokenizer`, in order. UserError for steps that are not covered."""
-    steps = node["pretokenizers"] if node["type"] == "Sequence" else [node]
+    steps = steps_of(node, "pretokenizers")
     if len(steps) > MOST_STEPS:
         wrong = f"the pre_tokenizer has {len(steps)} steps"
         reject(file, wrong, f"at most {MOST_STEPS} make sense")
-    *first_steps, last = steps
-    patterns = [split_pattern(file, step) for step in first_steps]
-    last = {"add_prefix_space": True, "use_regex": True} | last
-    if last["type"] != "ByteLevel" or last["add_prefix_space"] is not False:
-        wrong = f"the pre_tokenizer ends with {json.dumps(last)}"
-        reject(file, wrong, "it must end with ByteLevel without a prefix space")
-    if last["use_regex"]:
-        patterns.append(GPT2_SPLIT)
-    return [compile_split(file, pattern) for pattern in patterns]
+    kinds = [step["type"] for step in steps]
+    if kinds.count("ByteLevel") != 1:
+        reject(file, f"the pre_tokenizer has the steps {kinds}", "ByteLevel must be there, once")
+    n = kinds.index("ByteLevel")
+    splits = [read_split(file, step) for step in steps[:n]]
+    byte_level = {"add_prefix_space": True, "use_regex": True} | steps[n]
+    if byte_level["add_prefix_space"]:
+        wrong = f"the pre_tokenizer has a step {json.dumps(byte_level)}"
+        reject(file, wrong, "ByteLevel must be without a prefix space")
+    if byte_level["use_regex"]:
+        splits.append(compile_split(file, GPT2_SPLIT))
+    return splits + [split_of_letters(read_split(file, step)) for step in steps[n + 1 :]]
 
 
-def split_pattern(file: Path, step: Json) -> str:
-    """The regular expression of a step before the last one."""
-    if step["type"] == "Digits":
-        return r"\p{N}" if step["individual_digits"] else r"\p{N}+"
-    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-        return step["pattern"]["Regex"]
+def read_split(file: Path, step: Json) -> Split:
+    """A step other than ByteLevel."""
+    inverted = step.get("invert")
+    match step:
+        case {"type": "Digits", "individual_digits": individual}:
+            return compile_split(file, r"\p{N}" if individual else r"\p{N}+")
+        case {"type": "Punctuation", "behavior": "Isolated"}:
+            return compile_split(file, PUNCTUATION)
+        case {"type": "Punctuation", "behavior": "Contiguous"}:
+            return compile_split(file, f"{PUNCTUATION}+")
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
+            return compile_split(file, pattern)  # `invert` has no effect here
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed"} if inverted:
+            return matches_of(compile_split(file, pattern))
     wrong = f"the pre_tokenizer has a step {json.dumps(step)}"
-    reject(file, wrong, "supported are Split (Regex, Isolated), Digits, and at the end ByteLevel")
+    rule = "Digits, Punctuation (Isolated, Contiguous), Split (by a Regex: Isolated, or Removed and"
+    reject(file, wrong, f"supported are {rule} inverted), and ByteLevel")
+
+
+def matches_of(split: Split) -> Split:
+    """A step that keeps what the pattern of another matches, and leaves out the text between."""
+    return lambda text, ends: split(text, ends)[1::2]
+
+
+def split_of_letters(split: Split) -> Split:
+    """A step that cuts the letters of GPT-2's alphabet, which stand for the bytes of a text."""
+    byte_of = alphabet()
+    letters = {byte: letter for letter, byte in byte_of.items()}
+
+    def split_bytes(text: str, ends: float) -> list[str]:
+        spelled = text.encode(errors="surrogateescape").decode("latin-1").translate(letters)
+        parts = [bytes(map(byte_of.get, part)) for part in split(spelled, ends)]
+        return [part.decode(errors="surrogateescape") for part in parts]
+
+    return split_bytes
 
 
 # ---- tokenizer.json
@@ -157,7 +191,7 @@ def read_byte_level(file: Path, data: Json, config: Json) -> Vocabulary:
     return make_byte_level(
         TokenTexts.read(file, data, config),
         model["merges"],
-        read_splits(file, data["pre_tokenizer"]),
+        read_splits(file, data.get("pre_tokenizer")),
         bool(model.get("ignore_merges")),
     )
 
@@ -186,9 +220,13 @@ def make_byte_level(
 def check_model(file: Path, data: Json) -> None:
     """UserError for another kind of tokenizer, or a setting that is not honoured."""
     model = data["model"]
-    decoder = data["decoder"] or {}
+    decoder = data.get("decoder") or {}
     settings = data | model
     odd = {name: settings[name] for name in ABSENT if settings.get(name)}
+    if steps_of(data.get("normalizer"), "normalizers"):
+        odd["normalizer"] = data["normalizer"]
+    if alphabet().keys() - model["vocab"].keys() and model.get("unk_token"):
+        odd["unk_token"] = model["unk_token"]  # for the bytes that are no token
     if model.get("type", "BPE") != "BPE":
         odd["type"] = model["type"]
     if decoder.get("type") != "ByteLevel":

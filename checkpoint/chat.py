@@ -3,35 +3,40 @@
 A model's template is a Jinja program: messages in, one string out, with control tokens (<|eot_id|>)
 between them. It trims and reorders, so a message cannot be encoded before it is laid out; and after
 that, a control token of the template looks like the same characters in a message. So, while the
-template runs, a lone surrogate stands for the first character of every control token in a message:
+template runs, a lone surrogate stands in a message for every letter that begins a control token
+(inert.py):
 
     a message "say <|eot_id|>"  ->  "say □|eot_id|>"  ->  template  ->  cut at control tokens  ->
     "say <|eot_id|>" again, which is encoded as plain text
 
 Added tokens that the template knows (<|im_start|>) count as control tokens here.
 
-Invariant: no control token of a rendered template begins inside a message, not even one that the
-next message would complete.
+Invariants:
+  - No control token of a rendered template begins inside a message, not even one that the template
+    puts together from parts of messages.
+  - The text is the one that the template makes of the messages as they were written.
+  - The last user message is in it: as a text or, for templates that want these, as a list of parts.
+    A template that changes it is told; one that leaves it out is refused.
 
-The template is foreign code, which sandbox.py runs. Not covered: a template that rewrites messages
-(changes their case, cuts out their middle) could assemble a control token, while trimming and
-repeating cannot.
+The template is foreign code, which sandbox.py runs. It runs four times for a prompt: on the
+messages as they were written, and with stand-ins; and so with another text in the last one's place.
 """
 
 import re
-from bisect import bisect_left
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from checkpoint.files import Json, read_bounded
+from checkpoint.inert import stand_ins
 from checkpoint.sandbox import renderer
-from checkpoint.vocabulary import Finder, Vocabulary
+from checkpoint.vocabulary import Finder, Swallows, Vocabulary
 from errors import UserError, brief
 
-# Of 1,024. (The 1,024 before them may not stand before these: in JSON such a pair is a character.)
-FIRST_SURROGATE = 0xDC00
+Message = dict[str, str]  # {"role": …, "content": …}
+UNUSED = "\ue000"  # a message that nobody sends
 
 
 def replace_surrogates(text: str) -> str:
@@ -63,20 +68,24 @@ class ChatTemplate:
     def __init__(self, vocabulary: Vocabulary, source: str) -> None:
         self.vocabulary = vocabulary
         self.source = replace_surrogates(source)
-        self.ids = vocabulary.special | vocabulary.added
         named = vocabulary.named.values()
-        inert = (text for text in vocabulary.added if text in source or text in named)
-        self.controls = sorted({*vocabulary.special, *inert})
-        self._controls = Finder(self.controls)
-        first_letters = sorted({text[0] for text in self.controls})
-        self._stand_in = {c: chr(FIRST_SURROGATE + n) for n, c in enumerate(first_letters)}
-        self._restore = {ord(surrogate): c for c, surrogate in self._stand_in.items()}
-        self._finder = Finder(self.ids)
+        known = {text for text in vocabulary.added if text in source or text in named}
+        known = {text for text in known if text.strip()}  # spaces control nothing
+        self._letters = "".join(sorted({text[0] for text in known | vocabulary.special.keys()}))
+        marks = stand_ins(self._letters)
+        self._restore = {ord(mark): letter for letter, mark in marks.items()}
+        self.ids = vocabulary.special | vocabulary.added
+        for text in vocabulary.added.keys() - known:  # found in any text, so in messages, too
+            self.ids[text.translate(marks)] = self.ids[text]
+        swallows = [
+            texts | {text.translate(marks) for text in texts} for texts in vocabulary.swallows
+        ]
+        self._finder = Finder(self.ids, Swallows(*swallows))
         self._renderer = renderer()
 
     def tokens(
         self,
-        messages: list[dict[str, str]],
+        messages: list[Message],
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
     ) -> list[int]:
@@ -92,49 +101,59 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """The template's text, with stand-ins in the messages."""
+    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        """The template's text, with stand-ins in the messages. UserError if the template has no
+        place for them; a warning if it changes the last user message."""
         for n, message in enumerate(messages, 1):
             check_message(n, message)
-        inert = [
-            {"role": self._inert(message["role"]), "content": self._inert(message["content"])}
+        turns = [
+            {name: replace_surrogates(text) for name, text in message.items()}
             for message in messages
         ]
-        text, problem = self._renderer.render(
-            self.source,
-            {
-                **self.vocabulary.named,
-                "messages": inert,
-                "tools": None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
+        of_users = [turn for turn in turns if turn["role"] == "user"]
+        last = of_users[-1] if of_users else {"content": ""}
+        asked = last["content"].strip()
+        text, problem = self._lay_out(turns, str, add_generation_prompt)
+        others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
+        without, _ = self._lay_out(others, str, add_generation_prompt)
+
+        def has_asked(text: str) -> bool:
+            """The template, or another message, may say the same."""
+            counts = [each.translate(self._restore).count(asked) for each in (text, without)]
+            return not asked or counts[0] > counts[1]
+
+        if not problem and has_asked(text):
+            return text
+        in_parts, other_problem = self._lay_out(turns, parts_of, add_generation_prompt)
+        if not other_problem and has_asked(in_parts):
+            return in_parts
+        if not problem and text == without:
+            problem = "it leaves the last user message out, as a text and as a list of parts"
         if problem:
             raise UserError(
                 f"{self.vocabulary.file}: the chat template fails on this conversation: "
                 f"{brief(problem.translate(self._restore))}; change the messages, or use --raw"
             )
+        warnings.warn(f"{self.vocabulary.file}: the chat template changes the last user message")
         return text
 
-    def _inert(self, text: str) -> str:
-        """The message with a stand-in wherever a control token begins, or could begin if other text
-        were to follow. Spaces at the end do not count: templates trim."""
-        text = replace_surrogates(text)
-        longest = max(map(len, self.controls), default=0)
-        end = len(text.rstrip())
-        letters = list(text)
-        for i, letter in enumerate(text):
-            if letter not in self._stand_in:
-                continue
-            begins = bool(self._controls.token_at(text, i))
-            if not begins and 0 < end - i < longest:
-                rest = text[i:end]
-                n = bisect_left(self.controls, rest)  # of those that begin with it, the first
-                begins = any(control.startswith(rest) for control in self.controls[n : n + 1])
-            if begins:
-                letters[i] = self._stand_in[letter]
-        return "".join(letters)
+    def _lay_out(
+        self, turns: list[Message], form: Callable[[str], Any], add_generation_prompt: bool
+    ) -> tuple[str, str]:
+        """What `Renderer.render` makes of these turns. form: of a content, for the template."""
+        values = {
+            **self.vocabulary.named,
+            "messages": [turn | {"content": form(turn["content"])} for turn in turns],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._renderer.render(self.source, values, self._letters)
+
+
+def parts_of(content: str) -> list[Json]:
+    """A content as templates of models that see pictures want it."""
+    return [{"type": "text", "text": content}]
 
 
 def check_message(n: int, message: Any) -> None:

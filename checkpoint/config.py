@@ -137,13 +137,15 @@ class Config:
             longest = number(present, "max_position_embeddings")
             present["max_position_embeddings"] = min(longest, window)
         rope = rope_settings(present)
+        of_mlx = data.get("quantization")
+        quantization = data.get("quantization_config", of_mlx)
         return cls(
             **{name: number(defaults | present, name) for name in LARGEST},
             **{name: bool(data.get(name)) for name in FLAGS},
             rope_theta=number({"rope_theta": cls.rope_theta} | rope, "rope_theta"),
             rope_scaling=parse_rope_scaling(rope),
             eos_token_ids=end_tokens(data),
-            quantization=load_quantization(data.get("quantization_config")),
+            quantization=load_quantization(quantization),
         )
 
     def to_dict(self) -> Json:

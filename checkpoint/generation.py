@@ -8,14 +8,20 @@ it, and the caller says so.
 Not covered: lengths (max_new_tokens), which are the user's.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from checkpoint.config import end_tokens
+from checkpoint.config import Config, end_tokens
 from checkpoint.files import Json, read_json
 from errors import UserError, brief
 from settings import SETTINGS, check_settings
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
 
 # Settings of transformers that are missing here, each with the value that changes nothing.
 NEUTRAL: Json = {
@@ -58,7 +64,7 @@ class GenerationConfig:
         end_tokens(self.data)  # refuses what is no token
 
     @classmethod
-    def load(cls, folder: Path) -> "GenerationConfig":
+    def load(cls, folder: Path) -> GenerationConfig:
         """The file of this folder, if there is one. UserError names the file."""
         file = folder / "generation_config.json"
         if not os.path.lexists(file):
@@ -71,8 +77,18 @@ class GenerationConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, beside those of config.json."""
+        """The tokens that end a text, says this file."""
         return end_tokens(self.data)
+
+    def all_ends(self, config: Config, tokenizer: Tokenizer) -> set[int]:
+        """The tokens that end a text, say three files. One in config.json is stale if it is an
+        ordinary token and this file names others. A fine-tune may have changed eos_token in
+        tokenizer_config.json alone."""
+        ends = {*self.eos_token_ids}
+        others = {*config.eos_token_ids}
+        if ends:
+            others &= {*tokenizer.whole.values()}
+        return (ends | others | {tokenizer.eos_token_id}) - {None}
 
     @property
     def samples(self) -> bool:

@@ -40,9 +40,10 @@ LARGEST_HEADER = 2**26  # bytes; a vocabulary of 256,000 tokens takes 2**24
 MAGIC = int.from_bytes(b"GGUF", "little")
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SUPPORTED = [*PLAIN, *BLOCK_FORMATS]
-TYPES = (  # of tensors; a type's number is its place. (4 and 5 are out of use.)
+TYPES = (  # of tensors; a type's number is its place. (Those without a name are out of use.)
     "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
-    "IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"
+    "IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 31 32 33 "
+    "TQ1_0 TQ2_0 36 37 38 MXFP4 NVFP4 Q1_0"
 ).split()
 CODES = "BbHhIif?--Qqd"  # of metadata: as `struct` names them; a type's number is its place
 STRING = 8

@@ -163,10 +163,12 @@ def config_json(gguf: GGUF) -> Json:
     kind = setting(gguf, "rope.scaling.type", "linear")
     is_scaled = kind != "none" and (factor or kind != "linear")
     embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UserError(f"{gguf.file} has no token_embd.weight: it is no whole model")
     return data | {
         "model_type": "mistral",
         "sliding_window": setting(gguf, "attention.sliding_window") or None,  # 0: none
-        "vocab_size": None if embedding is None else embedding.shape[0],
+        "vocab_size": embedding.shape[0],
         "rope_scaling": {"rope_type": kind, "factor": factor} if is_scaled else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,

@@ -39,9 +39,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import regex  # tiktoken brings it
 import torch
 from torch import Tensor
 
@@ -59,9 +62,9 @@ from checkpoint.formats import (
 from errors import UserError, brief
 from quant import Kind, Quantized, nf4, pack4, unpack4
 
-# Modules that may stay in 16 bits. (bitsandbytes' folders name some that a Llama lacks.)
-HEADS = {"lm_head", "re:.*lm_head", "embed_tokens", "model.embed_tokens", "multi_modal_projector"}
-HEADS |= {"merger", "modality_projection"}
+LAYER = "model.layers.0"
+MODULES = [f"{LAYER}.self_attn.{name}_proj" for name in "qkvo"]
+MODULES += [f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
 def load_quantization(how: Any) -> Layout | None:
@@ -102,13 +105,26 @@ def group_size(how: Json) -> int | None:
 
 
 def check_skipped(how: Json, name: str) -> None:
-    """UserError if how[name], the list of modules left in 16 bits, names layers."""
-    skipped = how.get(name) or []
-    if not isinstance(skipped, list) or any(module not in HEADS for module in skipped):
+    """UserError if how[name], the list of modules left in 16 bits, names one of a layer. Other
+    names do not count: programs list what models of every kind have."""
+    layers = how.get(name) or []
+    if isinstance(layers, list):
+        with suppress(AttributeError, TimeoutError, regex.error):
+            layers = [module for module in layers if is_of_layer(module)]
+    if layers:
         raise UserError(
-            f"quantization_config: {name} is {skipped!r}; all layers must be quantized alike, and "
+            f"quantization_config: {name} has {layers!r}; all layers must be quantized alike, and "
             "only lm_head be left out"
         )
+
+
+def is_of_layer(name: str) -> bool:
+    """Whether a name is that of a layer, of one of its modules, or of a part of both; or, after
+    re:, a pattern of one. The layer's number does not count."""
+    if name.startswith("re:"):
+        return any(regex.match(name[3:], module, timeout=0.1) for module in MODULES)
+    name = re.sub(r"\d+", "0", name)
+    return any(f".{name}." in f".{module}." for module in MODULES)
 
 
 def word_bytes(words: Tensor) -> Tensor:

@@ -127,7 +127,8 @@ def check_tensors(checkpoint: Checkpoint, weights: Weights, config: Config) -> N
         if not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
             raise UserError(
                 f"tensor {HEAD} of {checkpoint.folder} differs from {EMBEDDING}, though "
-                "the config ties them"
+                "config.json ties them: set its tie_word_embeddings to false, so that the head "
+                "counts, or take the head out of the file"
             )
     checkpoint.check(expected)
 

@@ -19,9 +19,11 @@ Cost: a child starts in 0.1 s, while weights are loaded; then a short text takes
 
 import atexit
 import json
+import re
 import resource
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
@@ -29,6 +31,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+from checkpoint.inert import Inert, inert, stand_ins
 
 if TYPE_CHECKING:
     import jinja2
@@ -67,9 +71,10 @@ class Renderer:
             self._child.kill()
         return self._child.returncode
 
-    def render(self, source: str, values: dict[str, Any]) -> tuple[str, str]:
-        """The text, or else what is wrong."""
-        request = json.dumps([SECONDS, source, values])
+    def render(self, source: str, values: dict[str, Any], letters: str = "") -> tuple[str, str]:
+        """The text, or else what is wrong. letters: those that have a stand-in wherever they come
+        from values["messages"] (inert.py)."""
+        request = json.dumps([SECONDS, source, values, letters])
         with self._lock:
             if self._child.poll() is not None:  # somebody ended it
                 self._start()
@@ -96,9 +101,13 @@ def renderer() -> Renderer:
 # ---- In the child
 
 
-@lru_cache(1)
-def compiled(source: str) -> "jinja2.Template":
-    """A template in jinja2's sandbox, as transformers sets it up, but for {% generation %}."""
+GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation(\s*[-+]?%\})")
+
+
+@lru_cache(2)
+def compiled(source: str, letters: str) -> "jinja2.Template":
+    """A template in jinja2's sandbox, as transformers sets it up. {% generation %}, which marks for
+    training what an assistant says, is a block with variables of its own, as {% with %} is."""
     import jinja2.sandbox  # 0.1 s, which nobody else needs
 
     def raise_exception(message: str) -> None:
@@ -113,13 +122,28 @@ def compiled(source: str) -> "jinja2.Template":
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    template = environment.from_string(GENERATION.sub(r"\1with\2", source))
+    if letters:
+
+        def join(texts: Iterable[Any]) -> Inert:
+            return Inert("".join(map(str, texts)), stand_ins(letters))
+
+        environment.concat = join  # of what a macro or a block says
+        template.root_render_func.__globals__["str_join"] = join  # of the operands of ~
+    return template
 
 
-def rendered(source: str, values: dict[str, Any]) -> tuple[str, str]:
+def rendered(source: str, values: dict[str, Any], letters: str) -> tuple[str, str]:
     """What `Renderer.render` returns."""
     try:
-        text = compiled(source).render(**values)
+        text = compiled(source, "").render(**values)
+        if letters:
+            marks = stand_ins(letters)
+            written = text.translate(marks)
+            values["messages"] = inert(values["messages"], marks)
+            text = compiled(source, letters).render(**values)
+            if text.translate(marks) != written:
+                return "", "what it does with a control token in a message is not followed here"
     except MemoryError:
         raise
     except Exception as error:  # a template is foreign code: it may raise anything
@@ -134,9 +158,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         for request in sys.stdin:
-            seconds, source, values = json.loads(request)
+            seconds, *asked = json.loads(request)
             signal.setitimer(signal.ITIMER_PROF, seconds)  # then comes SIGPROF, which ends it
-            answer = json.dumps(rendered(source, values))
+            answer = json.dumps(rendered(*asked))
             signal.setitimer(signal.ITIMER_PROF, 0)
             print(answer, flush=True)
     except MemoryError:

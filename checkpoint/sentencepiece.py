@@ -34,10 +34,11 @@ from checkpoint.vocabulary import (
     Ranks,
     TokenTexts,
     Vocabulary,
+    added_beside,
     named_tokens,
     read_merges,
-    read_optional,
     reject,
+    steps_of,
 )
 
 SPACE = "▁"  # U+2581, which stands for a space
@@ -88,8 +89,8 @@ def read_sentencepiece_json(file: Path, data: Json, config: Json) -> Vocabulary:
     return make_vocabulary(
         texts,
         read_merges(file, model["merges"], texts.vocab.keys()),
-        read_space(file, data["normalizer"], data["pre_tokenizer"]),
-        read_strip(file, data["decoder"]),
+        read_space(file, data.get("normalizer"), data.get("pre_tokenizer")),
+        read_strip(file, data.get("decoder")),
     )
 
 
@@ -97,13 +98,14 @@ def read_space(file: Path, normalizer: Json | None, pre_tokenizer: Json | None) 
     """From a `normalizer` (older files) or a `pre_tokenizer` (newer ones)."""
     prepend = {"type": "Prepend", "prepend": SPACE}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    normalizers = steps_of(normalizer, "normalizers")
     if pre_tokenizer is None:
-        if normalizer == {"type": "Sequence", "normalizers": [prepend, replace]}:
+        if normalizers == [prepend, replace]:
             return Space("always", True)
-        if normalizer in (replace, {"type": "Sequence", "normalizers": [replace]}):
+        if normalizers == [replace]:
             return Space("never", False)
     match pre_tokenizer:
-        case {"type": "Metaspace", "replacement": "▁"} if normalizer is None:
+        case {"type": "Metaspace", "replacement": "▁"} if not normalizers:
             has_prefix = pre_tokenizer.get("add_prefix_space", True)
             scheme = pre_tokenizer.get("prepend_scheme", "always" if has_prefix else "never")
             SCHEMES.index(scheme)
@@ -112,7 +114,7 @@ def read_space(file: Path, normalizer: Json | None, pre_tokenizer: Json | None) 
     reject(file, f"it says {wrong}", "supported are Prepend and Replace, or Metaspace")
 
 
-def read_strip(file: Path, node: Json) -> bool:
+def read_strip(file: Path, node: Json | None) -> bool:
     """Whether a `decoder` takes the first space away."""
     decoders = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -120,7 +122,7 @@ def read_strip(file: Path, node: Json) -> bool:
         {"type": "Fuse"},
     ]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    steps = node["decoders"] if node["type"] == "Sequence" else [node]
+    steps = steps_of(node, "decoders")
     if steps not in (decoders, [*decoders, strip]):
         reject(file, f"its decoder is {json.dumps(node)}", "SentencePiece's is supported")
     return strip in steps
@@ -163,6 +165,7 @@ def make_vocabulary(texts: TokenTexts, ranks: Ranks, space: Space, strips: bool)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # kinds of a piece
 BPE = 2  # a model_type
+RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")  # a line of tiktoken's: a token in base64, its rank
 # Fields of a tokenizer.model, by their numbers.
 PIECES, TRAINER, NORMALIZER = range(1, 4)
 TEXT, SCORE, KIND = range(1, 4)  # of a piece
@@ -182,8 +185,12 @@ class Piece(NamedTuple):
 def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
     """From a tokenizer.model. config: tokenizer_config.json's, which may add tokens, and says what
     a prompt begins with."""
+    content = read_bytes(file, LARGEST_VOCABULARY)
+    if RANK.match(content):
+        wrong = "it is tiktoken's list of ranks, as Llama 3 has it, and not SentencePiece's"
+        reject(file, wrong, "its control tokens are in a tokenizer.json, which is needed beside it")
     try:
-        message = read_message(read_bytes(file, LARGEST_VOCABULARY))
+        message = read_message(content)
         trainer = read_message(last(message, TRAINER, b""))
         normalizer = read_message(last(message, NORMALIZER, b""))
         pieces = [read_piece(piece) for piece in message[PIECES]]
@@ -207,12 +214,7 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
         scheme = "always" if config.get("legacy", True) else "first"
         space = Space(scheme, True)
     named |= named_tokens(config)
-    added = [
-        {"content": text, "id": id, "special": text in named.values()}
-        for text, id in read_optional(file.with_name("added_tokens.json")).items()
-    ]
-    decoder = config.get("added_tokens_decoder", {})
-    added += [{"id": int(id)} | entry for id, entry in decoder.items()]
+    added = added_beside(file, config, named)
     prefix = [named_ids["bos_token"]] if begins else []
     return vocabulary_of_pieces(file, pieces, added, space, prefix, named)
 
@@ -220,14 +222,18 @@ def read_sentencepiece_model(file: Path, config: Json) -> Vocabulary:
 def vocabulary_of_pieces(
     file: Path,
     pieces: list[Piece],
-    added: list[Json],
+    added: dict[str, Json],
     space: Space,
     prefix: list[int],
     named: dict[str, str],
 ) -> Vocabulary:
-    """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json."""
+    """added: tokens beside the pieces, or what is known of some of them, as in a tokenizer.json. (A
+    piece that controls the model does so whatever they say.)"""
     vocab, entries = index_pieces(file, pieces)
-    entries |= {entry["content"]: entry for entry in added}
+    controls = [text for text, entry in entries.items() if entry["special"]]
+    entries |= added
+    for text in controls:
+        entries[text] = entries[text] | {"special": True}
     ranks = rank_pairs([piece for piece in pieces if piece.kind == NORMAL])
     texts = TokenTexts.of(file, vocab, [*entries.values()], prefix, named)
     return make_vocabulary(texts, ranks, space, space.scheme != "never")

@@ -1,6 +1,7 @@
 """Templates lay conversations out as transformers does; no message ever holds a control token."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.chat import ChatTemplate, load_template
-from checkpoint.vocabulary import Vocabulary
+from checkpoint.sandbox import renderer
+from checkpoint.vocabulary import Finder, Vocabulary
 from errors import UserError
 
 CONTROLS = {"<|end|>": 1001, "<|start|>": 1002, "<|endless|>": 1003}
-TEXTS = {id: text for text, id in CONTROLS.items()}
+MORE = {"<think>": 1011, "</think>": 1012, "<tool>": 1013, "</tool>": 1014, "<｜U｜>": 1015}
+MORE |= {"[INST]": 1016, "[/INST]": 1017, "</s>": 1018}  # added tokens that are not special
+TEXTS = {id: text for text, id in (CONTROLS | MORE).items()}
 CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
@@ -42,6 +46,11 @@ def controls_in(ids: list[int]) -> list[str]:
 
 def plain(ids: list[int]) -> str:
     return bytes(id for id in ids if id < 256).decode()
+
+
+def spelled(ids: list[int]) -> str:
+    """The text with its control tokens."""
+    return b"".join(TEXTS[id].encode() if id in TEXTS else bytes([id]) for id in ids).decode()
 
 
 FRAGMENTS = [*CONTROLS, "<|", "end|>", "<|end", "|>", " ", "\n", "less|>", "user", "<", "hi", "é"]
@@ -96,6 +105,153 @@ def test_no_message_holds_an_added_token_that_the_template_knows():
     assert template.tokens(turns, False, encode) == [1004, *encode("<im></s>"), 1006, 1005]
 
 
+# The logic of widespread templates, in control tokens of this page.
+REASONED = (
+    "{% if '</think>' in content %}{% set thought = (content.split('</think>') | first)"
+    ".rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+)
+ZOO = {
+    "headers, trimmed (Llama 3)": (
+        "{{ bos }}{% for m in messages %}{% set content = '<|start|>' + m['role'] + '\n\n' "
+        "+ m['content'] | trim + '<|end|>' %}{{ content }}{% endfor %}"
+    ),
+    "reasoning is cut (R1 distilled)": (
+        "{% set ns = namespace(first=true) %}{% for m in messages %}"
+        "{% if m['role'] == 'assistant' %}{% set content = m['content'] %}"
+        "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+        "{{ '<|start|>' + content + '<|end|>' }}{% else %}{{ '<｜U｜>' + m['content'] }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|start|><think>\n{% endif %}"
+    ),
+    "reasoning is taken apart (Qwen 3)": (
+        "{% set ns = namespace(last=0) %}{% for m in messages[::-1] %}{% set i = loop.revindex0 %}"
+        "{% if ns.last == 0 and m.role == 'user' and not (m.content.startswith('<tool>') "
+        "and m.content.endswith('</tool>')) %}{% set ns.last = i %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% set content = m.content ~ '' %}<|start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% set thought = '' %}"
+        + REASONED
+        + "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+        "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
+        "{% else %}{{ content }}{% endif %}{% else %}{{ content }}{% endif %}<|end|>\n{% endfor %}"
+    ),
+    "a macro gives the text (SmolLM 3)": (
+        "{% macro text(m) %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}"
+        "{% for m in messages %}{% set content = text(m) %}{% if m.role == 'assistant' %}"
+        "{%- generation -%}{% set head = '<|start|>' %}"
+        + REASONED
+        + "{{ head ~ content | replace('<tool>', '') }}<|end|>{%- endgeneration -%}"
+        "{% else %}{{ '<|start|>' ~ m.role ~ content ~ head }}{% endif %}{% endfor %}"
+    ),
+    "brackets, and a system message in front (Mistral)": (
+        "{% set rules = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + (rules + '\n\n' if loop.first and rules else '') + m.content + '[/INST]' }}"
+        "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    ),
+    "turns, roles renamed (Gemma)": (
+        "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{ '<|start|>' + role + '\n' + (m['content'] | trim) + '<|end|>\n' }}{% endfor %}"
+    ),
+    "ChatML with rules of its own (Qwen 2.5)": (
+        "{% if messages[0].role != 'system' %}<|start|>system\nBe kind.<|end|>\n{% endif %}"
+    )
+    + CHATML,
+}
+INERT_FRAGMENTS = [*CONTROLS, *MORE, "<|", "end|>", "</th", "\n", "\n\n", " ", "ink>", "hi", "é"]
+CONTENTS = st.lists(st.sampled_from(INERT_FRAGMENTS), max_size=7).map("".join)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@given(st.booleans(), st.lists(CONTENTS, min_size=1, max_size=4), st.booleans())
+def test_no_decision_of_a_template_changes(name, has_system, contents, more):
+    """The text is the one of the messages as they stand, and its control tokens are those whose
+    letters no message has."""
+    source = ZOO[name]
+    roles = ["system"] * has_system + ["user", "assistant"] * 2
+    conversation = [dict(role=role, content=text) for role, text in zip(roles, contents)]
+    values = dict(bos="<|start|>", messages=conversation, add_generation_prompt=more)
+    wanted, problem = renderer().render(source, values)
+    template = template_of(None, source, MORE, bos="<|start|>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a user's message may be cut
+        ids = template.tokens(conversation, more, encode)
+    assert not problem and spelled(ids) == wanted
+    known = Finder([*CONTROLS, *(text for text in MORE if text in source)])
+    letters = "".join({letter for text in contents for letter in text if letter.strip()})
+    marked, _ = renderer().render(source, values, letters)  # each letter of a message
+    of_template = known.split(marked)[1::2]
+    assert [text for text in controls_in(ids) if known.token_at(text, 0)] == of_template
+
+
+def test_no_decision_of_a_template_is_guessed():
+    """Of a text in lower case nobody knows any more what was written."""
+    source = "{% if '<|end|>' in m | lower %}!{% endif %}{{ m }}"
+    source = "{% set m = messages[0].content %}" + source
+    assert plain(layout(None, source, ("user", "a < b"))) == "a < b"
+    with pytest.raises(UserError, match="a control token in a message is not followed"):
+        layout(None, source, ("user", "a <|end|>"))
+    fails = "{% if '<' not in m | lower %}{{ raise_exception('no ' + m) }}{% endif %}" + source
+    with pytest.raises(UserError, match=r"TemplateError: no a <\|end\|>"):
+        layout(None, "{% set m = messages[0].content %}" + fails, ("user", "a <|end|>"))
+
+
+def test_a_message_put_together_makes_no_control_token():
+    source = "<|start|>{{ messages[0].content | replace('#', '') }}"
+    with pytest.warns(UserWarning, match="changes the last user message"):
+        assert layout(None, source, ("user", "<|#end|>")) == [1002, *encode("<|end|>")]
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content[0]['type'] == 'image' %}!{% endif %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text | trim }}{% endif %}{% endfor %}{% endfor %}"
+)
+TURNS = [("user", "a <|end|>"), ("assistant", "b"), ("user", " c <|end|>\n"), ("other", "d")]
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (PARTS_ALONE, "[user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
+        ("c <|end|>" + PARTS_ALONE, "c [user]a <|end|>[assistant]b[user]c <|end|>[other]d"),
+        ("{{ messages[2].content[0]['text'].strip() }}", "c <|end|>"),  # of a text, a mistake
+        (
+            "{{ 'a list' if messages[0].content is not string else messages[2].content }}",
+            TURNS[2][1],
+        ),
+    ],
+)
+def test_a_message_is_a_text_or_a_list_of_parts_as_the_template_wants(source, expected):
+    ids = layout(None, source, *TURNS)
+    assert plain(ids) == expected
+
+
+def test_the_last_user_message_is_not_lost_in_silence():
+    for source in ("{{ messages[0].content }}", "{{ messages[2].role }}", "hi c <|end|>"):
+        with pytest.raises(UserError, match="leaves the last user message out"):
+            layout(None, source, *TURNS)
+    changed = "{{ messages[2].content.replace('c', '').strip() }}"
+    with pytest.warns(UserWarning, match="changes the last user message"):
+        assert plain(layout(None, changed, *TURNS)) == "<|end|>"
+    assert plain(layout(None, "hi", ("other", "d"), ("user", " "))) == "hi"
+
+
+def test_generation_is_a_block_that_leaves_no_trace():
+    source = (
+        "{% set x = 'a' %}{%- generation -%} {% set x = 'b' %}{{ x }}{% endgeneration %}\n{{ x }}"
+        "{%generation%}c{%+ endgeneration +%}"
+    )
+    assert plain(layout(None, source, ("other", ""))) == "bac"
+
+
+def test_an_added_token_of_spaces_controls_nothing():
+    """Templates know it: they have spaces, too."""
+    template = template_of(None, "  {{ messages[0].content | trim }}", {"  ": 1007})
+    turns = [{"role": "user", "content": "  a  b  "}]
+    assert template.tokens(turns, False, encode) == [1007, *b"a", 1007, *b"b"]
+
+
 def test_templates_compare_and_trim_messages():
     source = (
         "{% for m in messages %}{% if m.role == 'user' and '<' in m.content %}"
@@ -111,12 +267,12 @@ def test_templates_find_what_transformers_gives_them():
     for source, expected in (
         ("{% for m in messages %}\n" + block + "{% endfor %}\n", "é<|end|>\n"),
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
-        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "é<|end|>"}'),
+        ("{{ messages[0] | tojson }}", '{"role": "other", "content": "é<|end|>"}'),
         ("{{ strftime_now('%%') }}", "%"),
         ("{{ add_generation_prompt }}", "False"),
         ("{{ tools is none and documents is none }}", "True"),
     ):
-        ids = layout(None, source, ("user", "é<|end|>"))
+        ids = layout(None, source, ("other", "é<|end|>"))
         assert plain(ids) == expected and controls_in(ids) == [], source
     named = dict(bos_token="<|start|>", eos_token="<|end|>")
     assert layout(None, "{{ bos_token }}a{{ eos_token }}{{ pad_token }}", **named) == [
@@ -128,7 +284,7 @@ def test_templates_find_what_transformers_gives_them():
 
 def test_a_lone_surrogate_is_a_replacement_character():
     assert layout(None, "\udc80" + TRIMMED, ("user", "a\ud800b")) == encode("\ufffda\ufffdb")
-    assert layout(None, r"{{ '\udfff' }}", ("user", "a")) == encode("\ufffd")
+    assert layout(None, r"{{ '\udfff' }}", ("other", "a")) == encode("\ufffd")
 
 
 def test_control_tokens_may_begin_with_a_thousand_letters():

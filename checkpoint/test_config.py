@@ -144,6 +144,7 @@ REFUSED_JSON = told(
     {"hidden_act": "gelu"} → hidden_act is 'gelu'
     {"quantization_config": {"bits": 4}} → quantization_config
     {"partial_rotary_factor": 0.5} → partial_rotary_factor is 0.5
+    {"quantization": {"bits": 4}} → quantization_config: quant_method is None
     {"vocab_size": null} → vocab_size is missing
     {"hidden_size": 0} → hidden_size is 0
     {"hidden_size": "24"} → hidden_size is '24'

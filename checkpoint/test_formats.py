@@ -441,6 +441,16 @@ def configure(folder: Path, setting: str, new: str) -> None:
     (folder / "config.json").write_text(config.replace(setting, new))
 
 
+# Modules that no Llama has, or that are in 16 bits in any case.
+NOT_OURS = [
+    "lm_head",
+    "embed_tokens",
+    "mlp.shared_gate",
+    "o",
+    "model.vision.layers.0.mlp.up",
+    "x_proj",
+]
+NOT_OURS += ["re:.*lm_head", "re:visual.*", r"re:.*mlp\.gate$", "norm", "audio.self_attn"]
 ODD: list[tuple[Any, Any]] = [
     (settings_of("gptq", 4, 16, format="gptq_v2"), lambda f: None),
     (settings_of("gptq", 4, 16), lambda f: configure(f, '"sym": false, ', "")),
@@ -465,10 +475,8 @@ ODD: list[tuple[Any, Any]] = [
     ),  # not lowered
     (settings_of("gptq", 8, 16, True), lambda f: change(f, "qzeros", lambda t: t + 0x01010101)),
     (settings_of("awq", group=16, version="GEMM"), lambda f: None),
-    (
-        settings_of("bitsandbytes", llm_int8_skip_modules=["lm_head", "multi_modal_projector"]),
-        lambda f: None,
-    ),
+    (settings_of("bitsandbytes", llm_int8_skip_modules=NOT_OURS), lambda f: None),
+    (settings_of("awq", group=16, modules_to_not_convert=NOT_OURS), lambda f: None),
     (
         settings_of("compressed-tensors", 8, -1, True, format="float-quantized", strategy="tensor"),
         lambda f: change(f, "weight_scale", lambda t: t[0].clone()),
@@ -524,15 +532,21 @@ NOT_HONOURED = told(
     gptq {"rotation": "hadamard"} → rotation is 'hadamard'
     awq {"version": "gemv"} → version is 'gemv'
     awq {"bits": 8} → bits is 8; it must be 4
-    awq {"modules_to_not_convert": ["lm_head", "model.layers.0"]} → modules_to_not_convert is ['lm_h
-    awq {"modules_to_not_convert": "lm_head"} → modules_to_not_convert is 'lm_head'
+    awq {"modules_to_not_convert": ["lm_head", "model.layers.0"]} → modules_to_not_convert has ['mod
+    awq {"modules_to_not_convert": "lm_head"} → modules_to_not_convert has 'lm_head'
     bnb {"bnb_4bit_quant_type": "fp4"} → bnb_4bit_quant_type is 'fp4'; it must be 'nf4'
     bnb {"load_in_4bit": false, "load_in_8bit": true} → load_in_4bit is False
     bnb {"bnb_4bit_quant_storage": "bfloat16"} → bnb_4bit_quant_storage is 'bfloat16'
-    bnb {"llm_int8_skip_modules": ["model.layers.3.mlp"]} → llm_int8_skip_modules is ['model
+    bnb {"llm_int8_skip_modules": ["model.layers.3.mlp"]} → llm_int8_skip_modules has ['model
+    bnb {"llm_int8_skip_modules": ["router", "k_proj"]} → llm_int8_skip_modules has ['k_proj']
+    bnb {"llm_int8_skip_modules": ["self_attn.q_proj", "x"]} → has ['self_attn.q_proj']
+    bnb {"llm_int8_skip_modules": ["layers.17", "model"]} → has ['layers.17', 'model']
+    bnb {"llm_int8_skip_modules": [["x"]]} → llm_int8_skip_modules has [['x']]
     ct {"format": "marlin-24"} → format is 'marlin-24'
     ct {"format": ["x"]} → format is ['x']
-    ct {"ignore": ["lm_head", "re:.*mlp.*"]} → ignore is ['lm_head', 're:.*mlp.*']
+    ct {"ignore": ["lm_head", "re:.*mlp.*"]} → ignore has ['re:.*mlp.*']
+    ct {"ignore": ["re:("]} → ignore has ['re:(']
+    ct {"ignore": ["re:(.|..|...)*[0-9]$"]} → ignore has ['re:(.|..|...)*[0-9]$']
     ct {"kv_cache_scheme": {"num_bits": 8}} → kv_cache_scheme is
     ct {"transform_config": {"a": 1}} → transform_config
     ct {"config_groups": {}} → config_groups is {}; it must be one recipe

@@ -1,6 +1,7 @@
 """A model in GGUF is the model that its numbers say: logits, texts, vocabulary; what is refused."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from checkpoint.config import Config
 from checkpoint.gguf import GGUF, PLAIN
 from checkpoint.gguf_blocks import BLOCK_FORMATS, unpack
 from checkpoint.gguf_model import MODULES, SETTINGS, GGUFCheckpoint, read_gguf_config
+from checkpoint.gguf_vocabulary import read_gguf_vocabulary
 from checkpoint.hub import find_folder, find_model
 from checkpoint.load import fill_model
 from checkpoint.test_gguf import (
@@ -24,6 +26,7 @@ from checkpoint.test_gguf import (
     strings,
     write,
 )
+from conftest import byte_alphabet
 from errors import UserError
 from generate import Model, generate
 from kernels import Ops
@@ -296,12 +299,66 @@ def test_pieces_of_a_gguf_are_those_of_the_other_files(tmp_path):
     assert plain.prompt("the cat") == wanted.encode("the cat") != tok.encode("the cat")
 
 
+SAMPLE = "we'LL isOK/\n 1234½ éß日本x -ǀ,$+!\n\n  a אב  "
+LLAMA3_PIECES = "we|'LL| isOK|/\n| |123|4½| éß日本x| -|ǀ|,$+!\n\n| | a| אב|  "
+NAMES = {  # of patterns -> the pieces of the sample, whether tokens stay whole, whether bos begins
+    "llama3": (LLAMA3_PIECES, True, True),
+    "falcon3": (LLAMA3_PIECES, True, True),
+    "smaug-bpe": (LLAMA3_PIECES, True, False),
+    "dbrx": (LLAMA3_PIECES, False, False),
+    "tekken": ("we|'LL| is|OK|/\n| |1|2|3|4|½| éß日本x| -|ǀ|,$+!\n\n| | a| אב|  ", True, True),
+    "refact": ("we|'|LL| isOK|/|\n |1|2|3|4|½| éß日本x| -|ǀ|,$+!|\n\n | a| אב|  ", False, False),
+    "deepseek-coder": (
+        "we|'|LL| isOK|/|\n| |1|2|3|4|½| éß|日本|x| -|ǀ|,|$+|!|\n|\n| | a| אב|  ",
+        False,
+        False,
+    ),
+    "deepseek-llm": (
+        "we|'|LL| isOK|/|\n| |1|2|3|4|½| éß|日本|x| -|ǀ|,$+!|\n|\n| | a| אב|  ",
+        False,
+        False,
+    ),
+    "default": ("we|'|LL| isOK|/|\n| |123|4½| éß日本x| |-|ǀ|,$+!|\n\n | a| אב|  ", False, False),
+}
+
+
+def bytes_gguf(pre: str | None) -> GGUF:
+    """A vocabulary of 256 bytes and a bos."""
+    metadata = dict(model="gpt2", pre=pre, merges=[], bos_token_id=256, token_type=[1] * 256 + [3])
+    metadata["tokens"] = [*byte_alphabet(), "<|begin_of_text|>"]
+    named = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    return GGUF(Path("a.gguf"), named, {})
+
+
+def test_patterns_are_known_by_name():
+    for name, (expected, keeps, begins) in NAMES.items():
+        vocabulary = read_gguf_vocabulary(bytes_gguf(name))
+        pieces = [SAMPLE]
+        for split in vocabulary.merges.splits:
+            pieces = [part for piece in pieces for part in split(piece, time.thread_time() + 9)]
+        assert "|".join(filter(None, pieces)) == expected, name
+        assert bool(vocabulary.merges.whole_pieces) == keeps, name
+        assert vocabulary.prefix == [256] * begins, name
+
+
+def test_llama_3_is_known_by_a_token(monkeypatch):
+    """A file that names no patterns, or those of a model that its converter did not know."""
+    monkeypatch.setattr("checkpoint.gguf_vocabulary.BEGIN_OF_LLAMA3", 256)
+    for pre in (None, "default"):
+        assert read_gguf_vocabulary(bytes_gguf(pre)).prefix == [256]
+    monkeypatch.setattr("checkpoint.gguf_vocabulary.BEGIN_OF_LLAMA3", 255)
+    assert read_gguf_vocabulary(bytes_gguf("default")).prefix == []
+    with pytest.raises(UserError, match="pre is None, and .*gguf-new-metadata --pre-tokenizer"):
+        read_gguf_vocabulary(bytes_gguf(None))
+
+
 REFUSED: list[tuple[dict[str, bytes], str]] = [
     ({"tokenizer.ggml.model": string("bert")}, "tokenizer.ggml.model is 'bert'"),
-    ({"tokenizer.ggml.pre": string("qwen2")}, "tokenizer.ggml.pre is 'qwen2'"),
+    ({"tokenizer.ggml.pre": string("viking")}, "tokenizer.ggml.pre is 'viking'"),
     ({"tokenizer.ggml.add_eos_token": number("?", True)}, "add_eos_token"),
     ({"tokenizer.ggml.tokens": number("I", 3)}, "tokenizer.ggml.tokens is 3"),
     ({"tokenizer.ggml.token_type": numbers("i", [1])}, "tokenizer is not as it should be"),
+    ({"tokenizer.ggml.merges": number("I", 1)}, "ggml.merges is 1; it must be a list"),
     ({"tokenizer.ggml.merges": strings(["a"])}, "merge 0 is 'a'"),
     ({"tokenizer.ggml.eos_token_id": number("I", 99999)}, "ggml.eos_token_id is 99999"),
     ({"tokenizer.ggml.bos_token_id": number("i", -1)}, "ggml.bos_token_id is -1"),
@@ -326,6 +383,8 @@ def test_what_is_not_honoured_is_named(tmp_path):
     odd_kind = {"tokenizer.ggml.token_type": numbers("i", [6, *kinds[1:]])}
     twice = {"tokenizer.ggml.tokens": strings([texts[5], *texts[1:]])}
     more = [(odd_kind, "kinds are from 1 to 5"), (twice, "is there twice")]
+    with pytest.raises(UserError, match="no token_embd.weight: it is no whole model"):
+        Llama.load(write(tmp_path / "vocabulary.gguf", list(settings_of(SHAPE).items())))
     for i, (change, says) in enumerate(REFUSED + more):
         file = tiny_gguf(tmp_path / f"{i}.gguf", "tiny-draft", **change)
         with pytest.raises(UserError) as error:

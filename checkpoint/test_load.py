@@ -56,8 +56,14 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
     add_tensors(folder, **{"lm_head.weight": embedding.clone()})
     assert torch.equal(Llama.load(folder)(torch.arange(9)), expected)
     add_tensors(folder, **{"lm_head.weight": embedding + 1})
-    with pytest.raises(UserError, match="lm_head.weight of .* differs .* the config ties them"):
+    with pytest.raises(
+        UserError, match="lm_head.weight .* differs .* tie_word_embeddings to false"
+    ):
         Llama.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert not torch.allclose(Llama.load(folder)(torch.arange(9)), expected)
+    (folder / "config.json").write_text(json.dumps(config))
     add_tensors(folder, **{"lm_head.weight": embedding[1:].clone()})
     with pytest.raises(UserError, match=r"lm_head.weight in .* is \[260, 24\]; the config asks"):
         Llama.load(folder)

@@ -5,7 +5,10 @@ encoding make them out of text: on bytes (bytelevel.py) and on characters (sente
 both, *added* tokens are found before a text is merged. Those that are *special* control a model:
 they are never found in a user's text.
 
-Not covered, and refused by name: added tokens that swallow spaces; tokens after a text.
+An added token may swallow the white space before it or behind it (`lstrip`, `rstrip`).
+
+Not covered, and refused by name: added tokens that are found as whole words alone; tokens after a
+text.
 """
 
 from __future__ import annotations
@@ -28,8 +31,21 @@ if TYPE_CHECKING:
 LONGEST_TOKEN = 256  # characters of an added one
 LARGEST_VOCABULARY = 2**26  # the most bytes of a vocabulary file; up to 30 MB are usual
 
+WHITE_SPACE = (  # Unicode's. (Python strips four more.)
+    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+SPACES = re.compile(f"[{WHITE_SPACE}]*")
+
 Ids = dict[str, int]  # text of a token -> id
 Ranks = dict[tuple[str, ...], int]  # neighbours that merge -> the lower, the earlier
+
+
+class Swallows(NamedTuple):
+    """Added tokens that swallow the white space before them, or behind them."""
+
+    before: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Vocabulary:
     named: dict[str, str]  # "bos_token", … -> text, for chat templates
     merges: ByteLevel | SentencePiece
     strips: bool = False  # whether decoding takes the first space away
+    swallows: Swallows = Swallows()
 
 
 def reject(file: Path, wrong: str, way_out: str) -> NoReturn:
@@ -54,6 +71,14 @@ def read_optional(file: Path) -> Json:
     """The object in a JSON file, which a folder may lack; null is as if it were left out."""
     data = read_json(file) if os.path.lexists(file) else {}
     return {name: value for name, value in data.items() if value is not None}
+
+
+def steps_of(node: Json | None, name: str) -> list[Json]:
+    """The steps of a part of a tokenizer.json, which is none, one, or a sequence. name: of the list
+    in a sequence."""
+    if node is None:
+        return []
+    return node[name] if node["type"] == "Sequence" else [node]
 
 
 def read_tokenizer_config(folder: Path) -> Json:
@@ -72,12 +97,24 @@ def named_tokens(config: Json) -> dict[str, str]:
     return named
 
 
+def added_beside(file: Path, config: Json, named: dict[str, str]) -> dict[str, Json]:
+    """The tokens that other files of the folder add: text -> entry, as in a tokenizer.json. config:
+    tokenizer_config.json's, which says more of them than added_tokens.json."""
+    entries = {}
+    for text, id in read_optional(file.with_name("added_tokens.json")).items():
+        entries[text] = {"content": text, "id": id, "special": text in named.values()}
+    for id, entry in config.get("added_tokens_decoder", {}).items():
+        entries[entry["content"]] = {"id": int(id)} | entry
+    return entries
+
+
 class Finder:
     """Finds added tokens in a text, whatever their number: a place costs a look-up for each length
     of a token, where `re` would try one token after the other."""
 
-    def __init__(self, tokens: Iterable[str]) -> None:
+    def __init__(self, tokens: Iterable[str], swallows: Swallows = Swallows()) -> None:
         self._tokens = {*tokens}
+        self._swallows = swallows
         self._lengths = sorted({*map(len, self._tokens)}, reverse=True)
         letters = "".join({token[0] for token in self._tokens})
         self._first = re.compile(f"[{re.escape(letters)}]" if letters else "(?!)")
@@ -90,14 +127,25 @@ class Finder:
     def split(self, text: str) -> list[str]:
         """Text, token, text, …"""
         parts = []
-        end = 0
+        end = 0  # of the last token, and of what belongs to it
+        next_start = 0  # where the next token may begin: in its white space, too
         for found in self._first.finditer(text):
             i = found.start()
-            token = self.token_at(text, i) if i >= end else ""
+            token = self.token_at(text, i) if i >= next_start else ""
             if token:
-                parts += [text[end:i], token]
-                end = i + len(token)
+                before = text[end:i]
+                if token in self._swallows.before:
+                    before = before.rstrip(WHITE_SPACE)
+                parts += [before, token]
+                next_start = end = i + len(token)
+                if token in self._swallows.behind:
+                    end = SPACES.match(text, end).end()
         return [*parts, text[end:]]
+
+
+def texts_with(setting: str, entries: list[Json]) -> frozenset[str]:
+    """The added tokens that have this setting."""
+    return frozenset(entry["content"] for entry in entries if entry.get(setting))
 
 
 class TokenTexts(NamedTuple):
@@ -107,7 +155,8 @@ class TokenTexts(NamedTuple):
     vocab: Ids
     special: Ids
     added: Ids
-    normalized: set[str]  # added tokens that are searched in a text that was normalized
+    normalized: frozenset[str]  # added tokens that are searched in a text that was normalized
+    swallows: Swallows
     prefix: list[int]
     named: dict[str, str]
 
@@ -125,9 +174,8 @@ class TokenTexts(NamedTuple):
             if len(text) > LONGEST_TOKEN:
                 wrong = f"{text!r} is an added token of {len(text):,} characters"
                 reject(file, wrong, f"at most {LONGEST_TOKEN} make sense")
-            if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
-                wrong = f"{text!r} sets lstrip, rstrip or single_word"
-                reject(file, wrong, "only plain matching is supported")
+            if entry.get("single_word"):
+                reject(file, f"{text!r} sets single_word", "only plain matching is supported")
             if ids.setdefault(text, entry["id"]) != entry["id"]:
                 reject(file, f"{text!r} has id {entry['id']!r} and {ids[text]!r}", "one is right")
             kind = special if entry.get("special") else others
@@ -142,15 +190,21 @@ class TokenTexts(NamedTuple):
             if type(id) is not int or id not in known:
                 wrong = f"a prompt begins with token {id!r}"
                 reject(file, wrong, "it must be one of the vocabulary")
-        normalized = {entry["content"] for entry in entries if entry.get("normalized")}
-        return cls(file, vocab, special, others, normalized & others.keys(), prefix, named)
+        normalized = texts_with("normalized", entries) & others.keys()
+        swallows = Swallows(texts_with("lstrip", entries), texts_with("rstrip", entries))
+        return cls(file, vocab, special, others, normalized, swallows, prefix, named)
 
     @classmethod
     def read(cls, file: Path, data: Json, config: Json) -> TokenTexts:
-        """From a tokenizer.json. config: tokenizer_config.json's."""
-        prefix = read_prefix(file, data["post_processor"])
+        """From a tokenizer.json. config: tokenizer_config.json's, which may add tokens."""
+        prefix = read_prefix(file, data.get("post_processor"))
         vocab = data["model"]["vocab"]
-        return cls.of(file, vocab, data["added_tokens"], prefix, named_tokens(config))
+        named = named_tokens(config)
+        entries = data["added_tokens"]
+        known = {entry["content"] for entry in entries}
+        beside = added_beside(file, config, named)
+        more = [entry for text, entry in beside.items() if text not in known]
+        return cls.of(file, vocab, entries + more, prefix, named)
 
     def vocabulary(
         self,
@@ -162,7 +216,7 @@ class TokenTexts(NamedTuple):
         tokens = {self.vocab[text]: word for text, word in words.items()}
         tokens |= {id: text.encode() for text, id in (self.special | self.added).items()}
         known = self.special, self.added, self.prefix, self.named
-        return Vocabulary(self.file, tokens, *known, merges, strips)
+        return Vocabulary(self.file, tokens, *known, merges, strips, self.swallows)
 
 
 def read_merges(file: Path, merges: list[Any], tokens: Collection[str]) -> Ranks:
@@ -180,10 +234,8 @@ def read_merges(file: Path, merges: list[Any], tokens: Collection[str]) -> Ranks
 def read_prefix(file: Path, node: Json | None) -> list[int]:
     """The ids that a `post_processor` puts before a text. As in `tokenizers`, `add_bos_token` in
     tokenizer_config.json plays no part."""
-    if node is None:
-        return []
     prefix: list[int] = []
-    for step in node["processors"] if node["type"] == "Sequence" else [node]:
+    for step in steps_of(node, "processors"):
         match step:
             case {"type": "ByteLevel"}:
                 continue

@@ -128,7 +128,7 @@ class CPU(Ops):
             return native.pick_tokens(probs, streams)
         return super().pick(probs, streams)
 
-    def verify(
+    def verify_block(
         self, p: Tensor, q: Tensor, drafted: Tensor, coin: Coin
     ) -> tuple[Tensor, Tensor] | None:
         if type(coin) is not Keyed or not native.serves(p, q):

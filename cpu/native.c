@@ -591,29 +591,50 @@ void pick_##kind(const type *probs, const int64_t *streams, int64_t *picked, lon
 PICK(f32, float)
 PICK(f64, double)
 
-// speculative.verify. p, q: [B, k + 1, V]; drafted: [B, k], decided on in the roles first_role,
-// first_role + 2, … of `keys`; streams: of the picks. ended: of each text how many drafts are
-// accepted, then of each the token after them. room: B · V.
+// residual = max(w p − q, 0): [V] -> its sum, of sums of 512 as in `soften`
+static double residual_of(const float *p, const float *q, float w, float *residual, long V) {
+    double mass = 0;
+    for (long at = 0; at < V; at += 512) {
+        long end = least(V, at + 512);
+        float sum = 0;
+        #pragma omp simd reduction(+:sum)
+        for (long i = at; i < end; i++) {
+            float rest = w * p[i] - q[i];
+            residual[i] = rest > 0 ? rest : 0;
+            sum += residual[i];
+        }
+        mass += sum;
+    }
+    return mass;
+}
+
+// speculative.verify_block. p, q: [B, k + 1, V]; drafted: [B, k], decided on in the roles
+// first_role, first_role + 2, … of `keys`; streams: of the picks. ended: of each text how many
+// drafts are accepted, then of each the token after them. room: B · (V + k + 1).
 void verify_drafts(const float *p, const float *q, const int64_t *drafted, const int64_t *keys,
             const int64_t *streams, int64_t *ended, float *room, long B, long k, long V,
             int64_t first_role) {
     #pragma omp parallel for if (B > 1 && B * V > 1 << 14)
     for (long b = 0; b < B; b++) {
         const float *p_j = p + b * (k + 1) * V, *q_j = q + b * (k + 1) * V;
-        float *residual = room + b * V;
-        long j = 0, has_mass = 0;
-        for (; j < k; j++, p_j += V, q_j += V) {
-            int64_t x = drafted[b * k + j], key = keys[b] ^ (first_role + 2 * j);
-            double u = (mix((uint64_t)key) >> 12) * 0x1p-52;
-            if (x < 0 || q_j[x] <= 0 || !(u < p_j[x] / q_j[x])) break;
+        float *residual = room + b * (V + k + 1), *w = residual + V;
+        w[0] = 1;
+        for (long j = 0; j < k; j++, p_j += V, q_j += V) {
+            int64_t x = drafted[b * k + j];
+            float ratio = x >= 0 && q_j[x] > 0 ? p_j[x] / q_j[x] : 0;
+            w[j + 1] = w[j] * ratio > 1 ? 1 : w[j] * ratio;
         }
-        for (long i = 0; i < V; i++) {
-            residual[i] = p_j[i] > q_j[i] ? p_j[i] - q_j[i] : 0;
-            has_mass |= p_j[i] > q_j[i];
+        long j = k;
+        for (; j > 0 && w[j] != 1; j--, p_j -= V, q_j -= V) {
+            if (w[j] == 0) continue;
+            double u = (mix((uint64_t)(keys[b] ^ (first_role + 2 * (j - 1)))) >> 12) * 0x1p-52;
+            double m = residual_of(p_j, q_j, w[j], residual, V);
+            if (u < m / (m + (1 - w[j]))) break;
         }
         // Not divided by its mass: what is picked depends on ratios alone.
+        double m = residual_of(p_j, q_j, w[j], residual, V);
         ended[b] = j;
-        ended[B + b] = one_pick_f32(has_mass ? residual : p_j, 0, streams[b], V, 0);
+        ended[B + b] = one_pick_f32(m > 0 ? residual : p_j, 0, streams[b], V, 0);
     }
 }
 

@@ -396,11 +396,11 @@ def pick_tokens(probs: Tensor, streams: Tensor) -> Tensor:
 
 
 def verify_drafts(p: Tensor, q: Tensor, drafted: Tensor, coin: Keyed) -> tuple[Tensor, Tensor]:
-    """What speculative.verify returns. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
+    """What speculative.verify_block returns. p, q: float32[B, k + 1, V]; drafted: int64[B, k]."""
     B, k = drafted.shape
     V = p.shape[2]
     accepted_and_token = torch.empty(2, B, dtype=torch.int64)
-    room = torch.empty(B, V)  # for C
+    room = torch.empty(B, V + k + 1)  # for C
     inputs = [x.contiguous() for x in (p, q, drafted, coin.keys, coin.streams)]
     call("verify_drafts", *inputs, accepted_and_token, room, B, k, V, accept_role(0))
     return tuple(accepted_and_token)

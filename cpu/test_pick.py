@@ -143,9 +143,9 @@ def test_verifying_is_c_with_keyed_coins_alone():
     p = torch.ones(1, 3, 5) / 5
     drafted = torch.tensor([[1, 2]])
     coin = round.text_coin()
-    assert CPU().verify(p, p, drafted, coin) is not None
-    assert CPU().verify(p.double(), p.double(), drafted, coin) is None
-    assert CPU().verify(p, p, drafted, SimpleNamespace()) is None
+    assert CPU().verify_block(p, p, drafted, coin) is not None
+    assert CPU().verify_block(p.double(), p.double(), drafted, coin) is None
+    assert CPU().verify_block(p, p, drafted, SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("V", [5000, 128_000])

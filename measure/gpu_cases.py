@@ -162,14 +162,16 @@ def profile_row(scale: Scale, bandwidth: float, way: str) -> Row:
 
 
 class BiasedCoin(Keyed):
-    """Accepts every draft with probability alpha, whatever p and q are; never an absent draft."""
+    """Accepts every draft with probability alpha, whatever p and q are, if all before it were
+    accepted; never an absent draft."""
 
     def __init__(self, *keys: Any, alpha: float, **options: Any):
         super().__init__(*keys, **options)
         self.alpha = alpha
 
     def accept(self, prob: Tensor) -> Tensor:
-        return super().accept(torch.where(prob > 0, self.alpha, 0.0))
+        stands = super().accept(torch.where(prob > 0, self.alpha, 0.0))
+        return stands.long().cumprod(1).bool()
 
 
 def speculation_row(
