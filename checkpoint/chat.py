@@ -22,6 +22,7 @@ The template is foreign code, which sandbox.py runs. It runs four times for a pr
 messages as they were written, and with stand-ins; and so with another text in the last one's place.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -35,7 +36,8 @@ from checkpoint.sandbox import renderer
 from checkpoint.vocabulary import Finder, Swallows, Vocabulary
 from errors import UserError, brief
 
-Message = dict[str, str]  # {"role": …, "content": …}
+Message = dict[str, Any]  # {"role": …, "content": …}; with tools, TOOL_FIELDS, too
+TOOL_FIELDS = {"tool_calls", "tool_call_id", "name"}
 UNUSED = "\ue000"  # a message that nobody sends
 
 
@@ -44,19 +46,23 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
-def load_template(folder: Path, config: Json) -> str | None:
-    """The folder's template or None: chat_template.jinja, or else tokenizer_config.json's."""
+def load_template(folder: Path, config: Json, name: str = "default") -> str | None:
+    """The folder's template of this name or None: a file's, or else tokenizer_config.json's."""
     file = folder / "chat_template.jinja"
+    if name != "default":
+        file = folder / "additional_chat_templates" / f"{name}.jinja"
     if file.exists():
         return read_bounded(file)
-    return checked_template(folder / "tokenizer_config.json", config.get("chat_template"))
+    return checked_template(folder / "tokenizer_config.json", config.get("chat_template"), name)
 
 
-def checked_template(file: Path, template: Any) -> str | None:
-    """The template, of several the default one. UserError for what is none."""
+def checked_template(file: Path, template: Any, name: str = "default") -> str | None:
+    """The template, of several the one of this name. UserError for what is none."""
     with suppress(LookupError, TypeError):
         if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = {entry["name"]: entry["template"] for entry in template}.get(name)
+        elif name != "default":
+            return None
     if template is not None and not isinstance(template, str):
         raise UserError(f"{file}: chat_template is {brief(template)}; it must be text")
     return template
@@ -81,6 +87,7 @@ class ChatTemplate:
             texts | {text.translate(marks) for text in texts} for texts in vocabulary.swallows
         ]
         self._finder = Finder(self.ids, Swallows(*swallows))
+        self._fields = {"role", "content"} | (TOOL_FIELDS if "tool_calls" in source else set())
         self._renderer = renderer()
 
     def tokens(
@@ -88,11 +95,14 @@ class ChatTemplate:
         messages: list[Message],
         add_generation_prompt: bool,
         encode: Callable[[str, bool], list[int]],
+        tools: list[Json] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, [{"role": …, "content": …}, …]. encode: for text without
-        added tokens, and whether it is the first."""
+        added tokens, and whether it is the first; tools: functions that an answer may call, as
+        OpenAI's protocol has them."""
         ids = []
-        parts = self._finder.split(self._render(messages, add_generation_prompt))
+        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        parts = self._finder.split(self._render(messages, given))
         for n, part in enumerate(parts):
             if part in self.ids:
                 ids.append(self.ids[part])
@@ -101,21 +111,20 @@ class ChatTemplate:
                 ids += encode(text, n == 0)
         return ids
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Message], given: Json) -> str:
         """The template's text, with stand-ins in the messages. UserError if the template has no
-        place for them; a warning if it changes the last user message."""
+        place for them; a warning if it changes the last user message. given: what the template gets
+        beside them."""
         for n, message in enumerate(messages, 1):
-            check_message(n, message)
-        turns = [
-            {name: replace_surrogates(text) for name, text in message.items()}
-            for message in messages
-        ]
+            check_message(n, message, self._fields)
+        text = replace_surrogates(json.dumps([messages, given], ensure_ascii=False))
+        turns, given = json.loads(text)
         of_users = [turn for turn in turns if turn["role"] == "user"]
         last = of_users[-1] if of_users else {"content": ""}
         asked = last["content"].strip()
-        text, problem = self._lay_out(turns, str, add_generation_prompt)
+        text, problem = self._lay_out(turns, str, given)
         others = [turn | {"content": UNUSED} if turn is last else turn for turn in turns]
-        without, _ = self._lay_out(others, str, add_generation_prompt)
+        without, _ = self._lay_out(others, str, given)
 
         def has_asked(text: str) -> bool:
             """The template, or another message, may say the same."""
@@ -124,7 +133,7 @@ class ChatTemplate:
 
         if not problem and has_asked(text):
             return text
-        in_parts, other_problem = self._lay_out(turns, parts_of, add_generation_prompt)
+        in_parts, other_problem = self._lay_out(turns, parts_of, given)
         if not other_problem and has_asked(in_parts):
             return in_parts
         if not problem and text == without:
@@ -138,16 +147,11 @@ class ChatTemplate:
         return text
 
     def _lay_out(
-        self, turns: list[Message], form: Callable[[str], Any], add_generation_prompt: bool
+        self, turns: list[Message], form: Callable[[str], Any], given: Json
     ) -> tuple[str, str]:
         """What `Renderer.render` makes of these turns. form: of a content, for the template."""
-        values = {
-            **self.vocabulary.named,
-            "messages": [turn | {"content": form(turn["content"])} for turn in turns],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        messages = [turn | {"content": form(turn["content"])} for turn in turns]
+        values = {**self.vocabulary.named, **given, "messages": messages}
         return self._renderer.render(self.source, values, self._letters)
 
 
@@ -156,10 +160,11 @@ def parts_of(content: str) -> list[Json]:
     return [{"type": "text", "text": content}]
 
 
-def check_message(n: int, message: Any) -> None:
-    """UserError unless it is {"role": text, "content": text}. n: from 1."""
-    if isinstance(message, dict) and message.keys() == {"role", "content"}:
-        if all(isinstance(text, str) for text in message.values()):
+def check_message(n: int, message: Any, fields: set[str]) -> None:
+    """UserError unless it is {"role": text, "content": text}, or has more of these fields. n: from
+    1."""
+    if isinstance(message, dict) and {"role", "content"} <= message.keys() <= fields:
+        if isinstance(message["role"], str) and isinstance(message["content"], str):
             return
     raise UserError(
         f"message {n} is {brief(message)}; it must hold a role and a content, both text, no more"
