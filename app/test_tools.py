@@ -1,16 +1,33 @@
 """Calls read from texts, however these are cut; and texts that a grammar makes call."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import grammar
-from app.tools import BARE, TAGGED, CallFormat, CallReader, Function, call_grammar
-from conftest import TIMES
+from app.asgi import HttpError
+from app.openai import Offer, Reply
+from app.test_server import CHAT, events, needs_llguidance, post, read, refused, run
+from app.tools import (
+    BARE,
+    TAGGED,
+    CallFormat,
+    CallReader,
+    Function,
+    Tools,
+    call_grammar,
+)
+from conftest import ROOT, TIMES
 from generate import Model
-from settings import Grammar
+from request import Result
+from serve import Update
+from settings import Grammar, Settings
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 SAY = '{"name": "say", "parameters": {"text": "}\\"{\\\\", "to": {"x": [{}]}}}'
@@ -33,8 +50,9 @@ READ: list[tuple[str, str, Calls]] = [  # a text, its content, its calls
     (f"<think>{ADD}</think>\n{tag(SAY)}", f"<think>{ADD}</think>", [("say", SAID)]),
     (f"{tag(ADD)}\n\nDone. ", "\n\nDone. ", [("add", '{"a": 1}')]),
     (SAY, "", [("say", SAID)]),
-    (f" <|python_tag|>{SAY}; {ADD}", "", [("say", SAID), ("add", '{"a": 1}')]),
-    (f"{SAY}\n{SAY} Done {SAY}", f" Done {SAY}", [("say", SAID)] * 2),
+    (f" <|python_tag|>{SAY}\n", "", [("say", SAID)]),
+    (f"{SAY}\n{SAY} Done", f"\n{SAY} Done", [("say", SAID)]),
+    (f"{SAY}; {SAY}", f"; {SAY}", [("say", SAID)]),
     ('{"type": "function", ' + SAY[1:], "", [("say", SAID)]),
     (f"<tool_call>{ADD}</tool_call>{tag(ADD)}", "", [("add", '{"a": 1}')] * 2),
     (tag('{"name":"add","arguments":{}}'), "", [("add", "{}")]),
@@ -111,13 +129,13 @@ def test_it_does_not_matter_how_a_text_is_cut(form, parts, sizes):
 
 
 POINT = {  # as pydantic writes it
-    "$defs": {"Number": {"type": "integer"}},
+    "$defs": {"Number": {"type": "integer", "minimum": 0, "maximum": 99}},
     "type": "object",
     "properties": {"a": {"$ref": "#/$defs/Number"}},
     "required": ["a"],
     "additionalProperties": False,
 }
-FUNCTIONS = [Function("add", POINT), Function("say", {"type": "object"})]
+FUNCTIONS = [Function("add", POINT, is_strict=True), Function("say", {})]
 BARE_ADD = ADD.replace("arguments", "parameters")
 TAGGED_SAY = SAY.replace("parameters", "arguments")
 # A text; then, of models with tags and without, the kinds of grammars that take it: a text must
@@ -152,7 +170,8 @@ TAKEN = [
 def test_a_grammar_takes_what_it_should(form, column, kind):
     pytest.importorskip("llguidance", reason="requirements-extra.txt is not installed")
     model = Model.load("tiny", "cpu")
-    lark = call_grammar(FUNCTIONS, form, must_call=kind in "Mm", is_parallel=kind in "MP")
+    how = dict(form=form, must_call=kind in "Mm", is_parallel=kind in "MP")
+    lark = call_grammar(Tools(FUNCTIONS, FUNCTIONS, **how))
     compiled = model.grammars.compile(Grammar("grammar", lark))
     taken = set()
     for row in TAKEN:
@@ -187,7 +206,10 @@ def test_calls_of_random_functions_parse_and_validate(monkeypatch):
 
     def num_whole(drafts: list, cases: list) -> int:
         """Texts that ended by themselves."""
-        larks = [call_grammar(functions, form, True, True) for form, functions in cases]
+        larks = [
+            call_grammar(Tools(each, each, form, must_call=True, is_parallel=True))
+            for form, each in cases
+        ]
         results = generate_in_turns(model, drafts, [dict(grammar=lark) for lark in larks])
         for (form, functions), result in zip(cases, results, strict=True):
             schemas = {function.name: function.schema for function in functions}
@@ -208,3 +230,233 @@ def test_calls_of_random_functions_parse_and_validate(monkeypatch):
     monkeypatch.setattr(grammar, "forbid", lambda logits, rows, masks: logits)
     with pytest.raises(AssertionError):
         num_whole([None], cases[:BATCH])
+
+
+# ---- The server
+
+
+TEMPLATES = {
+    True: """\
+{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.parameters | tojson }}
+{% endfor %}
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{% endfor %}
+{% endfor %}
+""",
+    False: """\
+{% if tools %}{"name": function, "parameters": object}{{ tools[0] | tojson(indent=1) }}{% endif %}
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}
+{% endif %}
+{% endfor %}
+""",
+}
+WORDS = {
+    "type": "object",
+    "properties": {"word": {"enum": ["dog", "cat"]}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "say", "parameters": WORDS}},
+    {"type": "function", "function": {"name": "add", "parameters": POINT, "description": "Adds"}},
+]
+
+
+def with_tools(folder: Path, is_tagged: bool) -> Path:
+    """A folder with the embedded model, and a chat template that has tools."""
+    shutil.copytree(ROOT / "models" / "tiny", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[is_tagged])
+    return folder
+
+
+@pytest.fixture(params=[True, False], ids=["tagged", "bare"], scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = with_tools(tmp_path_factory.mktemp("models") / "tiny", request.param)
+    return Model.load(folder, "cpu", torch.float64)
+
+
+def joined(chunks: list[dict]) -> dict:
+    """The choice that a stream's chunks add up to."""
+    message: dict = {"content": "", "tool_calls": []}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["role"] = delta.get("role") or message["role"]
+        for part in delta.get("tool_calls", []):
+            if part["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(part)
+            else:
+                called = message["tool_calls"][part["index"]]["function"]
+                called["arguments"] += part["function"]["arguments"]
+    return choice | {"message": message}
+
+
+def said(choice: dict) -> tuple:
+    """A choice without ids, which are drawn."""
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["role"], message["content"] or "", calls, choice["finish_reason"]
+
+
+@needs_llguidance
+def test_calls_in_a_loop(model):
+    """Required, of a name, and free; streamed, with a draft, the same ones as at once, without."""
+    add = {"type": "function", "function": {"name": "add"}}
+    told = []
+
+    async def scenario(app):
+        has_draft = app.batch.engine.runner.drafter is not None
+        messages = [dict(role="user", content="Tom saw a dog.")]
+        for choice, max_tokens in (("required", 70), (add, 70), ("auto", 9), ("none", 9)):
+            body = dict(messages=messages, tools=TOOLS, tool_choice=choice, temperature=0)
+            body |= dict(max_tokens=max_tokens, parallel_tool_calls=choice != "required")
+            if has_draft:
+                answer = joined(await events(app, CHAT, **body))
+            else:
+                (answer,) = (await post(app, CHAT, **body))["choices"]
+            message = answer["message"]
+            messages = [*messages, message]
+            for call in message.get("tool_calls", []):
+                messages.append(dict(role="tool", tool_call_id=call["id"], content="yes"))
+            told.append(said(answer))
+
+    run(scenario, model=model, limit=900)
+    run(scenario, model=model, limit=900, draft="tiny-eagle")
+    assert told[:4] == told[4:]
+    for _, content, (call,), reason in told[:2]:
+        assert not content and reason == "tool_calls"
+        assert json.loads(call["arguments"]).keys() == {{"say": "word", "add": "a"}[call["name"]]}
+    assert call["name"] == "add"
+    for _, content, calls, reason in told[2:4]:
+        assert content and not calls and reason == "length"
+
+
+def test_an_answer_is_divided_into_content_and_calls(model):
+    """At once and streamed; and why it ended."""
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    add = f'{{"name": "add", "{offer.call_format.arguments}": {{"a": 1}}}}'
+    call = tag(add) if offer.call_format.is_tagged else add
+    for text, reason, tells in (
+        (call, "stop", "tool_calls"),
+        (call, "length", "length"),
+        (call[: call.index("1")], "stop", "stop"),  # by a stop string
+        ("Hi", "stop", "stop"),
+    ):
+        asked = read(True, offer, tools=TOOLS)
+        result = Result("", [], 0, text=text, finish_reason=reason)
+        (whole,) = Reply(asked, offer).completion([result])["choices"]
+        assert whole["finish_reason"] == tells
+        asked.is_streamed = True
+        reply = Reply(asked, offer)
+        pieces = [Update(0, [(letter, "plain")]) for letter in text]
+        chunks = [reply.chunk(update) for update in [*pieces, Update(0, result=result)]]
+        assert said(joined(chunks)) == said(whole)
+        assert ("tool_calls" in whole["message"]) == ("add" in text)
+        parts = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
+        for call in whole["message"].get("tool_calls", []):
+            assert call.keys() == {"id", "type", "function"}
+            assert whole["message"]["content"] is None
+            assert sum(map(bool, parts)) > 3  # the arguments come in pieces
+            assert chunks[-2]["choices"][0]["delta"].keys() <= {"tool_calls"}
+
+
+def test_past_calls_are_laid_out_as_objects(model):
+    """Beside a content that is null; and what a tool told."""
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    messages = [
+        dict(role="user", content="Hi"),
+        dict(role="assistant", content=None, tool_calls=[call | {"index": 0}]),
+        dict(role="tool", tool_call_id="x", content=[dict(type="text", text="2")]),
+        dict(role="assistant", content="So.", tool_calls=[]),
+    ]
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    (stream,) = read(True, offer, messages=messages).streams
+    laid_out = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    if not offer.call_format.is_tagged:
+        laid_out = '{"name": "add", "arguments": {"a": 1}}'
+    lines = ["user: Hi", "assistant: ", laid_out, "tool: 2", "assistant: So."]
+    text = model.tokenizer.decode(stream.request.tokens)
+    assert [line for line in text.split("\n") if line] == "\n".join(lines).split("\n")
+    call["function"]["arguments"] = ""  # from a stream without pieces
+    (stream,) = read(True, offer, messages=messages).streams
+    assert '"arguments": {}' in model.tokenizer.decode(stream.request.tokens)
+
+
+def function(**fields) -> dict:
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+def past(arguments: object) -> dict:
+    called = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [dict(role="assistant", tool_calls=[called])]}
+
+
+WRONG = [
+    (dict(tools={}), "tools is {}: it must be of type list"),
+    (dict(tools=[{}]), "tools[0] must be an object of type function"),
+    (dict(tools=[{"type": "custom"}]), "tools[0] must be an object of type function"),
+    (dict(tools=[{"type": "function"}]), "tools[0].function.name is '': it must have 1 to 64"),
+    (function(name="a b"), "tools[0].function.name is 'a b': it must have 1 to 64"),
+    (function(returns={}), "tools[0].function.returns is not done here"),
+    (function(strict="yes"), "strict is 'yes': it must be of type bool"),
+    (function(parameters={"type": "array"}), "tools[0].function.parameters is of another type"),
+    (dict(tool_choice="must"), "tool_choice is 'must': it must be none, auto, required or"),
+    (dict(tool_choice="required"), "tool_choice is not done here: leave it out, or give"),
+    (dict(tool_choice={"type": "allowed_tools"}), "tool_choice must be an object of type function"),
+    (function() | dict(tool_choice=TOOLS[0]), "tool_choice.function.parameters is not done here"),
+    (
+        function() | dict(tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice is not done here: leave it out, or give",
+    ),
+    (function() | dict(parallel_tool_calls=1), "parallel_tool_calls is 1"),
+    (function() | dict(response_format={"type": "json_object"}), "response_format and tools are"),
+    (past("{"), "messages[0].tool_calls[0].function.arguments is {: it must be the text of a JSON"),
+    (past("[1]"), "messages[0].tool_calls[0].function.arguments is [1]: it must be the text"),
+    (past({}), "arguments is {}: it must be of type str"),
+    (dict(messages=[dict(role="assistant", tool_calls=[1])]), "messages[0].tool_calls[0] must be"),
+    (dict(messages=[dict(role="user", content="a", tool_calls=[{}])]), "messages[0].tool_calls is"),
+    (dict(messages=[dict(role="tool")]), "messages[0] has no content"),
+]
+
+
+def test_what_is_wrong_with_tools_is_refused_by_name(model):
+    offer = Offer(model, "tiny", 900, settings=Settings())
+    for body, says in WRONG:
+        with pytest.raises(HttpError, match=f"^{re.escape(says)}") as error:
+            read(True, offer, **body)
+        assert error.value.status == 400 and error.value.param, body
+
+
+def test_a_model_without_tools_refuses_them_by_name(instruct):
+    """Its template would leave them out."""
+    for model in (Model.load(instruct, "cpu"), Model.load("tiny", "cpu")):
+        offer = Offer(model, "tiny", 90, settings=Settings())
+        for body, says in (
+            (function(), "tools is not done here: leave it out, or serve a model"),
+            (past("{}"), "messages[0].tool_calls is not done here"),
+            (dict(messages=[dict(role="tool", content="a")]), "messages[0] must have a role"),
+        ):
+            with pytest.raises(HttpError, match=f"^{re.escape(says)}"):
+                read(True, offer, **body)
+        assert read(True, offer, **function(), tool_choice="none").tools is None
+        assert read(True, offer, tools=[], parallel_tool_calls=False).tools is None
+
+
+@needs_llguidance
+def test_a_schema_that_is_not_followed_here_is_refused_if_it_must_be(model):
+    odd = function(parameters={"not": {}}) | dict(messages=[dict(role="user", content="a")])
+    deep = json.dumps(odd | dict(max_tokens=2)).replace("{}", '{"a":' * 900 + "1" + "}" * 900)
+
+    async def scenario(app):
+        status, error = await refused(app, CHAT, odd | dict(tool_choice="required"))
+        assert (status, error["param"]) == (400, "tools") and "not" in error["message"]
+        assert (await post(app, CHAT, **odd, max_tokens=2))["choices"]
+        status, error = await refused(app, CHAT, deep.encode())
+        assert status == 400, error
+
+    run(scenario, model=model, limit=900)

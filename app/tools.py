@@ -9,17 +9,19 @@
 The model's chat template tells it which functions there are. `CallReader` divides what it writes
 into content and calls, and `call_grammar` makes it write calls.
 
-A call begins with `<tool_call>` anywhere in a text, or, in a model that writes no tags, with `{`
-where nothing but calls came before; its name comes before its arguments. What is nearly a call, or
-calls a function that was not declared, is content. The arguments of a free text may be no JSON, as
-those of OpenAI's models: what has begun as a call is a call. A grammar holds them to their schema.
+A call begins with `<tool_call>` anywhere in a text; a model without tags writes one call, where its
+text begins. The name comes before the arguments. What is nearly a call, or calls a function that
+was not declared, is content. The arguments of a free text may be no JSON, as those of OpenAI's
+models: what has begun as a call is a call, even if it is cut. A grammar holds them to their schema:
+if a call is required, which comes first then, without reasoning; if a function is strict; and if
+there may be one call alone.
 
 Invariant: content and calls do not depend on how a text is cut into pieces.
 Not covered: other forms ([TOOL_CALLS], Python's notation, arguments before the name).
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -58,7 +60,7 @@ TAGGED = CallFormat(
     is_tagged=True,
 )
 BARE = CallFormat(
-    pattern(rf"^␣;?␣(?:<\|python_tag\|>␣)?{HEAD}"),
+    pattern(rf"^␣(?:<\|python_tag\|>␣)?{HEAD}"),
     pattern(r"␣\}"),
     arguments="parameters",
     is_tagged=False,
@@ -75,10 +77,28 @@ def call_format(template: str) -> CallFormat | None:
 
 
 class Function(NamedTuple):
-    """A function that may be called."""
+    """A function that is declared."""
 
     name: str
     schema: dict[str, Any]  # of its arguments, which are an object
+    is_strict: bool = False  # its arguments follow the schema in any case
+    description: str = ""
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """The function, as a chat template gets it."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": fields}
+
+
+class Tools(NamedTuple):
+    """What a text may call."""
+
+    declared: list[Function]
+    functions: list[Function]  # those of them that may be called
+    form: CallFormat
+    must_call: bool
+    is_parallel: bool  # several calls are allowed, if they have tags
 
 
 # ---- Reading -----------------------------------------------------------------------------------
@@ -137,7 +157,8 @@ class CallReader:
         if match is None or match.partial:
             return False
         head = self._take(len(match[0]))
-        if match["name"] not in self.names:
+        is_one_too_many = self.num_calls > 0 and not self.form.is_tagged
+        if match["name"] not in self.names or is_one_too_many:
             self._say(delta, head)
             return True
         delta.calls[self.num_calls] = {
@@ -183,32 +204,35 @@ class CallReader:
 # ---- Writing -----------------------------------------------------------------------------------
 
 
-def call_grammar(
-    functions: Sequence[Function], form: CallFormat, must_call: bool, is_parallel: bool
-) -> str:
-    """A grammar, in Lark, of texts whose calls are of these functions and follow their schemas.
+def call_grammar(tools: Tools) -> str | None:
+    """A grammar, in Lark, of texts whose calls are of these functions; None: nothing is promised.
 
-    must_call: a text is calls; else it is anything that is not nearly one, too. is_parallel: a text
-    may have several calls, if they have tags.
+    Arguments follow their schema if a text must call, or if a function is strict. A text that may
+    call, and need not, is anything else that is not nearly a call.
     """
-    several = is_parallel and form.is_tagged
-    if must_call:
+    is_strict = any(function.is_strict for function in tools.functions)
+    if not (tools.must_call or is_strict) and tools.is_parallel:
+        return None
+    several = tools.is_parallel and tools.form.is_tagged
+    if tools.must_call:
         start = 'call ("\\n" call)*' if several else "call"
     else:
         start = "call* TEXT?" if several else "call | TEXT?"
     rules = [f"start: {start}"]
-    if form.is_tagged:
-        before = ': "<tool_call>"' if must_call else "[lazy]: /(?s:.*)<tool_call>/"
+    if tools.form.is_tagged:
+        before = ': "<tool_call>"' if tools.must_call else "[lazy]: /(?s:.*)<tool_call>/"
         rules.append(f"opening{before}")
         rules.append('call: opening "\\n" function "\\n</tool_call>"')
         rules.append("TEXT: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/")
     else:
         rules.append("call: function")
         rules.append(r"TEXT: /\s*[^{\s](?s:.*)/")
-    names = [f"function_{n}" for n in range(len(functions))]
+    names = [f"function_{n}" for n in range(len(tools.functions))]
     rules.append(f"function: {' | '.join(names)}")
-    for name, function in zip(names, functions):
-        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
-        schema = json.dumps({"x-guidance": SPACES} | function.schema)
-        rules.append(f'{name}: {head} %json {schema} "}}"')
+    for name, function in zip(names, tools.functions):
+        head = json.dumps(f'{{"name": "{function.name}", "{tools.form.arguments}": ')
+        schema = {"x-guidance": SPACES, "type": "object"}
+        if tools.must_call or function.is_strict:
+            schema |= function.schema
+        rules.append(f'{name}: {head} %json {json.dumps(schema)} "}}"')
     return "\n".join(rules)
