@@ -4,6 +4,7 @@
 min_p, ignore_eos, stop_token_ids, structured_outputs, json_schema). fields.py has the closed list
 of fields. `read_request` reads a body, and `Reply` writes the answers: one object, or, streamed, a
 chunk for all that is new of a text, with the role in the first and the finish_reason in the last.
+tools.py has the functions that an answer may call.
 
 `special`: a prompt means the control tokens that it spells (the default: they are text there).
 `max_completion_tokens` comes before `max_tokens`. `stop_token_ids` may end a text amid its grammar:
