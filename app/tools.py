@@ -47,6 +47,8 @@ class CallFormat(NamedTuple):
     closing: regex.Pattern  # what follows the arguments
     arguments: str  # the name of the arguments
     is_tagged: bool
+    call: str  # in Lark
+    text: str  # in Lark: a text that calls nothing
 
 
 def pattern(text: str) -> regex.Pattern:
@@ -58,12 +60,16 @@ TAGGED = CallFormat(
     pattern(r"␣\}␣</tool_call>"),
     arguments="arguments",
     is_tagged=True,
+    call='opening "\\n" function "\\n</tool_call>"',
+    text="/(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
 )
 BARE = CallFormat(
     pattern(rf"^␣(?:<\|python_tag\|>␣)?{HEAD}"),
     pattern(r"␣\}"),
     arguments="parameters",
     is_tagged=False,
+    call="function",
+    text=r"/\s*[^{\s](?s:.*)/",
 )
 
 
@@ -213,24 +219,22 @@ def call_grammar(tools: Tools) -> str | None:
     is_strict = any(function.is_strict for function in tools.functions)
     if not (tools.must_call or is_strict) and tools.is_parallel:
         return None
-    several = tools.is_parallel and tools.form.is_tagged
-    if tools.must_call:
-        start = 'call ("\\n" call)*' if several else "call"
-    else:
-        start = "call* TEXT?" if several else "call | TEXT?"
-    rules = [f"start: {start}"]
-    if tools.form.is_tagged:
-        before = ': "<tool_call>"' if tools.must_call else "[lazy]: /(?s:.*)<tool_call>/"
-        rules.append(f"opening{before}")
-        rules.append('call: opening "\\n" function "\\n</tool_call>"')
-        rules.append("TEXT: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/")
-    else:
-        rules.append("call: function")
-        rules.append(r"TEXT: /\s*[^{\s](?s:.*)/")
+    form = tools.form
+    opening = ': "<tool_call>"'
+    starts = ("call", 'call ("\\n" call)*')
+    if not tools.must_call:
+        opening = "[lazy]: /(?s:.*)<tool_call>/"  # after any text
+        starts = ("call | TEXT?", "call* TEXT?")
     names = [f"function_{n}" for n in range(len(tools.functions))]
-    rules.append(f"function: {' | '.join(names)}")
+    rules = [
+        f"start: {starts[tools.is_parallel and form.is_tagged]}",
+        f"call: {form.call}",
+        f"opening{opening}",
+        f"TEXT: {form.text}",
+        f"function: {' | '.join(names)}",
+    ]
     for name, function in zip(names, tools.functions):
-        head = json.dumps(f'{{"name": "{function.name}", "{tools.form.arguments}": ')
+        head = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
         schema = {"x-guidance": SPACES, "type": "object"}
         if tools.must_call or function.is_strict:
             schema |= function.schema
